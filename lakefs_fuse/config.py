@@ -179,11 +179,7 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     upload_bytes_s_max: int = 0
     """Maximum bytes per second of all uploads; 0 is no limit."""
     maintenance: str = "auto"
-    """Who folds and collects the lake: ``auto``, this mount too, unless it is read-only; ``off``, others."""
-    maintenance_interval_s: float = 3600.0
-    """Mean time between two looks at whether the lake is due for maintenance; a day is 24 of them. Tests lower it."""
-    maintenance_commits_max: int = 2000
-    """Commits newer than the newest index with which a lake is due for a fold. Tests lower it."""
+    """Whether this mount folds and collects its lake when it is due: ``auto``, unless it is read-only, or ``off``."""
     supervise: bool = True
     """Restart a daemon that dies, and replace its mount."""
     immutable: bool = False

@@ -43,7 +43,7 @@ async def list_once(url: str, prefix: str, directory: Path, count: int, chains_m
     )
     usual, parallel_list.CHAINS_MAX = parallel_list.CHAINS_MAX, chains_max
     try:
-        async with open_lake(config) as (fs, _):
+        async with open_lake(config) as (fs, _, _):
             assert isinstance(fs, Filesystem)
             entry, _ = await fs.lookup(ROOT_INODE, b"d")
             assert entry is not None

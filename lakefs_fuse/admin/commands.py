@@ -86,11 +86,11 @@ async def _collect(work: Work, lake: LakeView, args: protocol.GcArgs, *, always_
 async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protocol.Finished:
     """What the lake is due for when this has the lease: another process may have done it just before."""
     async with work.lease("maintenance").held() as client:
-        now_ns = work.node.clock.wall_ns()
+        clock, ahead_ns = work.node.clock, 0
         with suppress(Unsupported):
-            now_ns = await client.time_ns()
+            ahead_ns = await client.time_ns() - clock.wall_ns()
         due = await Inspector(
-            client, lambda: now_ns, interval_s=args.interval_s, commits_max=args.commits_max
+            client, clock, interval_s=args.interval_s, commits_max=args.commits_max, ahead_ns=lambda: ahead_ns
         ).inspect()
         collects = due.collection and args.may_delete
         if not due.fold and not collects:

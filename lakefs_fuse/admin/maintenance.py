@@ -21,18 +21,23 @@ import msgspec
 
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.index.index import Manifest, manifests
+from lakefs_fuse.commits.maintenance_lease import find_holder
 from lakefs_fuse.commits.record import COMMITS, TIME_NS_MAX
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 
+INTERVAL_S = 3600.0
+"""Mean time between two inspections of a mount. Tests lower it, and with it the day."""
+COMMITS_MAX = 2000
+"""Newer than the newest index: a fresh mount fetches them, with a GET each at worst, within seconds."""
 NAMES_PER_COMMIT = 1000
 """A fold reads and writes all names, so a lake of many names is folded after more commits: some 100 KB for each
 commit."""
 BACKLOG_MAX = 20_000
 """However many names there are."""
 INTERVALS_PER_DAY = 24
-"""An interval is the mean time between the inspections of a mount, an hour."""
 DAYS_MAX = 7
 """Between collections where no commit says that anything changed: of uploads and objects that dead nodes left."""
 TAKES_MAX = 10
@@ -86,12 +91,21 @@ class Due:
 
 
 class Inspector:
-    """Finds out what a lake is due for. ``now_ns`` is the store's time, ``interval_s`` an hour but in tests;
-    ``commits_max`` may be newer than the index: a fresh mount fetches these, with a GET each at worst."""
+    """Finds out what a lake is due for. ``ahead_ns`` is by how much the store's clock is ahead; ``interval_s`` is
+    INTERVAL_S and ``commits_max`` COMMITS_MAX, but in tests."""
 
-    def __init__(self, client: StoreClient, now_ns: Callable[[], int], *, interval_s: float, commits_max: int) -> None:
-        self._client, self._now_ns, self._commits_max = client, now_ns, commits_max
-        self._day_ns = int(interval_s * INTERVALS_PER_DAY * NS)
+    def __init__(
+        self,
+        client: StoreClient,
+        clock: Clock,
+        *,
+        interval_s: float,
+        commits_max: int,
+        ahead_ns: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._client, self._clock, self._ahead_ns = client, clock, ahead_ns
+        self.interval_s, self.commits_max = interval_s, commits_max
+        self.day_ns = int(interval_s * INTERVALS_PER_DAY * NS)
         self.index: Manifest | None = None
         """The newest, as far as is known."""
         self.collection: CollectionRecord | None = None
@@ -140,11 +154,11 @@ class Inspector:
     @property
     def _backlog_max(self) -> int:
         names = 0 if self.index is None else self.index.names
-        return max(self._commits_max, min(names // NAMES_PER_COMMIT, BACKLOG_MAX))
+        return max(self.commits_max, min(names // NAMES_PER_COMMIT, BACKLOG_MAX))
 
     def due(self) -> Due:
         """By what is known, without a request."""
-        day_ns, now_ns, last = self._day_ns, self._now_ns(), self.collection
+        day_ns, now_ns, last = self.day_ns, self.now_ns(), self.collection
         is_old = bool(self.backlog) and now_ns - self._oldest > day_ns
         fold = is_old or self.backlog > self._backlog_max
         if self.index is None and not self.backlog:
@@ -157,6 +171,14 @@ class Inspector:
             is_late = passed_ns > max(day_ns, last.took_s * TAKES_MAX * NS)
             collection = is_late and (has_changed or passed_ns > DAYS_MAX * day_ns)
         return Due(fold, collection)
+
+    def now_ns(self) -> int:
+        """The store's time, in ns since 1970."""
+        return self._clock.wall_ns() + self._ahead_ns()
+
+    async def find_holder(self) -> str:
+        """Who has the maintenance lease, empty for nobody. Raises StoreError kinds."""
+        return await find_holder(self._client, self._clock)
 
     async def may_delete(self) -> bool:
         """Whether the store lets these credentials delete commits. Raises StoreError kinds."""

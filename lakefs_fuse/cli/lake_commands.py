@@ -165,9 +165,9 @@ def snapshot(
 ) -> int:
     """Write an index of all names, from which new mounts start.
 
-    A mount with an empty cache then reads a few objects, in place of listing the bucket and reading all commits. Run
-    it after a large ingest, and daily where much changes. Every directory is listed once; mounts may read and write
-    meanwhile. The two newest indexes are kept.
+    A mount with an empty cache then reads a few objects, in place of listing the bucket and reading all commits. Mounts
+    write one from commits by themselves. Run it after other S3 clients put many objects: it lists every directory once.
+    Mounts may read and write meanwhile. The two newest indexes are kept.
 
     With --name, gc keeps the packs of the snapshot until it is deleted. A plain object that is removed or replaced
     later is missing from it. Exit code 75 while another command changes the lake.
@@ -203,8 +203,9 @@ def gc(
     """Reclaim space of removed and replaced files.
 
     Rewrites packs with many unreferenced bytes, deletes unreferenced packs and commits after a grace period, deletes
-    objects of removed files, and aborts abandoned uploads. Run it regularly: a later run deletes what this one found.
-    Mounts may read and write meanwhile, and an interruption loses nothing.
+    objects of removed files, and aborts abandoned uploads. Mounts do this by themselves about once a day, unless they
+    are mounted with --maintenance off: run it to free space sooner. A later run deletes what this one found. Mounts may
+    read and write meanwhile, and an interruption loses nothing.
 
     Exit code 1 if a commit cannot be read: run fsck first; 75 while another command changes the lake.
     """

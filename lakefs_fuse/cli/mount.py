@@ -23,7 +23,7 @@ from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
 from lakefs_fuse.cli.worker import find_place, place_below
-from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
+from lakefs_fuse.config import DURABILITIES, MAINTENANCE, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.path_rules import check_pack_threshold, check_publish, read_rules
@@ -123,6 +123,10 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--delete-after", "delete_after_s", type=DURATION, group=SHARING, help="Time for which an object stays in "
         "the store when its file was removed or replaced. Other mounts that have not heard of that may still rename "
         "the file: use less than 5m only for a lake with one mount.")  # fmt: skip
+@_setting("--maintenance", "maintenance", type=click.Choice(MAINTENANCE), group=SHARING, help="Whether this mount "
+        "folds commits and collects garbage when the lake is due for it, in a process of the lowest priority (auto), "
+        "or leaves that to others (off). One mount of a lake does it at a time. Turn it off on nodes whose CPU and "
+        "network are for the job alone, and leave it on elsewhere.")  # fmt: skip
 @option("--allow-other", is_flag=True, group=SHARING, help="Let other users access the mount. An ordinary user needs "
         "user_allow_other in /etc/fuse.conf.")  # fmt: skip
 @option("--uid", type=click.IntRange(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "
@@ -212,6 +216,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
 _OF_WRITING = (
     "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "rules", "delete_after_s", "durability",
     "writeback_delay_s", "publish_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
+    "maintenance",
 )  # fmt: skip
 _OF_CHANGES = ("metadata_ttl_s", "foreign_s", "refresh_s")
 

@@ -50,6 +50,7 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         *_write_back(values),
         *_listings(values),
         _commits(values),
+        *_maintenance(values),
         *_kernel(values),
         _upcalls(values, before, interval_s),
         *_unfinished(values),
@@ -65,12 +66,16 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _time(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
+
+
 def _head(values: Values) -> Text:
     mount, daemon = section(values, "mount"), section(values, "daemon")
     access = " (read-only)" if mount.get("read_only") else ""
     state = section(values, "immutable")
     if state:
-        of = state.get("snapshot") or datetime.fromtimestamp(number(state, "at_s"), UTC).isoformat(timespec="seconds")
+        of = state.get("snapshot") or _time(number(state, "at_s"))
         access = f" (immutable, as of {of})"
     return Text(
         f"{mount.get('source', '')} on {mount.get('mountpoint', '')}{access}: pid {daemon.get('pid', '?')}, "
@@ -163,6 +168,32 @@ def _commits(values: Values) -> Text:
         f"{format_bytes(number(commits, 'pack_bytes_live'))} live, "
         f"{format_bytes(number(commits, 'pack_bytes_dead'))} dead in {number(commits, 'packs_known'):,.0f} known",
     )
+
+
+def _maintenance(values: Values) -> Iterator[Text]:
+    found = section(values, "maintenance")
+    if found.get("mode") != "auto":
+        return
+    if found.get("inspected_s") is None:
+        yield Text.assemble(("maintenance: ", "bold"), "not looked at yet")
+        return
+
+    def at(key: str) -> str:
+        return "never" if found.get(key) is None else _time(number(found, key))
+
+    state = f", running: {found['running']}" if found.get("running") else ""
+    held = f", held by {found['holder']}" if found.get("holder") else ""
+    yield Text.assemble(
+        ("maintenance: ", "bold"),
+        f"last fold {at('last_fold_s')}, last collection {at('last_collection_s')}, "
+        f"{number(found, 'backlog'):,.0f} commits newer than the index{state}{held}",
+    )
+    if found.get("overdue"):
+        why = f" ({found['overdue_because']})" if found.get("overdue_because") else ""
+        overdue = f"overdue for {format_duration(number(found, 'due_for_s'))}: {found.get('due')}{why}"
+        yield Text(overdue, style="red")
+    elif found.get("last_error"):
+        yield Text(f"maintenance failed: {found['last_error']}", style="red")
 
 
 def _kernel(values: Values) -> Iterator[Text]:

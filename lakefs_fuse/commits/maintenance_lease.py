@@ -120,19 +120,14 @@ class MaintenanceLease:
                 with suppress(PreconditionFailed, NotFound):
                     await self._write(etag, is_contended=True)
                     return
-                found = await self._find()
+                found = await _find(self._client)
                 if found is not None and found[0].id == self._record.id:  # an answer was lost
                     self._etag, self._renewed_ns = found[1].etag, began_ns
                     return
-                if found is not None and not await self._has_ended(*found):
+                if found is not None and not await _has_ended(self._client, self._clock, *found):
                     raise LeaseHeld(_held(*found))
                 etag = "" if found is None else found[1].etag
             raise LeaseHeld("other commands take the lease of this lake at the same time: run this again")
-
-    async def holder(self) -> str:
-        """Who has the lease now, for people; empty where it is free. Raises StoreError kinds."""
-        found = await self._find()
-        return "" if found is None or await self._has_ended(*found) else _holder(found[0])
 
     async def renew(self) -> None:
         """Raises LeaseHeld where another process has taken the lease over, and StoreError kinds."""
@@ -184,7 +179,7 @@ class MaintenanceLease:
             with suppress(PreconditionFailed, NotFound):
                 await self._write(self._etag, is_contended=not self.is_held)
                 return
-            found = await self._find()
+            found = await _find(self._client)
             if found is None or found[0].id != self._record.id:
                 self._renewed_ns = None
                 raise LeaseHeld(_lost(found))
@@ -207,30 +202,38 @@ class MaintenanceLease:
                     raise PreconditionFailed(f"another process has replaced {KEY}")
         self._etag, self._renewed_ns = meta.etag, began_ns
 
-    async def _find(self) -> tuple[LeaseRecord, ObjectMeta] | None:
-        try:
-            fetched = await self._client.get(KEY, 0, RECORD_BYTES_MAX)
-        except NotFound:
-            return None
-        try:
-            record = msgspec.msgpack.decode(fetched.data, type=LeaseRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            record = None
-        if record is None or not 0 <= record.valid_s <= VALID_S_MAX or not 0 <= record.taken_ns <= TIME_NS_MAX:
-            record = LeaseRecord(id="", command="a command", host="unknown", process=0, taken_ns=fetched.meta.mtime_ns)
-        return record, fetched.meta
-
-    async def _has_ended(self, record: LeaseRecord, meta: ObjectMeta) -> bool:
-        if not record.valid_s:
-            return True
-        try:
-            now_ns = await self._client.time_ns()
-        except Unsupported:
-            now_ns = self._clock.wall_ns()
-        return abs(now_ns - meta.mtime_ns) >= record.valid_s * NS  # a date in the future is of a clock that was set
-
     def _now_ns(self) -> tuple[int, int]:
         return self._clock.boot_ns(), self._clock.wall_ns()
+
+
+async def find_holder(client: StoreClient, clock: Clock) -> str:
+    """Who has the lease of a lake, for people; empty where it is free. Raises StoreError kinds."""
+    found = await _find(client)
+    return "" if found is None or await _has_ended(client, clock, *found) else _holder(found[0])
+
+
+async def _find(client: StoreClient) -> tuple[LeaseRecord, ObjectMeta] | None:
+    try:
+        fetched = await client.get(KEY, 0, RECORD_BYTES_MAX)
+    except NotFound:
+        return None
+    try:
+        record = msgspec.msgpack.decode(fetched.data, type=LeaseRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        record = None
+    if record is None or not 0 <= record.valid_s <= VALID_S_MAX or not 0 <= record.taken_ns <= TIME_NS_MAX:
+        record = LeaseRecord(id="", command="a command", host="unknown", process=0, taken_ns=fetched.meta.mtime_ns)
+    return record, fetched.meta
+
+
+async def _has_ended(client: StoreClient, clock: Clock, record: LeaseRecord, meta: ObjectMeta) -> bool:
+    if not record.valid_s:
+        return True
+    try:
+        now_ns = await client.time_ns()
+    except Unsupported:
+        now_ns = clock.wall_ns()
+    return abs(now_ns - meta.mtime_ns) >= record.valid_s * NS  # a date in the future is of a clock that was set
 
 
 class _LeasedTransport:

@@ -1,4 +1,4 @@
-"""Opens the lake of a mount: its store and client, and the filesystem over them.
+"""Opens the lake of a mount: its store and client, the filesystem over them, and the maintenance beside it.
 
 Used by the daemon only. Leaving the context closes in the opposite order; the layers document what a crash leaves.
 """
@@ -7,33 +7,41 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 
 import trio
 from msgspec import structs
 
+from lakefs_fuse.admin import maintenance
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.daemon.background_worker import BackgroundWorker
 from lakefs_fuse.daemon.lake_connection import connect_lake
+from lakefs_fuse.daemon.maintenance import Maintenance
 from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import ThreadTransport
+from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.lake_record import KEY, OpenedLake
 from lakefs_fuse.store.open import find_lake
 from lakefs_fuse.store.rate_limit import RateLimiter
-from lakefs_fuse.vfs import Filesystem, open_filesystem
+from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
+from lakefs_fuse.vfs.open import assembled
 
+NS = 1_000_000_000
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
 async def open_lake(
     config: MountConfig,
-) -> AsyncIterator[tuple[Filesystem | ImmutableFilesystem, dict[str, object]]]:
-    """The filesystem, and what the probe found about its store. Raises StoreError, CacheError, MountError."""
+) -> AsyncIterator[tuple[Filesystem | ImmutableFilesystem, dict[str, object], Callable[[], Awaitable[None]]]]:
+    """The filesystem, what the probe found about its store, and the task of maintenance, to run while it is mounted.
+
+    Raises StoreError, CacheError, MountError."""
     node = Node.of_this_machine()
     path = ""
     if config.immutable:  # the packs of a place belong to the lake that it is in
@@ -65,10 +73,46 @@ async def open_lake(
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         if config.immutable:
             async with open_immutable(config, client, metrics, path=path, node=node) as immutable:
-                yield immutable, dataclasses.asdict(capabilities)
+                yield immutable, dataclasses.asdict(capabilities), _no_maintenance
         else:
-            async with open_filesystem(config, client, metrics, node=node) as fs:
-                yield fs, dataclasses.asdict(capabilities)
+            async with assembled(config, client, metrics, node=node) as parts:
+                fs = parts.filesystem
+                maintain, section = _no_maintenance, _no_section
+                if config.maintenance == "auto" and not config.read_only:
+                    tasks = _maintenance_of(config, client, metrics, node, parts.cache.evict)
+                    maintain, section = tasks.run, tasks.statistics
+                fs.events.statistics_requested.append(lambda: {"maintenance": section()})
+                yield fs, dataclasses.asdict(capabilities), maintain
+
+
+async def _no_maintenance() -> None: ...
+
+
+def _no_section() -> dict[str, object]:
+    return {"mode": "off"}
+
+
+def _maintenance_of(
+    config: MountConfig, client: StoreClient, metrics: Metrics, node: Node, evict: Callable[[int], int]
+) -> Maintenance:
+    directory = Path(config.cache_dir).absolute() / "maintenance"
+
+    def short_bytes(wanted: int) -> int:
+        return config.free_bytes_min + wanted - node.disk.free_bytes(directory.parent)
+
+    def make_room(wanted: int) -> bool:
+        short = short_bytes(wanted)
+        return short <= 0 or (evict(short) > 0 and short_bytes(wanted) <= 0)
+
+    inspector = maintenance.Inspector(
+        client,
+        node.clock,
+        interval_s=maintenance.INTERVAL_S,
+        commits_max=maintenance.COMMITS_MAX,
+        ahead_ns=lambda: int(metrics.commits.clock_offset_s * NS),
+    )
+    worker = BackgroundWorker(config.store, directory, make_room)
+    return Maintenance(inspector, worker, node.random.stream("maintenance"))
 
 
 def _log_opened(config: MountConfig, opened: OpenedLake) -> None:

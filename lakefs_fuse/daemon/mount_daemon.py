@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import trio
 
@@ -64,6 +64,7 @@ ARENAS_MAX = 2
 log = logging.getLogger("lakefs_fuse.daemon.mount_daemon")
 
 
+Task: TypeAlias = Callable[[], Awaitable[None]]
 Fs = TypeVar("Fs", bound=FilesystemView)
 Fs_contra = TypeVar("Fs_contra", bound=FilesystemView, contravariant=True)
 
@@ -76,9 +77,10 @@ class Serve(Protocol[Fs_contra]):
 
 @dataclass(frozen=True, slots=True)
 class Parts(Generic[Fs]):
-    """The parts of a daemon, for tests to replace. A lake opens as (filesystem, capabilities)."""
+    """The parts of a daemon, for tests to replace. A lake opens as (filesystem, capabilities, maintenance); the last is
+    a task, which is cancelled when the mount ends."""
 
-    open_lake: Callable[[MountConfig], AbstractAsyncContextManager[tuple[Fs, dict[str, object]]]]
+    open_lake: Callable[[MountConfig], AbstractAsyncContextManager[tuple[Fs, dict[str, object], Task]]]
     serve: Serve[Fs]
     request_unmount: Callable[[], None]
 
@@ -180,7 +182,7 @@ class Daemon(Generic[Fs]):
 
     async def _serve_lake(self) -> int:
         path = server_socket_path(self._config.mountpoint)
-        async with self._parts.open_lake(self._config) as (fs, capabilities):
+        async with self._parts.open_lake(self._config) as (fs, capabilities, maintain):
             server = ControlServer(
                 fs,
                 self._config,
@@ -195,9 +197,11 @@ class Daemon(Generic[Fs]):
                 server.begin_serving()
                 self._on_ready()
 
-            async with serve_control(server, path):
+            async with serve_control(server, path), trio.open_nursery() as nursery:
                 if await self._may_mount():
+                    nursery.start_soon(_run_in, mounted := trio.CancelScope(), maintain)
                     await self._parts.serve(fs, self._config, ready=on_ready)
+                    mounted.cancel()
                 self._stage = Stage.DRAINING
                 server.begin_draining()
                 self._readiness.end_serving()
@@ -255,6 +259,11 @@ class Daemon(Generic[Fs]):
         for file in left[:1000]:
             log.error("not in the store: %s (%d bytes, %s) %s", file.path, file.bytes, file.state, file.error)
         return f"{len(left)} files are not in the store: {error}"
+
+
+async def _run_in(scope: trio.CancelScope, task: Task) -> None:
+    with scope:
+        await task()
 
 
 @asynccontextmanager

@@ -39,7 +39,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
         --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --delete-after 0
         --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
-        --no-supervise --log-level debug --foreground --foreign 2m""".split()
+        --no-supervise --log-level debug --foreground --foreign 2m --maintenance off""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -97,6 +97,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "publish_s": 10.0,
         "staging_timeout_s": 600.0,
         "upload_bytes_s_max": 2 * GIB,
+        "maintenance": "off",
         "supervise": False,
     }
 
@@ -156,6 +157,7 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert told["--attributes"] == config.attributes
     assert told["--log-level"] == config.log_level
     assert told["--pack"] == config.pack
+    assert told["--maintenance"] == config.maintenance
     assert SIZE.convert(told["--pack-threshold"], None, None) == config.pack_threshold_bytes
     assert DURATION.convert(told["--refresh"], None, None) == config.refresh_s
     assert DURATION.convert(told["--delete-after"], None, None) == config.delete_after_s

@@ -21,7 +21,7 @@ from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control.mounts import Mount
 from lakefs_fuse.control.supervision import Answer
 from lakefs_fuse.daemon import mount_daemon as daemon_module
-from lakefs_fuse.daemon.mount_daemon import Daemon, Parts, Readiness, Succession
+from lakefs_fuse.daemon.mount_daemon import Daemon, Parts, Readiness, Succession, Task
 from lakefs_fuse.errors import EXIT_CRASHED, CacheError, LakeError, first_error
 from tests.control.fakes import FakeFile, FakeFilesystem, mount_config
 
@@ -46,16 +46,23 @@ class Lake:
 
     def __init__(self, fs: FakeFilesystem, *, error: LakeError | None = None, hangs: bool = False) -> None:
         self.fs, self.error, self.hangs = fs, error, hangs
-        self.closed = False
+        self.closed = self.is_maintained = False
+
+    async def maintain(self) -> None:
+        self.is_maintained = True
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.is_maintained = False
 
     @asynccontextmanager
-    async def open(self, config: MountConfig) -> AsyncIterator[tuple[FakeFilesystem, dict[str, object]]]:
+    async def open(self, config: MountConfig) -> AsyncIterator[tuple[FakeFilesystem, dict[str, object], Task]]:
         if self.error is not None:
             raise self.error
         if self.hangs:
             await trio.sleep_forever()
         try:
-            yield self.fs, {"name": "fake"}
+            yield self.fs, {"name": "fake"}, self.maintain
         finally:
             self.closed = True
 

@@ -1,0 +1,196 @@
+"""Maintenance by a mount: looks about once an hour what its lake is due for, and has a worker do it.
+
+What always holds:
+
+* *nobody at once*: the times between two looks are drawn from an exponential distribution, so those of many mounts are
+  spread evenly however they were started, and so are those of mounts that live for minutes. None is shorter than a
+  sixtieth of the mean;
+* *one at a time*: the worker holds the maintenance lease, and finds out again what is due when it has it;
+* *the mount never waits*: what is more than a few requests happens in another process, at the lowest priority;
+* *no failure is repeated every hour*: the next run is due after twice as long each time, a day at most, and an error is
+  logged when it is another one than before.
+
+Tasks of the trio thread. A crash leaves what the engines document, and a lease that ends by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+import trio
+
+from lakefs_fuse.admin.maintenance import INTERVALS_PER_DAY, Due, Inspector
+from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.errors import EXIT_BUSY, EXIT_INTERRUPTED, LakeError
+
+NS = 1_000_000_000
+INTERVAL_SHARE_MIN = 1 / 60
+"""Of the mean interval, the shortest."""
+ROOM_BYTES_MIN = 64 << 20
+"""For the database of a small lake."""
+INDEX_COPIES = 3
+"""Of the newest index on the disk: as it is fetched, in the database, and as it is written."""
+
+log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """See `background_worker.BackgroundWorker`."""
+
+    @property
+    def step(self) -> str: ...
+    async def run(
+        self, command: str, args: msgspec.Struct, *, room_bytes: int
+    ) -> protocol.Finished | protocol.Failed: ...
+    async def clear(self) -> None: ...
+
+
+class Maintenance:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        inspector: Inspector,
+        worker: Worker,
+        rng: random.Random,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = trio.sleep,
+    ) -> None:
+        self._inspector, self._worker, self._rng, self._sleep = inspector, worker, rng, sleep
+        self._inspected_ns: int | None = None
+        self._due, self._due_since_ns, self._warned_ns = Due(), 0, 0
+        self._runs = self._failures = 0
+        self._not_before_ns = self._refused_until_ns = 0
+        self._holder = self._error = ""
+
+    async def run(self) -> None:
+        """Look, and do what is due, for as long as the mount lives."""
+        await self._worker.clear()
+        mean_s = self._inspector.interval_s
+        shortest_s = mean_s * INTERVAL_SHARE_MIN
+        while True:
+            await self._sleep(shortest_s + self._rng.expovariate(1 / (mean_s - shortest_s)))
+            try:
+                await self.look()
+            except Exception:
+                log.exception("maintenance")
+
+    async def look(self) -> None:
+        """Find out what is due, and have it done. Raises nothing of the store, the disk or the worker."""
+        try:
+            await self._inspect()
+            if self._due and self._inspector.now_ns() >= self._not_before_ns:
+                await self._do_due()
+        except LakeError as error:
+            self._record_error(str(error))
+        self._warn_of_delay()
+
+    async def _inspect(self) -> None:
+        self._due = await self._inspector.inspect()
+        self._inspected_ns = now_ns = self._inspector.now_ns()
+        self._due_since_ns = (self._due_since_ns or now_ns) if self._due else 0
+        self._holder = self._holder if self._due else ""
+
+    async def _do_due(self) -> None:
+        may_delete = self._due.collection and await self._may_delete()
+        if not self._due.fold and not may_delete:
+            return
+        inspector = self._inspector
+        self._holder = await inspector.find_holder()
+        if self._holder:
+            return
+        index = inspector.index
+        room_bytes = ROOM_BYTES_MIN + INDEX_COPIES * (0 if index is None else index.bytes)
+        args = protocol.MaintenanceArgs(
+            interval_s=inspector.interval_s, commits_max=inspector.commits_max, may_delete=may_delete
+        )  # fmt: skip
+        try:
+            answer = await self._worker.run("maintenance", args, room_bytes=room_bytes)
+        except LakeError:
+            self._put_off()
+            raise
+        if isinstance(answer, protocol.Finished) and not answer.exit_code:
+            self._runs, self._failures, self._error = self._runs + 1, 0, ""
+            log.info("maintenance: %s", answer.text)
+            await self._inspect()
+        elif answer.exit_code == EXIT_BUSY:
+            log.info("maintenance: %s", _text_of(answer))
+        elif answer.exit_code != EXIT_INTERRUPTED:
+            self._put_off()
+            self._record_error(_text_of(answer))
+
+    async def _may_delete(self) -> bool:
+        """Asked once a day where the answer was no."""
+        now_ns = self._inspector.now_ns()
+        if now_ns >= self._refused_until_ns and not await self._inspector.may_delete():
+            self._refused_until_ns = now_ns + self._inspector.day_ns
+            log.info("maintenance: these credentials may not delete commits, so another mount is to collect garbage")
+        return now_ns >= self._refused_until_ns
+
+    def _put_off(self) -> None:
+        delay_ns = min(self._inspector.day_ns, int(self._inspector.interval_s * NS) << self._failures)
+        self._failures = min(self._failures + 1, INTERVALS_PER_DAY)
+        self._not_before_ns = self._inspector.now_ns() + delay_ns
+
+    def _record_error(self, error: str) -> None:
+        if error != self._error:
+            log.warning("maintenance: %s", error)
+        self._error = error
+
+    @property
+    def _due_s(self) -> float:
+        return (self._inspector.now_ns() - self._due_since_ns) / NS if self._due else 0.0
+
+    def _warn_of_delay(self) -> None:
+        """Once a day, where the lake has been due for a day."""
+        now_ns = self._inspector.now_ns()
+        if self.is_overdue and now_ns - self._warned_ns > self._inspector.day_ns:
+            self._warned_ns = now_ns
+            log.warning("maintenance: the lake has been due for %s for %.0f hours%s", self._wanted, self._due_s / 3600,
+                        f" ({self._why})" if self._why else "")  # fmt: skip
+
+    @property
+    def is_overdue(self) -> bool:
+        """The lake has been due for something for a day, as far as this mount knows."""
+        return self._due_s * NS > self._inspector.day_ns
+
+    @property
+    def _wanted(self) -> str:
+        parts = ("a fold" if self._due.fold else "", "a collection" if self._due.collection else "")
+        return " and ".join(part for part in parts if part)
+
+    @property
+    def _why(self) -> str:
+        if self._error:
+            return self._error
+        if self._holder:
+            return f"held by {self._holder}"
+        return "these credentials may not delete" if self._refused_until_ns > self._inspector.now_ns() else ""
+
+    def statistics(self) -> dict[str, object]:
+        """For `stats`; times in s since 1970, None while unknown. Names are final once released."""
+        inspector, index, collection = self._inspector, self._inspector.index, self._inspector.collection
+        is_known = self._inspected_ns is not None
+        return {
+            "mode": "auto",
+            "inspected_s": self._inspected_ns / NS if self._inspected_ns is not None else None,
+            "last_fold_s": index.time / NS if index is not None else None,
+            "last_collection_s": collection.time / NS if collection is not None else None,
+            "backlog": inspector.backlog if is_known else None,
+            "due": self._wanted,
+            "due_for_s": round(self._due_s, 3),
+            "overdue": self.is_overdue,
+            "overdue_because": self._why if self.is_overdue else "",
+            "holder": self._holder,
+            "running": self._worker.step,
+            "runs": self._runs,
+            "last_error": self._error,
+        }
+
+
+def _text_of(answer: protocol.Finished | protocol.Failed) -> str:
+    return answer.text if isinstance(answer, protocol.Finished) else answer.message

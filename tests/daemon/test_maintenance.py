@@ -1,0 +1,255 @@
+"""Maintenance by a mount, with a worker that a test owns: when it looks, what it asks for, and what it says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from lakefs_fuse.admin.maintenance import KEY, CollectionRecord, Inspector, write_collection
+from lakefs_fuse.commits.index.index import Manifest, prefix_of
+from lakefs_fuse.commits.record import COMMITS
+from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.daemon.maintenance import INTERVAL_SHARE_MIN, Maintenance
+from lakefs_fuse.errors import EXIT_BUSY, EXIT_INTERRUPTED, AccessDenied, CacheError, LakeError, Unavailable
+from lakefs_fuse.store.protocol import Capabilities
+from tests.admin.lakes import give_commit, work_of
+from tests.fakes import store_client
+from tests.memory_store import Failures, MemoryStore
+from tests.vfs.lakes import NS, Clock
+
+HOUR_S, DAY_S = 3600.0, 86400.0
+COMMITS_MAX = 20
+DONE = protocol.Finished(summary={}, text="done")
+Answer = protocol.Finished | protocol.Failed
+
+
+class FakeWorker:
+    """Answers what it is told to, or raises it, and does what a test does in its place."""
+
+    def __init__(self) -> None:
+        self.step = ""
+        self.asked: list[tuple[protocol.MaintenanceArgs, int]] = []
+        self.answer: Answer | LakeError = DONE
+        self.act: Callable[[], None] = lambda: None
+
+    async def run(self, command: str, args: msgspec.Struct, *, room_bytes: int) -> Answer:
+        assert command == "maintenance"
+        assert isinstance(args, protocol.MaintenanceArgs)
+        self.asked.append((args, room_bytes))
+        self.act()
+        if isinstance(self.answer, LakeError):
+            raise self.answer
+        return self.answer
+
+    async def clear(self) -> None:
+        self.step = ""
+
+
+class Node:
+    """A mount's maintenance of a lake in memory."""
+
+    def __init__(self, store: MemoryStore, clock: Clock, seed: int = 1) -> None:
+        client = store_client(store, store.capabilities, retry_timeout_s=0)
+        self.worker = FakeWorker()
+        self.slept: list[float] = []
+        inspector = Inspector(client, clock, interval_s=HOUR_S, commits_max=COMMITS_MAX)
+        self.maintenance = Maintenance(inspector, self.worker, random.Random(seed), sleep=self._sleep)
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        if len(self.slept) > 2000:
+            raise trio.TooSlowError
+
+    async def look(self) -> dict[str, object]:
+        await self.maintenance.look()
+        return self.maintenance.statistics()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> MemoryStore:
+    """A lake that is due for a fold."""
+    made = MemoryStore(Capabilities(name="memory", put_if_match=True, delete_if_match=True))
+    made.clock = clock
+    give_many(made, clock)
+    return made
+
+
+@pytest.fixture
+def node(store: MemoryStore, clock: Clock) -> Node:
+    return Node(store, clock)
+
+
+def give_many(store: MemoryStore, clock: Clock) -> None:
+    for _ in range(COMMITS_MAX + 1):
+        clock.advance(0.001)
+        give_commit(store, clock)
+
+
+def give_index(store: MemoryStore, clock: Clock) -> None:
+    """As a worker writes it."""
+    time = clock()
+    manifest = Manifest(
+        time=time, newest=time, horizon=0, inode=2, object=0, names=0, directories=0, files=[]
+    )  # fmt: skip
+    store.give(prefix_of(time) + "manifest", msgspec.msgpack.encode(manifest))
+
+
+async def test_times_between_looks_are_an_hour_on_average_and_spread(node: Node) -> None:
+    with pytest.raises(trio.TooSlowError):
+        await node.maintenance.run()
+    mean_s = sum(node.slept) / len(node.slept)
+    assert 0.9 * HOUR_S < mean_s < 1.1 * HOUR_S
+    assert min(node.slept) >= HOUR_S * INTERVAL_SHARE_MIN
+    assert sum(each < mean_s / 2 for each in node.slept) > 0.3 * len(node.slept)
+
+
+async def test_many_mounts_that_start_together_do_not_look_together(store: MemoryStore, clock: Clock) -> None:
+    first: list[float] = []
+    for seed in range(1000):
+        node = Node(store, clock, seed)
+        node.slept = [0.0] * 2000
+        with pytest.raises(trio.TooSlowError):
+            await node.maintenance.run()
+        first.append(node.slept[-1])
+    per_minute = [sum(60 * minute <= each < 60 * minute + 60 for each in first) for minute in range(60)]
+    assert max(per_minute) < 40
+    assert min(per_minute[1:45]) > 0
+
+
+async def test_lake_that_is_due_is_maintained_once(node: Node, store: MemoryStore, clock: Clock) -> None:
+    node.worker.act = lambda: give_index(store, clock)
+    found = await node.look()
+    ((args, room_bytes),) = node.worker.asked
+    assert args == protocol.MaintenanceArgs(interval_s=HOUR_S, commits_max=COMMITS_MAX, may_delete=False)
+    assert room_bytes >= 64 << 20
+    assert (found["runs"], found["backlog"], found["due"], found["last_error"]) == (1, 0, "a collection", "")
+    assert found["last_fold_s"] == clock() / NS
+    await write_collection(store_client(store, store.capabilities), CollectionRecord(time=clock(), newest=clock()))
+    await node.look()
+    assert node.maintenance.statistics()["last_collection_s"] == clock() / NS
+    store.requests.clear()
+    clock.advance(HOUR_S)
+    found = await node.look()
+    assert (len(node.worker.asked), found["due"]) == (1, "")
+    assert [(request.what, request.key) for request in store.requests] == [("list", COMMITS)]
+
+
+async def test_lease_of_another_is_shown_and_nothing_is_started(
+    node: Node, store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    async with work_of(store, clock, tmp_path).lease("gc").held():
+        found = await node.look()
+        assert str(found["holder"]).startswith("gc (host here, process 7")
+        assert node.worker.asked == []
+    assert (await node.look())["holder"] == ""
+    assert len(node.worker.asked) == 1
+
+
+@pytest.mark.parametrize("code", [EXIT_BUSY, EXIT_INTERRUPTED])
+async def test_worker_that_gave_way_is_started_again_at_the_next_look(node: Node, code: int) -> None:
+    node.worker.answer = protocol.Failed(message="gc is changing this lake", exit_code=code)
+    for count in (1, 2, 3):
+        assert (await node.look())["last_error"] == ""
+        assert len(node.worker.asked) == count
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        protocol.Failed(message="no room"),
+        CacheError("no room"),
+        protocol.Finished(summary={}, text="no room", exit_code=1),
+    ],
+)
+async def test_worker_that_failed_is_put_off_longer_each_time(
+    node: Node, clock: Clock, answer: Answer | LakeError, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An hour, two, four, and so on, a day at most; the error is in the log once."""
+    node.worker.answer = answer
+    began_ns, at_hours = clock(), list[int]()
+    for hour in range(24 * 5):
+        asked = len(node.worker.asked)
+        assert (await node.look())["last_error"] == "no room"
+        if len(node.worker.asked) > asked:
+            at_hours.append(hour)
+        clock.advance(HOUR_S)
+    assert at_hours[:5] == [0, 1, 3, 7, 15]
+    assert [later - earlier for earlier, later in pairwise(at_hours[5:])] == [24] * 3
+    assert clock() - began_ns == 5 * DAY_S * NS
+    assert caplog.text.count("maintenance: no room") == 1
+    node.worker.answer = DONE
+    clock.advance(DAY_S)
+    assert (await node.look())["last_error"] == ""
+
+
+async def test_store_that_is_away_is_logged_once(
+    node: Node, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.hook = Failures(lambda _: True, Unavailable("the store is away"), count=10**6)
+    for _ in range(5):
+        assert (await node.look())["last_error"] == "the store is away"
+    assert caplog.text.count("the store is away") == 1
+    assert node.worker.asked == []
+
+
+async def test_mount_that_may_not_delete_asks_once_a_day_and_folds(
+    node: Node, store: MemoryStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.hook = Failures(lambda request: request.what == "delete", AccessDenied("no"), count=10**6)
+    node.worker.act = lambda: give_index(store, clock)
+    clock.advance(DAY_S + 1)
+    for _ in range(24):
+        found = await node.look()
+        clock.advance(HOUR_S - 10)
+    assert [args.may_delete for args, _ in node.worker.asked] == [False], "one fold"
+    assert store.count("delete") == 1
+    assert (found["due"], found["last_error"]) == ("a collection", "")
+    clock.advance(HOUR_S)
+    found = await node.look()
+    assert store.count("delete") == 2
+    assert (found["overdue"], found["overdue_because"]) == (True, "these credentials may not delete")
+    assert "due for a collection for 2" in caplog.text
+    await write_collection(store_client(store, store.capabilities), CollectionRecord(time=clock(), newest=clock()))
+    found = await node.look()
+    assert (found["due"], found["overdue"]) == ("", False)
+    assert KEY in store.objects
+
+
+async def test_delay_of_a_day_is_warned_of_once_a_day(
+    node: Node, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.worker.answer = protocol.Failed(message="no room")
+    for _ in range(24 * 3 + 2):
+        await node.look()
+        clock.advance(HOUR_S)
+    warned = [record.getMessage() for record in caplog.records if "has been due for" in record.getMessage()]
+    assert len(warned) == 2
+    assert warned[0] == "maintenance: the lake has been due for a fold and a collection for 25 hours (no room)"
+
+
+async def test_unexpected_error_does_not_end_the_mount(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    node.worker.act = fail
+    node.slept = [0.0] * 1999
+    with pytest.raises(trio.TooSlowError):
+        await node.maintenance.run()
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_statistics_before_the_first_look_say_that_nothing_is_known(node: Node) -> None:
+    found = node.maintenance.statistics()
+    assert found["mode"] == "auto"
+    assert [found[name] for name in ("inspected_s", "last_fold_s", "last_collection_s", "backlog")] == [None] * 4

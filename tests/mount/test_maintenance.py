@@ -1,0 +1,152 @@
+"""Maintenance by mounts: a lake is folded and collected without a command, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.lakes import Directory, Lake, eventually, is_running, number
+from tests.tiers import sized
+
+PATCH = """
+from lakefs_fuse.admin import maintenance
+maintenance.INTERVAL_S, maintenance.COMMITS_MAX = {interval_s}, {commits_max}
+"""
+"""A mount looks about once an hour; a day is 24 intervals."""
+COMMITS_MAX = 100
+COMMITS = sized(150, 500)
+BEGINS_S_MAX = 60.0
+
+
+@pytest.fixture
+def patched(tmp_path: Path) -> Callable[..., Lake]:
+    """The program in this lake's environment looks every ``interval_s`` on average."""
+
+    def patch(lake: Lake, interval_s: float = 0.3, commits_max: int = COMMITS_MAX) -> Lake:
+        (tmp_path / "sitecustomize.py").write_text(PATCH.format(interval_s=interval_s, commits_max=commits_max))
+        lake.env["PYTHONPATH"] = str(tmp_path)
+        return lake
+
+    return patch
+
+
+def section(lake: Lake) -> dict[str, object]:
+    found = lake.stats()["maintenance"]
+    assert isinstance(found, dict)
+    return found
+
+
+def make_commits(lake: Lake, count: int = COMMITS) -> None:
+    """One for each rename."""
+    (lake.path / "file-0").write_bytes(b"bytes")
+    for step in range(count):
+        os.rename(lake.path / f"file-{step}", lake.path / f"file-{step + 1}")
+    lake.sync()
+
+
+def reserved(lake: Lake, kind: str) -> list[str]:
+    if isinstance(lake.outside, Directory):
+        return sorted(str(path) for path in (lake.outside.root / ".lakefs" / kind).rglob("*") if path.is_file())
+    return sorted(key for key in lake.outside.objects() if key.startswith(f".lakefs/{kind}/"))
+
+
+def commits(lake: Lake) -> list[str]:
+    return [key for key in reserved(lake, "commits") if key.endswith(".zip")]
+
+
+def workers(lake: Lake) -> list[int]:
+    """Processes that do maintenance of this lake's mount."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"lakefs_fuse.daemon.admin_worker" in command and os.fsencode(lake.env["HOME"]) in environment:
+            found.append(int(entry.name))
+    return [pid for pid in found if is_running(pid)]
+
+
+def has_ended(pid: int) -> bool:
+    return not is_running(pid)
+
+
+def await_worker(lake: Lake) -> int:
+    eventually(lambda: bool(workers(lake)), "a worker begins", BEGINS_S_MAX)
+    return workers(lake)[0]
+
+
+@pytest.mark.parametrize("store", ["seaweedfs", "file"])
+def test_lake_is_folded_and_collected_by_itself(make_lake: LakeMaker, patched: Callable[..., Lake], store: str) -> None:
+    lake = patched(make_lake(store)).mount()
+    make_commits(lake)
+    assert len(commits(lake)) >= COMMITS - 10 or section(lake)["runs"]
+    eventually(lambda: len(commits(lake)) <= 10, "old commits are folded and deleted", BEGINS_S_MAX + 60)
+    found = section(lake)
+    assert number(lake.stats(), "maintenance.runs") >= 2
+    assert found["last_error"] == ""
+    assert isinstance(found["last_fold_s"], float)
+    assert isinstance(found["last_collection_s"], float)
+    assert abs(found["last_fold_s"] - time.time()) < 300
+    shown = lake.cli("stats", str(lake.path)).stdout
+    assert "maintenance: last fold 20" in " ".join(shown.split())
+    assert os.listdir(lake.path) == [f"file-{COMMITS}"]
+    eventually(lambda: not (lake.cache_dir / "maintenance").exists(), "temporary files are removed")
+    lake.remount(empty_cache=True)
+    assert os.listdir(lake.path) == [f"file-{COMMITS}"]
+    assert (lake.path / f"file-{COMMITS}").read_bytes() == b"bytes"
+    assert lake.number("commits.applied") <= 20, "the others come from the index"
+
+
+def test_mount_without_maintenance_looks_at_nothing(make_lake: LakeMaker, patched: Callable[..., Lake]) -> None:
+    lake = patched(make_lake("file", "--maintenance", "off"), interval_s=0.1).mount()
+    make_commits(lake, 20)
+    time.sleep(2)
+    assert section(lake) == {"mode": "off"}
+    lake.remount("--read-only", "--maintenance", "auto")
+    assert section(lake) == {"mode": "off"}
+
+
+def test_worker_ends_with_its_mount(make_lake: LakeMaker, patched: Callable[..., Lake]) -> None:
+    """After unmounting, and after SIGKILL of the daemon; the next mount goes on."""
+    lake = patched(make_lake("file"), interval_s=0.3, commits_max=1)
+    assert isinstance(lake.outside, Directory)
+    for end in (lake.umount, lake.kill):
+        lake.mount()
+        make_commits(lake, 10)
+        worker = await_worker(lake)
+        end()
+        eventually(partial(has_ended, worker), "the worker ends")
+        (path,) = lake.outside.root.glob("file-*")
+        assert path.read_bytes() == b"bytes"
+
+
+def test_killed_worker_harms_nothing_and_is_followed_by_another(
+    make_lake: LakeMaker, patched: Callable[..., Lake]
+) -> None:
+    """One that is stopped for good is killed with the mount."""
+    lake = patched(make_lake("file"), interval_s=0.3, commits_max=1).mount()
+    make_commits(lake, 10)
+    os.kill(await_worker(lake), signal.SIGKILL)
+    eventually(lambda: "ended without an answer" in str(section(lake)["last_error"]), "the error is shown")
+    assert os.listdir(lake.path) == ["file-10"]
+    stopped = 0
+    while not stopped:  # it may have ended before it is stopped
+        pid = await_worker(lake)
+        os.kill(pid, signal.SIGSTOP)
+        stopped = pid if is_running(pid) else 0
+    os.rename(lake.path / "file-10", lake.path / "last")
+    assert os.listdir(lake.path) == ["last"]
+    lake.umount()
+    assert not is_running(stopped)
+    assert not (lake.cache_dir / "maintenance").exists()
