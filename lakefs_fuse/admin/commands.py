@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from lakefs_fuse.admin import fsck, fsck_repair, gc, rebind, repack
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
-from lakefs_fuse.admin.maintenance import Inspector
+from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, Inspector
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.index import snapshots
@@ -99,7 +99,8 @@ async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protoco
             if not collects:
                 await fold(lake, list_all=False, report=work.report)
                 return work.finished({"folded": True, "collected": False}, "an index was written")
-            done = await _collect(work, lake, protocol.GcArgs(grace_s=args.interval_s), always_folds=due.fold)
+            options = protocol.GcArgs(grace_s=args.interval_s * INTERVALS_PER_DAY * GRACE_DAYS)
+            done = await _collect(work, lake, options, always_folds=due.fold)
         return work.finished(
             {**done.summary(), "collected": not done.unreadable},
             done.describe(dry_run=False),

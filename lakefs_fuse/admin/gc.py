@@ -194,12 +194,11 @@ class Collector:
         return self.done
 
     async def _record_collection(self, took_s: int) -> None:
-        lake, done = self._lake, self.done
+        lake = self._lake
         record = CollectionRecord(
             time=lake.clock.wall_ns(),
             newest=marks_of(lake.fs.database).newest,
             took_s=took_s,
-            leaves_dead=bool(done.commits_later or done.plain.young),
         )
         await write_collection(lake.client, record)
 

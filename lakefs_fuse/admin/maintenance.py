@@ -1,7 +1,7 @@
 """What maintenance a lake is due for: found out with one LIST where it is due for none.
 
 A lake is due for a fold when many commits are newer than its newest index, or one of them is a day old; and for a
-collection when a day has passed since the last one and something may be dead since, or a week in any case. A collection
+collection when a day has passed since the last one and there is a newer commit, or a week in any case. A collection
 leaves the time of its end in the object `.lakefs/last-collection` (`docs/format.md`), for all who ask.
 
 What always holds (*cost follows the change*): an inspection lists the commits that are newer than the index that it
@@ -39,7 +39,10 @@ BACKLOG_MAX = 20_000
 """However many names there are."""
 INTERVALS_PER_DAY = 24
 DAYS_MAX = 7
-"""Between collections where no commit says that anything changed: of uploads and objects that dead nodes left."""
+"""Between collections where no commit says that anything changed. They delete what waits for its grace period, and what
+dead nodes left."""
+GRACE_DAYS = DAYS_MAX
+"""As long as a node may be cut off, without missing a commit (`poller.ABSENCE_S_MAX`)."""
 TAKES_MAX = 10
 """A collection that takes long is due after ten times as long, so that it takes a tenth of the time at most."""
 NS = 1_000_000_000
@@ -53,14 +56,12 @@ ABSENT = f"{COMMITS}absent"
 
 class CollectionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the object. ``time`` of the end of the last collection, by the store's clock, and ``newest``, of the
-    newest commit that it knew, in ns since 1970; ``took_s`` is how long it ran; it left something that is to be deleted
-    after its grace period if ``leaves_dead``."""
+    newest commit that it knew, in ns since 1970; ``took_s`` is how long it ran."""
 
     format: int = FORMAT
     time: int
     newest: int
     took_s: int = 0
-    leaves_dead: bool = False
 
 
 async def read_collection(client: StoreClient) -> CollectionRecord | None:
@@ -167,7 +168,7 @@ class Inspector:
             collection = is_old or self.index is not None
         else:
             passed_ns = now_ns - last.time
-            has_changed = last.leaves_dead or self._newest > last.newest
+            has_changed = self._newest > last.newest
             is_late = passed_ns > max(day_ns, last.took_s * TAKES_MAX * NS)
             collection = is_late and (has_changed or passed_ns > DAYS_MAX * day_ns)
         return Due(fold, collection)

@@ -8,6 +8,9 @@ by the store's, and a request takes a minute at most; two nodes' clocks may diff
 What always holds (*whole or left out*): a commit that cannot be read is left out, logged and counted, never applied in
 part. One that is dated farther ahead of the store's time than COMMIT_AHEAD_MAX_S is left out until its time has come.
 
+Mounts collect commits that no name needs when that has been known for ABSENCE_S_MAX. A node that polls for the first
+time after longer may have missed some for good: it says so, and its next mount reads all names again.
+
 A commit may name a path where a plain object of the same second lies that its writer did not know. It waits up to
 `DOUBT_S_MAX`, with those behind it: if a writer who knew that object has replaced or removed it, that commit is older
 and about to be found. Applied the other way round, the newer of the two would be left out for good.
@@ -51,6 +54,8 @@ KNOWN_MAX = 1 << 14
 CLOCK_CHECK_S = 600.0
 LISTING_S_MAX = 30.0
 """A listing that takes longer may have passed the place of a commit before the next one found was made."""
+ABSENCE_S_MAX = 7 * 86400.0
+"""A node may be suspended, or cut off from the store, for so long; what dead nodes leave is kept as long."""
 DOUBT_S_MAX = 1.0
 """From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
 GETS_MAX = 32
@@ -88,6 +93,8 @@ class Poller:
         self._refused: set[str] = set()
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
+        self._heard_ns: int | None = None
+        """The same by the time since boot, in which a suspended machine counts."""
         self._listed_s, self._newest = 0.0, 0
         """When the last LIST began, and the newest commit that was known then."""
         self._known: set[str] = set()
@@ -167,9 +174,20 @@ class Poller:
             found = await self._find()
         commits.record_polled(newest)
         self._polled_s = began_s
+        self._note_absence()
         if done:
             commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
         return count
+
+    def _note_absence(self) -> None:
+        before_ns, self._heard_ns = self._heard_ns, self._clock.steady_ns()
+        if before_ns is None or self._heard_ns - before_ns <= ABSENCE_S_MAX * NS:
+            return
+        self._applier.commits.mark_outdated()
+        logger.error(
+            "this node has not heard of others for %.1f days, and commits of that time may have been collected: mount "
+            "the lake again, for names may be outdated until then", (self._heard_ns - before_ns) / NS / 86400,
+        )  # fmt: skip
 
     async def heard(self, within_s: float) -> None:
         """Every commit that was visible ``within_s`` ago is in effect here when this returns. Raises LakeError."""

@@ -236,6 +236,10 @@ class CommitRows:
         batch.rows[schema.SINGLE_OUTDATED] = b""
         self._db.commit(batch)
 
+    def mark_outdated(self) -> None:
+        """The next mount reads all names again."""
+        self._db.commit(Batch({schema.SINGLE_OUTDATED: b""}))
+
     def refused(self) -> list[tuple[int, str]]:
         """Commits that were left out since the names here began, and not applied since."""
         rows = self._db.scan(schema.REFUSED, schema.end_of(schema.REFUSED))

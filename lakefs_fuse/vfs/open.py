@@ -168,7 +168,7 @@ async def assembled(
         try:
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
-                await _drop_names_from_the_future(database, client, node.clock)
+                await _drop_wrong_names(database, client, node.clock)
                 await load_newest_index(database, client, node.threads, directory / "index")
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans))
                 await parts.begin()
@@ -186,8 +186,9 @@ async def assembled(
             database.close()
 
 
-async def _drop_names_from_the_future(database: Database, client: StoreClient, clock: Clock) -> None:
-    """Drop all names where some are dated too far ahead: they would hide what others commit. Raises LakeError."""
+async def _drop_wrong_names(database: Database, client: StoreClient, clock: Clock) -> None:
+    """Drop all names where some are dated too far ahead, which would hide what others commit, or where the daemon
+    before found that they may be outdated. Raises LakeError."""
     newest = marks_of(database).newest
     is_ahead = newest > clock.wall_ns() + AHEAD_NS_MAX
     if is_ahead:
@@ -196,7 +197,8 @@ async def _drop_names_from_the_future(database: Database, client: StoreClient, c
         except Unsupported:
             pass  # then this machine's clock is what there is
     if is_ahead or are_names_outdated(database):
-        log.warning("names in the cache directory are dated in the future: all names are read again")
+        why = "are dated in the future" if is_ahead else "may be outdated"
+        log.warning("names in the cache directory %s: all names are read again", why)
         drop_names(database)
 
 

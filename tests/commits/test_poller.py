@@ -18,6 +18,7 @@ from lakefs_fuse.commits.poller import FETCHED_MAX
 from lakefs_fuse.commits.record import COMMITS, OWN, Operation, Record, Remove, SetAttr
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.sorted_tables import are_names_outdated
 from lakefs_fuse.store.protocol import ObjectMeta
 from tests.commits.archives import commit_of
 from tests.commits.committing import Daemon, Site, until
@@ -384,3 +385,20 @@ async def test_the_lag_is_told(tmp_path: Path) -> None:
         commit(site, 7, "f")
         await a.poller.poll()
         assert a.metrics.lag_s == pytest.approx(3)
+
+
+@pytest.mark.parametrize("days", [6.9, 7.1])
+async def test_node_that_was_away_for_more_than_a_week_reads_all_names_at_its_next_mount(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: float
+) -> None:
+    """Commits that it never saw may have been collected; of a clock that is set nothing is to be feared."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        await a.poller.poll()
+        site.clock.seconds += days * 86400
+        await a.poller.poll()
+        assert ("has not heard of others" in caplog.text) == (days > 7)
+        assert are_names_outdated(a.database) == (days > 7)
+        caplog.clear()
+        await a.poller.poll()
+        assert caplog.text == ""

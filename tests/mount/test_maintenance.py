@@ -88,7 +88,7 @@ def await_worker(lake: Lake) -> int:
 
 @pytest.mark.parametrize("store", ["seaweedfs", "file"])
 def test_lake_is_folded_and_collected_by_itself(make_lake: LakeMaker, patched: Callable[..., Lake], store: str) -> None:
-    lake = patched(make_lake(store)).mount()
+    lake = patched(make_lake(store), interval_s=0.1).mount()
     make_commits(lake)
     assert len(commits(lake)) >= COMMITS - 10 or section(lake)["runs"]
     eventually(lambda: len(commits(lake)) <= 10, "old commits are folded and deleted", BEGINS_S_MAX + 60)
