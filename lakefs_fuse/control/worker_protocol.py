@@ -40,6 +40,8 @@ class Request(Place, frozen=True, kw_only=True):
     command: str
     args: msgspec.Raw
     uploads_max: int = 4
+    upload_bytes_s_max: int = 0
+    """As `MountConfig` has it."""
     scratch: str = ""
     """Directory for temporary files; empty: that of the environment (TMPDIR)."""
     background: bool = False

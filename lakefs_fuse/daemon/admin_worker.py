@@ -44,6 +44,7 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import ThreadTransport
 from lakefs_fuse.store.lake_record import change_record
 from lakefs_fuse.store.open import find_lake
+from lakefs_fuse.store.rate_limit import RateLimiter
 
 REPORT_INTERVAL_S = 0.2
 LOWEST_PRIORITY = 19
@@ -131,9 +132,14 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
     transport = ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max)
-    writes = command.writes(args)
+    writes, metrics, limit = command.writes(args), Metrics(), request.upload_bytes_s_max
     async with connect_lake(
-        config, node, Metrics().store, transport=transport, may_write=command.probes and writes
+        config,
+        node,
+        metrics.store,
+        transport=transport,
+        may_write=command.probes and writes,
+        limiter=RateLimiter(limit, metrics.upload, node.clock) if limit else None,
     ) as connection:
         if connection.opened.unknown and writes:
             named = ", ".join(connection.opened.unknown)

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 class BackgroundWorker:
     """See the module's head. ``make_room`` blocks, frees so many bytes in ``directory`` beyond those that are to stay
-    free, and answers whether there are so many."""
+    free, and answers whether there are so many. Uploads send ``upload_bytes_s_max``, if that is not 0."""
 
     def __init__(
         self,
@@ -54,9 +54,11 @@ class BackgroundWorker:
         directory: Path,
         make_room: Callable[[int], bool],
         *,
+        upload_bytes_s_max: int = 0,
         program: Sequence[str] = WORKER,
     ) -> None:
         self._store, self._directory, self._make_room, self._program = store, directory, make_room, program
+        self._upload_bytes_s_max = upload_bytes_s_max
         self.step = ""
         """What the worker is doing now; empty while none runs."""
 
@@ -70,6 +72,7 @@ class BackgroundWorker:
             command=command,
             args=msgspec.Raw(msgspec.json.encode(args)),
             scratch=str(self._directory),
+            upload_bytes_s_max=self._upload_bytes_s_max,
             background=True,
         )
         self.step = "starting"

@@ -111,7 +111,7 @@ def _maintenance_of(
         commits_max=maintenance.COMMITS_MAX,
         ahead_ns=lambda: int(metrics.commits.clock_offset_s * NS),
     )
-    worker = BackgroundWorker(config.store, directory, make_room)
+    worker = BackgroundWorker(config.store, directory, make_room, upload_bytes_s_max=config.upload_bytes_s_max)
     return Maintenance(inspector, worker, node.random.stream("maintenance"))
 
 

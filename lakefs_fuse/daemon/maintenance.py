@@ -7,8 +7,8 @@ What always holds:
   sixtieth of the mean;
 * *one at a time*: the worker holds the maintenance lease, and finds out again what is due when it has it;
 * *the mount never waits*: what is more than a few requests happens in another process, at the lowest priority;
-* *no failure is repeated every hour*: the next run is due after twice as long each time, a day at most, and an error is
-  logged when it is another one than before.
+* *no failure is repeated every hour*: the next run is due after twice as long each time, a day at most, and of a row of
+  failures the first is logged.
 
 Tasks of the trio thread. A crash leaves what the engines document, and a lease that ends by itself.
 """
@@ -83,7 +83,9 @@ class Maintenance:
         """Find out what is due, and have it done. Raises nothing of the store, the disk or the worker."""
         try:
             await self._inspect()
-            if self._due and self._inspector.now_ns() >= self._not_before_ns:
+            if not self._due:
+                self._error, self._failures = "", 0
+            elif self._inspector.now_ns() >= self._not_before_ns:
                 await self._do_due()
         except LakeError as error:
             self._record_error(str(error))
@@ -137,8 +139,7 @@ class Maintenance:
         self._not_before_ns = self._inspector.now_ns() + delay_ns
 
     def _record_error(self, error: str) -> None:
-        if error != self._error:
-            log.warning("maintenance: %s", error)
+        log.log(logging.DEBUG if self._error else logging.WARNING, "maintenance: %s", error)
         self._error = error
 
     @property

@@ -41,7 +41,7 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SLEEP
 def worker_of(tmp_path: Path, program: str, make_room: Callable[[int], bool] = lambda wanted: True) -> BackgroundWorker:
     store = StoreConfig(source=Source.parse(f"file://{tmp_path}/store"))
     command = (sys.executable, "-c", PRELUDE + program)
-    return BackgroundWorker(store, tmp_path / "maintenance", make_room, program=command)
+    return BackgroundWorker(store, tmp_path / "maintenance", make_room, upload_bytes_s_max=9, program=command)
 
 
 async def run(worker: BackgroundWorker) -> protocol.Finished | protocol.Failed:
@@ -69,6 +69,7 @@ say(type="finished", summary=dict(request, session=os.getsid(0) == os.getpid()),
     assert isinstance(answer, protocol.Finished)
     asked = answer.summary
     assert (asked["command"], asked["background"], asked["session"]) == ("maintenance", True, True)
+    assert asked["upload_bytes_s_max"] == 9
     assert asked["args"] == msgspec.to_builtins(ARGS)
     assert not Path(str(asked["scratch"])).exists(), "temporary files are removed"
     assert worker.step == ""

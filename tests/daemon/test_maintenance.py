@@ -194,13 +194,20 @@ async def test_worker_that_failed_is_put_off_longer_each_time(
 
 
 async def test_store_that_is_away_is_logged_once(
-    node: Node, store: MemoryStore, caplog: pytest.LogCaptureFixture
+    node: Node, store: MemoryStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.hook = Failures(lambda _: True, Unavailable("the store is away"), count=10**6)
     for _ in range(5):
         assert (await node.look())["last_error"] == "the store is away"
     assert caplog.text.count("the store is away") == 1
     assert node.worker.asked == []
+    store.hook = lambda _request, _when: None
+    node.worker.act = lambda: give_index(store, clock)
+    await write_collection(store_client(store, store.capabilities), CollectionRecord(time=clock(), newest=clock()))
+    assert (await node.look())["last_error"] == ""
+    store.hook = Failures(lambda _: True, Unavailable("the store is away"))
+    assert (await node.look())["last_error"] == "the store is away"
+    assert (await node.look())["last_error"] == "", "nothing is due, and it answers again"
 
 
 async def test_mount_that_may_not_delete_asks_once_a_day_and_folds(

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Directory, Lake, eventually, is_running, number
+from tests.mount.lakes import Directory, Lake, eventually, is_running, number, s3_lake
+from tests.servers import Server
 from tests.tiers import sized
 
 PATCH = """
@@ -88,12 +90,12 @@ def await_worker(lake: Lake) -> int:
 
 @pytest.mark.parametrize("store", ["seaweedfs", "file"])
 def test_lake_is_folded_and_collected_by_itself(make_lake: LakeMaker, patched: Callable[..., Lake], store: str) -> None:
-    lake = patched(make_lake(store), interval_s=0.1).mount()
+    lake = patched(make_lake(store), interval_s=0.05).mount()
     make_commits(lake)
     assert len(commits(lake)) >= COMMITS - 10 or section(lake)["runs"]
     eventually(lambda: len(commits(lake)) <= 10, "old commits are folded and deleted", BEGINS_S_MAX + 60)
+    eventually(lambda: number(lake.stats(), "maintenance.runs") >= 2, "the collection comes to its end")
     found = section(lake)
-    assert number(lake.stats(), "maintenance.runs") >= 2
     assert found["last_error"] == ""
     assert isinstance(found["last_fold_s"], float)
     assert isinstance(found["last_collection_s"], float)
@@ -118,10 +120,15 @@ def test_mount_without_maintenance_looks_at_nothing(make_lake: LakeMaker, patche
 
 
 def test_worker_ends_with_its_mount(make_lake: LakeMaker, patched: Callable[..., Lake]) -> None:
-    """After unmounting, and after SIGKILL of the daemon; the next mount goes on."""
+    """After unmounting, and after SIGKILL of the daemon, or of both; the next mount goes on."""
     lake = patched(make_lake("file"), interval_s=0.3, commits_max=1)
     assert isinstance(lake.outside, Directory)
-    for end in (lake.umount, lake.kill):
+
+    def kill_both() -> None:
+        os.kill(worker, signal.SIGKILL)
+        lake.kill()
+
+    for end in (lake.umount, lake.kill, kill_both):
         lake.mount()
         make_commits(lake, 10)
         worker = await_worker(lake)
@@ -150,3 +157,25 @@ def test_killed_worker_harms_nothing_and_is_followed_by_another(
     lake.umount()
     assert not is_running(stopped)
     assert not (lake.cache_dir / "maintenance").exists()
+
+
+def test_store_that_fails_during_a_fold_harms_nothing_and_is_logged_once(
+    faults: tuple[Server, Faults], seaweed: Server, new_bucket: Callable[[Server], str], patched: Callable[..., Lake],
+    tmp_path: Path, dev_fuse: Path,
+) -> None:  # fmt: skip
+    server, control = faults
+    options = ("--retry-timeout", "1", "--refresh", "1h")
+    with s3_lake(seaweed, new_bucket(seaweed), tmp_path / "lake", *options, through=server) as lake:
+        patched(lake, interval_s=0.2, commits_max=1).mount()
+        make_commits(lake, 10)
+        control.error_500(10**6, method="PUT", containing=".lakefs/index/")
+        eventually(lambda: "500" in str(section(lake)["last_error"]), "the fold fails", BEGINS_S_MAX)
+        os.rename(lake.path / "file-10", lake.path / "later")
+        assert (lake.path / "later").read_bytes() == b"bytes"
+        time.sleep(3)
+        control.clear()
+        eventually(lambda: bool(section(lake)["last_fold_s"]), "a later one succeeds", BEGINS_S_MAX)
+        assert section(lake)["last_error"] == ""
+        said = [line for line in lake.log().splitlines() if "maintenance: put" in line]
+        assert len(said) == 1, said
+        assert os.listdir(lake.path) == ["later"]
