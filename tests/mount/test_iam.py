@@ -6,13 +6,14 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
 
 from tests import servers
 from tests.faults import Faults, faulty
-from tests.mount.lakes import LARGE_BYTES, Bucket, Lake, noise
+from tests.mount.lakes import LARGE_BYTES, Bucket, Lake, eventually, hasten_maintenance, noise
 from tests.mount.posix_errors import error_of
 from tests.servers import Server
 
@@ -180,3 +181,33 @@ def test_policy_writer_may_not_collect_garbage_and_maintainer_may(checked: Guard
     code, said, done = collect(as_role(checked, "maintainer"))
     assert code == 0, said
     assert done["commits_deleted"] > 0
+
+
+def test_mount_of_policy_writer_folds_and_leaves_collection_to_one_that_may_delete(
+    checked: Guarded, tmp_path: Path
+) -> None:
+    lake = hasten_maintenance(as_role(checked, "writer"), tmp_path, interval_s=0.2, commits_max=1)
+    try:
+        assert lake.try_mount().returncode == 0, lake.log()
+        lake.pid = lake.number("daemon.pid")
+        (lake.path / "maintained-0").write_bytes(b"bytes")
+        for step in range(5):
+            (lake.path / f"maintained-{step}").rename(lake.path / f"maintained-{step + 1}")
+        lake.sync()
+        eventually(lambda: "may not delete" in maintenance_of(lake)["overdue_because"], "it is told", 60)
+        found = maintenance_of(lake)
+        assert (found["due"], found["last_error"]) == ("a collection", "")
+        assert found["last_fold_s"]
+        assert (lake.path / "maintained-5").read_bytes() == b"bytes"
+        lake.umount()
+    finally:
+        lake.close()
+    assert lake.log().count("these credentials may not delete commits") >= 1
+    checked.guard(False)
+    assert [key for key in lake.outside.objects() if key.startswith(".lakefs/index/") and key.endswith("/manifest")]
+
+
+def maintenance_of(lake: Lake) -> dict[str, Any]:
+    found = lake.stats()["maintenance"]
+    assert isinstance(found, dict)
+    return found

@@ -13,15 +13,10 @@ import pytest
 
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Directory, Lake, eventually, is_running, number, s3_lake
+from tests.mount.lakes import Directory, Lake, eventually, hasten_maintenance, is_running, number, s3_lake
 from tests.servers import Server
 from tests.tiers import sized
 
-PATCH = """
-from lakefs_fuse.admin import maintenance
-maintenance.INTERVAL_S, maintenance.COMMITS_MAX = {interval_s}, {commits_max}
-"""
-"""A mount looks about once an hour; a day is 24 intervals."""
 COMMITS_MAX = 100
 COMMITS = sized(150, 500)
 BEGINS_S_MAX = 60.0
@@ -32,9 +27,7 @@ def patched(tmp_path: Path) -> Callable[..., Lake]:
     """The program in this lake's environment looks every ``interval_s`` on average."""
 
     def patch(lake: Lake, interval_s: float = 0.3, commits_max: int = COMMITS_MAX) -> Lake:
-        (tmp_path / "sitecustomize.py").write_text(PATCH.format(interval_s=interval_s, commits_max=commits_max))
-        lake.env["PYTHONPATH"] = str(tmp_path)
-        return lake
+        return hasten_maintenance(lake, tmp_path, interval_s=interval_s, commits_max=commits_max)
 
     return patch
 
