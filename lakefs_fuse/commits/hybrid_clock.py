@@ -109,10 +109,6 @@ class HybridClock:
         """What was dated too far ahead has other dates now."""
         self.went_back = False
 
-    def steady_ns(self) -> int:
-        """The time since boot, which is never set."""
-        return self._clock.boot_ns()
-
     def wall_ns(self) -> int:
         """The store's time, as far as it is known here."""
         return max(0, self._clock.boot_ns() + self._base_ns + self.offset_ns)

@@ -93,8 +93,9 @@ class Poller:
         self._refused: set[str] = set()
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
-        self._heard_ns: int | None = None
-        """The same by the time since boot, in which a suspended machine counts."""
+        self._ahead_ns, self._heard_ns = 0, 0
+        """How late a commit might be dated when the last poll began, and when the last one that came to its end did: by
+        this clock a suspended machine counts."""
         self._listed_s, self._newest = 0.0, 0
         """When the last LIST began, and the newest commit that was known then."""
         self._known: set[str] = set()
@@ -180,8 +181,8 @@ class Poller:
         return count
 
     def _note_absence(self) -> None:
-        before_ns, self._heard_ns = self._heard_ns, self._clock.steady_ns()
-        if before_ns is None or self._heard_ns - before_ns <= ABSENCE_S_MAX * NS:
+        before_ns, self._heard_ns = self._heard_ns, self._ahead_ns
+        if not before_ns or self._heard_ns - before_ns <= ABSENCE_S_MAX * NS:
             return
         self._applier.commits.mark_outdated()
         logger.error(
@@ -197,7 +198,7 @@ class Poller:
     async def _find(self) -> list[Found]:
         """Commits that are not applied, the oldest first."""
         self._listed_s, self._newest = trio.current_time(), self._applier.commits.newest()
-        ahead_ns = self._clock.ahead_ns()
+        ahead_ns = self._ahead_ns = self._clock.ahead_ns()
         since = max(0, min(self._applier.commits.polled(), ahead_ns) - WINDOW_NS)
         commits = self._applier.commits
         known = self._known if self._forgotten == commits.forgotten else set[str]()

@@ -391,7 +391,7 @@ async def test_the_lag_is_told(tmp_path: Path) -> None:
 async def test_node_that_was_away_for_more_than_a_week_reads_all_names_at_its_next_mount(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, days: float
 ) -> None:
-    """Commits that it never saw may have been collected; of a clock that is set nothing is to be feared."""
+    """Commits that it never saw may have been collected."""
     site = Site(tmp_path)
     with site.daemon("a") as a:
         await a.poller.poll()
