@@ -66,8 +66,10 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.upload.spilled_parts import SPILLED
 
-MEMBER_BYTES = 170
-"""Overhead of a member besides three times its name: headers, directory and record."""
+MEMBER_BYTES = 245
+"""Overhead of a file that was moved, besides three times its name: headers, directory and record."""
+PACK_BYTES = 210
+"""Overhead of a pack besides its members. Both as measured, so that what was moved is not moved again."""
 RECORDS_AT_ONCE = 16
 CHECK_S_MAX = 60.0
 """Maximum time between the check of a batch and its deletion; after it the batch is checked again."""
@@ -238,7 +240,9 @@ class Collector:
         for path, entry in self._lake.files():
             if entry.place in live:
                 live[entry.place] += entry.size + MEMBER_BYTES + 3 * len(path.encode("utf-8", "surrogatepass"))
-        return {number: size for number, size in live.items() if size < below * rows[number]}
+        chosen = {number: size for number, size in live.items() if size < below * rows[number]}
+        before = sum(rows[number] for number in chosen)
+        return chosen if sum(chosen.values()) + PACK_BYTES < below * before else {}
 
     # -- what is dead
 

@@ -12,6 +12,7 @@ import pytest
 
 from lakefs_fuse.admin.commands import run_gc, run_snapshot
 from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, read_gc_record
+from lakefs_fuse.admin.maintenance import KEY as LAST_COLLECTION
 from lakefs_fuse.commits.bundles import MIXED, SUFFIX, Copy, bundle_key
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.control.worker_protocol import GcArgs, SnapshotArgs
@@ -93,17 +94,27 @@ async def test_a_second_run_finds_nothing(store: MemoryStore, clock: Clock) -> N
     objects = {key: meta.etag for key, (_, meta) in store.objects.items()}
     done = await collect(store, clock)
     assert (done.packs_rewritten, done.commits_deleted, done.folded) == (0, 0, False)
+    del objects[LAST_COLLECTION]
     assert {key: meta.etag for key, (_, meta) in store.objects.items() if key in objects} == objects
 
 
-async def test_packs_of_tiny_files_are_not_rewritten_for_ever(clock: Clock, tmp_path: Path) -> None:
-    store = MemoryStore()
+@pytest.mark.parametrize("directory", ["", "some/long/directory/name/"])
+@pytest.mark.parametrize("count", [1, 2, 3, 20, 100])
+@pytest.mark.parametrize("packs", [1, 5])
+async def test_packs_of_tiny_files_are_not_rewritten_for_ever(
+    clock: Clock, tmp_path: Path, directory: str, count: int, packs: int
+) -> None:
+    """Several are put together at most once."""
+    store, files = MemoryStore(), dict[str, bytes]()
     store.clock = clock
-    files = {f"some/long/directory/name/{number}": b"" if number % 2 else b"tiny" for number in range(20)}
-    give_pack(store, clock, files)
-    clock.advance(100)
-    for _ in range(2):
-        assert (await collect(store, clock)).packs_rewritten == 0
+    for pack in range(packs):
+        made = {f"{directory}{pack}-{number}": b"" if number % 2 else b"tiny" for number in range(count)}
+        give_pack(store, clock, made)
+        files |= made
+        clock.advance(100)
+    rewritten = [(await collect(store, clock)).packs_rewritten for _ in range(3)]
+    assert rewritten[0] == 0 or packs > 1
+    assert rewritten[1:] == [0, 0]
     assert await fresh(store, clock, tmp_path) == files
 
 
