@@ -62,8 +62,8 @@ GETS_MAX = 32
 """A poll in the background that would send more GETs waits until whoever makes all these commits has repeated them in a
 bundle. With fewer, hearing of them sooner is worth more: nodes that have not heard of each other may conflict."""
 BUNDLE_WAIT_S = OWN_DELAY_S + 0.3
-GETS_FOR_A_BUNDLE = 64
-"""What one poll fetched with so many GETs is repeated in a bundle, for mounts to come."""
+GETS_FOR_A_BUNDLE = 16
+"""What one poll fetched with so many GETs is repeated in a bundle, for the next to poll and for mounts to come."""
 DOUBT_PAUSE_S_FIRST = 0.25
 """The next is twice as long each time."""
 logger = logging.getLogger(__name__)
