@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import trio
+import trio.testing
 from trio.testing import MockClock
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
@@ -111,6 +112,25 @@ async def test_it_says_ready_drains_after_unmount_and_ends_with_0() -> None:
     assert [file.id for file in fs.files] == ["2"]
     assert lake.closed
     assert not path.exists()
+
+
+async def test_maintenance_runs_while_it_is_mounted_and_ends_before_it_drains() -> None:
+    seen: list[bool] = []
+
+    class Draining(FakeFilesystem):
+        async def make_durable(self, path: str = "") -> None:
+            await trio.testing.wait_all_tasks_blocked()
+            seen.append(lake.is_maintained)
+
+    mount = FakeMount()
+    lake = Lake(Draining([]))
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(make(lake, mount, Readiness(None)).run)
+            while not lake.is_maintained:
+                await trio.sleep(0.01)
+            mount.gone.set()
+    assert seen == [False]
 
 
 async def test_what_cannot_be_stored_is_named_and_makes_it_fail(caplog: pytest.LogCaptureFixture) -> None:
