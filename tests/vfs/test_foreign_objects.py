@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -14,7 +15,7 @@ from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.store.client import copy_metadata
 from tests.memory_store import MemoryStore, Pause, Request, When
-from tests.upload.drafting import noise
+from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
 from tests.vfs.writing_back import LARGE, rewrite, until
 
@@ -271,6 +272,41 @@ async def test_object_that_its_writer_removes_before_it_hears_of_a_packed_file_t
             assert await m.names() == []
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.names() == []
+
+
+async def test_object_that_its_writer_sees_replaced_by_a_packed_file_is_not_said_to_be_removed(tmp_path: Path) -> None:
+    """Also where a commit comes late that is older than the packed file."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        lake(store, tmp_path / "packing", clock=clock, pack="always") as one,
+        two_lakes(store, tmp_path, clock=clock, pack="never") as (two, three),
+    ):
+        await one.write("f", b"before")
+        await one.sync()
+        for m in (one, two, three):
+            await m.poll()
+        clock.advance(5.3)
+        handle = await one.open("f", os.O_RDWR | os.O_TRUNC)
+        await one.fs.write(handle, 0, b"packed")
+        for m in (three, two):
+            await rewrite(m, "f", b"second" if m is two else b"first")
+        store.hook = pause = Pause(lambda request: three.parts.committer.writer in request.key)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(three.fs.sync_names)
+            await reached(pause.reached)
+            clock.advance(0.1)
+            await two.fs.sync_names()
+            clock.advance(0.1)
+            await one.close(handle)
+            await one.sync()
+            await two.poll()
+            pause.resume()
+        await two.poll()
+        await trio.sleep(0.2)  # it would ask the store, and commit
+        for m in (one, two, three):
+            await m.poll()
+            clock.advance(TTL_S + 1)
+            assert await m.tree() == {"f": b"packed"}
 
 
 async def test_directory_that_goes_while_the_store_is_asked_about_an_object_in_it(tmp_path: Path) -> None:

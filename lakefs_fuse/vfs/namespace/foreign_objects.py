@@ -77,7 +77,7 @@ class ForeignObjects:
                 entry = self._ns.at(each.path)
                 if entry is not None and self._current(entry.inode, etag) is not None:
                     self.add(entry)
-                elif each.hides != etag:
+                elif entry is not None and not entry.is_plain and entry.stamp == record.time and each.hides != etag:
                     await self._date_removal(each.path, etag, record.time)
             if not number % OBJECTS_MAX:
                 await trio.lowlevel.checkpoint()
