@@ -233,7 +233,7 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
             return Carried()  # another node renamed its own file of that name
         if not own and not _is_renamed_version(paths, entry, made.get(target.encode()), record):
             return Carried()
-        if target not in sources and not _is_free(paths, entry, target, stamp, own):
+        if target not in sources and not _is_free(paths, entry, target, made.get(target.encode()), stamp, own):
             return Carried()
         inodes.add(entry.inode)
     if len(inodes) < len(record.moves):
@@ -254,8 +254,11 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
     return Carried([found.parent for found, _ in moving], stamps)
 
 
-def _is_free(paths: PathTree, entry: Entry, target: str, stamp: int, own: bool) -> bool:
-    """What is at the target, if anything, is what the record replaces: not what is being written here meanwhile."""
+def _is_free(
+    paths: PathTree, entry: Entry, target: str, operation: Put | Symlink | Mkdir | None, stamp: int, own: bool
+) -> bool:
+    """What is at the target, if anything, is what the record replaces: not what is being written here meanwhile, nor a
+    plain object of which its writer did not know, and that is perhaps newer."""
     raw = target.encode()
     file, directory = paths.find_many([raw, raw + b"/"])
     there, other = (directory, file) if entry.flags & Flag.DIRECTORY else (file, directory)
@@ -263,7 +266,8 @@ def _is_free(paths: PathTree, entry: Entry, target: str, stamp: int, own: bool) 
         return False
     if there is None:
         return True
-    is_kept = not own and paths.keeps(there)
+    known = "" if operation is None or isinstance(operation, Mkdir) else operation.hides
+    is_kept = not own and (paths.keeps(there) or (there.is_plain and not there.stamp and there.etag != known))
     return there.stamp <= stamp and not is_kept and not paths.tree.has_children(there.inode)
 
 

@@ -265,3 +265,22 @@ async def test_wait_for_an_object_of_another_node_ends_with_a_poll(tmp_path: Pat
             await one.write("f", b"x")
             await announce(one, two)
         assert await two.lookup("f") is not None
+
+
+async def test_object_stored_where_another_node_renames_a_file_stays_without_a_listing(tmp_path: Path) -> None:
+    """The rename moves no row over what was stored later by a node that had not heard of it."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.write("x", b"renamed")
+        await one.rename("x", "a")
+        await two.poll()
+        assert await two.names() == ["a"]
+        clock.advance(5)
+        await one.rename("a", "b")
+        clock.advance(5)
+        await two.write("b", b"stored later")
+        await two.poll()
+        assert await two.read("b") == b"stored later"
+        await announce(two, one)
+        assert await one.read("b") == b"stored later"
+        assert await one.names() == await two.names() == ["b"]
