@@ -12,9 +12,9 @@ What always holds:
 * *overtaken*: a commit of another node that is newer wins here, too, whether it was polled before this node's PUT was
   answered or after;
 * *names first*: a commit removes names before the deletion queue deletes their objects;
-* *announced soon*: a plain object that no operation names (`announce_stored`) is in the next commit, ``delay_s`` later
-  at most, with others. Announcements are hints in memory: where that commit fails they are in a later one, and nobody
-  waits for them.
+* *announced soon*: a plain object that no operation names (`announce_stored`) is in the next commit, or ``delay_s``
+  later in one of its own, with others. Announcements are hints in memory: where that commit fails they are in a later
+  one. Nobody waits for them: a commit that only announces has no turn among the others.
 
 Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after it leaves a
 commit and the journal, with a row from before the PUT that says which changes the commit has: the next mount applies
@@ -345,7 +345,35 @@ class Committer:
     async def flush_announcements(self) -> None:
         """What was stored before the call is announced when this returns. Raises LakeError."""
         for _ in range(0, len(self._stored), STORED_MAX):
-            await self._commit(None, ())
+            if stored := self._oldest_stored():  # else a commit came first
+                await self._announce(stored)
+
+    async def _announce(self, stored: list[str]) -> None:
+        record = Record(writer=self.writer, time=self._clock.now(), stored=stored)
+        self._forget_stored(stored)
+        try:
+            this = await self._log.put_record(record)
+        except BaseException:
+            self._metrics.failures += 1
+            self._announce_again(stored)
+            raise
+        self._metrics.count_commit(0)
+        self._applier.apply(record, this, own=True)
+        if self._clock.wall_ns() - record.time > LATE_NS:
+            self._announce_again(stored)
+
+    def _oldest_stored(self) -> list[str]:
+        """Paths for one commit."""
+        return list(islice(self._stored, STORED_MAX))
+
+    def _forget_stored(self, stored: list[str]) -> None:
+        """They are about to be sent; one that is stored again from here on is announced again."""
+        for path in stored:
+            self._stored.pop(path, None)
+
+    def _announce_again(self, stored: list[str]) -> None:
+        """Others have not heard of these."""
+        self._stored = dict.fromkeys(stored) | self._stored
 
     # -- commits
 
@@ -383,9 +411,7 @@ class Committer:
     async def _send(self, change: Change | None, members: Sequence[Member], told: BeforeSending | None) -> Committed:
         journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
-        stored = list(islice(self._stored, STORED_MAX))
-        has_operations = any(each.operations for each in changes)
-        if not stored and not has_operations:
+        if not any(each.operations for each in changes):
             self._drop(journaled, self._clock.now())
             self.journal.end_sending()
             return Committed(ObjectRef(), b"")
@@ -396,6 +422,7 @@ class Committer:
             await told(key)
         records: list[Record] = []
         places: list[int] = []
+        stored = self._oldest_stored()
 
         def make_record(offsets: Sequence[int]) -> Record:
             places.extend(offsets)
@@ -414,31 +441,27 @@ class Committer:
             self.journal.begin_sending(sending)
             await self._threads.run(self._db.sync)  # or a power cut leaves a commit that nobody knows
         reached("commit.noted")
-        for path in stored:  # one that is stored again from here on is in the next commit, too
-            del self._stored[path]
+        self._forget_stored(stored)
         try:
-            meta = await self._put(time, body, Unsure(records[0], doomed) if has_operations else None)
+            meta = await self._put(time, body, Unsure(records[0], doomed))
         except BaseException:
-            self._stored = dict.fromkeys(stored) | self._stored
+            self._announce_again(stored)
             raise
         reached("commit.sent")
         self._metrics.count_commit(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
         self._record_commit(sending, journaled, doomed, records[0], this)
         if self._clock.wall_ns() - time > LATE_NS:
-            self._stored = dict.fromkeys(stored) | self._stored
+            self._announce_again(stored)
             await self._repeat_commit(replace(records[0], stored=[]), this)
         return Committed(this, body, places)
 
-    async def _put(self, time: int, body: bytes, unsure: Unsure | None) -> ObjectMeta:
-        """Where the PUT fails, the store is asked whether it was made all the same, unless it has no operations
-        (``unsure`` None). Raises LakeError."""
+    async def _put(self, time: int, body: bytes, unsure: Unsure) -> ObjectMeta:
+        """Where the PUT fails, the store is asked whether it was made all the same. Raises LakeError."""
         try:
             return await self._log.put(time, body)
         except LakeError:
             self._metrics.failures += 1
-            if unsure is None:
-                raise
             self.unsure = unsure
             with trio.move_on_after(ASK_S_MAX):
                 try:

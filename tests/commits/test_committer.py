@@ -101,6 +101,20 @@ async def test_objects_stored_within_the_delay_are_announced_in_one_commit(tmp_p
         assert await b.poller.poll() == 1
 
 
+async def test_announcement_under_way_holds_up_no_commit(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        site.store.hook = pause = Pause(is_put)
+        a.committer.announce_stored("f")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.flush_announcements)
+            await reached(pause.reached)
+            assert not a.committer.unsure
+            async with a.committer.quiet():
+                pause.resume()
+        assert len(site.commits()) == 1
+
+
 async def test_object_stored_again_while_it_is_announced_is_announced_again(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:

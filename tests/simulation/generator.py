@@ -34,6 +34,11 @@ def make_plan(profile: str, seed: int, *, nodes: int = 3, operations: int = OPER
     return _Maker(profile, seed, nodes).plan(operations)
 
 
+ANNOUNCED_PROFILES = frozenset({"turns", "mixed"})
+"""Nothing but mounts changes the lake, and none dies: announcements alone make nodes agree."""
+ANNOUNCED_EVERY = 4
+
+
 class _Maker:
     def __init__(self, profile: str, seed: int, nodes: int) -> None:
         self.profile, self.seed, self.nodes = profile, seed, nodes
@@ -61,6 +66,8 @@ class _Maker:
             config["durability"] = "writeback"
         if profile == "power":
             config["durability"] = "writeback"
+        if profile in ANNOUNCED_PROFILES and self.seed % ANNOUNCED_EVERY == ANNOUNCED_EVERY - 1:
+            config["metadata_ttl_s"] = 3600.0
         capabilities: dict[str, object] = {}
         if profile == "faulty":
             for name in ("put_if_absent", "complete_if_absent", "delete_if_match", "delete_many"):
