@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -284,3 +285,29 @@ async def test_object_stored_where_another_node_renames_a_file_stays_without_a_l
         await announce(two, one)
         assert await one.read("b") == b"stored later"
         assert await one.names() == await two.names() == ["b"]
+
+
+async def test_object_named_while_its_removal_is_pending_is_seen_without_a_listing(tmp_path: Path) -> None:
+    """One node removes the version that it knows, unaware that another has replaced it and told of that."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, delete_after_s=1e6) as (one, two):
+        await one.write("f", b"first")
+        await one.fs.sync_names()
+        await one.unlink("f")
+        await one.fs.sync_names()
+        await one.write("f", b"second")
+        await one.fs.sync_names()
+        await two.poll()
+        assert await one.names() == await two.names() == ["f"]
+        clock.advance(5)
+        handle = await two.open("f", os.O_RDWR | os.O_TRUNC)
+        await two.fs.write(handle, 0, b"by another node")
+        await two.close(handle)
+        await two.fs.sync_names()
+        clock.advance(1)
+        await one.unlink("f")
+        await one.poll()
+        await one.fs.sync_names()
+        await two.poll()
+        assert await two.read("f") == b"by another node"
+        assert await one.read("f") == b"by another node"

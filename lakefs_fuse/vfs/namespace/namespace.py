@@ -26,7 +26,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.commits.idleness import Idleness
-from lakefs_fuse.commits.record import Record
+from lakefs_fuse.commits.record import OWN, STORED_MAX, Put, Record
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
@@ -674,9 +674,10 @@ class Namespace:
             directory, name = at.parent, at.name
 
     def _take_announcements(self, record: Record) -> None:
-        """Another node has stored plain objects that no operation of its commit names."""
+        """Another node has stored plain objects, of which its commit tells: those that no operation names, and those of
+        operations which had no effect here, because of a change that is in no commit yet, perhaps."""
         places: dict[bytes, tuple[int, bytes]] = {}
-        for path in record.stored:
+        for path in (*record.stored, *self._unseen(record)):
             above, _, last = path.encode().rpartition(b"/")
             if above not in places:
                 places[above] = self._nearest(above)
@@ -694,6 +695,14 @@ class Namespace:
                 if at is None:
                     break
                 directory, name = at.parent, at.name
+
+    def _unseen(self, record: Record) -> Iterator[str]:
+        """Paths that a record says are plain objects, and that are not these here; of a large record none."""
+        for each in record.operations if len(record.operations) <= STORED_MAX else ():
+            if isinstance(each, Put) and each.object == OWN:
+                entry = self.at(each.path)
+                if entry is None or not entry.is_plain or entry.etag != each.hides:
+                    yield each.path
 
     def _nearest(self, path: bytes) -> tuple[int, bytes]:
         """The deepest known directory on a path, and the name in it that leads on; none where that is the path's."""
