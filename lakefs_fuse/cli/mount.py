@@ -18,7 +18,7 @@ from msgspec import structs
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.parameters import AUTO_S, DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE
+from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
@@ -203,8 +203,6 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     values = given(options, MountConfig.__struct_fields__)
     if "rules" in values:
         values["rules"] = read_rules(os.path.expanduser(values["rules"]))
-    if values.get("foreign_s") == AUTO_S:
-        del values["foreign_s"]
     values |= {
         "cache_dir": absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
         "log_file": absolute(options["log_file"]) or (None if options["foreground"] else default_log_file(point)),

@@ -14,11 +14,8 @@ import click
 from lakefs_fuse.config import parse_duration, parse_size
 from lakefs_fuse.errors import ConfigError
 
-AUTO_S = -1.0
-"""What ``auto`` is in place of seconds."""
-
 if TYPE_CHECKING:
-    _Type = click.ParamType[float]
+    _Type = click.ParamType[float | None]
 else:  # click before 8.5 has no subscript
     _Type = click.ParamType
 
@@ -26,10 +23,10 @@ else:  # click before 8.5 has no subscript
 class Quantity(_Type):
     """A number that ``parse`` reads from text; its ConfigError becomes a usage error."""
 
-    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], float | None]) -> None:
         self.name, self._parse = name, parse
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
         if isinstance(value, int | float):
             return value
         try:
@@ -38,9 +35,9 @@ class Quantity(_Type):
             self.fail(str(error), param, ctx)
 
 
-def parse_foreign(text: str) -> float:
-    """As `parse_duration`, and AUTO_S for ``auto``. Raises ConfigError."""
-    return AUTO_S if text.strip().lower() == "auto" else parse_duration(text)
+def parse_foreign(text: str) -> float | None:
+    """As `parse_duration`, and None for ``auto``. Raises ConfigError."""
+    return None if text.strip().lower() == "auto" else parse_duration(text)
 
 
 def parse_mode(text: str) -> int:

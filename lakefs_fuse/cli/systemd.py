@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from lakefs_fuse.cli.parameters import OCTAL_MODE
+from lakefs_fuse.cli.parameters import FOREIGN, OCTAL_MODE
 from lakefs_fuse.cli.store_options import absolute
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.product import FILESYSTEM, PROGRAM
@@ -124,6 +124,8 @@ def _text(param: click.Option, value: object) -> str:
         return str(absolute(str(value)))
     if param.type is OCTAL_MODE and isinstance(value, int):
         return f"{value:o}"
+    if param.type is FOREIGN and value is None:
+        return "auto"
     if isinstance(value, float):
         return f"{value:.6f}".rstrip("0").rstrip(".")
     return str(value)

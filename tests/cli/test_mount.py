@@ -299,6 +299,13 @@ def test_version_and_missing_command(capsys: pytest.CaptureFixture[str]) -> None
     assert "frobnicate" in capsys.readouterr().err
 
 
+def test_foreign_is_a_duration_or_auto(mounted: list[MountConfig]) -> None:
+    for given in ("--foreign auto", "--foreign 90", "-o foreign=2m", "-o foreign=auto"):
+        assert run(["mount", "s3://bucket", "mnt", *given.split()]) == 0
+    assert [config.foreign_s for config in mounted] == [None, 90.0, 120.0, None]
+    assert run(["mount", "s3://bucket", "mnt", "--foreign", "seldom"]) != 0
+
+
 def test_the_manual_has_every_option_and_no_other() -> None:
     named = set(re.findall(r"--[a-z][a-z-]+", options_table()))
     options = {name for option in mount.params for name in (*option.opts, *option.secondary_opts) if name[:2] == "--"}

@@ -74,6 +74,11 @@ def test_the_service_mounts_what_the_command_line_would() -> None:
     assert unit["RequiresMountsFor"] == ["/nvme /mnt"]
 
 
+def test_automatic_interval_is_printed_as_it_is_typed() -> None:
+    assert "--foreign=auto" in unit_of(["s3://bucket", "/mnt/lake", "--foreign", "auto"])
+    assert "--foreign=90" in unit_of(["s3://bucket", "/mnt/lake", "--foreign", "1.5m"])
+
+
 def test_relative_paths_and_files_of_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules.toml").write_text('[[rule]]\npath = "ckpt/**"\ndurability = "writeback"\n')
