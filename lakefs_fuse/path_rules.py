@@ -103,8 +103,8 @@ class Rules:
         return self._merged(path).durability == "writeback"
 
     def asks_store_for_exclusive_create(self, path: str) -> bool:
-        """Whether O_EXCL asks the store for the name, or relies on what this node knows within the TTL. Where no rule
-        says so, the store is asked unless the path is under write-back."""
+        """Whether O_EXCL asks the store for the name, or relies on what this node knows. Where no rule says so,
+        the store is asked unless the path is under write-back."""
         settings = self._merged(path)
         return (settings.exclusive_create or ("cache" if settings.durability == "writeback" else "store")) == "store"
 

@@ -288,7 +288,7 @@ class Namespace:
 
     async def lookup_in_store(self, directory: int, name: bytes) -> Entry | None:
         """The entry of a name, as the store has it now. That is one request: a HEAD where this node knows of nothing,
-        else a LIST. The HEAD misses a directory that another program made within the TTL."""
+        else a LIST. The HEAD misses a directory that another program made since the last listing."""
         before = self._answered(directory, name)
         known, _ = await self.lookup(directory, name)
         if known is None and not self._counts_on(directory):
