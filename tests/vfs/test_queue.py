@@ -480,7 +480,7 @@ async def test_only_the_newest_is_stored(tmp_path: Path) -> None:
             assert await m.read("file") == text
         assert (told(m)["files"], told(m)["superseded"]) == (1, 2)
         await m.fs.make_durable()
-        assert store.count("put") == 1
+        assert store.count("put", "file") == 1
         assert store.data("file") == b"three"
     assert list((tmp_path / "staging").glob("[0-9a-f]*")) == []
 
