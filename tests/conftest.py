@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,6 +18,8 @@ from tests.servers import Server
 from tests.tiers import INTEGRATION, is_integration, load_profile
 
 load_profile()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: programs inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -123,10 +123,11 @@ def test_log_follows_what_is_committed(nodes: tuple[Lake, Lake]) -> None:
             eventually(lambda: bool(lines), "the log has begun")
             expected = change(lake, other)
             eventually(lambda: len(lines) > len(expected), "what was committed is shown")
-        finally:
             program.send_signal(signal.SIGINT)
             reader.join(20)
-        assert program.wait(20) == 130
+            assert program.wait(20) == 130
+        finally:
+            program.kill()
         assert program.stderr.read() == "lakefs-fuse: interrupted\n"
     assert short([json.loads(line) for line in lines[1:]]) == expected
 

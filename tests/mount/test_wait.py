@@ -125,9 +125,12 @@ def test_wait_that_ctrl_c_ends_frees_the_daemon(lake: Lake) -> None:
     with subprocess.Popen(
         [*lake.command, "wait", str(lake.path / "never")], stderr=subprocess.PIPE, text=True, env=lake.env
     ) as program:
-        eventually(lambda: connections() == 1, "the program asks")
-        program.send_signal(signal.SIGINT)
-        assert program.communicate(timeout=20)[1].strip() == "lakefs-fuse: interrupted"
+        try:
+            eventually(lambda: connections() == 1, "the program asks")
+            program.send_signal(signal.SIGINT)
+            assert program.communicate(timeout=20)[1].strip() == "lakefs-fuse: interrupted"
+        finally:
+            program.kill()
     assert program.returncode == 130
     eventually(lambda: connections() == 0, "the daemon has noticed")
 
