@@ -30,6 +30,8 @@ from lakefs_fuse.metrics import Unfinished
 
 CLIENTS_MAX = 16
 """Connections, but for those that wait for a name."""
+PLACE_S_MAX = 1.0
+"""So long does a client wait for one of these places: those of many waits that end together are taken for a moment."""
 WAITS_MAX = 256
 """Waits for names: each is a connection, and a look at the tree when something changes in it."""
 IDLE_S_MAX = 60.0
@@ -103,7 +105,7 @@ class ControlServer:
         self._restarts = restarts
         self._is_starting, self._is_draining = starting, False
         self._started_s = clock()
-        self._clients = 0
+        self._clients, self._place_left = 0, trio.Event()
         self._allowed_uids = frozenset((0, os.geteuid())) if allowed_uids is None else allowed_uids
         self._over = trio.Event()
         self._ending: protocol.Done | protocol.Failed = protocol.Done()
@@ -125,6 +127,9 @@ class ControlServer:
 
     async def handle(self, stream: trio.SocketStream) -> None:
         """Serve one connection. Raises nothing that a client causes."""
+        with trio.move_on_after(PLACE_S_MAX):
+            while self._clients >= CLIENTS_MAX:
+                await self._place_left.wait()
         if self._clients >= CLIENTS_MAX:
             await self._refuse(stream, f"{CLIENTS_MAX} control connections are open already: try again later")
             return
@@ -137,7 +142,12 @@ class ControlServer:
         except* Exception:
             log.exception("a control connection failed")
         finally:
-            self._clients -= 1
+            self._leave_place()
+
+    def _leave_place(self) -> None:
+        self._clients -= 1
+        self._place_left.set()
+        self._place_left = trio.Event()
 
     async def _refuse(self, stream: trio.SocketStream, why: str) -> None:
         try:
@@ -261,7 +271,7 @@ class ControlServer:
                 return protocol.Done()
             return protocol.Failed(message="the mount has ended")
 
-        self._clients -= 1
+        self._leave_place()
         self._waits.append(scope)
         try:
             reply = await self._work(stream, request, work, lambda: protocol.NOTHING, WAIT_INTERVAL_S)

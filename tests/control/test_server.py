@@ -205,6 +205,24 @@ async def test_more_clients_than_there_are_places_are_refused(
             assert isinstance(await ask(fourth, protocol.Ping()), protocol.Hello)
 
 
+async def test_client_waits_a_moment_for_a_place(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "CLIENTS_MAX", 1)
+    monkeypatch.setattr(server_module, "PLACE_S_MAX", 20.0)
+    async with talking_to(make_server(FakeFilesystem()), socket_path) as first:
+        assert isinstance(await ask(first, protocol.Ping()), protocol.Hello)
+        async with await trio.open_unix_socket(str(socket_path)) as second, trio.open_nursery() as nursery:
+            answers: list[protocol.Reply] = []
+
+            async def ping() -> None:
+                answers.append(await ask(second, protocol.Ping()))
+
+            nursery.start_soon(ping)
+            await trio.sleep(0.1)
+            assert answers == []
+            await first.aclose()
+        assert isinstance(answers[0], protocol.Hello)
+
+
 async def test_a_silent_client_loses_its_place(socket_path: Path, autojump_clock: MockClock) -> None:
     async with talking_to(make_server(FakeFilesystem()), socket_path) as stream:
         began = trio.current_time()

@@ -77,7 +77,8 @@ def test_a_change_of_a_large_object_sends_what_changed(here: Place) -> None:
     data[PART_BYTES + 5 : PART_BYTES + 12] = b"changed"
     assert here.stored("f") == data
     stats = here.lake.stats()
-    assert number(stats, "store.bytes.written") - number(before, "store.bytes.written") == PART_BYTES
+    sent = number(stats, "store.bytes.written") - number(before, "store.bytes.written")
+    assert PART_BYTES <= sent < PART_BYTES + 4096, "and perhaps announcements"
     copied = number(stats, "upload.parts_copied") - number(before, "upload.parts_copied")
     assert copied == -(-len(data) // PART_BYTES) - 1
 
