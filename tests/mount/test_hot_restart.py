@@ -59,6 +59,7 @@ def die(lake: Lake, number: signal.Signals = signal.SIGKILL) -> None:
 def is_mounted(path: Path) -> bool:
     """A mount that is not dead, if perhaps another user's, which root may not look at."""
     try:
+        os.statvfs(path)  # not from the kernel's cache, as the attributes of a dead mount may be
         return path.lstat().st_dev != path.parent.stat().st_dev
     except PermissionError:
         return True
