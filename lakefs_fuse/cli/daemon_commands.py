@@ -21,7 +21,7 @@ ID_CHARACTERS = 32
 
 
 @click.command("flush", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("path", "A file or directory in a mount.", type=click.Path())
+@argument("path", "A file or directory in a mount.", type=click.Path(readable=False))
 @option("--timeout", type=DURATION, default="1h", help="Maximum time to wait; uploads continue after it.")
 def flush(path: str, timeout: float) -> None:
     """Wait until a file, or everything below a directory, is in the store.
@@ -41,7 +41,7 @@ def flush(path: str, timeout: float) -> None:
 
 @click.command("refresh", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("path", "A file or directory in a mount; an immutable mount is always refreshed as a whole.",
-          type=click.Path())  # fmt: skip
+          type=click.Path(readable=False))  # fmt: skip
 @option("-r", "--recursive", is_flag=True, help="Also everything below PATH. Use it after another program has changed "
         "many directories; it costs up to one LIST request each.")  # fmt: skip
 def refresh(path: str, recursive: bool) -> None:
@@ -65,7 +65,9 @@ def refresh(path: str, recursive: bool) -> None:
 
 
 @click.command("wait", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("path", "A path in a mount; neither it nor the directories above it have to exist.", type=click.Path())
+@argument(
+    "path", "A path in a mount; neither it nor the directories above it have to exist.", type=click.Path(readable=False)
+)
 @option("--exists", is_flag=True, help="Wait until PATH exists, which is the default.")
 @option("--version", "version", metavar="V", help="Wait until PATH is a file of this version: an ETag, or "
         f"what the writer's mount shows as the extended attribute {XATTR_VERSION}.")  # fmt: skip
@@ -94,7 +96,7 @@ def wait(path: str, exists: bool, version: str | None, timeout: float | None) ->
 
 
 @click.command("orphans", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("mountpoint", "The directory of the mount.", type=click.Path())
+@argument("mountpoint", "The directory of the mount.", type=click.Path(readable=False))
 @option("--finish", "finish_ids", metavar="ID", multiple=True, help="Store this orphan under its name, as it is.")
 @option("--abort", "abort_ids", metavar="ID", multiple=True, help="Delete this orphan, its bytes and its upload.")
 @option("--all", "all_of_them", type=click.Choice(["finish", "abort"]), help="Finish or abort every orphan.")

@@ -55,8 +55,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @click.command("mount", cls=MountCommand, context_settings=SETTINGS)
 @argument("source", help="The lake: s3://bucket/prefix or file:///absolute/dir. With --immutable also a directory "
           "in a mount.")  # fmt: skip
-@argument("mountpoint", type=click.Path(), required=False, help="The directory to mount at. With --immutable it may "
-          "be left out where SOURCE is a directory, which the mount then covers.")  # fmt: skip
+@argument("mountpoint", type=click.Path(readable=False), required=False, help="The directory to mount at. With "
+          "--immutable it may be left out where SOURCE is a directory, which the mount then covers.")  # fmt: skip
 @option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, allow_other, "
         "and every long option here, with - or _.")  # fmt: skip
 @store_options

@@ -14,7 +14,7 @@ from lakefs_fuse.cli.terminal import print_json, print_tables
 
 
 @click.command("stats", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("mountpoint", "The directory of the mount.", type=click.Path())
+@argument("mountpoint", "The directory of the mount.", type=click.Path(readable=False))
 @json_option
 @option("--watch", is_flag=True, help="Refresh until interrupted.")
 @option("--interval", type=DURATION, default="1s", help="Time between refreshes of --watch, at least 0.1s.")

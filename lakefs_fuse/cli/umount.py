@@ -36,7 +36,7 @@ SUPERVISOR_S_MAX = 20.0
 
 
 @click.command("umount", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("mountpoint", "The directory of the mount.", type=click.Path())
+@argument("mountpoint", "The directory of the mount.", type=click.Path(readable=False))
 @option("--lazy", is_flag=True, help="Detach although the mount is in use or bytes cannot be stored. The bytes stay in "
         "the cache directory, and the next mount stores or lists them.")  # fmt: skip
 @option("--timeout", type=DURATION, default="1h", help="Maximum time for uploads; after it the mount stays. Raise it "

@@ -298,3 +298,13 @@ def test_watching_refreshes_and_ends_with_the_daemon(daemon: Callable[..., Mount
     os.close(terminal)
     assert watching.returncode == 1
     assert "ended in mid-answer" in error
+
+
+@pytest.mark.parametrize("command", ["umount", "stats", "flush", "refresh", "wait", "orphans"])
+def test_mount_that_cannot_be_read_is_no_usage_error(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dead mount whose attributes the kernel still has in its cache: access(2) fails, stat(2) does not."""
+    monkeypatch.setattr(os, "access", lambda *_arguments, **_options: False)
+    assert run([command, str(tmp_path)]) not in (0, 2)
+    assert "is not readable" not in capsys.readouterr().err
