@@ -62,10 +62,6 @@ class Bundle(NamedTuple):
     commits: int
     meta: ObjectMeta
 
-    def may_have(self, time: int, writer: str) -> bool:
-        """The commit of this time and writer is in it, as far as the name tells."""
-        return self.first <= time <= self.last and self.writer in (writer, MIXED)
-
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A commit object in a bundle."""

@@ -14,7 +14,7 @@ What always holds:
 * *names first*: a commit removes names before the deletion queue deletes their objects;
 * *announced soon*: a plain object that no operation names (`announce_stored`) is in the next commit, or ``delay_s``
   later in one of its own, with others. Announcements are hints in memory: where that commit fails they are in a later
-  one. Nobody waits for them: a commit that only announces has no turn among the others.
+  one. No call waits for them: a commit that only announces has no turn among the others.
 
 Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after it leaves a
 commit and the journal, with a row from before the PUT that says which changes the commit has: the next mount applies

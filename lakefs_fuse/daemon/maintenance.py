@@ -2,7 +2,7 @@
 
 What always holds:
 
-* *nobody at once*: the times between two looks are drawn from an exponential distribution, so those of many mounts are
+* *spread evenly*: the times between two looks are drawn from an exponential distribution, so those of many mounts are
   spread evenly however they were started, and so are those of mounts that live for minutes. None is shorter than a
   sixtieth of the mean;
 * *one at a time*: the worker holds the maintenance lease, and finds out again what is due when it has it;

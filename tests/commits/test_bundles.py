@@ -227,10 +227,7 @@ def test_name_of_a_bundle_tells_what_is_in_it() -> None:
     copies = [Copy(f"{COMMITS}{time:016x}-0000000a.zip", "etag", b"") for time in (5, 7, 300)]
     bundle = parse_bundle(store.give(bundle_key(copies, "0000000a"), b"x"))
     assert bundle is not None
-    assert (bundle.first, bundle.last, bundle.commits) == (5, 300, 3)
-    assert bundle.may_have(7, "0000000a")
-    assert not bundle.may_have(7, "0000000b")
-    assert not bundle.may_have(301, "0000000a")
+    assert (bundle.first, bundle.last, bundle.commits, bundle.writer) == (5, 300, 3, "0000000a")
     for key in (copies[0].key, f"{COMMITS}x{SUFFIX}", bundle_key(copies, "0000000a") + "x"):
         assert parse_bundle(store.give(key, b"x")) is None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -13,18 +12,13 @@ import trio
 from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.vfs.ops.attributes import AttributeChange
+from tests.commits.committing import until
 from tests.memory_store import Failures, MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Lake, lake
 
 EVERY_S = 0.05
 LARGE = 300 << 10
-
-
-async def until(done: Callable[[], bool]) -> None:
-    with trio.fail_after(10):
-        while not done():
-            await trio.sleep(0.005)
 
 
 def publishing(store: MemoryStore, cache_dir: Path, **config: object) -> AbstractAsyncContextManager[Lake]:
@@ -35,6 +29,14 @@ def publishing(store: MemoryStore, cache_dir: Path, **config: object) -> Abstrac
 
 def stored(store: MemoryStore, name: str) -> bytes | None:
     return store.data(name) if name in store.objects else None
+
+
+async def begin_log(m: Lake, store: MemoryStore) -> int:
+    """A handle of a log that is published already."""
+    handle = await m.create("a.log")
+    await m.fs.write(handle, 0, b"text")
+    await until(lambda: stored(store, "a.log") == b"text")
+    return handle
 
 
 @pytest.mark.parametrize("durability", ["close", "writeback"])
@@ -128,9 +130,7 @@ async def test_outage_is_told_once_and_what_was_written_is_published_after_it(
 async def test_file_that_is_removed_is_not_published_any_more(tmp_path: Path) -> None:
     store = MemoryStore()
     async with publishing(store, tmp_path) as m:
-        handle = await m.create("a.log")
-        await m.fs.write(handle, 0, b"text")
-        await until(lambda: stored(store, "a.log") == b"text")
+        handle = await begin_log(m, store)
         await m.unlink("a.log")
         await m.fs.write(handle, 4, b"more")
         await trio.sleep(3 * EVERY_S)
@@ -142,9 +142,7 @@ async def test_file_that_is_removed_is_not_published_any_more(tmp_path: Path) ->
 async def test_file_that_is_renamed_is_published_under_its_new_name(tmp_path: Path) -> None:
     store = MemoryStore()
     async with publishing(store, tmp_path) as m:
-        handle = await m.create("a.log")
-        await m.fs.write(handle, 0, b"text")
-        await until(lambda: stored(store, "a.log") == b"text")
+        handle = await begin_log(m, store)
         await m.rename("a.log", "b.log")
         await m.fs.write(handle, 4, b"more")
         await until(lambda: stored(store, "b.log") == b"textmore")
