@@ -26,8 +26,9 @@ class Engine(Protocol):
     def get_many(self, keys: list[bytes], /) -> list[bytes | None]:
         """As `get`, of each of one or more keys."""
 
-    def items(self, begin: bytes, /) -> Iterator[tuple[bytes, bytes]]:
-        """All rows from a key on as they are now, whatever is written while they are read."""
+    def items(self, begin: bytes, end: bytes = b"", /) -> Iterator[tuple[bytes, bytes]]:
+        """Rows with keys in [begin, end) as they are now, whatever is written while they are read; an empty ``end``
+        bounds nothing."""
 
     def write(self, steps: Sequence[Step], *, sync: bool) -> None:
         """Make the changes visible together. After a power cut a prefix of all writes is left, which has every write up

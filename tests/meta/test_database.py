@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,24 @@ def test_a_scan_does_not_see_what_comes_later(tmp_path: Path) -> None:
     assert next(scan)[0] == b"Xa"
     put(database, b"Xb", b"Xd")
     assert [key for key, _ in scan] == [b"Xc"]
+    database.close()
+
+
+def test_a_scan_does_not_read_what_was_deleted_behind_its_end(tmp_path: Path) -> None:
+    """As a lookup of one name beside a directory of many that was removed."""
+    database = open_database(tmp_path / "meta", "lake")
+
+    def seconds() -> float:
+        began = time.thread_time()
+        for _ in range(50):
+            assert not list(database.scan(b"Xa", b"Xb"))
+        return time.thread_time() - began
+
+    alone = min(seconds() for _ in range(5))
+    keys = [b"Xd%06d" % number for number in range(50_000)]
+    put(database, *keys)
+    database.commit(Batch(dict.fromkeys(keys)))
+    assert min(seconds() for _ in range(5)) < 10 * alone  # 300 times and more where it does
     database.close()
 
 

@@ -105,16 +105,16 @@ def _overlaps(step: Step, first: bytes, last: bytes) -> bool:
 
 
 class _Scan:
-    """Rows from a key on, read from the engine's own until something is written."""
+    """Rows from a key on, to another, read from the engine's own until something is written."""
 
-    def __init__(self, keys: list[bytes], rows: dict[bytes, bytes], at: int) -> None:
-        self._keys, self._rows, self._at = keys, rows, at
+    def __init__(self, keys: list[bytes], rows: dict[bytes, bytes], at: int, until: int) -> None:
+        self._keys, self._rows, self._at, self._until = keys, rows, at, until
 
     def __iter__(self) -> _Scan:
         return self
 
     def __next__(self) -> tuple[bytes, bytes]:
-        if self._at >= len(self._keys):
+        if self._at >= self._until:
             raise StopIteration
         key = self._keys[self._at]
         self._at += 1
@@ -122,7 +122,8 @@ class _Scan:
 
     def detach(self) -> None:
         """Copy what is left to read, before the engine's rows change."""
-        self._keys, self._at = self._keys[self._at :], 0
+        self._keys = self._keys[self._at : self._until]
+        self._at, self._until = 0, len(self._keys)
         self._rows = {key: self._rows[key] for key in self._keys}
 
 
@@ -141,9 +142,10 @@ class MemoryEngine:
     def get_many(self, keys: list[bytes], /) -> list[bytes | None]:
         return [*map(self.get, keys)]
 
-    def items(self, begin: bytes, /) -> Iterator[tuple[bytes, bytes]]:
+    def items(self, begin: bytes, end: bytes = b"", /) -> Iterator[tuple[bytes, bytes]]:
         self._check_open()
-        scan = _Scan(self._keys, self._rows, bisect_left(self._keys, begin))
+        until = bisect_left(self._keys, end) if end else len(self._keys)
+        scan = _Scan(self._keys, self._rows, bisect_left(self._keys, begin), until)
         self._scans.add(scan)
         return scan
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +102,29 @@ def test_items_are_those_of_the_moment_they_were_asked_for(engines: Engines, tmp
     assert list(begun) == [(b"e", b"v")]
     assert list(fresh) == [(b"a", b"v"), (b"c", b"v"), (b"e", b"v")]
     assert list(later) == [(b"a", b"v"), (b"b", b"v"), (b"c", b"new"), (b"d", b"v")]
+    engine.close()
+
+
+def test_items_that_are_read_in_turns_keep_their_ends(engines: Engines, tmp_path: Path) -> None:
+    """Also where nobody else holds the key that ends them."""
+    engine = engines.open(tmp_path / "meta")
+    keys = [b"X%04d" % number for number in range(2000)]
+    put(engine, *keys)
+    rng = random.Random(1)
+    begun: dict[int, tuple[Iterator[tuple[bytes, bytes]], list[bytes]]] = {}
+    for _ in range(20_000):
+        at = rng.randrange(0, 1900)
+        length = at % 37 + 1
+        if at not in begun:
+            begun[at] = engine.items(keys[at], b"X%04d" % (at + length)), []
+        items, found = begun[at]
+        row = next(items, None)
+        if row is not None:
+            found.append(row[0])
+        else:
+            assert found == keys[at : at + length]
+            del begun[at]
+    del begun, items
     engine.close()
 
 
@@ -239,22 +263,26 @@ steps_written = st.lists(
 )
 
 
-@given(st.lists(st.tuples(steps_written, st.booleans(), st.booleans()), max_size=12), st.sampled_from(KEYS))
+@given(
+    st.lists(st.tuples(steps_written, st.booleans(), st.booleans()), max_size=12),
+    st.sampled_from(KEYS),
+    st.sampled_from([b"", *KEYS]),
+)
 def test_engines_agree_on_random_writes(
-    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[list[Step], bool, bool]], begin: bytes
+    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[list[Step], bool, bool]], begin: bytes, end: bytes
 ) -> None:
     """Point reads, scans begun before and after each write, and the rows after a restart."""
     both: tuple[Engines, ...] = (RocksEngines(), MemoryEngines())
     places = [tmp_path_factory.mktemp("engine") / "meta" for _ in both]
     opened = [each.open(place) for each, place in zip(both, places, strict=True)]
     for steps, sync, reopens in writes:
-        scans = [engine.items(begin) for engine in opened]
+        scans = [engine.items(begin, end) for engine in opened]
         for engine, scan in zip(opened, scans, strict=True):
             next(scan, None)
             engine.write(steps, sync=sync)
         assert list(scans[0]) == list(scans[1])
         assert list(opened[0].items(b"")) == list(opened[1].items(b""))
-        assert list(opened[0].items(begin)) == list(opened[1].items(begin))
+        assert list(opened[0].items(begin, end)) == list(opened[1].items(begin, end))
         assert opened[0].get_many(KEYS) == opened[1].get_many(KEYS) == [*map(opened[1].get, KEYS)]
         if reopens:
             del scans, scan
