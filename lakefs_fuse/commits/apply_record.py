@@ -41,6 +41,8 @@ TOGETHER_MAX = 512
 """Operations that are read together, and written in one batch."""
 COUNTED_PER_OPERATION = 100
 """So many operations are counted in the time in which one is applied."""
+CARRIED_PER_OPERATION = 4
+"""So many names are carried over in the time in which one operation is applied."""
 CARRIED_OVER_MAX = 1_000_000
 """A rename of more names by another node gives them other inodes: to keep them takes 300 bytes of memory a name."""
 RELOCATED = 1
@@ -145,7 +147,8 @@ class Application:
         """Apply so many operations at a time. Where it yields, everything so far is in the tree, and others may change
         the tree before the next step."""
         if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):
-            self._carried = carry_over(self._paths, self._record, self._stamp, own=self._own)
+            names_max = CARRIED_PER_OPERATION * operations_max
+            self._carried = yield from carry_over(self._paths, self._record, self._stamp, names_max, own=self._own)
             if self._carried.directories:
                 self._watcher.moved()
         said: Counter[str] = Counter()

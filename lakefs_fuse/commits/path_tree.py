@@ -7,15 +7,16 @@ thread only. Inodes of paths are remembered within one `editing` block; a crash 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import islice
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from lakefs_fuse.commits.record import THIS, Mkdir, Put, Record, Remove, Symlink
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tombstones import bury
@@ -23,7 +24,8 @@ from lakefs_fuse.meta.tree import Tree
 
 ROWS_MAX = 512
 """Names that are read, or written, at once."""
-T = TypeVar("T")
+READ_PER_NAME = 32
+"""So many operations are sorted by their paths in the time in which one name is looked at."""
 
 
 class Relocated(NamedTuple):
@@ -215,43 +217,193 @@ class Carried(NamedTuple):
     stamps: Mapping[str, int] = MappingProxyType({})
 
 
-def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False) -> Carried:
-    """Move the rows of a record's ``moves``. ``own``: this node made the change."""
-    made: Made = {
-        operation.path.encode() + (b"/" if isinstance(operation, Mkdir) else b""): operation
-        for operation in record.operations
-        if isinstance(operation, Put | Symlink | Mkdir)
-    }
-    gone = {each.path: each for each in record.operations if isinstance(each, Remove) and not each.directory}
-    inodes, stamps = set[int](), dict[str, int]()
-    sources = {source for source, _ in record.moves}
-    for source, target in record.moves:
-        entry = paths.child(source)
-        if entry is None or not _is_covered(paths, entry, source, target, record, made, gone, stamp, stamps):
-            return Carried()
-        if not own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
-            return Carried()  # another node renamed its own file of that name
-        if not own and not _is_renamed_version(paths, entry, made.get(target.encode()), record):
-            return Carried()
-        if target not in sources and not _is_free(paths, entry, target, made.get(target.encode()), stamp, own):
-            return Carried()
-        inodes.add(entry.inode)
-    if len(inodes) < len(record.moves):
-        return Carried()  # several renames in one commit: of one name again, once another had it
-    for source, _ in record.moves:
-        _free_from_keys(paths, source, own)
-    moving = [(found, target) for source, target in record.moves if (found := paths.child(source)) is not None]
-    batch = Batch()
-    for found, _ in moving:
-        paths.tree.detach(batch, found)
-        paths.show_file(batch, found)
-    paths.database.commit(batch)
-    for found, _ in moving:
-        paths.notify(found.parent, found.name)
-    paths.forget_paths()
-    for found, target in moving:
-        _attach(paths, found, target, record.time, stamp)
-    return Carried([found.parent for found, _ in moving], stamps)
+def carry_over(
+    paths: PathTree, record: Record, stamp: int, names_max: int, *, own: bool = False
+) -> Generator[None, None, Carried]:
+    """Move the rows of a record's ``moves``. It yields when so many names were looked at; others may change the tree
+    then, and what they changed is looked at again in the step in which the rows move. ``own``: this node made the
+    change."""
+    return _CarryOver(paths, record, stamp, min(ROWS_MAX, names_max), own).steps()
+
+
+class _CarryOver:
+    """See `carry_over`."""
+
+    def __init__(self, paths: PathTree, record: Record, stamp: int, names_max: int, own: bool) -> None:
+        self._paths, self._tree, self._record, self._stamp = paths, paths.tree, record, stamp
+        self._names_max, self._own = names_max, own
+        self._sources = {source for source, _ in record.moves}
+        self._made: Made = {}
+        self._gone: dict[str, Remove] = {}
+        self._stamps: dict[str, int] = {}
+        self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
+        """Directories that were read, by inode: their path, and the move that they belong to."""
+
+    def steps(self) -> Generator[None, None, Carried]:
+        for number, operation in enumerate(self._record.operations, 1):
+            if isinstance(operation, Put | Symlink | Mkdir):
+                self._made[operation.path.encode() + (b"/" if isinstance(operation, Mkdir) else b"")] = operation
+            elif isinstance(operation, Remove) and not operation.directory:
+                self._gone[operation.path] = operation
+            if not number % (READ_PER_NAME * self._names_max):
+                yield
+        with self._paths.database.recording() as changed:
+            others = set[bytes]()
+            if not self._is_each_another():
+                return Carried()
+            for move in self._record.moves:
+                if not self._is_movable(move):
+                    return Carried()
+                for names in self._below(move):
+                    if not self._is_covered(names, move):
+                        return Carried()
+                    yield
+            for move in self._record.moves:
+                for names in self._below(move):
+                    others |= changed.take()
+                    self._free_from_keys(names, move)
+                    changed.take()  # what that wrote
+                    yield
+            late = self._tree.changed_entries(others | changed.take())
+        is_movable = self._is_each_another() and all(map(self._is_movable, self._record.moves))
+        return self._switch() if is_movable and self._is_late_covered(late) else Carried()
+
+    def _is_each_another(self) -> bool:
+        """Not several renames in one commit: of one name again, once another had it."""
+        inodes = {None if entry is None else entry.inode for entry in map(self._paths.child, self._sources)}
+        return len(inodes) == len(self._record.moves)
+
+    def _below(self, move: tuple[str, str]) -> Iterator[list[tuple[str, Entry]]]:
+        """The source, and all that is below it, with its path; some at a time, as they are when they are answered."""
+        source, _ = move
+        top = self._paths.child(source)
+        if top is None:
+            return
+        yield [(source, top)]
+        pending = [(top.inode, source)] if top.flags & Flag.DIRECTORY else []
+        while pending:
+            inode, path = pending.pop()
+            self._walked[inode] = path, move
+            after = 0
+            while some := list(islice(self._tree.children(inode, after), self._names_max)):
+                after = some[-1].cookie
+                named = [(f"{path}/{entry.name.decode(*schema.PATH)}", entry) for entry in some]
+                pending += [(entry.inode, below) for below, entry in named if entry.flags & Flag.DIRECTORY]
+                yield named
+
+    def _is_late_covered(self, late: Iterable[tuple[int, int]]) -> bool:
+        """As `_is_covered`, of what was changed since it was looked at, which then is free from its key as well."""
+        by_move: dict[tuple[str, str], list[tuple[str, Entry]]] = {}
+        for parent, cookie in late:
+            entry = self._tree.at(parent, cookie) if parent in self._walked else None
+            if entry is None:
+                continue
+            if entry.flags & Flag.DIRECTORY and entry.inode not in self._walked:
+                return False
+            path, move = self._walked[parent]
+            by_move.setdefault(move, []).append((f"{path}/{entry.name.decode(*schema.PATH)}", entry))
+        for move, names in by_move.items():
+            if not self._is_covered(names, move):
+                return False
+            self._free_from_keys(names, move)
+        return True
+
+    def _is_movable(self, move: tuple[str, str]) -> bool:
+        """The source is what the record renamed, and nothing is in the way."""
+        paths, (source, target) = self._paths, move
+        entry, operation = paths.child(source), self._made.get(target.encode())
+        if entry is None:
+            return False
+        if not self._own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
+            return False  # another node renamed its own file of that name
+        if not self._own and not _is_renamed_version(paths, entry, operation, self._record):
+            return False
+        return target in self._sources or _is_free(paths, entry, target, operation, self._stamp, self._own)
+
+    def _is_covered(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> bool:
+        """The record says of everything in sight where it is now, and is the newest to speak of it."""
+        source, target = move
+        keys = [
+            (target + path[len(source) :]).encode() + (b"/" if found.flags & Flag.DIRECTORY else b"")
+            for path, found in names
+        ]
+        tombstones = self._tree.tombstones.get_many(keys)
+        for (before, found), key, tombstone in zip(names, keys, tombstones, strict=True):
+            if found.stamp > self._stamp:
+                return False
+            if found.flags & (Flag.LOCAL | Flag.SHADOWED):
+                continue
+            operation, removal = self._made.get(key), self._gone.get(before)
+            if (
+                operation is None
+                or not _is_meant(found, before, operation, self._record)
+                or (removal is not None and not is_removing(self._tree, removal, found))
+                or (tombstone is not None and tombstone.newest > self._stamp)
+            ):
+                return False
+            if found.stamp and found.is_plain:
+                self._stamps[before] = found.stamp
+        return True
+
+    def _free_from_keys(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> None:
+        """Plain objects stay at their keys when their names move: from now on the rows say so. Nothing hides at its new
+        path what it hid before; that stays gone under the old one, also where the record does not name it. What is not
+        in the store yet replaces nothing there, whatever it replaced before; but a file goes along with another node's
+        rename of what it replaces."""
+        tree, watcher = self._tree, self._paths.watcher
+        plain = [(path, found) for path, found in names if not found.place and not found.flags & NO_OBJECT]
+        numbers = tree.objects.numbers([(path, found.etag, found.size) for path, found in plain]) if plain else []
+        changes = [
+            (found, msgspec.structs.replace(found, place=number, etag=""))
+            for (_, found), number in zip(plain, numbers, strict=True)
+        ]
+        relocated = [
+            Relocated(path, found.etag, 0, freed)
+            for (path, found), (_, freed) in zip(plain, changes, strict=True)
+            if freed.inode in watcher.in_use
+        ]
+        hiding = [
+            (path.encode(), found)
+            for path, found in names
+            if found.etag and (found.place or found.is_symlink) and not found.is_local
+        ]
+        changes += [(found, msgspec.structs.replace(found, etag="")) for _, found in hiding]
+        changes += [
+            (found, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
+            for path, found in names
+            if found.flags & (Flag.LOCAL | Flag.DIRECTORY) == Flag.LOCAL
+            and (found.etag or found.stamp)
+            and (self._own or path != move[0])
+        ]
+        if not changes:
+            return
+        batch = Batch()
+        tree.update_files(batch, changes)
+        if hiding:
+            tombstones = zip(hiding, tree.tombstones.get_many([path for path, _ in hiding]), strict=True)
+            buried = {path: bury(known, etag=found.etag, at=found.stamp) for (path, found), known in tombstones}
+            tree.tombstones.write(batch, buried)
+        self._paths.database.commit(batch)
+        for found, _ in changes:
+            watcher.changing(found.parent, found.name)
+        if relocated:
+            watcher.relocated(relocated)
+
+    def _switch(self) -> Carried:
+        """Each source is at its target from now on."""
+        paths, moves = self._paths, self._record.moves
+        moving = [(found, target) for source, target in moves if (found := paths.child(source)) is not None]
+        batch = Batch()
+        for found, _ in moving:
+            paths.tree.detach(batch, found)
+            paths.show_file(batch, found)
+        paths.database.commit(batch)
+        for found, _ in moving:
+            paths.notify(found.parent, found.name)
+        paths.forget_paths()
+        for found, target in moving:
+            _attach(paths, found, target, self._record.time, self._stamp)
+        return Carried([found.parent for found, _ in moving], self._stamps)
 
 
 def _is_free(
@@ -271,18 +423,6 @@ def _is_free(
     return there.stamp <= stamp and not is_kept and not paths.tree.has_children(there.inode)
 
 
-def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, ROWS_MAX)):
-        yield chunk
-
-
-def _with_all_below(tree: Tree, entry: Entry, path: str) -> Iterator[list[tuple[str, Entry]]]:
-    """An entry that has this path, and all that is below it."""
-    below = tree.below(entry.inode, path) if entry.flags & Flag.DIRECTORY else ()
-    return _chunks(chain([(path, entry)], below))
-
-
 def _is_renamed_version(paths: PathTree, entry: Entry, operation: Put | Symlink | Mkdir | None, record: Record) -> bool:
     """A file elsewhere is what another node renamed, in this or another version, and no other file that came to the
     name."""
@@ -290,33 +430,6 @@ def _is_renamed_version(paths: PathTree, entry: Entry, operation: Put | Symlink 
         return True
     row = paths.tree.objects.get(entry.place)
     return row is None or (row.key, entry.offset) == (record.objects[operation.object].key, operation.offset)
-
-
-def _is_covered(
-    paths: PathTree, entry: Entry, source: str, target: str, record: Record, made: Made, gone: Mapping[str, Remove],
-    stamp: int, stamps: dict[str, int],
-) -> bool:  # fmt: skip
-    """The record says of everything in sight where it is now, and is the newest to speak of it. Fills ``stamps``, see
-    `Carried`."""
-    for chunk in _with_all_below(paths.tree, entry, target):
-        names = [path.encode() + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in chunk]
-        tombstones = paths.tree.tombstones.get_many(names)
-        for (path, found), name, tombstone in zip(chunk, names, tombstones, strict=True):
-            if found.stamp > stamp:
-                return False
-            if found.flags & (Flag.LOCAL | Flag.SHADOWED):
-                continue
-            operation, before = made.get(name), source + path[len(target) :]
-            if (
-                operation is None
-                or not _is_meant(found, before, operation, record)
-                or (before in gone and not is_removing(paths.tree, gone[before], found))
-                or (tombstone is not None and tombstone.newest > stamp)
-            ):
-                return False
-            if found.stamp and found.is_plain:
-                stamps[before] = found.stamp
-    return True
 
 
 def is_removing(tree: Tree, removal: Remove, found: Entry) -> bool:
@@ -344,48 +457,6 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
         return False
     ref = record.objects[operation.object]
     return ref.key == path and ref.etag == found.etag
-
-
-def _free_from_keys(paths: PathTree, source: str, own: bool) -> None:
-    """Plain objects stay at their keys when their names move: from now on the rows say so. Nothing hides at its new
-    path what it hid before; that stays gone under the old one, also where the record does not name it. What is not in
-    the store yet replaces nothing there, whatever it replaced before; but a file goes along with another node's rename
-    of what it replaces."""
-    tree, entry = paths.tree, paths.child(source)
-    for chunk in _with_all_below(tree, entry, source) if entry is not None else ():
-        plain = [(path, found) for path, found in chunk if not found.place and not found.flags & NO_OBJECT]
-        numbers = tree.objects.numbers([(path, found.etag, found.size) for path, found in plain]) if plain else []
-        changes = [
-            (found, msgspec.structs.replace(found, place=number, etag=""))
-            for (_, found), number in zip(plain, numbers, strict=True)
-        ]
-        relocated = [
-            Relocated(path, found.etag, 0, freed)
-            for (path, found), (_, freed) in zip(plain, changes, strict=True)
-            if freed.inode in paths.watcher.in_use
-        ]
-        hiding = [
-            (path.encode(), found)
-            for path, found in chunk
-            if found.etag and (found.place or found.is_symlink) and not found.is_local
-        ]
-        changes += [(found, msgspec.structs.replace(found, etag="")) for _, found in hiding]
-        changes += [
-            (found, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
-            for _, found in chunk
-            if found.flags & (Flag.LOCAL | Flag.DIRECTORY) == Flag.LOCAL
-            and (found.etag or found.stamp)
-            and (own or found is not entry)
-        ]
-        batch = Batch()
-        tree.update_files(batch, changes)
-        if hiding:
-            tombstones = zip(hiding, tree.tombstones.get_many([path for path, _ in hiding]), strict=True)
-            buried = {path: bury(known, etag=found.etag, at=found.stamp) for (path, found), known in tombstones}
-            tree.tombstones.write(batch, buried)
-        paths.database.commit(batch)
-        if relocated:
-            paths.watcher.relocated(relocated)
 
 
 def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -> None:

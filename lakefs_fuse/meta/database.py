@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -70,6 +71,25 @@ class Batch(msgspec.Struct):
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.ranges)
+
+
+class ChangedRows:
+    """Keys of the rows that were changed while somebody read rows in steps (`Database.recording`)."""
+
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+
+    def add(self, batch: Batch) -> None:
+        """A deleted range counts as its first key."""
+        self._keys.update(batch.rows)
+        for rows, begin, _ in batch.ranges:
+            self._keys.update(rows)
+            self._keys.add(begin)
+
+    def take(self) -> set[bytes]:
+        """Those since the last call."""
+        keys, self._keys = self._keys, set()
+        return keys
 
 
 def options() -> Options:
@@ -181,6 +201,7 @@ class Database:
         self._directory, self.clock, self._disk = directory, clock, disk
         self._engines = engines or RocksEngines()
         self._failed_at: float | None = None
+        self._recordings: list[ChangedRows] = []
         self._damaged: set[bytes] = set()
         self._engine, self.lost_rows = self._open_or_repair()
         """It is new, or was damaged: what it does not tell may have been all the same."""
@@ -259,6 +280,18 @@ class Database:
         except Exception as error:
             self._failed_at = self.clock.mono_s()
             raise self._broken(error) from error
+        for changed in self._recordings:
+            changed.add(batch)
+
+    @contextmanager
+    def recording(self) -> Iterator[ChangedRows]:
+        """Tells which rows are changed until its end, by whatever task: for readers that read in steps."""
+        changed = ChangedRows()
+        self._recordings.append(changed)
+        try:
+            yield changed
+        finally:
+            self._recordings.remove(changed)
 
     @property
     def is_failing(self) -> bool:

@@ -254,6 +254,19 @@ class Tree:
                 some = []
         yield some
 
+    def changed_entries(self, keys: Iterable[bytes]) -> set[tuple[int, int]]:
+        """Parents and cookies of the entries that have one of these rows; the cookie is 0 where all entries of a
+        directory were deleted."""
+        found: set[tuple[int, int]] = set()
+        for key in keys:
+            if key[:1] == schema.ENTRY:
+                found.add(_PAIR.unpack_from(key.ljust(1 + _PAIR.size, b"\0"), 1))
+            elif key[:1] in (schema.SYMLINK, schema.XATTRS):
+                place = self.database.get(schema.INODE + key[1:9])
+                if place is not None and len(place) == _PAIR.size:
+                    found.add(_PAIR.unpack(place))
+        return found
+
     def has_children(self, directory: int) -> bool:
         for listener in self._events.names_requested:
             listener()

@@ -10,14 +10,16 @@ import pytest
 import trio
 
 from lakefs_fuse.commits.applier import STEP_OPERATIONS
+from lakefs_fuse.commits.apply_record import CARRIED_PER_OPERATION, Application
 from lakefs_fuse.commits.change import merged
 from lakefs_fuse.commits.record import Mkdir, Operation, Record, Remove, Symlink
 from lakefs_fuse.meta.barrier import About
 from lakefs_fuse.meta.entry import PENDING, ROOT_INODE
-from tests.commits.nodes import Node, archive, at, put
+from tests.commits.nodes import Node, archive, at, plain, put
 
 OPERATIONS = 20 * STEP_OPERATIONS + 7
 WRITER = "00000002"
+NAMES = 5 * STEP_OPERATIONS * CARRIED_PER_OPERATION
 
 
 @pytest.fixture
@@ -136,3 +138,67 @@ async def test_apply_in_steps_change_made_here_meanwhile_is_newer(node: Node) ->
     assert node.tree.named(node.inode("big"), b"3") is None
     assert node.found("big/6").is_symlink
     assert node.applier.commits.is_applied(record.time, record.writer)
+
+
+def renamed(node: Node) -> Record:
+    """The rename of a directory of many files, plain ones and in a pack, as another node commits it."""
+    node.list(*(plain(f"big/plain{number}", f"e{number}", 0) for number in range(NAMES)), directory="big")
+    node.commit(1, *(put(f"big/sub/{number}") for number in range(NAMES)))
+    return merged([node.rename("big", "moved")], WRITER, at(10))
+
+
+def steps(node: Node, record: Record, *, until: str) -> int:
+    """Apply so many steps that a path has just come to be; answers their number."""
+    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, at(10), whole=True)
+    for number, _ in enumerate(application.steps(STEP_OPERATIONS), 1):
+        node.applier.paths.forget_paths()
+        if node.find(until) is not None:
+            return number
+    raise AssertionError(f"{until} never came")
+
+
+async def test_moves_are_checked_in_steps_and_made_in_one(node: Node) -> None:
+    record = renamed(node)
+    inodes = {path: entry.inode for path, entry in node.tree.below(node.inode("big"), "moved")}
+    assert steps(node, record, until="moved/sub/0") >= 2 * 2 * NAMES // (STEP_OPERATIONS * CARRIED_PER_OPERATION)
+    assert node.find("big") is None
+    await apply(node, record)
+    assert {path: entry.inode for path, entry in node.tree.below(node.inode("moved"), "moved")} == inodes
+
+
+@pytest.mark.parametrize("at_step", [1, 8, 18, 23])
+async def test_moves_what_is_changed_between_two_steps_is_checked_again(node: Node, at_step: int) -> None:
+    """A file that the record does not name is not carried along."""
+    record = renamed(node)
+    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, at(10), whole=True)
+    for number, _ in enumerate(application.steps(STEP_OPERATIONS), 1):
+        node.applier.paths.forget_paths()
+        if number == at_step:
+            assert node.find("moved") is None
+            mine = Record(writer="00000001", time=at(9), operations=[put("big/sub/mine"), Remove("big/sub/7")])
+            node.applier.apply_pending(mine, PENDING + 1)
+    shown = node.shown()
+    assert "big/sub/mine" in shown
+    assert {path for path in shown if path.startswith("moved/")} >= {f"moved/plain{number}" for number in range(NAMES)}
+    assert not any(path.startswith("big/plain") for path in shown)
+
+
+async def test_moves_a_crash_before_the_rows_move_is_mended(node: Node, tmp_path: Path) -> None:
+    record = renamed(node)
+    whole = Node(tmp_path / "whole")
+    whole.commit(0, put("big/before"), put("big/kept"), put("other/file"), Mkdir("big/empty", 0o755, 0, 0, 0))
+    assert renamed(whole) == record
+    whole.apply(record)
+    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, at(10), whole=True)
+    some = application.steps(STEP_OPERATIONS)
+    for _ in range(20):
+        next(some)
+    assert node.find("moved") is None
+    assert node.tree.objects.find("big/plain5", "e5") is not None  # freed from its key
+    some.close()
+    node.database.close()
+    again = Node(tmp_path / "meta")
+    await apply(again, record)
+    assert again.shown() == whole.shown()
+    again.database.close()
+    whole.database.close()
