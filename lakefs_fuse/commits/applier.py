@@ -42,12 +42,11 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.sync.steps import Pace
 
 NS = 1_000_000_000
 STEP_OPERATIONS = 32
 """Applied at one go where a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
-WORK_S, PAUSE_S = 0.004, 0.001
-"""After so much work steps make a pause, in which worker threads get the interpreter's lock from the busy loop."""
 BARRIER_PER_OPERATION = 8
 """So many names are looked up in the time in which one operation is applied."""
 
@@ -90,27 +89,41 @@ class Applier:
         self._metrics.applied += 1
         self._metrics.operations_applied += len(record.operations)
 
+    async def wait_whole(self) -> None:
+        """Until no record is being applied in steps: the next may build on all of it."""
+        await self._tree.barrier.wait_lowered()
+
     async def apply_in_steps(self, record: Record, this: ObjectRef, *, outdated: Mapping[str, str] = NOTHING) -> None:
         """As `apply`, of another node's whole record: other tasks run after every STEP_OPERATIONS, and requests about
-        its names wait for the end. One at a time."""
-        application = Application(
-            self.paths, record, this, record.time, self._clock_ns(), outdated=outdated, whole=True
-        )
+        its names wait for the end."""
+        await self._tree.barrier.wait_lowered()
         try:
             await self._raise_barrier(record)
-            began = trio.current_time()
-            for _ in application.steps(STEP_OPERATIONS):
-                failpoints.reached("apply.step")
-                if trio.current_time() - began < WORK_S:
-                    await trio.lowlevel.checkpoint()
-                else:
-                    await trio.sleep(PAUSE_S)
-                    began = trio.current_time()
-                self.paths.forget_paths()
-            self._end(record)
+            await self.apply_behind_barrier(record, this, outdated=outdated)
         finally:
-            self.paths.forget_paths()
             self._tree.barrier.lower()
+
+    async def apply_behind_barrier(
+        self,
+        record: Record,
+        this: ObjectRef,
+        *,
+        own: bool = False,
+        outdated: Mapping[str, str] = NOTHING,
+        whole: bool = True,
+    ) -> None:
+        """As `apply`, in steps; the caller has raised the barrier before all names of the record."""
+        application = Application(
+            self.paths, record, this, record.time, self._clock_ns(), own=own, outdated=outdated, whole=whole
+        )
+        steps, pace = application.steps(STEP_OPERATIONS), Pace()
+        while True:
+            with self.paths.editing(quiet=own):
+                if next(steps, self) is self:
+                    break
+            failpoints.reached("apply.step")
+            await pace.rest()
+        self._end(record)
 
     async def _raise_barrier(self, record: Record) -> None:
         """Add every name that the record changes, or the directory's where that is missing, to the barrier."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -143,7 +143,7 @@ class Application:
         for _ in self.steps(len(self._record.operations) + 1):
             pass
 
-    def steps(self, operations_max: int) -> Iterator[None]:
+    def steps(self, operations_max: int) -> Generator[None, None, None]:
         """Apply so many operations at a time. Where it yields, everything so far is in the tree, and others may change
         the tree before the next step."""
         if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):

@@ -86,7 +86,10 @@ def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[
                 numbers[ref] = len(objects)
                 objects.append(ref)
             places.append(numbers[ref])
-        operations += [_renumbered(operation, places, offsets) for operation in change.operations]
+        if offsets or places != [*range(len(places))]:
+            operations += [_renumbered(operation, places, offsets) for operation in change.operations]
+        else:
+            operations += change.operations
     moves = [pair for change in changes for pair in change.moves]
     return Record(writer=writer, time=time, objects=objects, moves=moves, operations=operations)
 

@@ -121,13 +121,16 @@ class CommitLog:
         """The bytes of a record in the format of this lake."""
         return encode(record, self._client.commit_format)
 
-    async def build(self, members: Sequence[Member], make_record: Callable[[Sequence[int]], Record]) -> bytes:
-        """An archive of small files. ``make_record`` is given the offsets of their data, perhaps in a thread."""
+    async def build(
+        self, members: Sequence[Member], make_record: Callable[[Sequence[int]], Record], *, is_large: bool = False
+    ) -> bytes:
+        """An archive of small files. ``make_record`` is given the offsets of their data, perhaps in a thread.
+        ``is_large``: the record has many operations."""
 
         def encoded(offsets: list[int]) -> bytes:
             return self.encode(make_record(offsets))
 
-        if sum(member.size for member in members) < BUILD_INLINE_BYTES_MAX:
+        if not is_large and sum(member.size for member in members) < BUILD_INLINE_BYTES_MAX:
             return build(members, encoded)
         return await self._threads.run(build, members, encoded)
 

@@ -24,7 +24,7 @@ the rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Protocol
@@ -379,36 +379,45 @@ class Committer:
 
     async def commit(
         self,
-        change: Change | Callable[[], Change],
+        change: Change | Callable[[], Change] | Callable[[], Awaitable[Change]],
         members: Sequence[Member] = (),
         *,
         sending: BeforeSending | None = None,
+        in_steps: bool = False,
     ) -> Committed:
         """Make a change everywhere, with the bytes of ``members`` in the same object. A function is called when its
         turn has come, and what it raises is raised; ``sending`` is told the commit's key before anything is sent.
+        ``in_steps``: the function raises the barrier before the names of its change, and lowers it after the call.
         Raises LakeError; then nothing of it was made, or (where the store did not answer) all of it may appear later.
         """
-        return await self._commit(change, members, sending)
+        return await self._commit(change, members, sending, in_steps=in_steps)
 
     async def _commit(
         self,
-        change: Change | Callable[[], Change] | None,
+        change: Change | Callable[[], Change] | Callable[[], Awaitable[Change]] | None,
         members: Sequence[Member],
         sending: BeforeSending | None = None,
+        *,
+        in_steps: bool = False,
     ) -> Committed:
         async with self._lock:
             try:
                 await self._redate_if_behind()
                 await self._reconcile_sending()
                 await self._reconcile_unsure()
-                committed = await self._send(change() if callable(change) else change, members, sending)
+                made = change() if callable(change) else change
+                if isinstance(made, Awaitable):
+                    made = await made
+                committed = await self._send(made, members, sending, in_steps=in_steps)
                 self.error = None
                 return committed
             except LakeError as error:
                 self.error = error
                 raise
 
-    async def _send(self, change: Change | None, members: Sequence[Member], told: BeforeSending | None) -> Committed:
+    async def _send(
+        self, change: Change | None, members: Sequence[Member], told: BeforeSending | None, *, in_steps: bool
+    ) -> Committed:
         journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
@@ -429,7 +438,7 @@ class Committer:
             records.append(replace(merged(changes, self.writer, time, offsets), stored=stored))
             return records[0]
 
-        body = await self._log.build(members, make_record)
+        body = await self._log.build(members, make_record, is_large=in_steps)
         own, doomed = (change.operations, change.doomed) if change is not None else ([], [])
         passed = [each for each in self.journal.changes if own and each not in journaled]
         sending = Sending(
@@ -448,10 +457,12 @@ class Committer:
             self._announce_again(stored)
             raise
         reached("commit.sent")
+        is_late = self._clock.wall_ns() - time > LATE_NS
         self._metrics.count_commit(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
-        self._record_commit(sending, journaled, doomed, records[0], this)
-        if self._clock.wall_ns() - time > LATE_NS:
+        with trio.CancelScope(shield=True):  # or the caller would not learn of a commit that is in the store
+            await self._record_commit(sending, journaled, doomed, records[0], this, in_steps=in_steps)
+        if is_late:
             self._announce_again(stored)
             await self._repeat_commit(replace(records[0], stored=[]), this)
         return Committed(this, body, places)
@@ -523,14 +534,25 @@ class Committer:
             record = merged([change], self.writer, time, range(1))
             self._applier.apply(record, await self._log.put_record(record))
 
-    def _record_commit(
-        self, sending: Sending, journaled: dict[int, Change], doomed: list[Deletion], record: Record, this: ObjectRef
+    async def _record_commit(
+        self,
+        sending: Sending,
+        journaled: dict[int, Change],
+        doomed: list[Deletion],
+        record: Record,
+        this: ObjectRef,
+        *,
+        in_steps: bool,
     ) -> None:
         """Record that a commit is in the store. What cannot be recorded here is applied by the next poll."""
         try:
             self._drop(journaled, record.time)
             self._record_passed(sending)
-            self._applier.apply(_own_part(record, sending), this, own=True, whole=False)
+            part = _own_part(record, sending)
+            if in_steps:
+                await self._applier.apply_behind_barrier(part, this, own=True, whole=False)
+            else:
+                self._applier.apply(part, this, own=True, whole=False)
             self.journal.end_sending()
             if doomed:
                 batch = Batch()

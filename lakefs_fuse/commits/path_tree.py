@@ -247,31 +247,41 @@ class _CarryOver:
                 self._gone[operation.path] = operation
             if not number % (READ_PER_NAME * self._names_max):
                 yield
-        with self._paths.database.recording() as changed:
-            others = set[bytes]()
-            if not self._is_each_another():
+        if self._names_max > len(self._record.operations):  # its caller lets nobody run in between
+            is_covered = all(self._is_covered(names, move) for move, names in self._all_below())
+            if not (self._is_each_another() and all(map(self._is_movable, self._record.moves)) and is_covered):
                 return Carried()
-            for move in self._record.moves:
-                if not self._is_movable(move):
+            for move, names in self._all_below():
+                self._free_from_keys(names, move)
+            return self._switch()
+        with self._paths.database.recording() as changed:
+            if not (self._is_each_another() and all(map(self._is_movable, self._record.moves))):
+                return Carried()
+            for move, names in self._all_below():
+                if not self._is_covered(names, move):
                     return Carried()
-                for names in self._below(move):
-                    if not self._is_covered(names, move):
-                        return Carried()
-                    yield
-            for move in self._record.moves:
-                for names in self._below(move):
-                    others |= changed.take()
-                    self._free_from_keys(names, move)
-                    changed.take()  # what that wrote
-                    yield
+                yield
+            others = set[bytes]()
+            for move, names in self._all_below():
+                others |= changed.take()
+                self._free_from_keys(names, move)
+                for _, entry in names:
+                    self._paths.watcher.changing(entry.parent, entry.name)
+                changed.take()  # what that wrote
+                yield
             late = self._tree.changed_entries(others | changed.take())
         is_movable = self._is_each_another() and all(map(self._is_movable, self._record.moves))
         return self._switch() if is_movable and self._is_late_covered(late) else Carried()
 
+    def _all_below(self) -> Iterator[tuple[tuple[str, str], list[tuple[str, Entry]]]]:
+        """See `_below`, of each move."""
+        return ((move, names) for move in self._record.moves for names in self._below(move))
+
     def _is_each_another(self) -> bool:
         """Not several renames in one commit: of one name again, once another had it."""
-        inodes = {None if entry is None else entry.inode for entry in map(self._paths.child, self._sources)}
-        return len(inodes) == len(self._record.moves)
+        moves = self._record.moves
+        sources = map(self._paths.child, self._sources) if len(moves) > 1 else ()
+        return len({None if entry is None else entry.inode for entry in sources}) in (0, len(moves))
 
     def _below(self, move: tuple[str, str]) -> Iterator[list[tuple[str, Entry]]]:
         """The source, and all that is below it, with its path; some at a time, as they are when they are answered."""
@@ -279,17 +289,24 @@ class _CarryOver:
         top = self._paths.child(source)
         if top is None:
             return
-        yield [(source, top)]
+        some = [(source, top)]
         pending = [(top.inode, source)] if top.flags & Flag.DIRECTORY else []
         while pending:
             inode, path = pending.pop()
             self._walked[inode] = path, move
-            after = 0
-            while some := list(islice(self._tree.children(inode, after), self._names_max)):
-                after = some[-1].cookie
-                named = [(f"{path}/{entry.name.decode(*schema.PATH)}", entry) for entry in some]
-                pending += [(entry.inode, below) for below, entry in named if entry.flags & Flag.DIRECTORY]
-                yield named
+            after, is_whole = 0, False
+            while not is_whole:
+                children = list(islice(self._tree.children(inode, after), self._names_max))
+                is_whole = len(children) < self._names_max
+                for entry in children:
+                    after, below = entry.cookie, f"{path}/{entry.name.decode(*schema.PATH)}"
+                    some.append((below, entry))
+                    if entry.flags & Flag.DIRECTORY:
+                        pending.append((entry.inode, below))
+                yield some
+                some = []
+        if some:
+            yield some
 
     def _is_late_covered(self, late: Iterable[tuple[int, int]]) -> bool:
         """As `_is_covered`, of what was changed since it was looked at, which then is free from its key as well."""
@@ -365,7 +382,7 @@ class _CarryOver:
         hiding = [
             (path.encode(), found)
             for path, found in names
-            if found.etag and (found.place or found.is_symlink) and not found.is_local
+            if found.etag and (found.place or found.flags & Flag.SYMLINK) and not found.is_local
         ]
         changes += [(found, msgspec.structs.replace(found, etag="")) for _, found in hiding]
         changes += [
@@ -384,8 +401,6 @@ class _CarryOver:
             buried = {path: bury(known, etag=found.etag, at=found.stamp) for (path, found), known in tombstones}
             tree.tombstones.write(batch, buried)
         self._paths.database.commit(batch)
-        for found, _ in changes:
-            watcher.changing(found.parent, found.name)
         if relocated:
             watcher.relocated(relocated)
 

@@ -284,6 +284,7 @@ class Poller:
             outdated, is_sure = await self._outdated(record)
             if wait and not is_sure and self._clock.wall_ns() - record.time < DOUBT_S_MAX * NS:
                 return number
+            await self._applier.wait_whole()
             if self._applier.commits.is_applied(record.time, record.writer):
                 continue
             this = ObjectRef(meta.key, meta.etag, meta.size)

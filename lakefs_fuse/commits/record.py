@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -33,6 +34,8 @@ STORED_MAX = 1024
 """Paths of `Record.stored`: a reader takes them up between two awaits, in some 20 ms."""
 LAZY_BYTES_MIN = 1 << 20
 """Records from this size on keep their operations as bytes."""
+ENCODED_AT_ONCE = 4096
+"""Operations; 2 ms. More are encoded one by one, so that a thread which does that lets the others run."""
 KEY_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 TARGET_BYTES_MAX = 4095
@@ -249,8 +252,13 @@ class _Reads(msgspec.Struct):
 
 def encode(record: Record, format: int = 1) -> bytes:
     """The bytes of a record in the ``format`` of its lake (`StoreClient.commit_format`)."""
-    fields = {**msgspec.structs.asdict(record), "operations": list(record.operations)}
-    return msgspec.msgpack.encode(_Written(**{**fields, "format": max(record.format, format)}))
+    count = len(record.operations)
+    operations: list[Operation] | msgspec.Raw = list(record.operations)
+    if count > ENCODED_AT_ONCE:
+        header = struct.pack(">BI", 0xDD, count) if count > 0xFFFF else struct.pack(">BH", 0xDC, count)
+        operations = msgspec.Raw(header + b"".join(map(msgspec.msgpack.Encoder().encode, record.operations)))
+    fields = {**msgspec.structs.asdict(record), "operations": operations, "format": max(record.format, format)}
+    return msgspec.msgpack.encode(_Written(**fields))
 
 
 def newest_read(raw: Buffer) -> int:

@@ -1,9 +1,10 @@
 """The barrier before names that a large commit is being applied to: requests about them wait until it is whole.
 
 What always holds (*whole commits*): while the barrier is up, no request of the kernel reads one of its names or lists a
-directory that has one; all other requests go on between the steps. Every rename waits: one further up would change the
-paths that the commit names. Trio thread only. A crash leaves nothing: a commit that was applied in part is not recorded
-as applied, and a mount applies it again before it serves.
+directory that has one; all other requests go on between the steps. Every rename and every other commit waits: one
+further up would change the paths that the commit names. One caller raises it at a time, when `wait_lowered` answered.
+Trio thread only. A crash leaves nothing: a commit that was applied in part is not recorded as applied, and a mount
+applies it again before it serves.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Barrier:
         self._entry, self._revoke = entry, revoke
         self._directories: set[int] = set()
         self._names: set[int] = set()
+        self._whole: set[int] = set()
+        """Directories of which every name is about to change."""
         self._lowered = trio.Event()
         self.waits = 0
 
@@ -43,19 +46,31 @@ class Barrier:
     def is_up(self) -> bool:
         return bool(self._directories)
 
-    def add(self, directory: int, name: bytes) -> None:
-        """This name is about to change. What others were leased of the directory is revoked."""
+    def _add_directory(self, directory: int) -> None:
         if not self._directories:
             self._lowered = trio.Event()
         if directory not in self._directories:
             self._directories.add(directory)
             self._revoke(directory)
+
+    def add_all(self, directory: int) -> None:
+        """As `add`, of every name in a directory."""
+        self._add_directory(directory)
+        self._whole.add(directory)
+
+    def add(self, directory: int, name: bytes) -> None:
+        """This name is about to change. What others were leased of the directory is revoked."""
+        self._add_directory(directory)
         if len(self._names) < NAMES_MAX:
             self._names.add(_hash(directory, name))
 
+    def has_all(self, directory: int) -> bool:
+        """Every name in this directory is behind it."""
+        return directory in self._whole
+
     def lower(self) -> None:
         """The commit is applied, or will be applied again."""
-        self._directories, self._names = set(), set()
+        self._directories, self._names, self._whole = set(), set(), set()
         self._lowered.set()
 
     async def wait_for(self, about: About, inode: int, name: bytes = b"") -> None:
@@ -80,7 +95,7 @@ class Barrier:
             if entry is None:
                 return False
             inode, name = entry.parent, entry.name
-        if len(self._names) >= NAMES_MAX:
+        if inode in self._whole or len(self._names) >= NAMES_MAX:
             return inode in self._directories
         return _hash(inode, name) in self._names
 

@@ -267,6 +267,11 @@ class Tree:
                     found.add(_PAIR.unpack(place))
         return found
 
+    def changed_paths(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Paths with one of these rows of what lies, or lay, at their own keys: slashes behind those of directories."""
+        at_key = (key for key in keys if key[:1] in (schema.TOMBSTONE, schema.OBJECT_NUMBER))
+        return {key[1:].partition(b"\0")[0] for key in at_key}
+
     def has_children(self, directory: int) -> bool:
         for listener in self._events.names_requested:
             listener()

@@ -6,25 +6,30 @@ those that are being written go on under it. In an exchange, what is closed is s
 
 A rename is prepared (`RenamePreparation`), planned from one reading of the facts (`rename_plan`), carried out in one
 commit or one batch, and finished: files in use and the pinner follow. What always holds: facts are read and the plan is
-carried out in one step of the loop. A crash leaves the whole rename or nothing of it. Trio thread only.
+carried out in one step of the loop; a directory of many names is planned and moved in many, behind the barrier, and
+planned again where something of it was changed meanwhile. A crash leaves the whole rename or nothing of it. Trio thread
+only.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain, islice
 
 import msgspec
 
-from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.meta.schema import PATH
+from lakefs_fuse.sync.steps import finish_paced
 from lakefs_fuse.vfs.files.file_table import DIRTY, FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -35,8 +40,9 @@ from lakefs_fuse.vfs.ops.rename_plan import (
     MovedName,
     RenameFacts,
     Route,
+    finish,
+    plan_in_steps,
     plan_local_rename,
-    plan_rename,
     route_of,
 )
 from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
@@ -45,6 +51,12 @@ from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
+NAMES_AT_ONCE = OPERATIONS_AT_ONCE // 2
+"""A rename of more names is planned, and put in effect, in steps: it has two operations for each."""
+NAMES_PER_STEP = 96
+"""5 ms."""
+PLANS_MAX = 3
+"""A plan is made so often in steps, where other tasks keep changing what it is made of."""
 
 
 class Renames:
@@ -195,22 +207,36 @@ class Renames:
 
         change: Change | None = None
 
-        def plan() -> Change:
-            nonlocal change
+        def check() -> None:
             self._forget_removed(ends)
             now, _ = self._check_ends(source, parent, name, flags)
             if now.is_local and not ends[0].is_local:
                 raise FileError(errno.ESTALE)  # it was removed just now: nothing is to be committed
-            change = plan_rename(self._read_facts(source.inode, parent, name, exchange))
-            self._ns.check_paths([each.path for each in change.operations])
+
+        def plan() -> Change:
+            nonlocal change
+            check()
+            change = finish(self._plan(source.inode, parent, name, exchange))
+            return change
+
+        async def plan_paced() -> Change:
+            nonlocal change
+            change = await self._plan_paced(source.inode, parent, name, exchange, check)
             return change
 
         is_writeback = self._writeback.is_for(old) and self._writeback.is_for(new)
         is_held = bool(self._committer.held_until)
         route = route_of(ends, is_writeback=is_writeback, is_held=is_held)
+        is_large = any(self._is_large(end) for end in ends)
+        if is_large and route is not Route.COMMITTED:  # what is journaled is put in effect in one step
+            await self._names.flush()
+            route = Route.COMMITTED
         if route is Route.COMMITTED:
             await self._preparation.hear()
-            await self._committer.commit(plan)
+            if is_large:
+                await self._commit_in_steps(plan_paced)
+            else:
+                await self._committer.commit(plan)
             if (
                 change is not None and self._ns.tree.child(source.parent, source.name) is not None
             ):  # what was stored meanwhile stayed there
@@ -241,52 +267,128 @@ class Renames:
         self._unlinker.journal_dropped(batch, replaced)
         return batch
 
-    def _read_facts(self, inode: int, parent: int, name: bytes, exchange: bool) -> RenameFacts:
-        """As things are at the moment the rename is committed."""
+    def _is_large(self, end: Entry) -> bool:
+        """More names move than are committed in one step."""
+        if not end.flags & Flag.DIRECTORY:
+            return False
+        below = self._ns.tree.below(end.inode, "")
+        return sum(1 for _ in islice(below, NAMES_AT_ONCE)) == NAMES_AT_ONCE
+
+    async def _commit_in_steps(self, plan: Callable[[], Awaitable[Change]]) -> None:
+        """``plan`` raises the barrier, behind which nothing changes until the commit is applied."""
+        barrier, is_raised = self._ns.tree.barrier, False
+
+        async def planned() -> Change:
+            nonlocal is_raised
+            await barrier.wait_lowered()
+            is_raised = True
+            return await plan()
+
+        try:
+            await self._committer.commit(planned, in_steps=True)
+        finally:
+            if is_raised:
+                barrier.lower()
+
+    async def _plan_paced(
+        self, inode: int, parent: int, name: bytes, exchange: bool, check: Callable[[], None]
+    ) -> Change:
+        """As `_plan`, behind the barrier, with other tasks in between: where one changed what was read, it is read
+        again, and in the end at one go. ``check`` raises what ends the rename."""
+        for _ in range(PLANS_MAX):
+            check()
+            with self._ns.database.recording() as changed:
+                change = await finish_paced(self._plan(inode, parent, name, exchange, NAMES_PER_STEP))
+                check()
+                if not self._are_ours(changed.take(), change, inode, parent, name):
+                    return change
+        check()
+        return finish(self._plan(inode, parent, name, exchange))
+
+    def _are_ours(self, keys: set[bytes], change: Change, inode: int, parent: int, name: bytes) -> bool:
+        """One of these rows is of a name that moves, or of what lies at its path before, or next."""
+        tree = self._ns.tree
+        moves = [path.encode(*PATH) for pair in change.moves for path in pair]
+        if any(path == move or path.startswith(move + b"/") for path in tree.changed_paths(keys) for move in moves):
+            return True
+        for above, cookie in tree.changed_entries(keys):
+            entry = tree.at(above, cookie)
+            is_end = entry is not None and (entry.inode == inode or (above, entry.name) == (parent, name))
+            if is_end or tree.barrier.has_all(above):
+                return True
+        return False
+
+    def _plan(
+        self, inode: int, parent: int, name: bytes, exchange: bool, names_max: int = sys.maxsize
+    ) -> Generator[None, None, Change]:
+        """The commit of a rename, as things are now; it yields after so many names."""
+        facts = yield from self._read_facts(inode, parent, name, exchange, names_max)
+        change = yield from plan_in_steps(facts, names_max)
+        for at in range(0, len(change.operations), names_max):
+            self._ns.check_paths([each.path for each in change.operations[at : at + names_max]])
+            yield
+        return change
+
+    def _read_facts(
+        self, inode: int, parent: int, name: bytes, exchange: bool, names_max: int
+    ) -> Generator[None, None, RenameFacts]:
         source = self._ns.tree.entry(inode)
         if source is None:
             raise FileError(errno.ENOENT)
         target = self._ns.tree.child(parent, name)
         old, new = self._names.path(source), self._names.path_in(parent, name)
-        moving = list(self._below(old, new, source))
+        is_paced = names_max < sys.maxsize
+        moving = self._below(old, new, source, behind=is_paced)
+        if is_paced:
+            self._ns.tree.barrier.add(parent, name)
         replaced: Iterable[Deletion] = ()
         if exchange and target is not None:
-            moving += self._below(new, old, target)
+            moving = chain(moving, self._below(new, old, target, behind=is_paced))
         elif target is not None and not target.is_dir:
             replaced = self._names.orphaned(new, target)
-        entries = [entry for _, _, entry in moving]
-        own = [after for _, after, entry in moving if not entry.flags & Flag.DIRECTORY]
-        hides = dict(zip(own, self._ns.tree.own_etags(own), strict=True))
         ends = (source.inode, target.inode if target is not None else 0)
-        names = []
-        for before, after, entry in moving:
-            orphans = tuple(self._names.orphaned(before, entry)) if entry.flags & Flag.LOCAL else ()
-            is_end = entry.inode in ends
-            names.append(MovedName(before, after, entry, hides.get(after, ""), orphans, is_end))
+        names: list[MovedName] = []
+        rows = RowSnapshot({}, {}, {})
+        while some := list(islice(moving, min(names_max, NAMES_AT_ONCE))):
+            own = [after for _, after, entry in some if not entry.flags & Flag.DIRECTORY]
+            hides = dict(zip(own, self._ns.tree.own_etags(own), strict=True))
+            for before, after, entry in some:
+                orphans = tuple(self._names.orphaned(before, entry)) if entry.flags & Flag.LOCAL else ()
+                is_end = entry.inode in ends
+                names.append(MovedName(before, after, entry, hides.get(after, ""), orphans, is_end))
+            self._add_rows(rows, [entry for _, _, entry in some])
+            yield
         above = self._names.hidden_parent(target if exchange and source.is_local and target is not None else source)
-        rows = self._snapshot([*entries, above[1]] if above is not None else entries)
+        if above is not None:
+            self._add_rows(rows, [above[1]])
         return RenameFacts(tuple(names), rows, tuple(replaced), above)
 
-    def _snapshot(self, entries: Iterable[Entry]) -> RowSnapshot:
+    def _add_rows(self, rows: RowSnapshot, entries: Iterable[Entry]) -> None:
+        """What operations on these entries are made from."""
         tree = self._ns.tree
-        objects: dict[int, ObjectRow] = {}
-        targets: dict[int, bytes] = {}
-        xattrs: dict[int, dict[str, bytes]] = {}
         for entry in entries:
-            if entry.place and entry.place not in objects and (row := tree.objects.get(entry.place)):
-                objects[entry.place] = row
+            if entry.place and entry.place not in rows.objects and (row := tree.objects.get(entry.place)):
+                rows.objects[entry.place] = row
             if entry.flags & Flag.SYMLINK:
-                targets[entry.inode] = tree.target(entry.inode)
+                rows.target_by_inode[entry.inode] = tree.target(entry.inode)
             if entry.flags & Flag.XATTRS:
-                xattrs[entry.inode] = tree.xattrs(entry.inode)
-        return RowSnapshot(objects, targets, xattrs)
+                rows.xattrs_by_inode[entry.inode] = tree.xattrs(entry.inode)
 
-    def _below(self, old: str, new: str, entry: Entry) -> Iterator[tuple[str, str, Entry]]:
-        """Everything, with its path before and after; below a directory also what is not in the store yet."""
+    def _below(self, old: str, new: str, entry: Entry, *, behind: bool) -> Iterator[tuple[str, str, Entry]]:
+        """Everything, with its path before and after; below a directory also what is not in the store yet. Names are
+        put ``behind`` the barrier before they are read."""
+        barrier = self._ns.tree.barrier
+        if behind:
+            barrier.add(entry.parent, entry.name)
         yield old, new, entry
-        if entry.flags & Flag.DIRECTORY:
-            for path, below in self._ns.tree.below(entry.inode, old):
-                yield path, new + path[len(old) :], below
+        if not entry.flags & Flag.DIRECTORY:
+            return
+        if behind:
+            barrier.add_all(entry.inode)
+        for path, below in self._ns.tree.below(entry.inode, old):
+            if behind and below.flags & Flag.DIRECTORY:
+                barrier.add_all(below.inode)
+            yield path, new + path[len(old) :], below
 
     # -- what is not in the store
 

@@ -7,8 +7,9 @@ change between the two. A crash leaves what that step's one batch, or commit, ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from enum import Enum
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +19,8 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, RowSnapshot
+
+T = TypeVar("T")
 
 
 class Route(Enum):
@@ -80,20 +83,46 @@ class RenameFacts(msgspec.Struct, frozen=True):
 
 def plan_rename(facts: RenameFacts) -> Change:
     """The whole rename as one commit, of names that are in the store."""
+    return finish(plan_in_steps(facts, len(facts.names) + 1))
+
+
+def finish(steps: Generator[None, None, T]) -> T:
+    """Take all steps at once; answers what the generator returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def plan_in_steps(facts: RenameFacts, names_max: int) -> Generator[None, None, Change]:
+    """As `plan_rename`; it yields after so many names."""
     builder = ChangeBuilder(facts.rows)
     builder.moves += facts.moves
     doomed = list(facts.replaced)
-    moving = [name for name in facts.names if not name.moves_here_only]
-    made = {(name.after, name.row[1]) for name in moving}
-    builder.add_moves((name.before, name.after, name.entry, name.hides) for name in moving)
+    moving: list[MovedName] = []
+    made: set[tuple[str, bool]] = set()
+    for at in range(0, len(facts.names), names_max):
+        names = facts.names[at : at + names_max]
+        some = [name for name in names if not name.moves_here_only]
+        moving += some
+        made.update((name.after, name.row[1]) for name in some)
+        builder.add_moves((name.before, name.after, name.entry, name.hides) for name in some)
+        yield
     if facts.parent is not None:
         builder.mkdir(*facts.parent)
-    for name in facts.names:  # what a file not stored yet covers stays behind, and must not come back
-        if name.moves_here_only and (name.entry.etag or name.entry.stamp):
-            doomed += name.orphans
-            if (name.before, False) not in made:
-                builder.remove(name.before, name.entry)
-    builder.add_removals((name.before, name.entry) for name in reversed(moving) if name.row not in made)
+    for at in range(0, len(facts.names), names_max):  # what a file not stored yet covers stays, and must not come back
+        for name in facts.names[at : at + names_max]:
+            if name.moves_here_only and (name.entry.etag or name.entry.stamp):
+                doomed += name.orphans
+                if (name.before, False) not in made:
+                    builder.remove(name.before, name.entry)
+        yield
+    moving.reverse()
+    for at in range(0, len(moving), names_max):
+        leaving = (name for name in moving[at : at + names_max] if name.row not in made)
+        builder.add_removals((name.before, name.entry) for name in leaving)
+        yield
     return msgspec.structs.replace(builder.change(), doomed=doomed)
 
 

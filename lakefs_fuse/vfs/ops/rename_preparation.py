@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import islice
 
 import trio
 
@@ -30,6 +31,8 @@ from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 LISTINGS_AT_ONCE = 8
+NAMES_PER_STEP = 512
+"""5 ms."""
 log = logging.getLogger(__name__)
 
 
@@ -83,12 +86,17 @@ class RenamePreparation:
             async with collecting() as nursery:
                 for inode in queue:
                     nursery.start_soon(listed, inode)
-            queue = [
-                child.inode
-                for inode in queue
-                for child in self._ns.tree.children(inode)
-                if child.flags & Flag.DIRECTORY
-            ]
+            queue = [below for inode in queue for below in await self._directories_in(inode)]
+
+    async def _directories_in(self, inode: int) -> list[int]:
+        found, children = list[int](), list(islice(self._ns.tree.children(inode), NAMES_PER_STEP))
+        while children:
+            found += [child.inode for child in children if child.flags & Flag.DIRECTORY]
+            if len(children) < NAMES_PER_STEP:
+                break
+            await trio.lowlevel.checkpoint()
+            children = list(islice(self._ns.tree.children(inode, children[-1].cookie), NAMES_PER_STEP))
+        return found
 
     async def _list_changed(self, directory: Entry) -> bool:
         """List directories again below which the store has a key that is not known here; whether there were any."""

@@ -1,0 +1,47 @@
+"""Work in steps, with other tasks in between: what would keep the loop for long.
+
+What always holds (*bounded turn*): a caller that paces its work gives up the loop after each step, and sleeps after
+WORK_S of them. What a step does is its generator's; nothing here survives a crash. Trio thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeVar
+
+import trio
+
+WORK_S, PAUSE_S = 0.004, 0.001
+"""After so much work comes a pause, in which worker threads get the interpreter's lock from the busy loop."""
+T = TypeVar("T")
+
+
+class Pace:
+    """Gives up the loop between two steps."""
+
+    __slots__ = ("_began_s",)
+
+    def __init__(self) -> None:
+        self._began_s = trio.current_time()
+
+    async def rest(self) -> None:
+        """To be awaited after each step."""
+        if trio.current_time() - self._began_s < WORK_S:
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.sleep(PAUSE_S)
+            self._began_s = trio.current_time()
+
+
+async def finish_paced(steps: Generator[None, None, T]) -> T:
+    """Take all steps, with other tasks between two of them; answers what the generator returns."""
+    pace = Pace()
+    try:
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            await pace.rest()
+    finally:
+        steps.close()
