@@ -186,5 +186,7 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Show the lake as it was at mount or at the last refresh, read-only."""
     snapshot: str = ""
     """With ``immutable``: show the state of this named snapshot."""
+    folds: bool = False
+    """Of a command that writes the index, not of a mount: keep what changes since the newest one."""
     mounting: str = ""
     """Of an immutable mount: the id of its `mount` command. A restarted daemon shows the same state."""

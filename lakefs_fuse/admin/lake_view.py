@@ -46,6 +46,8 @@ class LakeView:
     node: Node
     scratch: str
     """Directory for temporary files."""
+    folds: bool = False
+    """The database keeps what changes since the newest index, which its next one then consists of (`index.levels`)."""
     _overriding: set[int] = field(default_factory=set)
     """Inodes of plain objects that a listing showed in place of bytes elsewhere."""
 
@@ -166,12 +168,14 @@ async def open_lake_view(
     scratch: str,
     cache_dir: str | None = None,
     lists: bool = True,
+    folds: bool = False,
 ) -> AsyncIterator[LakeView]:
     """Open a view of the lake in ``store``; errors of the block leave it as themselves, not as a group.
 
     ``scratch`` is a directory for temporary files, ``cache_dir`` the cache directory of a node, which is kept. Without
-    ``lists``, directories keep their listings, of whatever age, and are not listed again. Raises LakeError: CacheError
-    where the cache directory is in use.
+    ``lists``, directories keep their listings, of whatever age, and are not listed again. A view that ``folds`` writes
+    levels of the index, in a lake that has the feature; a cache directory with which it did so is for such views alone.
+    Raises LakeError: CacheError where the cache directory is in use.
     """
     metrics = Metrics()
     temporary = nullcontext(cache_dir) if cache_dir is not None else scratch_directory(node, scratch)
@@ -185,6 +189,7 @@ async def open_lake_view(
             metadata_ttl_s=NEVER_S,
             read_only=True,
             refresh_s=NEVER_S,
+            folds=folds,
         )
         async with open_filesystem(config, client, metrics, node=node) as fs:
             if lists:
@@ -193,7 +198,7 @@ async def open_lake_view(
             writer = f"{node.random.stream('writer').getrandbits(32):08x}"
             log = CommitLog(client, clock, node.threads, writer=writer)
             await log.read_time()
-            yield LakeView(client, fs, metrics, log, node, scratch)
+            yield LakeView(client, fs, metrics, log, node, scratch, folds)
 
 
 @contextmanager

@@ -8,6 +8,9 @@ key, and a merged listing does not record which keys it lacked.
 Plain objects that no commit names are in it as of the last listing of their directory: of this run, with ``list_all``,
 or of the run that wrote the index before. Each directory has the time of that, so a mount lists it when it would again.
 
+A view that folds (`LakeView.folds`) writes levels (`commits.index.levels`): mostly what changed since the index that it
+began with. Others, and named snapshots, write all rows.
+
 Bounds: memory holds one listing of everything (`tree_walk`) and the file that is being stored; the disk holds a few
 files of rows.
 
@@ -17,20 +20,22 @@ Tasks of one trio loop. A crash leaves files without a manifest in the store, wh
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.work import Report
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
-from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.index.index import Manifest, find, manifests, remove_old, write_index
-from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.commits.index import levels, snapshots
+from lakefs_fuse.commits.index.index import Manifest, fetch_manifest, list_objects, remove_old, times_of, write_index
+from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 
 log = logging.getLogger(__name__)
@@ -60,38 +65,55 @@ async def fold(
         await list_everything(fs.namespace, lambda names: report("listing", names, 0))
         await fs.look_again()
     await _check_nothing_lacks(database, client)
-    before = await manifests(client)
-    horizon = max([horizon, *(manifest.horizon for manifest in before)])
+    found = await list_objects(client)
+    before = await _newest_of(client, found)
+    horizon = max(horizon, before.horizon if before is not None else 0)
     await lake.log.read_time()
     newest = tables.marks_of(database).newest
     if horizon > newest + 1:
         raise LakeError("commits were collected that this view lacks: run it again")
-    for seen in (newest, *(await find(client))[:1]):
+    for seen in (newest, max(found, default=0)):
         clock.follow(seen)
-    dump = tables.Dump(
-        database,
-        tables.empty_directory(Path(fs.config.cache_dir).absolute() / "index"),
-        applied_since=newest - 2 * WINDOW_NS,
-        file_bytes_max=file_bytes_max,
-    )
+    directory = tables.empty_directory(Path(fs.config.cache_dir).absolute() / "index")
+    applied_since = newest - 2 * WINDOW_NS
 
-    def wrote(_: DumpedFile) -> None:
-        report("writing the index", dump.names, dump.bytes)
+    done: list[DumpedFile] = []
 
+    def wrote(made: DumpedFile) -> None:
+        done.append(made)
+        report("writing the index", sum(each.entries for each in done), sum(each.size for each in done))
+
+    if lake.folds and not name:
+        writer = levels.LevelWriter(database, directory, before, found, applied_since, file_bytes_max)
+        manifest = await writer.write(client, threads, time=clock.now(), horizon=horizon, wrote=wrote)
+    else:
+        dump = tables.Dump(database, directory, applied_since=applied_since, file_bytes_max=file_bytes_max)
+        try:
+            if name:
+                return await snapshots.write(
+                    client, threads, name, dump, fs.namespace.tree.objects,
+                    time=clock.now(), horizon=horizon, wrote=wrote,
+                )  # fmt: skip
+            manifest = await write_index(client, threads, dump, time=clock.now(), horizon=horizon, wrote=wrote)
+        finally:
+            dump.close()
+    await _remove_old(lake, found, [manifest] if before is None else [manifest, before])
+    return manifest
+
+
+async def _remove_old(lake: LakeView, found: dict[int, list[ObjectMeta]], known: list[Manifest]) -> None:
     try:
-        if name:
-            objects = fs.namespace.tree.objects
-            return await snapshots.write(
-                client, threads, name, dump, objects, time=clock.now(), horizon=horizon, wrote=wrote
-            )  # fmt: skip
-        manifest = await write_index(client, threads, dump, time=clock.now(), horizon=horizon, wrote=wrote)
-    finally:
-        dump.close()
-    try:
-        await remove_old(client, clock.wall_ns())
+        await remove_old(lake.client, lake.clock.wall_ns(), found, known)
     except LakeError as error:
         log.warning("the index is written, but older ones could not be removed: %s", error)
-    return manifest
+
+
+async def _newest_of(client: StoreClient, found: dict[int, list[ObjectMeta]]) -> Manifest | None:
+    """The newest index whose manifest can be read. Its horizon is never behind that of an older one."""
+    for time in times_of(found):
+        with suppress(NotFound, DamagedCommit):
+            return await fetch_manifest(client, time)
+    return None
 
 
 def _check_nothing_local(database: Database) -> None:

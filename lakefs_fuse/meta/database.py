@@ -1,9 +1,10 @@
 """The database of one cache directory, on RocksDB unless a node has other engines. `schema` has its keys.
 
 What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all. All calls
-are short and made on the trio thread but for `sync`, `frozen` iterators and `copy_to`, so whatever is done between two
-awaits is atomic for every other task. Only what is committed with ``sync`` survives a crash of the machine: the tail of
-the log may be missing then, and names come back with the next listing.
+are short and made on the trio thread but for `sync`, `frozen` iterators, `copy_to`, and reads of a database that nobody
+writes meanwhile, so whatever is done between two awaits is atomic for every other task. Only what is committed with
+``sync`` survives a crash of the machine: the tail of the log may be missing then, and names come back with the next
+listing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.storage_engine import Engine, Engines, Rows, Step
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.changed_rows import ChangedRows
 
 BLOCK_CACHE_BYTES = 32 << 20
 WRITE_BUFFER_BYTES = 16 << 20
@@ -210,6 +212,7 @@ class Database:
             self._move_aside()
             self._engine = self._engines.open(directory)
         self._write_shares: Callable[[Batch], None] = lambda _: None
+        self.changed = ChangedRows(self.get, self.get_many, self.scan)
         stored = self.get(schema.SINGLE_IDENTITY)
         if stored is None:
             self.lost_rows = True
@@ -275,6 +278,8 @@ class Database:
             self._reopen()
         if batch.shares:
             self._write_shares(batch)
+        if self.changed.folded.index:
+            self.changed.record(batch.ranges, batch.rows)
         try:
             self._engine.write((*batch.ranges, (batch.rows, b"", b"")), sync=sync)
         except Exception as error:
@@ -361,6 +366,7 @@ class Database:
         except Exception as error:
             raise self._broken(error) from error
         self._load_inodes()
+        self.changed.load()
 
     def copy_to(self, directory: Path) -> None:
         """All rows as they are now, in a directory that does not exist yet: files are shared, so it takes little room

@@ -1,19 +1,23 @@
-"""Rows of all names as files of sorted rows (RocksDB's SST), out of one database and into another.
+"""Rows of names as files of sorted rows (RocksDB's SST), out of one database and into another.
 
 What always holds: a dump is of one moment, whatever is changed meanwhile; it has the names and what belongs to them
-(`KINDS`) and nothing that is of one node alone (journals, what is to be deleted, identity). Files are taken in all or
-none, together with the marks that go with them (`Marks`), so a database never has the names without the numbers that
-must not be given out again. Dumping and checking are blocking code for one worker thread at a time; the rest is for the
-trio thread. A crash leaves files in a directory that is the caller's.
+(`KINDS`) and nothing that is of one node alone (journals, what is to be deleted, identity). `DumpOfChanges` has only
+the rows that were written since an index, and the keys of those that were deleted, which are files of another kind; it
+is for a database that nobody writes meanwhile. Files are taken in all or none, together with the marks that go with
+them (`Marks`), so a database never has the names without the numbers that must not be given out again. Dumping and
+checking are blocking code for one worker thread at a time; the rest is for the trio thread. A crash leaves files in a
+directory that is the caller's.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 import xxhash
@@ -21,6 +25,7 @@ from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
 
 from lakefs_fuse.errors import CacheError, DamagedCommit
 from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.changed_rows import Folded, is_directory
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import HEAD, Flag
 
@@ -30,10 +35,18 @@ ROWS = int(schema.VERSION)
 """Which layout the rows have."""
 FILE_BYTES_MAX = 24 << 20
 """A file is ended when it has so many bytes; its index and filter come on top."""
+KEYS_BYTES_MAX = 4 << 20
+"""A file of keys is ended when they have so many bytes."""
+KEY_BYTES_MAX = 8 << 10
+"""Of a row; the longest is a path with an ETag."""
 ROWS_BETWEEN_LOOKS = 1000
 HASH_BYTES = 1 << 20
 
+ROWS_SUFFIX, REMOVED_SUFFIX = ".sst", ".removed"
+"""Of files of rows, and of files of keys whose rows are deleted."""
+
 _ENTRY = schema.ENTRY[0]
+_DELETIONS = re.compile(r"# (?:range )?deletions=(\d+)")
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +59,7 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DumpedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``digest`` is XXH3-128 in hex; ``first`` and ``last`` are keys."""
+    """Of rows, or of keys whose rows are deleted. ``digest`` is XXH3-128 in hex; ``first`` and ``last`` are keys."""
 
     path: Path
     size: int
@@ -73,6 +86,16 @@ def has_local_changes(database: Database) -> bool:
     return any(next(database.scan(kind, schema.end_of(kind)), None) is not None for kind in schema.LOCAL_KINDS)
 
 
+class AnyDump(Protocol):
+    """A `Dump` or a `DumpOfChanges`. `names` and `directories` count when all files are made."""
+
+    marks: Marks
+    names: int
+    directories: int
+
+    def next_file(self) -> DumpedFile | None: ...
+
+
 class Dump:
     """The rows of one moment, file by file (`next_file`), into a directory. See the module's head for threads.
 
@@ -90,7 +113,7 @@ class Dump:
         files_before: int = 0,
     ) -> None:
         self.marks = marks_of(database)
-        self.names = self.directories = self.bytes = self.entries = 0
+        self.names = self.directories = self.bytes = 0
         """Of the files made so far; the root is no name."""
         self._directory, self._file_bytes_max = directory, file_bytes_max
         self._rows = self._rows_of_names(database.frozen(schema.NAME_KINDS[0]), applied_since)
@@ -112,46 +135,136 @@ class Dump:
     def _count(self, row: bytes) -> None:
         if len(row) < HEAD.size:
             return  # damaged: it stays as it is, so that nothing is lost by folding
-        flags: int = HEAD.unpack_from(row)[1]
-        if flags & Flag.LOCAL:
-            raise CacheError("this cache directory has files that are in no store yet: mount it and let them go up")
+        _refuse_local(row)
         self.names += 1
-        self.directories += flags & Flag.DIRECTORY
+        self.directories += is_directory(row)
 
     def next_file(self) -> DumpedFile | None:
         """The next rows in a file of their own, or None where there are no more. Raises CacheError."""
-        row = self._ahead
-        if row is None:
+        if self._ahead is None:
             return None
-        path = self._directory / f"{self._files:04d}.sst"
+        path = self._directory / f"{self._files:04d}{ROWS_SUFFIX}"
         self._files += 1
-        first = last = row[0]
-        entries = 0
-        try:
-            writer = SstFileWriter(options())
-            writer.open(str(path))
-            while row is not None:
-                last = row[0]
-                writer[last] = row[1]
-                entries += 1
-                row = next(self._rows, None)
-                if entries % ROWS_BETWEEN_LOOKS == 0 and writer.file_size() >= self._file_bytes_max:
-                    break
-            writer.finish()
-            self._ahead = row
-            digest = digest_of(path)
-            size = path.stat().st_size
-        except CacheError:
-            raise
-        except Exception as error:
-            raise CacheError(f"{path} cannot be written: {error}") from error
-        self.bytes += size
-        self.entries += entries
-        return DumpedFile(path=path, size=size, digest=digest, entries=entries, first=first, last=last)
+        made, self._ahead = _write_rows(path, self._ahead, self._rows, self._file_bytes_max)
+        self.bytes += made.size
+        return made
 
     def close(self) -> None:
         """Before the database is closed."""
         self._rows = iter(())
+
+
+class DumpOfChanges:
+    """The rows that were written since the index of the time ``since``, then the keys of those that are not there any
+    more. ``names`` and ``directories`` are those of the index that the database began with. For threads see the
+    module's head."""
+
+    def __init__(
+        self, database: Database, directory: Path, *, since: int, names: int, directories: int,
+        file_bytes_max: int = FILE_BYTES_MAX,
+    ) -> None:  # fmt: skip
+        self.marks, self.since = marks_of(database), since
+        self.names, self.directories, self.bytes = names, directories, 0
+        self._db, self._directory, self._file_bytes_max = database, directory, file_bytes_max
+        self._writes = database.changed.writes
+        self._files, self._is_counted = 0, False
+        self._rows: Iterator[tuple[bytes, bytes]]
+        self._removed: Iterator[bytes]
+        self._rows = ((key, row) for key, row in self._with_rows(since) if row is not None)
+        self._removed = (key for key, row in self._with_rows(since) if row is None)
+        self._ahead: tuple[bytes, bytes] | None = None
+        self._ahead_removed: bytes | None = None
+
+    def _with_rows(self, since: int) -> Iterator[tuple[bytes, bytes | None]]:
+        for key in self._db.changed.keys_since(since):
+            row = self._db.get(key)
+            if row is not None and key[0] == _ENTRY:
+                _refuse_local(row)
+            yield key, row
+
+    def next_file(self) -> DumpedFile | None:
+        """The next file, or None where there are no more. Raises CacheError, also where rows were written meanwhile."""
+        if not self._files:
+            self._count()
+        made = self._next_file()
+        if self._db.changed.writes != self._writes:
+            raise CacheError("names were changed while they were written into the index: run it again")
+        self.bytes += 0 if made is None else made.size
+        return made
+
+    def _count(self) -> None:
+        names, directories = self._db.changed.count_names()
+        self.names, self.directories = self.names + names, self.directories + directories
+        self._ahead, self._ahead_removed = next(self._rows, None), next(self._removed, None)
+
+    def _next_file(self) -> DumpedFile | None:
+        number = f"{self._files:04d}"
+        self._files += 1
+        if self._ahead is not None:
+            path = self._directory / f"{number}{ROWS_SUFFIX}"
+            made, self._ahead = _write_rows(path, self._ahead, self._rows, self._file_bytes_max)
+            return made
+        if self._ahead_removed is None:
+            return None
+        path = self._directory / f"{number}{REMOVED_SUFFIX}"
+        made, self._ahead_removed = _write_removed(path, self._ahead_removed, self._removed)
+        return made
+
+    def close(self) -> None:
+        """Before the database is closed."""
+        self._rows, self._removed = iter(()), iter(())
+
+
+def _refuse_local(row: bytes) -> None:
+    if len(row) >= HEAD.size and HEAD.unpack_from(row)[1] & Flag.LOCAL:
+        raise CacheError("this cache directory has files that are in no store yet: mount it and let them go up")
+
+
+def _write_rows(
+    path: Path, row: tuple[bytes, bytes] | None, rows: Iterator[tuple[bytes, bytes]], bytes_max: int
+) -> tuple[DumpedFile, tuple[bytes, bytes] | None]:
+    """A file that begins with ``row``, and the first one of ``rows`` that is not in it. Raises CacheError."""
+    assert row is not None
+    first = last = row[0]
+    entries = 0
+    try:
+        writer = SstFileWriter(options())
+        writer.open(str(path))
+        while row is not None:
+            last = row[0]
+            writer[last] = row[1]
+            entries += 1
+            row = next(rows, None)
+            if entries % ROWS_BETWEEN_LOOKS == 0 and writer.file_size() >= bytes_max:
+                break
+        writer.finish()
+        made = _dumped(path, entries, first, last)
+    except CacheError:
+        raise
+    except Exception as error:
+        raise CacheError(f"{path} cannot be written: {error}") from error
+    return made, row
+
+
+def _write_removed(path: Path, key: bytes | None, keys: Iterator[bytes]) -> tuple[DumpedFile, bytes | None]:
+    """A file of keys that begins with ``key``, and the first one of ``keys`` that is not in it. Raises CacheError."""
+    removed: list[bytes] = []
+    size = 0
+    while key is not None and size < KEYS_BYTES_MAX:
+        removed.append(key)
+        size += len(key)
+        key = next(keys, None)
+    try:
+        path.write_bytes(msgspec.msgpack.encode(removed))
+        return _dumped(path, len(removed), removed[0], removed[-1]), key
+    except OSError as error:
+        raise CacheError(f"{path}: {error.strerror}") from error
+
+
+def _dumped(path: Path, entries: int, first: bytes, last: bytes) -> DumpedFile:
+    return DumpedFile(
+        path=path, size=path.stat().st_size, digest=digest_of(path), entries=entries, first=first, last=last
+    )
 
 
 def digest_of(path: Path) -> str:
@@ -164,7 +277,8 @@ def digest_of(path: Path) -> str:
 
 
 def check_file(path: Path, first: bytes, last: bytes) -> None:
-    """A file of rows opens, and has rows of `KINDS` only, from ``first`` to ``last``. Blocking. Raises DamagedCommit.
+    """A file of rows opens, and has rows of `KINDS` only, from ``first`` to ``last``, and deletes none. Blocking.
+    Raises DamagedCommit.
 
     It is tried in a database of its own beside it, so that nothing it may hold gets near the names: a row of another
     kind would be a change, or a deletion, that this node then believes to be its own.
@@ -177,6 +291,9 @@ def check_file(path: Path, first: bytes, last: bytes) -> None:
             copying = IngestExternalFileOptions()
             copying.set_move_files(False)
             trial.ingest_external_file([str(path)], copying)
+            told = trial.property_value("rocksdb.aggregated-table-properties") or ""
+            if [int(number) for number in _DELETIONS.findall(told)] != [0, 0]:
+                raise DamagedCommit("has deletions, which may be of any row")
             key = _key_from(trial, b"\0")
             if key != first or next(iter(trial.keys(backwards=True)), None) != last:
                 raise DamagedCommit("does not hold the rows that its manifest names")
@@ -198,30 +315,86 @@ def _key_from(database: Rdict, begin: bytes) -> bytes | None:
     return cast("bytes | None", next(iter(database.keys(from_key=begin)), None))
 
 
-def ingest(database: Database, paths: list[Path], marks: Marks, directory: Path) -> None:
-    """Take in checked files, in a database without names. Raises CacheError; then there are none still.
+def table_of_removed(path: Path, first: bytes, last: bytes) -> Path:
+    """Make a file of deletions, to be taken in, of a file of keys; it lies beside it. Blocking. Raises DamagedCommit
+    where that is not an array of keys of `KINDS`, sorted, from ``first`` to ``last``; CacheError."""
+    try:
+        keys = msgspec.msgpack.decode(path.read_bytes(), type=list[bytes])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedCommit(f"not an array of keys: {str(error)[:200]}") from error
+    except OSError as error:
+        raise CacheError(f"{path}: {error.strerror}") from error
+    if not keys or (keys[0], keys[-1]) != (first, last):
+        raise DamagedCommit("does not hold the keys that its manifest names")
+    if any(key >= after for key, after in pairwise(keys)):
+        raise DamagedCommit("its keys are not sorted")
+    for key in keys:
+        if not 1 < len(key) <= KEY_BYTES_MAX or key[0] not in KINDS:
+            raise DamagedCommit(f"holds a key {key[:40]!r} that is not of names")
+    table = path.with_name(path.name + ROWS_SUFFIX)
+    try:
+        writer = SstFileWriter(options())
+        writer.open(str(table))
+        for key in keys:
+            del writer[key]
+        writer.finish()
+    except Exception as error:
+        raise CacheError(f"{table} cannot be written: {error}") from error
+    return table
+
+
+def ingest(database: Database, paths: list[Path], marks: Marks, directory: Path, *, folded: int = 0) -> None:
+    """Take in checked files, each over those before it, in a database without names, or over those of the index that
+    they continue. With ``folded``, the time of the index that they are the rows of, what changes from then on is kept
+    (`changed_rows`). Raises CacheError; then nothing was taken in.
 
     Inode numbers come with the rows. Numbers that this database gave out for other files may be among them where its
     names were dropped before; that is at the start of a mount, when the kernel knows no inode. None of either is given
     out again.
     """
     known = marks_of(database)
-    rows = {
+    numbers = {
         schema.SINGLE_INODE: max(known.inode, marks.inode),
         schema.SINGLE_NEWEST: marks.newest,
         schema.SINGLE_POLLED: marks.newest,
         schema.SINGLE_OBJECT: max(known.object, marks.object),
     }
-    path = directory / "marks.sst"
+    rows = {key: schema.NUMBER.pack(number) for key, number in numbers.items()}
+    if folded:
+        rows[schema.SINGLE_FOLDED] = Folded(folded, folded).pack()
+    path = directory / f"marks{ROWS_SUFFIX}"
     try:
         writer = SstFileWriter(options())
         writer.open(str(path))
-        for key, number in sorted(rows.items()):
-            writer[key] = schema.NUMBER.pack(number)
+        for key, row in sorted(rows.items()):
+            writer[key] = row
         writer.finish()
     except Exception as error:
         raise CacheError(f"{path} cannot be written: {error}") from error
     database.ingest([*paths, path])
+
+
+def folded_of(database: Database) -> Folded:
+    """Which index the names are those of, but for what was changed since."""
+    return database.changed.folded
+
+
+def mark_folded(database: Database, index: int, *, since: int) -> None:
+    """The names are those of the index of this time now; what changed is known since that of the time ``since``, and
+    older notes go."""
+    batch = Batch()
+    batch.delete_range(schema.CHANGED, schema.CHANGED + schema.NUMBER.pack(since))
+    batch.rows[schema.SINGLE_FOLDED] = Folded(index, since).pack()
+    database.commit(batch, sync=True)
+    database.changed.load()
+
+
+def forget_folded(database: Database) -> None:
+    """The names may be those of no index, and what changes is not kept any more."""
+    batch = Batch()
+    batch.delete_range(schema.CHANGED, schema.end_of(schema.CHANGED))
+    batch.rows[schema.SINGLE_FOLDED] = None
+    database.commit(batch, sync=True)
 
 
 def drop_names(database: Database) -> None:
@@ -231,10 +404,10 @@ def drop_names(database: Database) -> None:
     somebody made them again.
     """
     batch = Batch()
-    for kind in (*schema.NAME_KINDS, schema.REFUSED):
+    for kind in (*schema.NAME_KINDS, schema.REFUSED, schema.CHANGED):
         batch.delete_range(kind, schema.end_of(kind))
     batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = None
-    batch.rows[schema.SINGLE_OUTDATED] = None
+    batch.rows[schema.SINGLE_OUTDATED] = batch.rows[schema.SINGLE_FOLDED] = None
     batch.rows[schema.SINGLE_REAPPLY] = b""
     database.commit(batch, sync=True)
 

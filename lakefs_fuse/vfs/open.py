@@ -169,7 +169,7 @@ async def assembled(
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
                 await _drop_wrong_names(database, client, node.clock)
-                await load_newest_index(database, client, node.threads, directory / "index")
+                await load_newest_index(database, client, node.threads, directory / "index", folds=config.folds)
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans))
                 await parts.begin()
                 await _resolve_orphans(config, parts.filesystem, parts.recovery)

@@ -314,7 +314,7 @@ HOSTILE: dict[str, dict[str, object]] = {
     "a time after time": {"horizon": 1 << 63},
     "no inode": {"inode": 1},
     "absurd numbers": {"object": 1 << 61},
-    "another format": {"format": 2},
+    "another format": {"format": 3},
     "other rows": {"rows": tables.ROWS + 1},
     "a path": {"files": [a_file(name="../../0000.sst")]},
     "another name": {"files": [a_file(name="manifest")]},

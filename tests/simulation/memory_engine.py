@@ -14,7 +14,7 @@ import itertools
 import random
 import shutil
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Never
 from weakref import WeakSet
@@ -65,13 +65,13 @@ class Platter:
         self._fold()
         return self._durable.copy()
 
-    def ingest(self, rows: dict[bytes, bytes]) -> None:
+    def ingest(self, rows: Rows) -> None:
         """RocksDB flushes what is in memory first where it has keys in the range of the rows, else it leaves it."""
         first, last = min(rows), max(rows)
         if any(_overlaps(step, first, last) for steps in self._log[self._synced :] for step in steps):
             self._synced = len(self._log)
         self._fold()
-        self._durable |= rows
+        _apply(self._durable, ((rows, b"", b""),))
 
     def kill(self) -> Platter:
         """The platter as the death of the process leaves it: with every write."""
@@ -188,13 +188,13 @@ class MemoryEngine:
 
     def ingest(self, paths: Sequence[Path]) -> None:
         self._check_open()
-        rows = _read_tables(paths, self._directory / "reading")
+        rows = _read_tables(paths, self._rows, self._directory / "reading")
         for path in paths:
             path.unlink()
         self._detach_scans()
         if rows:
             self._platter.ingest(rows)
-        self._write_rows({**rows})
+        self._write_rows(rows)
 
     def checkpoint(self, directory: Path) -> None:
         self._check_open()
@@ -218,15 +218,26 @@ class MemoryEngine:
         raise RuntimeError(f"the engine of {self._directory} is closed")
 
 
-def _read_tables(paths: Sequence[Path], scratch: Path) -> dict[bytes, bytes]:
-    """All rows of some SST files, which RocksDB takes together. Raises its errors."""
+def _read_tables(paths: Sequence[Path], there: Mapping[bytes, bytes], scratch: Path) -> Rows:
+    """All rows of some SST files, which RocksDB takes together, and those that are ``there`` and that these delete.
+    Raises its errors."""
+    rows, deletions = _ingested(paths, {}, scratch)
+    left = _ingested(paths, there, scratch)[0] if deletions else there
+    return {**rows} | dict.fromkeys(there.keys() - left.keys())
+
+
+def _ingested(paths: Sequence[Path], there: Mapping[bytes, bytes], scratch: Path) -> tuple[dict[bytes, bytes], int]:
+    """What is in a database with these rows after it took the files, and the number of deletions."""
     shutil.rmtree(scratch, ignore_errors=True)
     trial = Rdict(str(scratch), options())
     try:
+        for key, value in there.items():
+            trial[key] = value
         copying = IngestExternalFileOptions()
         copying.set_move_files(False)
         trial.ingest_external_file([str(path) for path in paths], copying)
-        return {bytes(key): bytes(value) for key, value in trial.items()}  # type: ignore[arg-type]
+        rows = {bytes(key): bytes(value) for key, value in trial.items()}  # type: ignore[arg-type]
+        return rows, sum(file["num_deletions"] for file in trial.live_files())
     finally:
         trial.close()
         shutil.rmtree(scratch)

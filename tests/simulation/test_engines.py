@@ -59,6 +59,15 @@ def write_table(path: Path, rows: dict[bytes, bytes]) -> Path:
     return path
 
 
+def write_deletions(path: Path, *keys: bytes) -> Path:
+    writer = SstFileWriter(options())
+    writer.open(str(path))
+    for key in keys:
+        del writer[key]
+    writer.finish()
+    return path
+
+
 def test_write_of_steps_applies_them_in_order(engines: Engines, tmp_path: Path) -> None:
     engine = engines.open(tmp_path / "meta")
     put(engine, b"a", b"b", b"c", b"d")
@@ -193,6 +202,26 @@ def test_ingest_moves_the_files_and_wins_over_rows(engines: Engines, tmp_path: P
     assert list(engine.items(b"")) == expected
     assert [key for key, _ in before] == [b"a", b"c", b"e"]
     del before
+    engine.close()
+    engine = engines.open(tmp_path / "meta")
+    assert list(engine.items(b"")) == expected
+    engine.close()
+
+
+def test_ingest_takes_overlapping_files_in_their_order(engines: Engines, tmp_path: Path) -> None:
+    """Rows and deletions of later files win, over those of the files before and over those that are there."""
+    engine = engines.open(tmp_path / "meta")
+    put(engine, b"a", b"c", b"e", b"g")
+    paths = [
+        write_table(tmp_path / "0.sst", {b"b": b"0", b"c": b"0", b"f": b"0"}),
+        write_deletions(tmp_path / "1.sst", b"a", b"b", b"c", b"d"),
+        write_table(tmp_path / "2.sst", {b"b": b"2", b"f": b"2"}),
+        write_deletions(tmp_path / "3.sst", b"f", b"g"),
+        write_table(tmp_path / "4.sst", {b"g": b"4"}),
+    ]
+    engine.ingest(paths)
+    expected = [(b"b", b"2"), (b"e", b"v"), (b"g", b"4")]
+    assert list(engine.items(b"")) == expected
     engine.close()
     engine = engines.open(tmp_path / "meta")
     assert list(engine.items(b"")) == expected

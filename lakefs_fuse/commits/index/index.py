@@ -1,7 +1,10 @@
 """The index: the names of a whole lake, folded into files of sorted rows that a fresh mount ingests.
 
 Under `.lakefs/index/<time>/` lie the files (`meta.sorted_tables`) and, written last, the manifest that names them: an
-index without a manifest does not exist. The two newest are kept. `docs/format.md` has every byte.
+index without a manifest does not exist. The two newest are kept. An index of format 2 consists of a *base*, the files
+of all rows of one moment, and of *increments*, each with the rows that were written since an earlier index, and the
+keys of those that were deleted; most of these files lie under the times of indexes before it, and stay as long as a
+kept manifest names them (`levels` chooses what is written). `docs/format.md` has every byte.
 
 What always holds:
 
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -47,12 +50,14 @@ from lakefs_fuse.sync.nursery import collecting
 INDEX = f"{RESERVED_PREFIX}index/"
 """Where indexes lie."""
 FORMAT = 1
+FORMAT_LEVELS = 2
+"""Has increments, and files of earlier indexes; for lakes with a feature (`store.lake_record`)."""
 MANIFEST = "manifest"
 MANIFEST_BYTES_MAX = 64 << 20
 FILES_MAX = 100_000
 FILE_BYTES_MAX = 1 << 30
-KEY_BYTES_MAX = 8 << 10
-"""Of a row; the longest is a path with an ETag."""
+REMOVED_BYTES_MAX = 64 << 20
+"""Of a file of keys, which is read into memory."""
 KEPT = 2
 """Indexes that stay when a new one was written: the newest is being read by mounts that begin, or may be damaged."""
 CANDIDATES_MAX = 4
@@ -62,13 +67,14 @@ FILES_AT_ONCE = 3
 """Files that are fetched, or stored, at once; each has GET_BYTES in memory at most."""
 
 _KEY = re.compile(re.escape(INDEX) + r"([0-9a-f]{16})/(.*)", re.DOTALL)
-_NAME = re.compile(r"[0-9]{4,9}\.sst")
+_NAME = re.compile(r"(?:([0-9a-f]{16})/)?[0-9]{4,9}(\.sst|\.removed)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 log = logging.getLogger(__name__)
 
 
 class IndexFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """``size`` in bytes, ``digest`` XXH3-128 in hex; ``entries`` rows from key ``first`` to key ``last``."""
+    """``size`` in bytes, ``digest`` XXH3-128 in hex; ``entries`` rows, or keys, from key ``first`` to key ``last``.
+    ``name`` is that below the index; of a file of an earlier one, it begins with that index's time and a slash."""
 
     name: str
     size: int
@@ -78,9 +84,22 @@ class IndexFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
     last: bytes
 
 
+class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What changed since the index of the time ``since``: ``files`` of rows that were written, and of keys whose rows
+    were deleted (``removed``)."""
+
+    since: int
+    files: list[IndexFile]
+    removed: list[IndexFile]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in (*self.files, *self.removed))
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """``rows`` is the layout of the rows (`tables.ROWS`); ``inode``, ``object`` and ``newest`` as in `Marks`; commits
-    older than ``horizon`` may be gone from the store. Times in ns since 1970."""
+    older than ``horizon`` may be gone from the store. Times in ns since 1970. ``files`` are those of the base."""
 
     format: int = FORMAT
     rows: int = tables.ROWS
@@ -92,14 +111,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     names: int
     directories: int
     files: list[IndexFile]
+    increments: list[Increment] = []
 
     @property
     def bytes(self) -> int:
+        return self.bytes_base + sum(increment.bytes for increment in self.increments)
+
+    @property
+    def bytes_base(self) -> int:
         return sum(file.size for file in self.files)
 
     @property
     def prefix(self) -> str:
         return prefix_of(self.time)
+
+    def all_files(self) -> list[IndexFile]:
+        """In the order in which they are taken in."""
+        return self.files + [file for each in self.increments for file in (*each.files, *each.removed)]
+
+    def key_of(self, file: IndexFile) -> str:
+        return (INDEX if "/" in file.name else self.prefix) + file.name
 
 
 class _Versions(msgspec.Struct):
@@ -113,13 +144,21 @@ def prefix_of(time: int) -> str:
     return f"{INDEX}{time:016x}/"
 
 
+def encode(manifest: Manifest) -> bytes:
+    fields = msgspec.structs.asdict(manifest)
+    if manifest.format == FORMAT:
+        del fields["increments"]
+    return msgspec.msgpack.encode(fields)
+
+
 def decode(raw: bytes | Buffer, time: int) -> Manifest:
     """The manifest of the index of this time. Raises DamagedCommit for anything that cannot be used as it stands."""
     try:
         versions = msgspec.msgpack.decode(raw, type=_Versions)
-        if (versions.format, versions.rows) != (FORMAT, tables.ROWS):
+        if versions.format not in (FORMAT, FORMAT_LEVELS) or versions.rows != tables.ROWS:
             raise DamagedCommit(
-                f"format {versions.format} with rows {versions.rows}: this program reads {FORMAT} with {tables.ROWS}"
+                f"format {versions.format} with rows {versions.rows}: this program reads {FORMAT} and {FORMAT_LEVELS} "
+                f"with {tables.ROWS}"
             )
         manifest = msgspec.msgpack.decode(raw, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -134,15 +173,33 @@ def _check(manifest: Manifest, time: int) -> None:
         raise DamagedCommit(f"times {manifest.time:x}, {manifest.newest:x} and {manifest.horizon:x}")
     if manifest.inode < 2 or any(not 0 <= number <= SIZE_MAX for number in numbers):
         raise DamagedCommit(f"numbers {numbers}")
-    if len(manifest.files) > FILES_MAX or len({file.name for file in manifest.files}) < len(manifest.files):
-        raise DamagedCommit(f"{len(manifest.files)} files, some of the same name")
+    files = manifest.all_files()
+    if len(files) > FILES_MAX or len({file.name for file in files}) < len(files):
+        raise DamagedCommit(f"{len(files)} files, some of the same name")
+    if manifest.increments and manifest.format == FORMAT:
+        raise DamagedCommit(f"increments in format {FORMAT}")
+    _check_files(manifest, manifest.files, tables.ROWS_SUFFIX, FILE_BYTES_MAX)
+    before = 0
+    for increment in manifest.increments:
+        if not before < increment.since < manifest.time:
+            raise DamagedCommit(f"an increment since {increment.since:x} behind one since {before:x}")
+        _check_files(manifest, increment.files, tables.ROWS_SUFFIX, FILE_BYTES_MAX)
+        _check_files(manifest, increment.removed, tables.REMOVED_SUFFIX, REMOVED_BYTES_MAX)
+        before = increment.since
+
+
+def _check_files(manifest: Manifest, files: list[IndexFile], suffix: str, bytes_max: int) -> None:
+    """Files of one kind whose ranges of keys follow each other."""
     before = b""
-    for file in manifest.files:
-        if not _NAME.fullmatch(file.name) or not _DIGEST.fullmatch(file.digest):
+    for file in files:
+        named = _NAME.fullmatch(file.name)
+        if named is None or named[2] != suffix or not _DIGEST.fullmatch(file.digest):
             raise DamagedCommit(f"a file {file.name[:40]!r}")
-        if not 0 < file.size <= FILE_BYTES_MAX or not 0 < file.entries <= SIZE_MAX:
+        if named[1] is not None and (manifest.format == FORMAT or int(named[1], 16) >= manifest.time):
+            raise DamagedCommit(f"a file {file.name} of another index")
+        if not 0 < file.size <= bytes_max or not 0 < file.entries <= SIZE_MAX:
             raise DamagedCommit(f"{file.name} of {file.size} bytes")
-        if not before < file.first <= file.last or max(len(file.first), len(file.last)) > KEY_BYTES_MAX:
+        if not before < file.first <= file.last or max(len(file.first), len(file.last)) > tables.KEY_BYTES_MAX:
             raise DamagedCommit(f"the rows of {file.name} are not behind those of the file before")
         if file.first[0] not in tables.KINDS or file.last[0] not in tables.KINDS:
             raise DamagedCommit(f"{file.name} has rows that are not of names")
@@ -190,24 +247,30 @@ async def manifests(client: StoreClient, *, count_max: int | None = None) -> lis
 
 
 async def fetch_files(
-    client: StoreClient, threads: Threads, manifest: Manifest, directory: Path, *, prefix: str = ""
+    client: StoreClient, threads: Threads, manifest: Manifest, directory: Path, *, prefix: str = "", since: int = 0
 ) -> list[Path]:
-    """All files of an index, compared with the manifest and tried; ``prefix`` is where they are, if not at the index's
-    own. Raises DamagedCommit, NotFound, CacheError."""
+    """All files of an index, compared with the manifest and tried, in the order in which to take them in; or those of
+    the increments from that on which continues the index of the time ``since``. ``prefix`` is where they are, if not at
+    the index's own. Raises DamagedCommit, NotFound, CacheError."""
     few = trio.CapacityLimiter(FILES_AT_ONCE)
+    increments = [each for each in manifest.increments if each.since >= since]
+    files = msgspec.structs.replace(manifest, files=[] if since else manifest.files, increments=increments).all_files()
+    paths = {file.name: directory / file.name.replace("/", "-") for file in files}
 
     async def fetch(file: IndexFile) -> None:
         async with few:
-            key, path = (prefix or manifest.prefix) + file.name, directory / file.name
-            await fetch_undamaged(partial(_fetch_file, client, threads, key, file, path))
+            key = prefix + file.name if prefix else manifest.key_of(file)
+            fetch_once = partial(_fetch_file, client, threads, key, file, paths[file.name])
+            paths[file.name] = await fetch_undamaged(fetch_once)
 
     async with collecting() as nursery:
-        for file in manifest.files:
+        for file in files:
             nursery.start_soon(fetch, file)
-    return [directory / file.name for file in manifest.files]
+    return [paths[file.name] for file in files]
 
 
-async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: IndexFile, path: Path) -> None:
+async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: IndexFile, path: Path) -> Path:
+    """The file of rows, or of deletions, to be taken in."""
     hasher = xxhash.xxh3_128()
     path.unlink(missing_ok=True)
 
@@ -228,22 +291,26 @@ async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: Ind
     if hasher.hexdigest() != file.digest:
         raise DamagedCommit(f"{key}: its bytes are not those that were written")
     try:
+        if file.name.endswith(tables.REMOVED_SUFFIX):
+            return await threads.run(tables.table_of_removed, path, file.first, file.last)
         await threads.run(tables.check_file, path, file.first, file.last)
+        return path
     except DamagedCommit as error:
         raise DamagedCommit(f"{key}: {error}") from error
 
 
 async def load_newest_index(
-    database: Database, client: StoreClient, threads: Threads, directory: Path
+    database: Database, client: StoreClient, threads: Threads, directory: Path, *, folds: bool = False
 ) -> Manifest | None:
     """Take the newest index into a database without names, or with names that are too old to be brought up to date by
-    polling; answers which, None where there was no need or none. ``directory`` is for files on their way.
+    polling; answers which, None where there was no need or none. ``directory`` is for files on their way. A database
+    that ``folds`` is brought to the newest index in any case, and keeps what changes from then on.
 
     One LIST and one GET where there is nothing to do. Raises CacheError, and StoreError kinds where the store does not
     answer.
     """
     for last in (False, True):  # an index may be removed while it is read; then there are two newer ones
-        search = _IndexSearch(database, client, threads, directory)
+        search = _IndexSearch(database, client, threads, directory, folds)
         for time in (await find(client))[:CANDIDATES_MAX]:
             if await search.try_index(time):
                 return search.taken
@@ -256,7 +323,10 @@ async def load_newest_index(
 class _IndexSearch:
     """One search of a lake's indexes for the newest that can be used."""
 
-    def __init__(self, database: Database, client: StoreClient, threads: Threads, directory: Path) -> None:
+    def __init__(self, database: Database, client: StoreClient, threads: Threads, directory: Path, folds: bool) -> None:
+        if folds and database.lost_rows:
+            tables.forget_folded(database)
+        self._folds = folds
         self._db, self._client, self._threads, self._directory = database, client, threads, directory
         self._known = CommitRows(database).polled()
         self._fresh = not self._known and not tables.has_names(database)
@@ -280,12 +350,17 @@ class _IndexSearch:
             log.warning("the index %016x is not used: %s", time, error)
             return False
         self._needed = max(self._needed, manifest.horizon)
-        if not self._fresh and not self._missing and not self._lacks(self._known):
+        is_enough = not self._fresh and not self._missing and not self._lacks(self._known)
+        folded = tables.folded_of(self._db).index
+        if is_enough and (not self._folds or folded == manifest.time):
             return True
         if not self._fresh and self._lacks(manifest.newest):
             return False
         try:
-            await self._take(manifest)
+            if is_enough and self._can_continue(manifest, folded):
+                await self._ingest(manifest, since=folded)
+            else:
+                await self._take(manifest)
         except NotFound as error:
             self.vanished = True
             log.warning("the index %016x is not used, a file of it is missing: %s", time, error)
@@ -296,23 +371,38 @@ class _IndexSearch:
         self.taken = manifest
         return True
 
+    def _can_continue(self, manifest: Manifest, folded: int) -> bool:
+        """The names are those of the index of this time, which that of the manifest continues."""
+        is_continued = any(increment.since == folded for increment in manifest.increments)
+        return is_continued and not self._db.changed.count(folded)
+
     async def _take(self, manifest: Manifest) -> None:
+        await self._ingest(manifest)
+        if self._missing and not self._lacks(manifest.newest):
+            tables.set_missing_before(self._db, 0)
+
+    async def _ingest(self, manifest: Manifest, *, since: int = 0) -> None:
+        """All files in place of the names that are here; or, onto the index of the time ``since``, what follows it."""
         directory = tables.empty_directory(self._directory)
         try:
-            paths = await fetch_files(self._client, self._threads, manifest, directory)
-            if not self._fresh:
-                log.warning("this node was away for so long that commits it never saw were collected: its names are "
-                            "taken from the index")  # fmt: skip
-                tables.drop_names(self._db)
+            paths = await fetch_files(self._client, self._threads, manifest, directory, since=since)
+            if not self._fresh and not since:
+                self._drop_names()
             if self._lacks(manifest.newest):
                 self._note_missing()
             marks = Marks(inode=manifest.inode, object=manifest.object, newest=manifest.newest)
-            tables.ingest(self._db, paths, marks, directory)
-            if self._missing and not self._lacks(manifest.newest):
-                tables.set_missing_before(self._db, 0)
+            tables.ingest(self._db, paths, marks, directory, folded=manifest.time if self._folds else 0)
         finally:
             tables.remove_directory(directory)
-        log.info("index %016x: %d names in %d files", manifest.time, manifest.names, len(manifest.files))
+        log.info("index %016x: %d names in %d files", manifest.time, manifest.names, len(manifest.all_files()))
+
+    def _drop_names(self) -> None:
+        if self._folds:
+            log.info("another node has written an index meanwhile: all names are taken from it")
+        else:
+            log.warning("this node was away for so long that commits it never saw were collected: its names are taken "
+                        "from the index")  # fmt: skip
+        tables.drop_names(self._db)
 
     def _note_missing(self) -> None:
         tables.set_missing_before(self._db, self._needed)
@@ -333,7 +423,7 @@ class _IndexSearch:
 async def write_index(
     client: StoreClient,
     threads: Threads,
-    dump: tables.Dump,
+    dump: tables.AnyDump,
     *,
     time: int,
     horizon: int,
@@ -342,8 +432,27 @@ async def write_index(
 ) -> Manifest:
     """Store what is dumped as the index of this time, at its own prefix or that which is given. Raises CacheError,
     StoreError kinds; then there is no index."""
-    files: list[IndexFile] = []
     prefix = prefix or prefix_of(time)
+    files = await store_files(client, threads, dump, prefix, wrote)
+    manifest = Manifest(
+        time=time, newest=dump.marks.newest, horizon=horizon, inode=dump.marks.inode,
+        object=dump.marks.object, names=dump.names, directories=dump.directories, files=files,
+    )  # fmt: skip
+    await put_manifest(client, manifest, prefix)
+    return manifest
+
+
+async def put_manifest(client: StoreClient, manifest: Manifest, prefix: str) -> None:
+    """The moment from which on an index exists. Raises StoreError kinds."""
+    _check(manifest, manifest.time)
+    await client.put(prefix + MANIFEST, encode(manifest))
+
+
+async def store_files(
+    client: StoreClient, threads: Threads, dump: tables.AnyDump, prefix: str, wrote: Callable[[DumpedFile], None]
+) -> list[IndexFile]:
+    """Store what is dumped, file by file. Raises CacheError, StoreError kinds."""
+    files: list[IndexFile] = []
     few = trio.Semaphore(FILES_AT_ONCE)
 
     async def store(made: DumpedFile) -> None:
@@ -363,38 +472,68 @@ async def write_index(
                 break
             files.append(IndexFile(made.path.name, made.size, made.digest, made.entries, made.first, made.last))
             nursery.start_soon(store, made)
-    manifest = Manifest(
-        time=time, newest=dump.marks.newest, horizon=horizon, inode=dump.marks.inode, object=dump.marks.object,
-        names=dump.names, directories=dump.directories, files=files,
-    )  # fmt: skip
-    _check(manifest, time)
-    await client.put(prefix + MANIFEST, msgspec.msgpack.encode(manifest))
-    return manifest
+    return files
 
 
-async def remove_old(client: StoreClient, now_ns: int) -> int:
-    """Take away all indexes but the newest two, manifests first, and what was never finished; answers how many objects
-    that were. ``now_ns`` is the store's time. Raises StoreError kinds, LakeError where some object cannot be removed.
-    """
+async def list_objects(client: StoreClient) -> dict[int, list[ObjectMeta]]:
+    """All objects of indexes, finished or not, by the time of the index. Raises StoreError kinds."""
     found: dict[int, list[ObjectMeta]] = {}
     async for page in client.list_all(INDEX):
         for meta in page.objects:
-            if match := _KEY.fullmatch(meta.key):
+            match = _KEY.fullmatch(meta.key)
+            if match and int(match[1], 16) <= TIME_NS_MAX:
                 found.setdefault(int(match[1], 16), []).append(meta)
-    whole = sorted((time for time in found if any(_is_manifest(meta) for meta in found[time])), reverse=True)
+    return found
+
+
+def times_of(found: dict[int, list[ObjectMeta]]) -> list[int]:
+    """Of the indexes that have a manifest, newest first."""
+    return sorted((time for time in found if any(_is_manifest(meta) for meta in found[time])), reverse=True)
+
+
+async def remove_old(
+    client: StoreClient,
+    now_ns: int,
+    found: dict[int, list[ObjectMeta]] | None = None,
+    known: Sequence[Manifest] = (),
+) -> int:
+    """Take away all indexes but the newest two, manifests first, files that no kept manifest names, and what was never
+    finished; answers how many objects that were. ``now_ns`` is the store's time, ``found`` a listing, and ``known`` are
+    manifests that need not be read, that of an index written since included.
+
+    Nothing is removed while a manifest that is kept cannot be read. Raises StoreError kinds, LakeError where some
+    object cannot be removed.
+    """
+    found = await list_objects(client) if found is None else found
+    manifests = {manifest.time: manifest for manifest in known}
+    whole = sorted({*times_of(found), *manifests}, reverse=True)
+    kept = whole[:KEPT]
+    named: set[str] = set()
+    has_levels = False
+    for time in kept:
+        try:
+            manifest = manifests.get(time) or await fetch_manifest(client, time)
+        except (NotFound, DamagedCommit) as error:
+            log.warning("old indexes stay, because a newer one names files among them, and cannot be read: %s", error)
+            return 0
+        named.update(manifest.key_of(file) for file in manifest.all_files())
+        has_levels = has_levels or manifest.format == FORMAT_LEVELS
     removed = 0
     for time, metas in found.items():
-        if time in whole[:KEPT]:
+        if time in kept:
             continue
+        doomed = [meta.key for meta in metas if not _is_manifest(meta) and meta.key not in named]
         if time in whole:
             await client.delete(prefix_of(time) + MANIFEST)
+        elif has_levels and time < kept[0]:
+            pass  # its writer had the lease, which every writer of this format takes, before that of a newer index
         elif max(meta.mtime_ns for meta in metas) > now_ns - UNFINISHED_NS:
             continue  # somebody may be writing it
-        failed = await client.delete_many([meta.key for meta in metas if not _is_manifest(meta)])
+        failed = await client.delete_many(doomed) if doomed else {}
         if failed:
             key, why = next(iter(failed.items()))
             raise LakeError(f"{len(failed)} objects of old indexes cannot be removed, {key} among them: {why}")
-        removed += len(metas)
+        removed += len(doomed) + (time in whole)
     return removed
 
 

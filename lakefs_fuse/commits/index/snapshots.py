@@ -17,7 +17,15 @@ from pathlib import Path
 
 import msgspec
 
-from lakefs_fuse.commits.index.index import MANIFEST, MANIFEST_BYTES_MAX, Manifest, decode, fetch_files, write_index
+from lakefs_fuse.commits.index.index import (
+    FORMAT,
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    Manifest,
+    decode,
+    fetch_files,
+    write_index,
+)
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import ConfigError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
@@ -59,7 +67,10 @@ async def fetch_manifest(client: StoreClient, name: str) -> Manifest:
     fetched = await client.get(key, 0, MANIFEST_BYTES_MAX)
     try:
         time = msgspec.msgpack.decode(fetched.data, type=dict[str, object]).get("time")
-        return decode(fetched.data, time if isinstance(time, int) else -1)
+        manifest = decode(fetched.data, time if isinstance(time, int) else -1)
+        if manifest.format != FORMAT:
+            raise DamagedCommit(f"format {manifest.format}, and files of a snapshot are its own")
+        return manifest
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedCommit(f"{key}: not a manifest: {str(error)[:200]}") from error
     except DamagedCommit as error:
@@ -92,7 +103,7 @@ async def write(
     client: StoreClient,
     threads: Threads,
     name: str,
-    dump: tables.Dump,
+    dump: tables.AnyDump,
     objects: Objects,
     *,
     time: int,
