@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
 from lakefs_fuse.admin import fsck, fsck_repair, gc, rebind, repack
+from lakefs_fuse.admin.fold_database import FoldDatabase, open_fold_view
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
 from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, Inspector
 from lakefs_fuse.admin.snapshot import fold
@@ -24,15 +26,22 @@ from lakefs_fuse.store import lake_record
 
 @asynccontextmanager
 async def open_view(
-    work: Work, cache_dir: str | None = None, *, command: str, changes: bool = True, lists: bool = True
+    work: Work,
+    cache_dir: str | None = None,
+    *,
+    command: str,
+    changes: bool = True,
+    lists: bool = True,
+    folds: bool = False,
 ) -> AsyncIterator[LakeView]:
-    """A view of the lake of ``work``, for a ``command`` that ``changes`` the lake, under its lease; ``cache_dir`` and
-    ``lists`` as `open_lake_view` has them. Raises LakeError: LeaseHeld where another command changes the lake."""
+    """A view of the lake of ``work``, for a ``command`` that ``changes`` the lake, under its lease; ``cache_dir``,
+    ``lists`` and ``folds`` as `open_lake_view` has them. Raises LakeError: LeaseHeld where another command changes the
+    lake."""
     leased = work.lease(command).held() if changes else nullcontext(work.client)
     async with (
         leased as client,
         open_lake_view(
-            client, work.store, node=work.node, scratch=work.scratch, cache_dir=cache_dir, lists=lists
+            client, work.store, node=work.node, scratch=work.scratch, cache_dir=cache_dir, lists=lists, folds=folds
         ) as lake,
     ):
         yield lake
@@ -67,7 +76,7 @@ async def run_relocate(work: Work, args: protocol.RelocateArgs) -> protocol.Fini
 
 
 async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
-    async with open_view(work, command="gc", changes=not args.dry_run, lists=False) as lake:
+    async with open_view(work, command="gc", changes=not args.dry_run, lists=False, folds=work.levels) as lake:
         done = await _collect(work, lake, args)
         return work.finished(
             {**done.summary(), "dry_run": args.dry_run},
@@ -89,15 +98,22 @@ async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protoco
         clock, ahead_ns = work.node.clock, 0
         with suppress(Unsupported):
             ahead_ns = await client.time_ns() - clock.wall_ns()
-        due = await Inspector(
-            client, clock, interval_s=args.interval_s, commits_max=args.commits_max, ahead_ns=lambda: ahead_ns
-        ).inspect()
+        database = FoldDatabase(Path(args.fold_database)) if args.fold_database else None
+        inspector = Inspector(
+            client,
+            clock,
+            interval_s=args.interval_s,
+            commits_max=args.commits_max,
+            ahead_ns=lambda: ahead_ns,
+            database=database,
+        )
+        due = await inspector.inspect()
         collects = due.collection and args.may_delete
         if not due.fold and not collects:
             return work.finished({"folded": False, "collected": False}, "the lake is due for nothing")
-        async with open_lake_view(client, work.store, node=work.node, scratch=work.scratch, lists=False) as lake:
+        async with open_fold_view(client, work, database) as lake:
             if not collects:
-                await fold(lake, list_all=False, report=work.report)
+                await fold(lake, list_all=False, known=inspector.index, report=work.report)
                 return work.finished({"folded": True, "collected": False}, "an index was written")
             options = protocol.GcArgs(grace_s=args.interval_s * INTERVALS_PER_DAY * GRACE_DAYS)
             done = await _collect(work, lake, options, always_folds=due.fold)
@@ -118,7 +134,8 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
         )
     if args.list:
         return await _list_snapshots(work)
-    async with open_view(work, args.cache_dir, command="snapshot") as lake:
+    folds = work.levels and args.cache_dir is None  # what a node changed in a directory of its own is not known
+    async with open_view(work, args.cache_dir, command="snapshot", folds=folds) as lake:
         done = await fold(lake, name=args.name, report=work.report)
     return work.finished(
         {
@@ -126,13 +143,13 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
             "time": f"{done.time:016x}",
             "names": done.names,
             "directories": done.directories,
-            "files": len(done.files),
+            "files": len(done.all_files()),
             "bytes": done.bytes,
             "newest_commit": f"{done.newest:016x}",
             "requests": sum(work.client.metrics.requests.values()),
         },
         f"{done.names:,} names in {done.directories + 1:,} directories: {done.bytes:,} bytes in "
-        f"{len(done.files):,} files, {f'snapshot {args.name}' if args.name else f'index {done.time:016x}'}",
+        f"{len(done.all_files()):,} files, {f'snapshot {args.name}' if args.name else f'index {done.time:016x}'}",
     )
 
 

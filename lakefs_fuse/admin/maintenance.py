@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lakefs_fuse.admin.fold_database import FoldDatabase
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.index.index import Manifest, manifests
 from lakefs_fuse.commits.maintenance_lease import find_holder
@@ -33,8 +34,8 @@ INTERVAL_S = 3600.0
 COMMITS_MAX = 2000
 """Newer than the newest index: a fresh mount fetches them, with a GET each at worst, within seconds."""
 NAMES_PER_COMMIT = 1000
-"""A fold reads and writes all names, so a lake of many names is folded after more commits: some 100 KB for each
-commit."""
+"""A fold reads and writes all names, unless the lake has levels of the index, so a lake of many names is folded after
+more commits: some 100 KB for each commit."""
 BACKLOG_MAX = 20_000
 """However many names there are."""
 INTERVALS_PER_DAY = 24
@@ -43,6 +44,9 @@ DAYS_MAX = 7
 dead nodes left."""
 GRACE_DAYS = DAYS_MAX
 """As long as a node may be cut off, without missing a commit (`poller.ABSENCE_S_MAX`)."""
+PATIENCE = 2
+"""A mount that does not have the names of the newest index (`fold_database`) waits for so many times as many commits,
+and as long, so that the one that has them folds again, and reads and writes only what changed."""
 TAKES_MAX = 10
 """A collection that takes long is due after ten times as long, so that it takes a tenth of the time at most."""
 NS = 1_000_000_000
@@ -93,7 +97,7 @@ class Due:
 
 class Inspector:
     """Finds out what a lake is due for. ``ahead_ns`` is by how much the store's clock is ahead; ``interval_s`` is
-    INTERVAL_S and ``commits_max`` COMMITS_MAX, but in tests."""
+    INTERVAL_S and ``commits_max`` COMMITS_MAX, but in tests; ``database`` is what the mount folds with."""
 
     def __init__(
         self,
@@ -103,8 +107,9 @@ class Inspector:
         interval_s: float,
         commits_max: int,
         ahead_ns: Callable[[], int] = lambda: 0,
+        database: FoldDatabase | None = None,
     ) -> None:
-        self._client, self._clock, self._ahead_ns = client, clock, ahead_ns
+        self._client, self._clock, self._ahead_ns, self._database = client, clock, ahead_ns, database
         self.interval_s, self.commits_max = interval_s, commits_max
         self.day_ns = int(interval_s * INTERVALS_PER_DAY * NS)
         self.index: Manifest | None = None
@@ -155,11 +160,15 @@ class Inspector:
     @property
     def _backlog_max(self) -> int:
         names = 0 if self.index is None else self.index.names
-        return max(self.commits_max, min(names // NAMES_PER_COMMIT, BACKLOG_MAX))
+        return self._patience * max(self.commits_max, min(names // NAMES_PER_COMMIT, BACKLOG_MAX))
+
+    @property
+    def _patience(self) -> int:
+        return PATIENCE if self._database is not None and self._database.is_needed(self.index) else 1
 
     def due(self) -> Due:
         """By what is known, without a request."""
-        day_ns, now_ns, last = self.day_ns, self.now_ns(), self.collection
+        day_ns, now_ns, last = self._patience * self.day_ns, self.now_ns(), self.collection
         is_old = bool(self.backlog) and now_ns - self._oldest > day_ns
         fold = is_old or self.backlog > self._backlog_max
         if self.index is None and not self.backlog:

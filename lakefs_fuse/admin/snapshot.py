@@ -47,14 +47,16 @@ async def fold(
     horizon: int = 0,
     name: str = "",
     list_all: bool = True,
+    known: Manifest | None = None,
     report: Report,
     file_bytes_max: int = tables.FILE_BYTES_MAX,
 ) -> Manifest:
     """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that.
 
     ``horizon`` is the time before which commits are about to be deleted; without ``list_all`` no directory is listed,
-    so that the cost does not depend on how many there are. Raises LakeError where the view lacks
-    something, or the store fails; then there is no new index, and the old ones are as they were."""
+    so that the cost does not depend on how many there are; ``known`` is the newest index as of a moment ago. Raises
+    LakeError where the view lacks something, or the store fails; then there is no new index, and the old ones are as
+    they were."""
     fs, client, threads, clock = lake.fs, lake.client, lake.node.threads, lake.clock
     database = fs.database
     if name:
@@ -66,9 +68,10 @@ async def fold(
         await fs.look_again()
     await _check_nothing_lacks(database, client)
     found = await list_objects(client)
-    before = await _newest_of(client, found)
+    before = await _newest_of(client, found, known)
     horizon = max(horizon, before.horizon if before is not None else 0)
-    await lake.log.read_time()
+    if list_all:  # it took a while
+        await lake.log.read_time()
     newest = tables.marks_of(database).newest
     if horizon > newest + 1:
         raise LakeError("commits were collected that this view lacks: run it again")
@@ -108,9 +111,13 @@ async def _remove_old(lake: LakeView, found: dict[int, list[ObjectMeta]], known:
         log.warning("the index is written, but older ones could not be removed: %s", error)
 
 
-async def _newest_of(client: StoreClient, found: dict[int, list[ObjectMeta]]) -> Manifest | None:
+async def _newest_of(
+    client: StoreClient, found: dict[int, list[ObjectMeta]], known: Manifest | None
+) -> Manifest | None:
     """The newest index whose manifest can be read. Its horizon is never behind that of an older one."""
     for time in times_of(found):
+        if known is not None and known.time == time:
+            return known
         with suppress(NotFound, DamagedCommit):
             return await fetch_manifest(client, time)
     return None

@@ -18,7 +18,7 @@ from lakefs_fuse.commits.record import COMMITS, FORMATS
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.lake_record import FORMAT_2, LakeRecord
+from lakefs_fuse.store.lake_record import FEATURES, LakeRecord
 from lakefs_fuse.store.protocol import ObjectMeta
 
 WRITERS_S = 3600
@@ -40,9 +40,8 @@ async def _upgrade(work: Work) -> protocol.Finished:
         before.append(record)
         if record is None:
             raise LakeError("the lake has no record and none could be written: see the permissions for .lakefs/lake")
-        if FORMAT_2 in record.features_to_read:
-            return record
-        return replace(record, features_to_read=(*record.features_to_read, FORMAT_2))
+        missing = sorted(FEATURES - set(record.features_to_read))
+        return replace(record, features_to_read=(*record.features_to_read, *missing)) if missing else record
 
     record = await work.node.threads.run(work.change_record, change)
     had = before[-1]

@@ -41,6 +41,8 @@ class Work:
     """Of the command, for others who want to change the lake."""
     show: Callable[[protocol.LogStart | protocol.LogEntry], None] = lambda _: None
     """Prints the result of `log` while the command runs."""
+    levels: bool = False
+    """The lake has levels of the index (`lake_record.LEVELS`)."""
     uploads_max: int = 4
     began_s: float = field(default_factory=trio.current_time)
 

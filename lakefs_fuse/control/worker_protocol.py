@@ -85,11 +85,13 @@ class GcArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 class MaintenanceArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Of `maintenance`. ``interval_s`` and ``commits_max`` as `admin.maintenance.Inspector` has them; objects are
-    deleted only if the starter ``may_delete``."""
+    deleted only if the starter ``may_delete``. ``fold_database`` is the directory of `admin.fold_database`, empty for
+    none."""
 
     interval_s: float
     commits_max: int
     may_delete: bool = True
+    fold_database: str = ""
 
 
 class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):

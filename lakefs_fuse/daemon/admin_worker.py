@@ -158,6 +158,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             change_record=partial(change_record, connection.store, node.clock),
             host=os.uname().nodename,
             process=os.getpid(),
+            levels=connection.opened.has_levels,
             uploads_max=request.uploads_max,
         )
         run: Callable[[Work, msgspec.Struct], Awaitable[protocol.Finished]] = pkgutil.resolve_name(

@@ -16,6 +16,7 @@ import trio
 from msgspec import structs
 
 from lakefs_fuse.admin import maintenance
+from lakefs_fuse.admin.fold_database import FoldDatabase
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.daemon.background_worker import BackgroundWorker
 from lakefs_fuse.daemon.lake_connection import connect_lake
@@ -81,6 +82,8 @@ async def open_lake(
                 if config.maintenance == "auto" and not config.read_only:
                     tasks = _maintenance_of(config, client, metrics, node, parts.cache.evict)
                     maintain, section = tasks.run, tasks.statistics
+                else:
+                    await trio.to_thread.run_sync(_fold_database_of(config).remove)
                 fs.events.statistics_requested.append(lambda: {"maintenance": section()})
                 yield fs, dataclasses.asdict(capabilities), maintain
 
@@ -90,6 +93,10 @@ async def _no_maintenance() -> None: ...
 
 def _no_section() -> dict[str, object]:
     return {"mode": "off"}
+
+
+def _fold_database_of(config: MountConfig) -> FoldDatabase:
+    return FoldDatabase(Path(config.cache_dir).absolute() / "folded")
 
 
 def _maintenance_of(
@@ -104,15 +111,17 @@ def _maintenance_of(
         short = short_bytes(wanted)
         return short <= 0 or (evict(short) > 0 and short_bytes(wanted) <= 0)
 
+    database = _fold_database_of(config)
     inspector = maintenance.Inspector(
         client,
         node.clock,
         interval_s=maintenance.INTERVAL_S,
         commits_max=maintenance.COMMITS_MAX,
         ahead_ns=lambda: int(metrics.commits.clock_offset_s * NS),
+        database=database,
     )
     worker = BackgroundWorker(config.store, directory, make_room, upload_bytes_s_max=config.upload_bytes_s_max)
-    return Maintenance(inspector, worker, node.random.stream("maintenance"))
+    return Maintenance(inspector, worker, node.random.stream("maintenance"), database)
 
 
 def _log_opened(config: MountConfig, opened: OpenedLake) -> None:

@@ -8,7 +8,9 @@ What always holds:
 * *one at a time*: the worker holds the maintenance lease, and finds out again what is due when it has it;
 * *the mount never waits*: what is more than a few requests happens in another process, at the lowest priority;
 * *no failure is repeated every hour*: the next run is due after twice as long each time, a day at most, and of a row of
-  failures the first is logged.
+  failures the first is logged;
+* *bounded disk*: what the worker keeps for the next fold (`admin.fold_database`), about the size of the index, goes
+  where the disk has no room for it, and where another mount has folded for a week.
 
 Tasks of the trio thread. A crash leaves what the engines document, and a lease that ends by itself.
 """
@@ -23,9 +25,10 @@ from typing import Protocol
 import msgspec
 import trio
 
-from lakefs_fuse.admin.maintenance import INTERVALS_PER_DAY, Due, Inspector
+from lakefs_fuse.admin.fold_database import FoldDatabase
+from lakefs_fuse.admin.maintenance import DAYS_MAX, INTERVALS_PER_DAY, Due, Inspector
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import EXIT_BUSY, EXIT_INTERRUPTED, LakeError
+from lakefs_fuse.errors import EXIT_BUSY, EXIT_INTERRUPTED, CacheError, LakeError
 
 NS = 1_000_000_000
 INTERVAL_SHARE_MIN = 1 / 60
@@ -34,6 +37,8 @@ ROOM_BYTES_MIN = 64 << 20
 """For the database of a small lake."""
 INDEX_COPIES = 3
 """Of the newest index on the disk: as it is fetched, in the database, and as it is written."""
+COMPACTED_COPIES = 1
+"""Where the database is there already: RocksDB may write it again."""
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +62,12 @@ class Maintenance:
         inspector: Inspector,
         worker: Worker,
         rng: random.Random,
+        database: FoldDatabase,
         *,
         sleep: Callable[[float], Awaitable[None]] = trio.sleep,
     ) -> None:
         self._inspector, self._worker, self._rng, self._sleep = inspector, worker, rng, sleep
+        self._database = database
         self._inspected_ns: int | None = None
         self._due, self._due_since_ns, self._warned_ns = Due(), 0, 0
         self._runs = self._failures = 0
@@ -83,6 +90,7 @@ class Maintenance:
         """Find out what is due, and have it done. Raises nothing of the store, the disk or the worker."""
         try:
             await self._inspect()
+            await self._drop_outdated()
             if not self._due:
                 self._error, self._failures = "", 0
             elif self._inspector.now_ns() >= self._not_before_ns:
@@ -97,6 +105,12 @@ class Maintenance:
         self._due_since_ns = (self._due_since_ns or now_ns) if self._due else 0
         self._holder = self._holder if self._due else ""
 
+    async def _drop_outdated(self) -> None:
+        """Another mount has folded for a week: what this one would need is in the store."""
+        index, newest = self._inspector.index, self._database.newest
+        if newest and index is not None and index.time - newest > DAYS_MAX * self._inspector.day_ns:
+            await trio.to_thread.run_sync(self._database.remove)
+
     async def _do_due(self) -> None:
         may_delete = self._due.collection and await self._may_delete()
         if not self._due.fold and not may_delete:
@@ -106,12 +120,20 @@ class Maintenance:
         if self._holder:
             return
         index = inspector.index
-        room_bytes = ROOM_BYTES_MIN + INDEX_COPIES * (0 if index is None else index.bytes)
+        copies = COMPACTED_COPIES if self._database.newest else INDEX_COPIES
+        room_bytes = ROOM_BYTES_MIN + copies * (0 if index is None else index.bytes)
         args = protocol.MaintenanceArgs(
-            interval_s=inspector.interval_s, commits_max=inspector.commits_max, may_delete=may_delete
-        )  # fmt: skip
+            interval_s=inspector.interval_s,
+            commits_max=inspector.commits_max,
+            may_delete=may_delete,
+            fold_database=self._database.path,
+        )
         try:
             answer = await self._worker.run("maintenance", args, room_bytes=room_bytes)
+        except CacheError:
+            await trio.to_thread.run_sync(self._database.remove)  # there is too little room for it, or it is damaged
+            self._put_off()
+            raise
         except LakeError:
             self._put_off()
             raise

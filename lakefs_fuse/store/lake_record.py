@@ -37,8 +37,10 @@ FORMAT = 1
 """Of the record itself."""
 FORMAT_2 = "commit-format-2"
 """Commits have format 2, which programs that do not read the lake record refuse."""
-FEATURES = frozenset({FORMAT_2})
-"""Features that this program knows."""
+LEVELS = "index-format-2"
+"""Indexes have increments, and name files of earlier ones, which programs that do not know it cannot read."""
+FEATURES = frozenset({FORMAT_2, LEVELS})
+"""Features that this program knows. Readers have to know each of them."""
 RECORD_BYTES_MAX = 256 << 10
 PROBE = 1
 """Number of the set of questions that `probe` asks: one more with each change of `Capabilities` or their meaning."""
@@ -102,6 +104,11 @@ class OpenedLake:
     @property
     def commit_format(self) -> int:
         return self.record.commit_format if self.record is not None else 1
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether indexes are to be written with increments."""
+        return self.record is not None and LEVELS in self.record.features_to_read
 
 
 def open_record(

@@ -40,8 +40,8 @@ async def headless(
             yield lake
 
 
-def work_of(store: MemoryStore, clock: Clock, scratch: Path, *, seed: int = 7) -> Work:
-    """A run of a command, of another process for each seed; ``scratch`` is of one test."""
+def work_of(store: MemoryStore, clock: Clock, scratch: Path, *, seed: int = 7, levels: bool = False) -> Work:
+    """A run of a command, of another process for each seed; ``scratch`` is of one test. The lake has ``levels``."""
     store.clock = clock
     return Work(
         client=store_client(store, store.capabilities, retry_timeout_s=0, seed=seed),
@@ -54,6 +54,7 @@ def work_of(store: MemoryStore, clock: Clock, scratch: Path, *, seed: int = 7) -
         change_record=partial(change_record, store, clock),
         host="here",
         process=seed,
+        levels=levels,
     )
 
 

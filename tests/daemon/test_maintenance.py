@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import trio
 
+from lakefs_fuse.admin.fold_database import FoldDatabase
 from lakefs_fuse.admin.maintenance import KEY, CollectionRecord, Inspector, write_collection
 from lakefs_fuse.commits.index.index import Manifest, prefix_of
 from lakefs_fuse.commits.record import COMMITS
@@ -54,12 +55,17 @@ class FakeWorker:
 class Node:
     """A mount's maintenance of a lake in memory."""
 
-    def __init__(self, store: MemoryStore, clock: Clock, seed: int = 1) -> None:
+    def __init__(
+        self, store: MemoryStore, clock: Clock, seed: int = 1, directory: Path = Path("/nowhere/folded")
+    ) -> None:
         client = store_client(store, store.capabilities, retry_timeout_s=0)
         self.worker = FakeWorker()
         self.slept: list[float] = []
-        inspector = Inspector(client, clock, interval_s=HOUR_S, commits_max=COMMITS_MAX)
-        self.maintenance = Maintenance(inspector, self.worker, random.Random(seed), sleep=self._sleep)
+        inspector = Inspector(
+            client, clock, interval_s=HOUR_S, commits_max=COMMITS_MAX, database=FoldDatabase(directory)
+        )
+        self.database = FoldDatabase(directory)
+        self.maintenance = Maintenance(inspector, self.worker, random.Random(seed), self.database, sleep=self._sleep)
 
     async def _sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -131,7 +137,9 @@ async def test_lake_that_is_due_is_maintained_once(node: Node, store: MemoryStor
     node.worker.act = lambda: give_index(store, clock)
     found = await node.look()
     ((args, room_bytes),) = node.worker.asked
-    assert args == protocol.MaintenanceArgs(interval_s=HOUR_S, commits_max=COMMITS_MAX, may_delete=False)
+    assert args == protocol.MaintenanceArgs(
+        interval_s=HOUR_S, commits_max=COMMITS_MAX, may_delete=False, fold_database="/nowhere/folded"
+    )
     assert room_bytes >= 64 << 20
     assert (found["runs"], found["backlog"], found["due"], found["last_error"]) == (1, 0, "a collection", "")
     assert found["last_fold_s"] == clock() / NS

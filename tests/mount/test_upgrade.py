@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.store.lake_record import FORMAT_2
+from lakefs_fuse.store.lake_record import FEATURES
 from tests.mount import format_1_files
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Directory, Lake, eventually
@@ -92,7 +92,7 @@ def test_old_program_beside_this_one_after_the_upgrade(old_lake: Lake, new_lake:
     (new_lake.path / "before").write_bytes(b"before")
     new_lake.sync()
     upgraded = new_lake.cli("upgrade", new_lake.source)
-    assert (upgraded.returncode, upgraded.stdout) == (0, f"switched on: {FORMAT_2}\n")
+    assert (upgraded.returncode, upgraded.stdout) == (0, f"switched on: {', '.join(sorted(FEATURES))}\n")
     new_lake.remount("--pack", "always")
     old_lake.mount()
     (new_lake.path / "packed").write_bytes(b"packed")
