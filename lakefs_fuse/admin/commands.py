@@ -113,7 +113,7 @@ async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protoco
             return work.finished({"folded": False, "collected": False}, "the lake is due for nothing")
         async with open_fold_view(client, work, database) as lake:
             if not collects:
-                await fold(lake, list_all=False, known=inspector.index, report=work.report)
+                await fold(lake, list_all=False, is_new=True, known=inspector.index, report=work.report)
                 return work.finished({"folded": True, "collected": False}, "an index was written")
             options = protocol.GcArgs(grace_s=args.interval_s * INTERVALS_PER_DAY * GRACE_DAYS)
             done = await _collect(work, lake, options, always_folds=due.fold)

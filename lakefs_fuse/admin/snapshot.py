@@ -47,6 +47,7 @@ async def fold(
     horizon: int = 0,
     name: str = "",
     list_all: bool = True,
+    is_new: bool = False,
     known: Manifest | None = None,
     report: Report,
     file_bytes_max: int = tables.FILE_BYTES_MAX,
@@ -54,15 +55,16 @@ async def fold(
     """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that.
 
     ``horizon`` is the time before which commits are about to be deleted; without ``list_all`` no directory is listed,
-    so that the cost does not depend on how many there are; ``known`` is the newest index as of a moment ago. Raises
-    LakeError where the view lacks something, or the store fails; then there is no new index, and the old ones are as
-    they were."""
+    so that the cost does not depend on how many there are. A view that ``is_new`` was opened a moment ago, and has the
+    commits that were there; ``known`` is the newest index as of then. Raises LakeError where the view lacks something,
+    or the store fails; then there is no new index, and the old ones are as they were."""
     fs, client, threads, clock = lake.fs, lake.client, lake.node.threads, lake.clock
     database = fs.database
     if name:
         await snapshots.check_free(client, name)
     _check_nothing_local(database)
-    await fs.look_again()
+    if not is_new:
+        await fs.look_again()
     if list_all:
         await list_everything(fs.namespace, lambda names: report("listing", names, 0))
         await fs.look_again()
@@ -70,13 +72,12 @@ async def fold(
     found = await list_objects(client)
     before = await _newest_of(client, found, known)
     horizon = max(horizon, before.horizon if before is not None else 0)
-    if list_all:  # it took a while
-        await lake.log.read_time()
     newest = tables.marks_of(database).newest
     if horizon > newest + 1:
         raise LakeError("commits were collected that this view lacks: run it again")
-    for seen in (newest, max(found, default=0)):
-        clock.follow(seen)
+    if list_all:  # it took a while
+        await lake.log.read_time()
+    clock.follow(max([newest, *found]))
     directory = tables.empty_directory(Path(fs.config.cache_dir).absolute() / "index")
     applied_since = newest - 2 * WINDOW_NS
 
