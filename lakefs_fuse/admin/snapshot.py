@@ -20,6 +20,7 @@ Tasks of one trio loop. A crash leaves files without a manifest in the store, wh
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,12 +82,7 @@ async def fold(
     directory = tables.empty_directory(Path(fs.config.cache_dir).absolute() / "index")
     applied_since = newest - 2 * WINDOW_NS
 
-    done: list[DumpedFile] = []
-
-    def wrote(made: DumpedFile) -> None:
-        done.append(made)
-        report("writing the index", sum(each.entries for each in done), sum(each.size for each in done))
-
+    wrote = _reporter(report)
     if lake.folds and not name:
         writer = levels.LevelWriter(database, directory, before, found, applied_since, file_bytes_max)
         manifest = await writer.write(client, threads, time=clock.now(), horizon=horizon, wrote=wrote)
@@ -103,6 +99,17 @@ async def fold(
             dump.close()
     await _remove_old(lake, found, [manifest] if before is None else [manifest, before])
     return manifest
+
+
+def _reporter(report: Report) -> Callable[[DumpedFile], None]:
+    """Reports the rows and bytes of all files so far."""
+    done: list[DumpedFile] = []
+
+    def wrote(made: DumpedFile) -> None:
+        done.append(made)
+        report("writing the index", sum(each.entries for each in done), sum(each.size for each in done))
+
+    return wrote
 
 
 async def _remove_old(lake: LakeView, found: dict[int, list[ObjectMeta]], known: list[Manifest]) -> None:
