@@ -12,8 +12,8 @@ import pytest
 import trio
 
 from lakefs_fuse.admin.fold_database import FoldDatabase
-from lakefs_fuse.admin.maintenance import KEY, CollectionRecord, Inspector, write_collection
-from lakefs_fuse.commits.index.index import Manifest, prefix_of
+from lakefs_fuse.admin.maintenance import DAYS_MAX, KEY, CollectionRecord, Inspector, write_collection
+from lakefs_fuse.commits.index.index import IndexFile, Manifest, prefix_of
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.daemon.maintenance import INTERVAL_SHARE_MIN, Maintenance
@@ -102,11 +102,12 @@ def give_many(store: MemoryStore, clock: Clock) -> None:
         give_commit(store, clock)
 
 
-def give_index(store: MemoryStore, clock: Clock) -> None:
-    """As a worker writes it."""
+def give_index(store: MemoryStore, clock: Clock, size: int = 0) -> None:
+    """As a worker writes it; its one file has so many bytes."""
     time = clock()
+    files = [IndexFile("0000.sst", size, "0" * 32, 1, b"D1", b"D1")] if size else []
     manifest = Manifest(
-        time=time, newest=time, horizon=0, inode=2, object=0, names=0, directories=0, files=[]
+        time=time, newest=time, horizon=0, inode=2, object=0, names=0, directories=0, files=files
     )  # fmt: skip
     store.give(prefix_of(time) + "manifest", msgspec.msgpack.encode(manifest))
 
@@ -251,6 +252,41 @@ async def test_delay_of_a_day_is_warned_of_once_a_day(
     warned = [record.getMessage() for record in caplog.records if "has been due for" in record.getMessage()]
     assert len(warned) == 2
     assert warned[0] == "maintenance: the lake has been due for a fold and a collection for 25 hours (no room)"
+
+
+async def test_database_that_the_disk_has_no_room_for_is_removed(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    """With it there, less room is asked for."""
+    node = Node(store, clock, directory=tmp_path / "folded")
+    give_index(store, clock, size=1 << 30)
+    give_many(store, clock)
+    await node.look()
+    node.database.remove()
+    (tmp_path / "folded").mkdir()
+    node.database.record(clock())
+    clock.advance(HOUR_S)
+    give_many(store, clock)
+    node.worker.answer = CacheError("no room")
+    assert (await node.look())["last_error"] == "no room"
+    rooms = [room_bytes for _, room_bytes in node.worker.asked]
+    assert rooms == [(3 << 30) + (64 << 20), (1 << 30) + (64 << 20)]
+    assert not (tmp_path / "folded").exists()
+
+
+async def test_database_is_removed_when_another_mount_has_folded_for_a_week(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    node = Node(store, clock, directory=tmp_path / "folded")
+    (tmp_path / "folded").mkdir()
+    node.database.record(clock())
+    node.worker.act = lambda: give_index(store, clock)
+    for days, is_there in ((DAYS_MAX, True), (0.1, False)):
+        clock.advance(days * DAY_S)
+        give_index(store, clock)
+        await node.maintenance.look()
+        await node.maintenance.look()
+        assert (tmp_path / "folded").exists() == is_there
 
 
 async def test_unexpected_error_does_not_end_the_mount(node: Node, caplog: pytest.LogCaptureFixture) -> None:

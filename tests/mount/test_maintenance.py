@@ -103,6 +103,33 @@ def test_lake_is_folded_and_collected_by_itself(make_lake: LakeMaker, patched: C
     assert lake.number("commits.applied") <= 20, "the others come from the index"
 
 
+def test_upgraded_lake_is_folded_with_a_database_that_is_kept(
+    make_lake: LakeMaker, patched: Callable[..., Lake]
+) -> None:
+    lake = patched(make_lake("file"), interval_s=0.05).mount()
+    for number_of in range(200):
+        (lake.path / f"stays-{number_of}").write_bytes(b"bytes")
+    lake.umount()
+    assert lake.cli("upgrade", lake.source).returncode == 0
+    lake.mount()
+    kept = lake.cache_dir / "folded"
+    for run in (1, 2):
+        make_commits(lake)
+        os.rename(lake.path / f"file-{COMMITS}", lake.path / f"result-{run}")
+        lake.sync()
+        eventually(lambda run=run: number(lake.stats(), "maintenance.runs") >= run, "it is folded", BEGINS_S_MAX + 60)  # type: ignore[misc]
+    assert section(lake)["last_error"] == ""
+    eventually(lambda: sorted(path.name for path in kept.iterdir()) == ["lock", "meta", "newest"], "the worker ends")
+    names = sorted(os.listdir(lake.path))
+    assert len(names) == 202
+    lake.umount()
+    assert lake.cli("fsck", lake.source).returncode == 0
+    lake.mount("--maintenance", "off")
+    assert not kept.exists()
+    lake.remount("--maintenance", "off", empty_cache=True)
+    assert sorted(os.listdir(lake.path)) == names
+
+
 def test_mount_without_maintenance_looks_at_nothing(make_lake: LakeMaker, patched: Callable[..., Lake]) -> None:
     lake = patched(make_lake("file", "--maintenance", "off"), interval_s=0.1).mount()
     make_commits(lake, 20)
