@@ -2,7 +2,7 @@
 
 `python -m scripts.measure_folds --names 1000000 --folds 1000 --changes 1000` (40 minutes). Prints the mean requests and
 bytes of a fold as the worker of a mount runs it, without its lease and inspection; the size of all objects of the index
-over that of an index of one base; and what a mount with an empty cache fetches.
+over that of the newest base; and what a mount with an empty cache fetches.
 
 Of the changes of a fold a tenth are new names, a tenth removals, and the others new bytes for names that are there; all
 are in one commit.
@@ -100,8 +100,7 @@ async def measure(names: int, folds: int, changes: int, directory: Path) -> None
 
     clock.advance(1000)
     newest = await fold_once(None)
-    live = newest.bytes
-    print(f"{names:,} names: an index of {live:,} bytes", flush=True)
+    print(f"{names:,} names: an index of {newest.bytes:,} bytes", flush=True)
     counts: Counter[str] = Counter()
     sizes, ratios, seconds = list[int](), list[float](), list[float]()
     for number in range(1, folds + 1):
@@ -116,7 +115,7 @@ async def measure(names: int, folds: int, changes: int, directory: Path) -> None
         counts.update(each.what for each in done if each not in deleted)
         counts["delete_many"] += bool(deleted)  # of the store in memory it is a request for each key
         sizes.append(bytes_of(store, store.requests))
-        ratios.append(index_bytes(store) / live)
+        ratios.append(index_bytes(store) / newest.bytes_base)
         if number % LOOK_EVERY == 0:
             print(f"{number} folds: {sum(counts.values()) / number:.2f} requests {dict(counts)}, {mean(sizes):,.0f} "
                   f"bytes, index {mean(ratios):.3f} (now {ratios[-1]:.3f}, at most {max(ratios):.3f}), "
