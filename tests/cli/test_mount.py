@@ -65,6 +65,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "read_only": True,
         "immutable": False,
         "snapshot": "",
+        "folds": False,
         "mounting": "",
         "allow_other": True,
         "uid": 1000,

@@ -1,8 +1,9 @@
 """Levels of the index: chooses whether a fold writes a base or an increment, and writes it.
 
-What always holds (*what a reader gets*): base and increments of an index, taken in one after the other, are the rows of
-the database that wrote it. An increment continues the index whose names the database had (`changed_rows.Folded`), and
-is written only where that is still the newest, and all its files are in the store; everything else gets a new base.
+What always holds (*what a reader gets*): base and increments of an index, taken in one after the other, are the rows
+of the database that wrote it, but for commits that are too old to be asked for. An increment continues the index whose
+names the database had (`changed_rows.Folded`), and is written only where that is still the newest, and all its files
+are in the store; everything else gets a new base.
 
 Bounds: increments are no more than BASE_SHARE of the base, by size, and INCREMENTS_MAX. So a row is written again about
 once when increments are merged, and 1 / BASE_SHARE rows of the base are for each row that changed.
@@ -35,8 +36,8 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 
 BASE_SHARE = 0.2
-"""Of the size of the base. With what the older of the two kept indexes has besides, the objects of an index are no more
-than 1.3 times its live size, except between a new base and the next fold."""
+"""Of the size of the base. With what the older of the two kept indexes has besides, the objects of an index are less
+than 1.3 times its live size on average; between a new base and the next fold, both bases are there."""
 INCREMENTS_MAX = 12
 """A fresh mount fetches two objects for each, beside a base of 24 MiB files, within 100 requests for ten million
 names."""
