@@ -65,6 +65,21 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def parse_cluster_cache(text: str) -> tuple[str, ...]:
+    """URLs of caching proxies: ``http://cache-1:8080,http://cache-2:8080``; ``;`` separates them, too. Raises
+    ConfigError, whose message does not repeat what may be a password."""
+    urls = [url.strip().rstrip("/") for url in re.split("[,;]", text) if url.strip()]
+    for url in urls:
+        parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise ConfigError("a cluster cache's URL must not hold a password: put it in LAKEFS_CLUSTER_CACHE_TOKEN")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path or parts.query or parts.fragment:
+            raise ConfigError(f"{url!r} is not a cluster cache: expected for example http://cache-1:8080")
+    if not urls:
+        raise ConfigError(f"{text!r} names no proxy: expected for example http://cache-1:8080")
+    return tuple(dict.fromkeys(urls))
+
+
 class Source(msgspec.Struct, frozen=True):
     """A lake: ``s3://bucket/prefix`` or ``file:///dir``. ``prefix`` is empty or ends in ``/``."""
 
@@ -135,6 +150,10 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     mountpoint: str
     cache_dir: str
     cache_bytes_max: int = 20 * GIB
+    cluster_cache: tuple[str, ...] = ()
+    """URLs of caching proxies, the same on all nodes, that are asked for blocks before the store."""
+    trust_cluster_cache: bool = False
+    """Use blocks of ``cluster_cache`` that no checksum proves."""
     free_bytes_min: int = 1 * GIB
     """Disk space that cache and staging leave free."""
     staging_bytes_max: int = 10 * GIB

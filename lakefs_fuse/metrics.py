@@ -49,6 +49,22 @@ class CacheMetrics:
 
 
 @dataclass(slots=True)
+class ClusterCacheMetrics:
+    """The cluster cache. ``requests`` to its proxies; of those, ``hits``, which the proxy says that it had, and
+    ``failures``, without an answer that could be used. ``damaged`` ranges came with bytes that did not have their sum.
+    ``fallbacks`` are ranges that were fetched from the store for either reason. Payload: ``bytes_read`` of proxies,
+    ``bytes_of_store`` of the store, for what no proxy gave or no sum proves."""
+
+    requests: int = 0
+    hits: int = 0
+    failures: int = 0
+    damaged: int = 0
+    fallbacks: int = 0
+    bytes_read: int = 0
+    bytes_of_store: int = 0
+
+
+@dataclass(slots=True)
 class UploadMetrics:
     """The write path. ``idle_with_work_s`` is time in which a complete part waited although a slot was free;
     ``throttled_s`` is how long uploads waited for their limit, ``bytes_s_max`` (0: none), added up over all of them."""
@@ -150,6 +166,7 @@ class Metrics:
     upcalls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UPCALLS, 0))
     store: StoreMetrics = field(default_factory=StoreMetrics)
     cache: CacheMetrics = field(default_factory=CacheMetrics)
+    cluster_cache: ClusterCacheMetrics = field(default_factory=ClusterCacheMetrics)
     upload: UploadMetrics = field(default_factory=UploadMetrics)
     namespace: NamespaceMetrics = field(default_factory=NamespaceMetrics)
     commits: CommitMetrics = field(default_factory=CommitMetrics)

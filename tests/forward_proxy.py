@@ -26,9 +26,10 @@ USER, PASSWORD = "proxy-user", "proxy:p@ss"
 
 class ForwardProxy:
     """``urls`` are what was asked for in the form in which it was, as ``PUT http://host/key`` or ``CONNECT host:443``;
-    ``refused`` counts requests without the password."""
+    ``refused`` counts requests without the password; ``faults`` control what is passed on."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
         self.url = self.url_with_password = ""
         self.urls: list[str] = []
         self.refused = 0
@@ -41,11 +42,11 @@ class ForwardProxy:
 @contextlib.contextmanager
 def forward_proxy(server: Server, *, tunnel_to: int = 0, password: bool = False) -> Iterator[ForwardProxy]:
     """Absolute URLs go to ``server``, tunnels to this port of the loopback."""
-    seen = ForwardProxy()
+    seen = ForwardProxy(Faults(server))
     due = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 
     class Handler(_Relay):
-        controls = Faults(server)
+        controls = seen.faults
 
         def parse_request(self) -> bool:
             if not super().parse_request():

@@ -222,7 +222,7 @@ def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tup
     ]
     server = Server("seaweedfs", f"http://127.0.0.1:{port}", filer=f"127.0.0.1:{filer_port}")
     try:
-        with _running(command, directory / "weed.log", lambda: s3_answers(server)) as process:
+        with running(command, directory / "weed.log", lambda: s3_answers(server)) as process:
             yield server, process
     finally:
         for path in _sockets_of(ports):
@@ -236,7 +236,7 @@ def moto(directory: Path) -> Iterator[Server]:
     port = free_port()
     command = [program("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
     server = Server("moto", f"http://127.0.0.1:{port}")
-    with _running(command, directory / "moto.log", lambda: s3_answers(server)):
+    with running(command, directory / "moto.log", lambda: s3_answers(server)):
         yield server
 
 
@@ -259,7 +259,7 @@ def rclone(directory: Path) -> Iterator[Server]:
         str(data),
     ]
     server = Server("rclone", f"http://127.0.0.1:{port}")
-    with _running(command, directory / "rclone.log", lambda: s3_answers(server)):
+    with running(command, directory / "rclone.log", lambda: s3_answers(server)):
         yield server
 
 
@@ -327,7 +327,7 @@ def haproxy(
     command = [shutil.which("haproxy") or "/usr/sbin/haproxy", "-db", "-f", str(config)]
     if log == QUIET:
         command.insert(1, "-q")  # Closes standard output, where each request would be logged.
-    with _running(command, directory / "haproxy.log", answers):
+    with running(command, directory / "haproxy.log", answers):
         yield
 
 
@@ -345,7 +345,10 @@ def latency(server: Server, directory: Path, delay_ms: int = 15) -> Iterator[Ser
 
 
 @contextlib.contextmanager
-def _running(command: list[str], log: Path, answers: Callable[[], bool]) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: list[str], log: Path, answers: Callable[[], bool], *, in_group: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that answers, ended when the body is; ``in_group`` gives it and its children a group of their own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -355,6 +358,7 @@ def _running(command: list[str], log: Path, answers: Callable[[], bool]) -> Iter
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=log.parent,
+            start_new_session=in_group,
         )
     try:
 

@@ -33,7 +33,7 @@ from lakefs_fuse.blockcache.memory_cache import RecentBlocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.blockcache.prefetch import ObjectPrefetch
 from lakefs_fuse.blockcache.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
-from lakefs_fuse.blockcache.verified_get import Getter, Spans, VerifiedGet
+from lakefs_fuse.blockcache.verified_get import BlockGetter, Getter, Spans, UnverifiedGet
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
@@ -72,9 +72,9 @@ class BlockReader:
         memory_blocks: int = MEMORY_BLOCKS,
         inflight_bytes_max: int = INFLIGHT_BYTES_MAX,
         learned: Callable[[ObjectMeta], None] | None = None,
-        verified: VerifiedGet | None = None,
+        verified: BlockGetter | None = None,
     ) -> None:
-        self._client, self._verified = client, verified
+        self._source = verified or UnverifiedGet(client)
         self._disk, self._cache = disk, disk.blocks
         self._metrics = metrics
         self._nursery = nursery
@@ -327,12 +327,8 @@ class BlockReader:
             await self._disk.write(version, first, views)
 
     async def _get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
-        wrong: Spans = ()
         try:
-            if self._verified is not None:
-                fetched, wrong = await self._verified.get(version.key, start, end, version.etag)
-            else:
-                fetched = await self._client.get(version.key, start, end, etag=version.etag)
+            fetched, wrong = await self._source.get(version, start, end)
         except (NotFound, PreconditionFailed) as error:
             raise FileError(errno.ESTALE, f"{version.key} was replaced or removed while it was open") from error
         if fetched.meta.etag != version.etag:

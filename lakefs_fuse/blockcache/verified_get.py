@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Buffer, Fetched
@@ -50,6 +51,24 @@ class ExaminingGetter(Protocol):
 
     async def has_md5_etag(self, key: str) -> bool:
         """False where the object is encrypted in a way that makes its ETag anything but an MD5 sum. One request."""
+
+
+class BlockGetter(Protocol):
+    """Where a block reader gets its bytes."""
+
+    async def get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
+        """The answer, and the ranges of it that were wrong in every attempt. Raises as the client's `get`."""
+
+
+class UnverifiedGet:
+    """GETs of a client whose answers need no comparison."""
+
+    def __init__(self, client: Getter) -> None:
+        self._client = client
+
+    async def get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
+        """See `BlockGetter`. Nothing is wrong."""
+        return await self._client.get(version.key, start, end, etag=version.etag), ()
 
 
 class _Examination:
@@ -87,8 +106,9 @@ class VerifiedGet:
         self._is_pack, self._wrong_members = is_pack, wrong_members
         self._md5_etags = md5_etags
 
-    async def get(self, key: str, start: int, end: int, etag: str) -> tuple[Fetched, Spans]:
-        """The answer, and the ranges of it that were wrong in every attempt. Raises as the client's `get`."""
+    async def get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
+        """See `BlockGetter`."""
+        key, etag = version.key, version.etag
         members = self._wrong_members if self._is_pack(key) else None
         if members is None and self._md5_etags is False:
             return await self._client.get(key, start, end, etag=etag), ()

@@ -23,7 +23,16 @@ from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
 from lakefs_fuse.cli.worker import find_place, place_below
-from lakefs_fuse.config import DURABILITIES, MAINTENANCE, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
+from lakefs_fuse.config import (
+    DURABILITIES,
+    MAINTENANCE,
+    PACK_MODES,
+    REFRESH_S_MIN,
+    MountConfig,
+    Source,
+    StoreConfig,
+    parse_cluster_cache,
+)
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.path_rules import check_pack_threshold, check_publish, read_rules
@@ -78,6 +87,13 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "the size of the data that is read repeatedly.")  # fmt: skip
 @_setting("--free-space", "free_bytes_min", type=SIZE, group=CACHE, help="Disk space that cache and staging leave "
         "free. Raise it on a disk that other programs fill.")  # fmt: skip
+@option("--cluster-cache", metavar="URL[,URL…]", group=CACHE, help="Caching proxies that the nodes of a "
+        "cluster share, such as nginx with deploy/nginx: blocks are asked for there before the store, which then "
+        "sends each once. Give all nodes the same list; in -o, ; separates them. LAKEFS_CLUSTER_CACHE_TOKEN has their "
+        "password.  [default: none]")  # fmt: skip
+@option("--trust-cluster-cache", is_flag=True, group=CACHE, help="Use what a proxy of --cluster-cache answers even "
+        "where no checksum of the store proves it. Use it where nobody but you can change what the proxies "
+        "keep.")  # fmt: skip
 @_setting("--metadata-ttl", "metadata_ttl_s", type=DURATION, group=CACHE, help="Time after which a cached listing is "
         "fetched again, unless --foreign says otherwise, and for which the kernel caches names. Changes of other "
         "mounts arrive within --refresh.")  # fmt: skip
@@ -203,6 +219,12 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     values = given(options, MountConfig.__struct_fields__)
     if "rules" in values:
         values["rules"] = read_rules(os.path.expanduser(values["rules"]))
+    if "cluster_cache" in values:
+        values["cluster_cache"] = parse_cluster_cache(values["cluster_cache"])
+        if store.source.scheme != "s3":
+            raise ConfigError(f"--cluster-cache: {store.source} is not an S3 store: leave the option out")
+    elif options["trust_cluster_cache"]:
+        raise ConfigError("--trust-cluster-cache needs --cluster-cache: name the proxies to trust")
     values |= {
         "cache_dir": absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
         "log_file": absolute(options["log_file"]) or (None if options["foreground"] else default_log_file(point)),

@@ -63,6 +63,8 @@ from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.store.protocol import (
     Body,
+    CacheableStore,
+    CachedGetter,
     Capabilities,
     Fetched,
     FileSlice,
@@ -220,6 +222,10 @@ class StoreClient:
         fetched = await self._call("get", call if examine is None else partial(_examined, call, examine), abandon=True)
         self.metrics.bytes_read += len(fetched.data)
         return fetched
+
+    def through_cache(self, url: str) -> CachedGetter | None:
+        """See `CacheableStore`. What it gets is neither tried again nor counted here."""
+        return self._store.through_cache(url) if isinstance(self._store, CacheableStore) else None
 
     @property
     def is_guarded(self) -> bool:

@@ -269,6 +269,22 @@ class ObjectStore(Protocol):
         """Close connections."""
 
 
+class CachedGetter(Protocol):
+    """GETs through a proxy that keeps the answers. What they bring is not to be trusted."""
+
+    def get(self, key: str, start: int, end: int, etag: str) -> tuple[Fetched, bool]:
+        """As `ObjectStore.get`, and whether the proxy says that it had the answer. Raises Unavailable for an answer
+        that does not claim to be of this version, too."""
+
+
+@runtime_checkable
+class CacheableStore(Protocol):
+    """A store whose requests a proxy can pass on and whose answers it can keep."""
+
+    def through_cache(self, url: str) -> CachedGetter | None:
+        """GETs through the proxy at ``url``; None where this store's answers to them cannot be kept."""
+
+
 class Sender(Protocol):
     """Sends the bodies of uploads."""
 

@@ -39,7 +39,7 @@ from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.late_objects import LateObjects
-from lakefs_fuse.vfs.files.verification import verification
+from lakefs_fuse.vfs.files.verification import block_getter
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -128,7 +128,7 @@ class Ground:
         return self.node.clock.wall_ns
 
     def reader(self, learned: Callable[[ObjectMeta], None]) -> BlockReader:
-        verified = verification(self.client, self.metrics, read_only=self.config.read_only)
+        verified = block_getter(self.config, self.client, self.metrics, self.nursery, self.node.threads)
         disk = AsyncBlockCache(self.cache, self.nursery, self.node.threads, self.node.clock)
         return BlockReader(self.client, disk, self.metrics.cache, self.nursery, learned=learned, verified=verified)
 

@@ -39,7 +39,8 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
         --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --delete-after 0
         --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
-        --no-supervise --log-level debug --foreground --foreign 2m --maintenance off""".split()
+        --no-supervise --log-level debug --foreground --foreign 2m --maintenance off
+        --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -58,6 +59,8 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "mountpoint": str(tmp_path / "mnt"),
         "cache_dir": str(tmp_path / "cache"),
         "cache_bytes_max": 3 * GIB,
+        "cluster_cache": ("http://cache-1:8080", "https://cache-2:8443"),
+        "trust_cluster_cache": True,
         "free_bytes_min": 100 * MIB,
         "staging_bytes_max": 2 * GIB,
         "metadata_ttl_s": 300.0,
@@ -124,6 +127,24 @@ def test_an_immutable_mount(mounted: list[MountConfig], capsys: pytest.CaptureFi
         assert said in capsys.readouterr().err
     assert run(["mount", "--immutable", "/proc/sys"]) == 1
     assert "is neither inside a mount of this program nor a source URL" in capsys.readouterr().err
+
+
+def test_cluster_cache_is_checked(mounted: list[MountConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["mount", "s3://bucket", "/mnt/lake", "-o", "cluster_cache=http://a:1;http://b:2;http://a:1"]) == 0
+    assert mounted[0].cluster_cache == ("http://a:1", "http://b:2")
+    assert not mounted[0].trust_cluster_cache
+    for arguments, said in (
+        (["s3://bucket", "--cluster-cache", "cache-1:8080"], "is not a cluster cache: expected for example http://"),
+        (["s3://bucket", "--cluster-cache", "http://cache-1/path"], "is not a cluster cache"),
+        (["s3://bucket", "--cluster-cache", "http://u:secret@c:1"], "put it in LAKEFS_CLUSTER_CACHE_TOKEN"),
+        (["s3://bucket", "--cluster-cache", ","], "names no proxy"),
+        (["s3://bucket", "--trust-cluster-cache"], "--trust-cluster-cache needs --cluster-cache"),
+        (["file:///lake", "--cluster-cache", "http://a:1"], "is not an S3 store"),
+    ):
+        assert run(["mount", arguments[0], "/mnt/lake", *arguments[1:]]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "secret" not in error
 
 
 def test_what_is_not_given_has_the_defaults_of_the_configuration(mounted: list[MountConfig]) -> None:

@@ -14,10 +14,10 @@ import functools
 import io
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import boto3
 import boto3.session
@@ -31,14 +31,20 @@ from botocore.handlers import add_expect_header
 from botocore.httpsession import ProxyConfiguration
 from botocore.loaders import Loader, create_loader
 from botocore.utils import get_environ_proxies
+from msgspec import structs
 
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
+from lakefs_fuse.product import ENVIRONMENT_PREFIX, PROGRAM
 from lakefs_fuse.store.s3.errors import NO_CREDENTIALS, from_boto
 
 DEFAULT_REGION = "us-east-1"
 CONNECTIONS_MIN = 64
+CACHE_TOKEN = f"{ENVIRONMENT_PREFIX}CLUSTER_CACHE_TOKEN"
+"""Environment variable of the password that the proxies of a cluster cache ask for."""
+CACHE_CONNECT_S_MAX, CACHE_STALL_S_MAX = 0.5, 1.0
+"""Time after which a proxy of a cluster cache that takes no connection, or sends nothing, counts as failing."""
 CREDENTIAL_TTL = timedelta(minutes=5)
 """How long obstore may keep what it was given; botocore renews expiring credentials 15 minutes ahead."""
 
@@ -85,6 +91,22 @@ class S3Access:
     def proxy_url(self) -> str | None:
         """The proxy of requests to the store; None where they go straight there."""
         return ProxyConfiguration(dict(self.proxies)).proxy_url_for(self.base_url) or None
+
+    def through_cache(self, url: str) -> S3Access:
+        """The same bucket through a caching proxy. Requests are signed for the store and go to the proxy as ``http``,
+        because it has to read them; it passes them on over the store's own scheme."""
+        proxy, store = urlsplit(url), urlsplit(self.base_url)
+        token = os.environ.get(CACHE_TOKEN, "")
+        credentials = f"{PROGRAM}:{quote(token, safe='')}@" if token else ""
+        host = store.netloc.removesuffix(":443") if self.encrypted else store.netloc
+        return replace(
+            self,
+            config=structs.replace(
+                self.config, connect_timeout_s=CACHE_CONNECT_S_MAX, read_timeout_s=CACHE_STALL_S_MAX
+            ),
+            base_url=f"http://{host}{store.path}",
+            proxies={"http": f"{proxy.scheme}://{credentials}{proxy.netloc}"},
+        )
 
     @property
     def bucket_url(self) -> str:

@@ -134,6 +134,7 @@ NO_CREDENTIALS = (
 )
 _REGION = "the bucket is in another region: give the right one with --region or AWS_REGION"
 
+_PROXY = "the proxy refuses its password (407): check http_proxy, https_proxy or LAKEFS_CLUSTER_CACHE_TOKEN"
 _UNTRUSTED = "the store's certificate is not trusted: give its authority with --ca-bundle"
 _CUT_SHORT = "the store did not answer whole and in time"
 
@@ -192,6 +193,8 @@ def from_answer(what: str, code: str, status: int, reason: str = "") -> StoreErr
     """The error of an answer with an S3 error code (or none) and an HTTP status."""
     if code.isdigit():
         code = ""  # what botocore makes of an answer without a body
+    if status == 407:
+        return StoreError(f"{what}: {_PROXY}")
     kind = _KINDS.get(code) or _STATUSES.get(status)
     if kind is None:
         kind = Unavailable if status >= 500 else StoreError

@@ -38,6 +38,7 @@ from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.protocol import (
     Body,
+    CachedGetter,
     Capabilities,
     Fetched,
     FileSlice,
@@ -50,7 +51,7 @@ from lakefs_fuse.store.protocol import (
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.access import S3Access, connect
 from lakefs_fuse.store.s3.errors import RangeNotSatisfiable, WrongRegion, from_boto
-from lakefs_fuse.store.s3.fast_path import S3FastPath, is_expressible
+from lakefs_fuse.store.s3.fast_path import CachedGets, S3FastPath, is_expressible
 from lakefs_fuse.store.s3.list_pages import S3Pages
 from lakefs_fuse.store.s3.upload import Answer, S3Sender, etag_of, hides_md5, md5_of_sent
 
@@ -132,6 +133,12 @@ class S3Store:
             return self._fast.head(key)
         answer = self._call("head_object", f"head {key!r}", key)
         return _meta(key, int(answer["ContentLength"]), answer)
+
+    def through_cache(self, url: str) -> CachedGetter | None:
+        """See `CacheableStore`."""
+        if not self.capabilities.partial_status:
+            return None
+        return CachedGets(self._access, url, self._clock)
 
     @property
     def is_guarded(self) -> bool:

@@ -1,20 +1,81 @@
-"""Which answers of a store are compared with sums: those that come over plain http.
+"""Where blocks come from, and which answers are compared with sums: those that come over plain http.
 
-Over https TLS has done so already, for less CPU and for every byte; a local directory has no way to go.
+Over https TLS has done so already, for less CPU and for every byte; a local directory has no way to go. What the
+proxies of a cluster cache bring is compared however it comes, unless the mount was told to trust them.
 """
 
 from __future__ import annotations
 
-from lakefs_fuse.blockcache.verified_get import VerifiedGet
+import logging
+
+import trio
+
+from lakefs_fuse.blockcache.cluster_cache import ClusterCache
+from lakefs_fuse.blockcache.cluster_proxies import ClusterProxies
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.proofs import Checksums, Proofs
+from lakefs_fuse.blockcache.verified_get import BlockGetter, UnverifiedGet, VerifiedGet
 from lakefs_fuse.commits.archive import wrong_members
+from lakefs_fuse.commits.archive_check import checksums
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.meta.object_table import is_pack_key
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Buffer, CachedGetter
+
+DIRECTORY_SHARE, DIRECTORY_BYTES_MIN, DIRECTORY_BYTES_MAX = 64, 4 << 10, 64 << 10
+"""What is fetched of a pack for its directory: one byte in so many, within these bounds. Enough for files of 8 KiB; a
+larger directory takes another GET."""
+_log = logging.getLogger(__name__)
 
 
-def verification(client: StoreClient, metrics: Metrics, *, read_only: bool) -> VerifiedGet | None:
+def block_getter(
+    config: MountConfig, client: StoreClient, metrics: Metrics, nursery: trio.Nursery, threads: Threads
+) -> BlockGetter | None:
+    """None where the answers of the client are used as they come."""
+    verified = _verification(client, metrics, read_only=config.read_only)
+    getters: dict[str, CachedGetter] = {}
+    for url in config.cluster_cache:
+        getter = client.through_cache(url)
+        if getter is None:
+            _log.warning("--cluster-cache is not used: this store does not answer ranges with 206")
+            return verified
+        getters[url] = getter
+    if not getters:
+        return verified
+    counters = metrics.cluster_cache
+    store = verified or UnverifiedGet(client)
+    proxies = ClusterProxies(getters, counters, nursery, threads)
+    proofs = None if config.trust_cluster_cache else _proofs(client, metrics, read_only=config.read_only)
+    return ClusterCache(store, proxies, proofs, counters, threads)
+
+
+def _verification(client: StoreClient, metrics: Metrics, *, read_only: bool) -> VerifiedGet | None:
     """None where nothing needs to be compared. ``read_only``: the probe could not put an object to learn of ETags."""
     if client.is_guarded:
         return None
     md5_etags = True if client.capabilities.md5_etags else None if read_only else False
     return VerifiedGet(client, metrics.cache, is_pack=is_pack_key, wrong_members=wrong_members, md5_etags=md5_etags)
+
+
+def _proofs(client: StoreClient, metrics: Metrics, *, read_only: bool) -> Proofs:
+    async def of_pack(version: Version) -> Checksums:
+        tail_bytes = min(max(version.size // DIRECTORY_SHARE, DIRECTORY_BYTES_MIN), DIRECTORY_BYTES_MAX)
+        tail_at, tail = max(0, version.size - tail_bytes), memoryview(b"")
+
+        async def fetch(start: int, end: int) -> Buffer:
+            nonlocal tail
+            if start < tail_at:
+                return await get(start, min(end, tail_at)) + bytes(tail[: max(0, end - tail_at)])
+            tail = tail or memoryview(await get(tail_at, version.size))
+            return tail[start - tail_at : end - tail_at]
+
+        async def get(start: int, end: int) -> bytes:
+            data = bytes((await client.get(version.key, start, end, etag=version.etag)).data)
+            metrics.cluster_cache.bytes_of_store += len(data)
+            return data
+
+        return await checksums(version.size, fetch)
+
+    return Proofs(is_pack=is_pack_key, checksums=of_pack, md5_etags=client.capabilities.md5_etags or read_only)

@@ -40,7 +40,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import FileState
-from lakefs_fuse.vfs.files.verification import verification
+from lakefs_fuse.vfs.files.verification import block_getter
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of, version_of
@@ -74,7 +74,7 @@ class ImmutableFilesystem:
     def __init__(self, lake: Lake, states: States, state: State, nursery: trio.Nursery) -> None:
         self.config, self.metrics = lake.config, lake.metrics
         self._lake, self._states, self._state = lake, states, state
-        verified = verification(lake.client, lake.metrics, read_only=True)
+        verified = block_getter(lake.config, lake.client, lake.metrics, nursery, lake.node.threads)
         disk = AsyncBlockCache(lake.cache, nursery, lake.node.threads, lake.node.clock)
         self._reader = BlockReader(lake.client, disk, lake.metrics.cache, nursery, verified=verified)
         self._late = LateObjects(lake.node.clock.wall_ns, lake.config.store.retry_timeout_s, read_only=True)

@@ -1,0 +1,111 @@
+"""The proxies of a cluster cache: which of them keeps a block, and which of them fail.
+
+What always holds:
+
+* *one owner*: a block is asked for at the proxy that wins rendezvous hashing among those that serve. Nodes with the
+  same list ask the same proxy, and a proxy that fails moves no blocks but its own;
+* *one wait*: a proxy that fails is not asked again by readers until a request in the background, made with growing
+  pauses, was answered. Requests that wait for a thread meanwhile are not made. What the store refuses, and a proxy
+  passes on, is not a failure of the proxy;
+* an answer claims to be of the version, and has the length, that was asked for. Its bytes may be any.
+
+Tasks of the trio thread; requests run in worker threads and have the bounds of `CachedGetter`. Nothing survives a
+crash, or has to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import trio
+import xxhash
+
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.environment.threads import Threads
+from lakefs_fuse.errors import AccessDenied, KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
+from lakefs_fuse.metrics import ClusterCacheMetrics
+from lakefs_fuse.store.protocol import CachedGetter, Fetched
+from lakefs_fuse.sync.backoff import Backoff
+
+REQUESTS_MAX = 32
+TRY_S_FIRST, TRY_S_MAX = 1.0, 30.0
+"""Pauses before a proxy that fails is tried again."""
+_OF_THE_STORE = (AccessDenied, KeyRefused, NotFound, PreconditionFailed)
+_log = logging.getLogger(__name__)
+
+
+class ClusterProxies:
+    """See the module's head. ``getters`` are by the URL of their proxy."""
+
+    def __init__(
+        self,
+        getters: Mapping[str, CachedGetter],
+        metrics: ClusterCacheMetrics,
+        nursery: trio.Nursery,
+        threads: Threads,
+    ) -> None:
+        self._getters, self._failing = getters, set[str]()
+        self._metrics, self._nursery, self._threads = metrics, nursery, threads
+        self._requests = trio.CapacityLimiter(REQUESTS_MAX)
+
+    @property
+    def serve(self) -> bool:
+        """Some proxy does."""
+        return len(self._failing) < len(self._getters)
+
+    async def get(self, version: Version, block: int) -> Fetched | None:
+        """One block; None where no proxy has given it."""
+        url = self._owner(version, block)
+        return None if url is None else await self._ask(url, version, block)
+
+    def _owner(self, version: Version, block: int) -> str | None:
+        name = f"{version.key}\0{version.etag}\0{block}".encode("utf-8", "surrogatepass")
+        serving = (url for url in self._getters if url not in self._failing)
+        return max(serving, key=lambda url: xxhash.xxh3_64_intdigest(url.encode() + b"\0" + name), default=None)
+
+    async def _ask(self, url: str, version: Version, block: int, *, is_trial: bool = False) -> Fetched | None:
+        start, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, version.size)
+
+        def ask() -> tuple[Fetched, bool] | None:
+            if url in self._failing and not is_trial:
+                return None
+            fetched, is_hit = self._getters[url].get(version.key, start, end, version.etag)
+            if len(fetched.data) != end - start or fetched.meta.size != version.size:
+                raise Unavailable(f"get {version.key!r}: what came is not of {version.size} bytes")
+            return fetched, is_hit
+
+        try:
+            answer = await self._threads.run(ask, limiter=self._requests, abandon_on_cancel=True)
+        except StoreError as error:
+            self._metrics.requests += 1
+            self._metrics.failures += 1
+            self._learn_failure(url, version, block, error)
+            return None
+        if answer is None:
+            return None
+        fetched, is_hit = answer
+        self._metrics.requests += 1
+        self._metrics.hits += is_hit
+        self._metrics.bytes_read += len(fetched.data)
+        self._learn_success(url)
+        return fetched
+
+    def _learn_failure(self, url: str, version: Version, block: int, error: StoreError) -> None:
+        if isinstance(error, _OF_THE_STORE):
+            self._learn_success(url)
+        elif url not in self._failing and not (isinstance(error, Unavailable) and error.throttled):
+            self._failing.add(url)
+            _log.warning("cluster cache %s fails, and is left out until it answers again: %s", url, error)
+            self._nursery.start_soon(self._try_again, url, version, block)
+
+    def _learn_success(self, url: str) -> None:
+        if url in self._failing:
+            self._failing.discard(url)
+            _log.info("cluster cache %s answers again", url)
+
+    async def _try_again(self, url: str, version: Version, block: int) -> None:
+        backoff = Backoff(TRY_S_FIRST, TRY_S_MAX)
+        while url in self._failing:
+            await trio.sleep(backoff.next_s())
+            await self._ask(url, version, block, is_trial=True)

@@ -1,0 +1,160 @@
+"""What a checksum that came from the store itself proves of a range of an object, whoever brought the bytes.
+
+Of a pack: its files that are in the range whole, by the CRC-32 in its directory. Of a plain object: all of it, where it
+is one range and its ETag is an MD5 sum. Nothing else is proven. Headers between the files of a pack, which no reader is
+given, are not compared.
+
+What always holds: sums are never taken from what is to be proven. Memory is bounded: `SUMS_MAX` sums of packs are kept,
+those used last. Trio thread, but for `Proof.holds`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import zlib
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+import trio
+
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.verified_get import Spans
+from lakefs_fuse.errors import LakeError
+
+SUMS_MAX = 1 << 20
+"""Of 20 bytes each."""
+Checksums = Mapping[tuple[int, int], int]
+"""CRC-32 of each file of a pack, by offset and size."""
+_MD5 = re.compile(r"[0-9a-f]{32}")
+_log = logging.getLogger(__name__)
+
+
+class Proof(Protocol):
+    """``unproven`` are the ranges of the object that have to come from the store."""
+
+    unproven: Spans
+
+    def holds(self, data: bytearray) -> bool:
+        """Whether the bytes of the range, but for what is unproven, are right. In any thread."""
+
+
+class Trust:
+    """A proof of everything."""
+
+    unproven: Spans = ()
+
+    def holds(self, data: bytearray) -> bool:
+        """They are taken to be."""
+        return True
+
+
+class Md5Proof:
+    """Of a whole object."""
+
+    unproven: Spans = ()
+
+    def __init__(self, etag: str) -> None:
+        self._etag = etag
+
+    def holds(self, data: bytearray) -> bool:
+        """See `Proof`."""
+        return hashlib.md5(data, usedforsecurity=False).hexdigest() == self._etag
+
+
+class PackSums:
+    """The sums of one pack, in the order of its bytes."""
+
+    def __init__(self, checksums: Checksums) -> None:
+        found = sorted((offset, offset + size, crc) for (offset, size), crc in checksums.items() if size)
+        self.offsets, self.ends = (array("Q", (each[at] for each in found)) for at in (0, 1))
+        self.crcs = array("I", (each[2] for each in found))
+
+    def proof(self, start: int, end: int) -> Proof | None:
+        """Of bytes [start, end); None where more than half of them would be unproven."""
+        first, stop = bisect_left(self.offsets, start), bisect_right(self.ends, end)
+        if first >= stop:
+            return None
+        unproven = []
+        if first and self.ends[first - 1] > start:
+            unproven.append((start, self.ends[first - 1]))
+        if stop < len(self.offsets) and self.offsets[stop] < end:
+            unproven.append((self.offsets[stop], end))
+        if 2 * sum(stop_at - at for at, stop_at in unproven) > end - start:
+            return None
+        return _PackProof(self, start, range(first, stop), unproven)
+
+
+class _PackProof:
+    def __init__(self, sums: PackSums, start: int, whole: range, unproven: Spans) -> None:
+        self._sums, self._start, self._whole = sums, start, whole
+        self.unproven = unproven
+
+    def holds(self, data: bytearray) -> bool:
+        """See `Proof`."""
+        sums, start, view = self._sums, self._start, memoryview(data)
+        return all(
+            zlib.crc32(view[sums.offsets[at] - start : sums.ends[at] - start]) == sums.crcs[at] for at in self._whole
+        )
+
+
+class Proofs:
+    """See the module's head. ``checksums`` asks the store for those of a pack; ``md5_etags`` is False where ETags of
+    plain objects are known to be no sums."""
+
+    def __init__(
+        self,
+        *,
+        is_pack: Callable[[str], bool],
+        checksums: Callable[[Version], Awaitable[Checksums]],
+        md5_etags: bool,
+    ) -> None:
+        self._is_pack, self._checksums = is_pack, checksums
+        self._md5_etags = md5_etags
+        self._packs: OrderedDict[Version, PackSums | None] = OrderedDict()
+        self._fetching: dict[Version, trio.Event] = {}
+        self._kept = 0
+
+    async def proof(self, version: Version, start: int, end: int) -> Proof | None:
+        """None where the range has to come from the store."""
+        if self._is_pack(version.key):
+            sums = await self._sums(version)
+            return None if sums is None else sums.proof(start, end)
+        if self._md5_etags and (start, end) == (0, version.size) and _MD5.fullmatch(version.etag):
+            return Md5Proof(version.etag)
+        return None
+
+    def refute(self, version: Version) -> None:
+        """The store itself answers bytes that do not have their sum."""
+        if self._md5_etags and not self._is_pack(version.key):
+            self._md5_etags = False
+            _log.info("ETags of this store are no MD5 sums: plain objects do not come from the cluster cache")
+
+    async def _sums(self, version: Version) -> PackSums | None:
+        while version in self._fetching:
+            await self._fetching[version].wait()
+        if version in self._packs:
+            self._packs.move_to_end(version)
+            return self._packs[version]
+        self._fetching[version] = fetched = trio.Event()
+        sums: PackSums | None = None
+        try:
+            sums = PackSums(await self._checksums(version))
+        except LakeError as error:
+            _log.info("%s does not come from the cluster cache: its checksums cannot be read: %s", version.key, error)
+        finally:
+            del self._fetching[version]
+            fetched.set()
+        self._packs[version] = sums
+        self._kept += _weight(sums)
+        while self._kept > SUMS_MAX and len(self._packs) > 1:
+            self._kept -= _weight(self._packs.popitem(last=False)[1])
+        return sums
+
+
+def _weight(sums: PackSums | None) -> int:
+    return 1 if sums is None else 1 + len(sums.offsets)
