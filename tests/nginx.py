@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
 from urllib.parse import urlsplit
@@ -36,8 +36,10 @@ class Nginx:
 
 
 @contextlib.contextmanager
-def nginx(store: Server, directory: Path) -> Iterator[Nginx]:
-    """One on a free port, in front of the store."""
+def nginx(
+    store: Server, directory: Path, *, tls: bool = False, changes: Mapping[str, str] | None = None
+) -> Iterator[Nginx]:
+    """One on a free port, in front of the store. ``changes`` are texts of the configuration and what they become."""
     directory.mkdir(parents=True)
     port = free_port()
     parts = urlsplit(store.url)
@@ -50,7 +52,13 @@ def nginx(store: Server, directory: Path) -> Iterator[Nginx]:
         "PASSWORD": base64.b64encode(f"lakefs-fuse:{TOKEN}".encode()).decode(),
     }
     config = directory / "nginx.conf"
-    config.write_text(Template(TEMPLATE.read_text()).safe_substitute(values))
+    text = Template(TEMPLATE.read_text()).safe_substitute(values)
+    if tls:
+        changes = {f"listen 127.0.0.1:{port};": f"listen 127.0.0.1:{port} ssl;", **(changes or {})}
+    for old, new in (changes or {}).items():
+        assert old in text
+        text = text.replace(old, new)
+    config.write_text(text)
     user = "user root; " if os.geteuid() == 0 else ""  # others may not enter the directories of the tests
     found = "/usr/sbin/nginx" if os.path.exists("/usr/sbin/nginx") else program("nginx")
     command = [found, "-p", str(directory), "-e", str(directory / "error.log"), "-c", str(config)]
@@ -61,7 +69,7 @@ def nginx(store: Server, directory: Path) -> Iterator[Nginx]:
             return True
 
     with running(command, directory / "nginx.log", answers, in_group=True) as process:
-        server = Nginx(f"http://127.0.0.1:{port}", directory, process)
+        server = Nginx(f"{'https' if tls else 'http'}://127.0.0.1:{port}", directory, process)
         try:
             yield server
         finally:

@@ -37,6 +37,7 @@ INTEGRATION_MODULES = frozenset(
         "daemon/test_supervisor.py",
         "ingest/test_ingest.py",
         "simulation/test_seeds.py",
+        "store/test_cached_gets.py",
         "store/test_rate_limit.py",
         "upload/test_spilled_parts.py",
         "vfs/test_create.py",

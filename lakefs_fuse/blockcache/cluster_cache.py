@@ -20,7 +20,7 @@ import trio
 
 from lakefs_fuse.blockcache.cluster_proxies import ClusterProxies
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from lakefs_fuse.blockcache.proofs import Proof, Proofs, Trust
+from lakefs_fuse.blockcache.proofs import Proof, Proofs
 from lakefs_fuse.blockcache.verified_get import BlockGetter, Spans
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import LakeError
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 
 class ClusterCache:
-    """See the module's head. ``store`` gets from the store; ``proofs`` is None where the proxies are trusted."""
+    """See the module's head. ``store`` gets from the store."""
 
     def __init__(
         self,
         store: BlockGetter,
         proxies: ClusterProxies,
-        proofs: Proofs | None,
+        proofs: Proofs,
         metrics: ClusterCacheMetrics,
         threads: Threads,
     ) -> None:
@@ -58,18 +58,17 @@ class ClusterCache:
         if answer.is_whole:
             answer.put_unproven()
             if await self._threads.run(proof.holds, answer.data):
-                return Fetched(answer.data, answer.meta(trusted=self._proofs is None)), ()
+                self._proofs.conclude(version, holds=True)
+                return Fetched(answer.data, answer.meta(trusted=self._proofs.are_trusting)), ()
             self._count_damaged(version, start, end)
         self._metrics.fallbacks += 1
         fetched, wrong = await self._from_store(version, start, end)
-        if answer.is_whole and self._proofs is not None and fetched.data == answer.data:
-            self._proofs.refute(version)
+        if answer.is_whole and fetched.data == answer.data:
+            self._proofs.conclude(version, holds=False)
         return fetched, wrong
 
     async def _proof(self, version: Version, start: int, end: int) -> Proof | None:
-        if not self._proxies.serve:
-            return None
-        return Trust() if self._proofs is None else await self._proofs.proof(version, start, end)
+        return await self._proofs.proof(version, start, end) if self._proxies.serve else None
 
     async def _from_store(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
         fetched, wrong = await self._store.get(version, start, end)

@@ -1,11 +1,12 @@
-"""What a checksum that came from the store itself proves of a range of an object, whoever brought the bytes.
+"""What a checksum of the store proves of a range of an object, whoever brought the bytes.
 
 Of a pack: its files that are in the range whole, by the CRC-32 in its directory. Of a plain object: all of it, where it
 is one range and its ETag is an MD5 sum. Nothing else is proven. Headers between the files of a pack, which no reader is
-given, are not compared.
+given, are not compared. Whoever brought the bytes may be trusted instead: then files are compared with the CRC-32 in
+the headers that came with them, which finds damage on the way, and what has no sum is taken as it is.
 
-What always holds: sums are never taken from what is to be proven. Memory is bounded: `SUMS_MAX` sums of packs are kept,
-those used last. Trio thread, but for `Proof.holds`.
+What always holds: unless the bytes are trusted, sums come from the store. Memory is bounded: `SUMS_MAX` sums of packs
+are kept, those used last. Trio thread, but for `Proof.holds`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ import trio
 
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.blockcache.verified_get import Spans
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import DamagedCommit, LakeError
+from lakefs_fuse.store.protocol import Buffer
 
 SUMS_MAX = 1 << 20
 """Of 20 bytes each."""
 Checksums = Mapping[tuple[int, int], int]
 """CRC-32 of each file of a pack, by offset and size."""
+REFUTED_MAX = 4
+"""So many objects in a row whose ETags are no sums, and no plain object is taken for proven any more."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
@@ -44,13 +48,16 @@ class Proof(Protocol):
 
 
 class Trust:
-    """A proof of everything."""
+    """Of any range, unless it contradicts itself: ``wrong_members`` finds the damaged files in a range of a pack."""
 
     unproven: Spans = ()
 
+    def __init__(self, wrong_members: Callable[[Buffer], Spans] | None) -> None:
+        self._wrong_members = wrong_members
+
     def holds(self, data: bytearray) -> bool:
-        """They are taken to be."""
-        return True
+        """See `Proof`."""
+        return self._wrong_members is None or not self._wrong_members(data)
 
 
 class Md5Proof:
@@ -103,18 +110,20 @@ class _PackProof:
 
 
 class Proofs:
-    """See the module's head. ``checksums`` asks the store for those of a pack; ``md5_etags`` is False where ETags of
-    plain objects are known to be no sums."""
+    """See the module's head. ``checksums`` asks the store for those of a pack, and is None where the bytes are trusted;
+    ``md5_etags`` is False where ETags of plain objects are known to be no sums."""
 
     def __init__(
         self,
         *,
         is_pack: Callable[[str], bool],
-        checksums: Callable[[Version], Awaitable[Checksums]],
+        wrong_members: Callable[[Buffer], Spans],
+        checksums: Callable[[Version], Awaitable[Checksums]] | None,
         md5_etags: bool,
     ) -> None:
-        self._is_pack, self._checksums = is_pack, checksums
-        self._md5_etags = md5_etags
+        self.are_trusting = checksums is None
+        self._is_pack, self._wrong_members, self._checksums = is_pack, wrong_members, checksums
+        self._refuted = 0 if md5_etags else REFUTED_MAX
         self._packs: OrderedDict[Version, PackSums | None] = OrderedDict()
         self._fetching: dict[Version, trio.Event] = {}
         self._kept = 0
@@ -122,30 +131,36 @@ class Proofs:
     async def proof(self, version: Version, start: int, end: int) -> Proof | None:
         """None where the range has to come from the store."""
         if self._is_pack(version.key):
-            sums = await self._sums(version)
+            if self._checksums is None:
+                return Trust(self._wrong_members)
+            sums = await self._sums(version, self._checksums)
             return None if sums is None else sums.proof(start, end)
-        if self._md5_etags and (start, end) == (0, version.size) and _MD5.fullmatch(version.etag):
+        if self._refuted < REFUTED_MAX and (start, end) == (0, version.size) and _MD5.fullmatch(version.etag):
             return Md5Proof(version.etag)
-        return None
+        return Trust(None) if self.are_trusting else None
 
-    def refute(self, version: Version) -> None:
-        """The store itself answers bytes that do not have their sum."""
-        if self._md5_etags and not self._is_pack(version.key):
-            self._md5_etags = False
-            _log.info("ETags of this store are no MD5 sums: plain objects do not come from the cluster cache")
+    def conclude(self, version: Version, *, holds: bool) -> None:
+        """A proof held, or the store itself answers bytes of which it does not."""
+        if self._refuted < REFUTED_MAX and not self._is_pack(version.key):
+            self._refuted = 0 if holds else self._refuted + 1
+            if self._refuted == REFUTED_MAX:
+                _log.info("ETags of this store are no MD5 sums: plain objects are not compared with them")
 
-    async def _sums(self, version: Version) -> PackSums | None:
+    async def _sums(self, version: Version, checksums: Callable[[Version], Awaitable[Checksums]]) -> PackSums | None:
         while version in self._fetching:
             await self._fetching[version].wait()
         if version in self._packs:
             self._packs.move_to_end(version)
             return self._packs[version]
         self._fetching[version] = fetched = trio.Event()
-        sums: PackSums | None = None
         try:
-            sums = PackSums(await self._checksums(version))
+            sums: PackSums | None = PackSums(await checksums(version))
+        except DamagedCommit as error:
+            _log.warning("%s does not come from the cluster cache: its directory is damaged: %s", version.key, error)
+            sums = None
         except LakeError as error:
             _log.info("%s does not come from the cluster cache: its checksums cannot be read: %s", version.key, error)
+            return None
         finally:
             del self._fetching[version]
             fetched.set()

@@ -1,12 +1,13 @@
 """Where blocks come from, and which answers are compared with sums: those that come over plain http.
 
 Over https TLS has done so already, for less CPU and for every byte; a local directory has no way to go. What the
-proxies of a cluster cache bring is compared however it comes, unless the mount was told to trust them.
+proxies of a cluster cache bring is compared however it comes.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -47,7 +48,12 @@ def block_getter(
     counters = metrics.cluster_cache
     store = verified or UnverifiedGet(client)
     proxies = ClusterProxies(getters, counters, nursery, threads)
-    proofs = None if config.trust_cluster_cache else _proofs(client, metrics, read_only=config.read_only)
+    proofs = Proofs(
+        is_pack=is_pack_key,
+        wrong_members=wrong_members,
+        checksums=None if config.trust_cluster_cache else _checksums(client, metrics),
+        md5_etags=client.capabilities.md5_etags or config.read_only,
+    )
     return ClusterCache(store, proxies, proofs, counters, threads)
 
 
@@ -59,7 +65,7 @@ def _verification(client: StoreClient, metrics: Metrics, *, read_only: bool) -> 
     return VerifiedGet(client, metrics.cache, is_pack=is_pack_key, wrong_members=wrong_members, md5_etags=md5_etags)
 
 
-def _proofs(client: StoreClient, metrics: Metrics, *, read_only: bool) -> Proofs:
+def _checksums(client: StoreClient, metrics: Metrics) -> Callable[[Version], Awaitable[Checksums]]:
     async def of_pack(version: Version) -> Checksums:
         tail_bytes = min(max(version.size // DIRECTORY_SHARE, DIRECTORY_BYTES_MIN), DIRECTORY_BYTES_MAX)
         tail_at, tail = max(0, version.size - tail_bytes), memoryview(b"")
@@ -78,4 +84,4 @@ def _proofs(client: StoreClient, metrics: Metrics, *, read_only: bool) -> Proofs
 
         return await checksums(version.size, fetch)
 
-    return Proofs(is_pack=is_pack_key, checksums=of_pack, md5_etags=client.capabilities.md5_etags or read_only)
+    return of_pack

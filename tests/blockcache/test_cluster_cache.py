@@ -1,0 +1,320 @@
+"""Blocks from proxies: who is asked, what is believed, and what is asked of the store instead."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from lakefs_fuse.blockcache import cluster_proxies
+from lakefs_fuse.blockcache.cluster_cache import ClusterCache
+from lakefs_fuse.blockcache.cluster_proxies import ClusterProxies
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.proofs import REFUTED_MAX, Checksums, Proofs
+from lakefs_fuse.blockcache.verified_get import UnverifiedGet
+from lakefs_fuse.commits.archive import ArchiveBuilder, Member, wrong_members
+from lakefs_fuse.commits.archive_check import checksums
+from lakefs_fuse.environment.threads import WorkerThreads
+from lakefs_fuse.errors import AccessDenied, DamagedCommit, LakeError, NotFound, StoreError, Unavailable
+from lakefs_fuse.metrics import ClusterCacheMetrics
+from lakefs_fuse.store.protocol import Buffer, Fetched, ObjectMeta
+from tests.blockcache.reading import MIB, MemoryStore, content
+
+URLS = ("http://a:1", "http://b:2", "http://c:3")
+PLAIN, PACK = "plain", ".lakefs/commits/pack"
+DATA = content("plain", 3 * MIB + 7)
+
+
+class Proxy:
+    """A `CachedGetter` that gives what the store has, unless told otherwise: with one byte of each answer changed
+    (``flip_at``), from an object that is not the store's (``others``), or not at all (``fail``)."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store, self._lock = store, threading.Lock()
+        self.asked: Counter[tuple[str, int, int]] = Counter()
+        self.fail: Exception | None = None
+        self.flip_at: int | None = None
+        self.others = b""
+        self.metadata: dict[str, str] = {}
+
+    def get(self, key: str, start: int, end: int, etag: str) -> tuple[Fetched, bool]:
+        with self._lock:
+            self.asked[key, start, end] += 1
+            times = self.asked[key, start, end]
+        if self.fail is not None:
+            raise self.fail
+        held = self.others or self._store.objects[key]
+        data = bytearray(held[start:end])
+        if self.flip_at is not None and self.flip_at < len(data):
+            data[self.flip_at] ^= 1
+        return Fetched(bytes(data), ObjectMeta(key, len(held), etag, 0, self.metadata)), times > 1
+
+
+class Cluster:
+    """One node, its proxies and the store."""
+
+    def __init__(self, nursery: trio.Nursery, urls: tuple[str, ...], *, trusting: bool, md5_etags: bool = True) -> None:
+        self.store, self.metrics = MemoryStore(), ClusterCacheMetrics()
+        self.proxy = Proxy(self.store)
+        self.by_url = {url: Proxy(self.store) for url in urls} if len(urls) > 1 else {urls[0]: self.proxy}
+        self.proxies = ClusterProxies(self.by_url, self.metrics, nursery, WorkerThreads())
+        self.directories_read = 0
+        self.directory_error: LakeError | None = None
+        self.proofs = Proofs(
+            is_pack=lambda key: key == PACK,
+            wrong_members=wrong_members,
+            checksums=None if trusting else self.checksums,
+            md5_etags=md5_etags,
+        )
+        self.cache = ClusterCache(UnverifiedGet(self.store), self.proxies, self.proofs, self.metrics, WorkerThreads())
+        self.plain = self.store.put(PLAIN, DATA)
+
+    async def checksums(self, version: Version) -> Checksums:
+        async def fetch(start: int, end: int) -> Buffer:
+            await trio.lowlevel.checkpoint()
+            return self.store.objects[PACK][start:end]
+
+        self.directories_read += 1
+        if self.directory_error is not None:
+            raise self.directory_error
+        return await checksums(version.size, fetch)
+
+    async def read(self, version: Version, start: int, end: int) -> bytes:
+        fetched, wrong = await self.cache.get(version, start, end)
+        assert not wrong
+        assert fetched.meta.etag == version.etag
+        return bytes(fetched.data)
+
+    async def read_right(self, version: Version, start: int = 0, end: int = 0) -> None:
+        end = end or version.size
+        assert await self.read(version, start, end) == self.store.objects[version.key][start:end]
+
+    @property
+    def store_gets(self) -> list[tuple[int, int]]:
+        return [(start, end) for _, start, end in self.store.gets]
+
+
+@asynccontextmanager
+async def cluster(*urls: str, trusting: bool = False, md5_etags: bool = True) -> AsyncIterator[Cluster]:
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            yield Cluster(nursery, urls or URLS[:1], trusting=trusting, md5_etags=md5_etags)
+            nursery.cancel_scope.cancel()
+
+
+def put_pack(made: Cluster, *sizes: int) -> tuple[Version, list[tuple[int, int]]]:
+    """A pack of files of these sizes, and where they begin and end."""
+    pieces: list[Buffer] = []
+    builder = ArchiveBuilder(pieces.append)
+    offsets = [builder.add(Member(f"file-{number}", content(number, size), size)) for number, size in enumerate(sizes)]
+    builder.finish(b"record")
+    version = made.store.put(PACK, b"".join(pieces))
+    return version, [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+
+
+# -- who is asked
+
+
+async def test_cluster_proxies_in_any_order_ask_the_same_owner() -> None:
+    asked = []
+    for urls in (URLS, URLS[::-1]):
+        async with cluster(*urls) as made:
+            for block in range(4):
+                assert await made.proxies.get(made.plain, block)
+            asked.append({url: set(made.by_url[url].asked) for url in URLS})
+    assert asked[0] == asked[1]
+
+
+async def test_cluster_proxies_share_blocks_and_move_only_those_of_one_that_fails() -> None:
+    blocks = 300
+    async with cluster(*URLS) as made:
+        version = Version("large", "etag", blocks * BLOCK_BYTES)
+        made.store.objects["large"] = b""
+
+        async def owners() -> dict[int, str]:
+            for proxy in made.by_url.values():
+                proxy.asked.clear()
+                proxy.fail = proxy.fail or NotFound("asked")
+            for block in range(blocks):
+                await made.proxies.get(version, block)
+            return {start // BLOCK_BYTES: url for url, proxy in made.by_url.items() for _, start, _ in proxy.asked}
+
+        before = await owners()
+        assert all(blocks / 5 < count < blocks / 2 for count in Counter(before.values()).values())
+        made.by_url[URLS[0]].fail = Unavailable("down")
+        await owners()
+        after = await owners()
+        assert URLS[0] not in after.values()
+        assert {block: url for block, url in before.items() if url != URLS[0]}.items() <= after.items()
+
+
+async def test_cluster_proxies_ask_one_that_failed_again_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_proxies, "TRY_S_FIRST", 0.05)
+    async with cluster() as made:
+        made.proxy.fail = Unavailable("down")
+        await made.read_right(made.plain)
+        asked = made.proxy.asked.total()
+        await made.read_right(made.plain)
+        assert made.store_gets == [(0, len(DATA))] * 2
+        while made.proxy.asked.total() < asked + 2:
+            await trio.sleep(0.01)
+        made.proxy.fail = None
+        while not made.proxies.serve:
+            await trio.sleep(0.01)
+        await made.read_right(made.plain)
+        assert len(made.store.gets) == 2
+        assert made.metrics.fallbacks == 1
+
+
+@pytest.mark.parametrize("error", [AccessDenied("403"), NotFound("404"), Unavailable("503", throttled=True)], ids=str)
+async def test_cluster_proxies_that_pass_on_what_the_store_says_do_not_fail(error: StoreError) -> None:
+    async with cluster() as made:
+        made.proxy.fail = error
+        await made.read_right(made.plain)
+        assert made.proxies.serve
+        assert made.store_gets == [(0, len(DATA))]
+        assert (made.metrics.failures, made.metrics.fallbacks) == (4, 1)
+
+
+async def test_cluster_proxy_that_answers_another_size_fails() -> None:
+    async with cluster() as made:
+        await made.read_right(made.plain)
+        longer = Version(PLAIN, made.plain.etag, len(DATA) + 1)
+        assert await made.proxies.get(longer, 3) is None
+        assert not made.proxies.serve
+
+
+# -- what is believed
+
+
+async def test_cluster_cache_compares_a_whole_object_with_its_etag() -> None:
+    async with cluster() as made:
+        await made.read_right(made.plain)
+        assert not made.store.gets
+        made.proxy.flip_at = 5
+        await made.read_right(made.plain)
+        assert made.store_gets == [(0, len(DATA))]
+        assert (made.metrics.damaged, made.metrics.fallbacks, made.metrics.bytes_of_store) == (1, 1, len(DATA))
+        assert made.metrics.hits == 4
+        assert made.metrics.bytes_read == 2 * len(DATA)
+
+
+async def test_cluster_cache_gets_a_part_of_an_object_from_the_store() -> None:
+    async with cluster() as made:
+        await made.read_right(made.plain, MIB, 2 * MIB)
+        assert not made.proxy.asked
+        assert made.store_gets == [(MIB, 2 * MIB)]
+
+
+async def test_cluster_cache_of_a_store_whose_etags_are_no_sums_learns_it() -> None:
+    async with cluster() as made:
+        other = Version(PLAIN, "0123456789abcdef" * 2, len(DATA))
+        made.store.ignores_etag = True
+        for _ in range(REFUTED_MAX + 2):
+            fetched, _ = await made.cache.get(other, 0, other.size)
+            assert bytes(fetched.data) == DATA
+        assert made.metrics.damaged == REFUTED_MAX
+        assert made.proxy.asked[PLAIN, 0, MIB] == REFUTED_MAX
+
+
+async def test_cluster_cache_gets_a_whole_pack_from_the_proxies() -> None:
+    async with cluster() as made:
+        pack, _ = put_pack(made, 700_000, 0, 900_000, 100_000)
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(made.read_right, pack)
+        assert not made.store.gets
+        assert made.directories_read == 1
+
+
+async def test_cluster_cache_gets_files_that_a_range_cuts_from_the_store() -> None:
+    async with cluster() as made:
+        pack, files = put_pack(made, *[150_000] * 40)
+        start, end = MIB, 3 * MIB
+        await made.read_right(pack, start, end)
+        cut = [(at, stop) for at, stop in files if at < start < stop or at < end < stop]
+        assert sorted(made.store_gets) == [(start, cut[0][1]), (cut[1][0], end)]
+        assert made.metrics.bytes_of_store == cut[0][1] - start + end - cut[1][0]
+
+
+async def test_cluster_cache_gets_a_range_of_which_half_is_cut_from_the_store() -> None:
+    async with cluster() as made:
+        pack, _ = put_pack(made, 1_300_000, 100_000, 1_300_000)
+        await made.read_right(pack, MIB, 2 * MIB)
+        assert made.store_gets == [(MIB, 2 * MIB)]
+        assert not made.proxy.asked
+
+
+@pytest.mark.parametrize("at", [100, 1_000_000])
+async def test_cluster_cache_of_a_pack_with_a_changed_file_asks_the_store(at: int) -> None:
+    async with cluster() as made:
+        pack, _ = put_pack(made, 100_000, 850_000, 200_000)
+        made.proxy.flip_at = at
+        await made.read_right(pack)
+        assert made.store_gets == [(0, pack.size)]
+        assert made.metrics.damaged == 1
+
+
+async def test_cluster_cache_of_a_pack_with_the_bytes_of_another_asks_the_store() -> None:
+    """Whose own headers and sums are right."""
+    async with cluster() as made:
+        other, _ = put_pack(made, 30_001, 50_000)
+        made.proxy.others = made.store.objects[PACK]
+        pack, _ = put_pack(made, 30_000, 50_001)
+        assert pack.size == other.size
+        await made.read_right(pack)
+        assert made.metrics.damaged == 1
+
+
+async def test_cluster_cache_of_a_pack_whose_directory_is_damaged_asks_the_store() -> None:
+    async with cluster() as made:
+        pack, _ = put_pack(made, 30_000)
+        for error, read in ((Unavailable("away"), 2), (DamagedCommit("damaged"), 3)):
+            made.directory_error = error
+            await made.read_right(pack)
+            await made.read_right(pack)
+            assert made.directories_read == read, "only damage is for ever"
+        assert not made.proxy.asked
+
+
+async def test_cluster_cache_whose_cut_files_cannot_be_read_raises_the_error_of_the_store() -> None:
+    async with cluster() as made:
+        pack, _ = put_pack(made, *[150_000] * 40)
+        made.store.fail_with = NotFound("removed")
+        with pytest.raises(NotFound):
+            await made.read(pack, MIB, 3 * MIB)
+
+
+# -- trusted proxies
+
+
+async def test_trusted_cluster_cache_asks_the_store_for_nothing() -> None:
+    async with cluster(trusting=True) as made:
+        pack, _ = put_pack(made, *[150_000] * 40)
+        made.proxy.metadata = {"mode": "33188"}
+        await made.read_right(pack, MIB, 3 * MIB)
+        await made.read_right(made.plain, MIB, 2 * MIB)
+        fetched, _ = await made.cache.get(made.plain, 0, len(DATA))
+        assert fetched.meta.metadata == {"mode": "33188"}
+        assert not made.store.gets
+        assert made.directories_read == 0
+
+
+async def test_trusted_cluster_cache_whose_answer_contradicts_itself_asks_the_store() -> None:
+    async with cluster(trusting=True) as made:
+        pack, files = put_pack(made, *[150_000] * 40)
+        made.proxy.flip_at = files[1][0]
+        await made.read_right(pack, 0, 3 * MIB)
+        await made.read_right(made.plain)
+        assert made.store_gets == [(0, 3 * MIB), (0, len(DATA))]
+
+
+async def test_cluster_cache_tells_no_metadata_that_a_proxy_claims() -> None:
+    async with cluster() as made:
+        made.proxy.metadata = {"mode": "33188"}
+        fetched, _ = await made.cache.get(made.plain, 0, len(DATA))
+        assert fetched.meta == ObjectMeta(PLAIN, len(DATA), made.plain.etag, 0)
