@@ -85,9 +85,15 @@ class CountedStore:
 
     def bytes_sent(self, *, containing: str = "") -> int:
         """Of all answers to GETs of objects so far, heads included."""
+        return sum(int(fields[3]) for fields in self._gets() if containing in fields[5])
+
+    def gets(self) -> int:
+        """GETs of objects so far."""
+        return len(self._gets())
+
+    def _gets(self) -> list[list[str]]:
         lines = (line.split(" ") for line in self._log.read_text().splitlines())
-        gets = (fields for fields in lines if fields[0] == "GET" and len(fields) == 6 and "list-type" not in fields[5])
-        return sum(int(fields[3]) for fields in gets if containing in fields[5])
+        return [each for each in lines if each[0] == "GET" and len(each) == 6 and "list-type" not in each[5]]
 
 
 @contextlib.contextmanager

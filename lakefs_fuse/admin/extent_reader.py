@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
-from lakefs_fuse.commits.archive_check import checksums
+from lakefs_fuse.commits.archive_check import fetch_directory
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
@@ -110,7 +110,7 @@ class ExtentReader:
 
             found: dict[tuple[int, int], int] | None = None
             try:
-                found = await checksums(version.size, fetch)
+                found = (await fetch_directory(version.size, fetch)).checksums()
             except (DamagedCommit, NotFound, PreconditionFailed):
                 pass
             self._checksums[version] = found

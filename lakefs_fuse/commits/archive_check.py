@@ -164,15 +164,27 @@ async def verify(key: str, size: int, fetch: Fetch) -> Audit:
     return _with_paths(audit)
 
 
-async def checksums(size: int, fetch: Fetch) -> dict[tuple[int, int], int]:
-    """CRC-32 of every member of the commit object of ``size`` bytes, by offset and size of its bytes, as its directory
-    has them. Raises DamagedCommit."""
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The directory of a commit object as it lies there: ``count`` entries from byte ``at`` on."""
+
+    raw: memoryview
+    at: int
+    count: int
+
+    def checksums(self) -> dict[tuple[int, int], int]:
+        """CRC-32 of every member, by offset and size of its bytes. 10 µs each; in any thread. Raises DamagedCommit."""
+        entries = _entries(self.raw, self.at, self.count)
+        return {(entry.at + entry.length, entry.size): entry.crc for entry in entries}
+
+
+async def fetch_directory(size: int, fetch: Fetch) -> Directory:
+    """Of the commit object of ``size`` bytes. Raises DamagedCommit."""
     window = _Window(size, fetch)
     tail = await window.read(max(0, size - _TAIL_BYTES), size)
     where = locate(tail, size)
     at, end, count = _extent(tail, where.end_at - (size - len(tail)), where.end_at)
-    entries = _entries(await window.read(at, end), at, count)
-    return {(entry.at + entry.length, entry.size): entry.crc for entry in entries}
+    return Directory(await window.read(at, end), at, count)
 
 
 # -- the directory

@@ -14,10 +14,10 @@ from lakefs_fuse.blockcache import cluster_proxies
 from lakefs_fuse.blockcache.cluster_cache import ClusterCache
 from lakefs_fuse.blockcache.cluster_proxies import ClusterProxies
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from lakefs_fuse.blockcache.proofs import REFUTED_MAX, Checksums, Proofs
+from lakefs_fuse.blockcache.proofs import REFUTED_MAX, PackSums, Proofs
 from lakefs_fuse.blockcache.verified_get import UnverifiedGet
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, wrong_members
-from lakefs_fuse.commits.archive_check import checksums
+from lakefs_fuse.commits.archive_check import fetch_directory
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import AccessDenied, DamagedCommit, LakeError, NotFound, StoreError, Unavailable
 from lakefs_fuse.metrics import ClusterCacheMetrics
@@ -67,13 +67,13 @@ class Cluster:
         self.proofs = Proofs(
             is_pack=lambda key: key == PACK,
             wrong_members=wrong_members,
-            checksums=None if trusting else self.checksums,
+            pack_sums=None if trusting else self.pack_sums,
             md5_etags=md5_etags,
         )
         self.cache = ClusterCache(UnverifiedGet(self.store), self.proxies, self.proofs, self.metrics, WorkerThreads())
         self.plain = self.store.put(PLAIN, DATA)
 
-    async def checksums(self, version: Version) -> Checksums:
+    async def pack_sums(self, version: Version) -> PackSums:
         async def fetch(start: int, end: int) -> Buffer:
             await trio.lowlevel.checkpoint()
             return self.store.objects[PACK][start:end]
@@ -81,7 +81,7 @@ class Cluster:
         self.directories_read += 1
         if self.directory_error is not None:
             raise self.directory_error
-        return await checksums(version.size, fetch)
+        return PackSums((await fetch_directory(version.size, fetch)).checksums())
 
     async def read(self, version: Version, start: int, end: int) -> bytes:
         fetched, wrong = await self.cache.get(version, start, end)
@@ -149,6 +149,7 @@ async def test_cluster_proxies_share_blocks_and_move_only_those_of_one_that_fail
         await owners()
         after = await owners()
         assert URLS[0] not in after.values()
+        assert after.keys() == before.keys()
         assert {block: url for block, url in before.items() if url != URLS[0]}.items() <= after.items()
 
 
@@ -162,9 +163,10 @@ async def test_cluster_proxies_ask_one_that_failed_again_in_the_background(monke
         assert made.store_gets == [(0, len(DATA))] * 2
         while made.proxy.asked.total() < asked + 2:
             await trio.sleep(0.01)
-        made.proxy.fail = None
+        made.proxy.fail = NotFound("removed meanwhile")
         while not made.proxies.serve:
             await trio.sleep(0.01)
+        made.proxy.fail = None
         await made.read_right(made.plain)
         assert len(made.store.gets) == 2
         assert made.metrics.fallbacks == 1
@@ -234,11 +236,13 @@ async def test_cluster_cache_gets_a_whole_pack_from_the_proxies() -> None:
 async def test_cluster_cache_gets_files_that_a_range_cuts_from_the_store() -> None:
     async with cluster() as made:
         pack, files = put_pack(made, *[150_000] * 40)
-        start, end = MIB, 3 * MIB
+        start, end = MIB, 2 * MIB
+        made.proxy.flip_at = 10
         await made.read_right(pack, start, end)
         cut = [(at, stop) for at, stop in files if at < start < stop or at < end < stop]
         assert sorted(made.store_gets) == [(start, cut[0][1]), (cut[1][0], end)]
         assert made.metrics.bytes_of_store == cut[0][1] - start + end - cut[1][0]
+        assert made.metrics.damaged == 0, "nothing of them is taken from the proxy"
 
 
 async def test_cluster_cache_gets_a_range_of_which_half_is_cut_from_the_store() -> None:
@@ -290,6 +294,16 @@ async def test_cluster_cache_whose_cut_files_cannot_be_read_raises_the_error_of_
 
 
 # -- trusted proxies
+
+
+async def test_trusted_cluster_cache_learns_of_etags_from_whole_objects_only() -> None:
+    async with cluster(trusting=True) as made:
+        other = Version(PLAIN, "0123456789abcdef" * 2, len(DATA))
+        made.store.ignores_etag = True
+        for _ in range(REFUTED_MAX + 1):
+            await made.cache.get(other, 0, other.size)
+            await made.cache.get(other, 0, MIB)
+        assert made.metrics.damaged == REFUTED_MAX
 
 
 async def test_trusted_cluster_cache_asks_the_store_for_nothing() -> None:

@@ -14,10 +14,10 @@ import trio
 from lakefs_fuse.blockcache.cluster_cache import ClusterCache
 from lakefs_fuse.blockcache.cluster_proxies import ClusterProxies
 from lakefs_fuse.blockcache.object_version import Version
-from lakefs_fuse.blockcache.proofs import Checksums, Proofs
+from lakefs_fuse.blockcache.proofs import PackSums, Proofs
 from lakefs_fuse.blockcache.verified_get import BlockGetter, UnverifiedGet, VerifiedGet
 from lakefs_fuse.commits.archive import wrong_members
-from lakefs_fuse.commits.archive_check import checksums
+from lakefs_fuse.commits.archive_check import fetch_directory
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.meta.object_table import is_pack_key
@@ -51,7 +51,7 @@ def block_getter(
     proofs = Proofs(
         is_pack=is_pack_key,
         wrong_members=wrong_members,
-        checksums=None if config.trust_cluster_cache else _checksums(client, metrics),
+        pack_sums=None if config.trust_cluster_cache else _pack_sums(client, metrics, threads),
         md5_etags=client.capabilities.md5_etags or config.read_only,
     )
     return ClusterCache(store, proxies, proofs, counters, threads)
@@ -65,8 +65,8 @@ def _verification(client: StoreClient, metrics: Metrics, *, read_only: bool) -> 
     return VerifiedGet(client, metrics.cache, is_pack=is_pack_key, wrong_members=wrong_members, md5_etags=md5_etags)
 
 
-def _checksums(client: StoreClient, metrics: Metrics) -> Callable[[Version], Awaitable[Checksums]]:
-    async def of_pack(version: Version) -> Checksums:
+def _pack_sums(client: StoreClient, metrics: Metrics, threads: Threads) -> Callable[[Version], Awaitable[PackSums]]:
+    async def of_pack(version: Version) -> PackSums:
         tail_bytes = min(max(version.size // DIRECTORY_SHARE, DIRECTORY_BYTES_MIN), DIRECTORY_BYTES_MAX)
         tail_at, tail = max(0, version.size - tail_bytes), memoryview(b"")
 
@@ -82,6 +82,7 @@ def _checksums(client: StoreClient, metrics: Metrics) -> Callable[[Version], Awa
             metrics.cluster_cache.bytes_of_store += len(data)
             return data
 
-        return await checksums(version.size, fetch)
+        directory = await fetch_directory(version.size, fetch)
+        return await threads.run(lambda: PackSums(directory.checksums()))
 
     return of_pack
