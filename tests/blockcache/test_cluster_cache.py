@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ import trio
 
 from lakefs_fuse.blockcache import cluster_proxies
 from lakefs_fuse.blockcache.cluster_cache import ClusterCache
-from lakefs_fuse.blockcache.cluster_proxies import ClusterProxies
+from lakefs_fuse.blockcache.cluster_proxies import REQUESTS_MAX, ClusterProxies
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.blockcache.proofs import REFUTED_MAX, PackSums, Proofs
 from lakefs_fuse.blockcache.verified_get import UnverifiedGet
@@ -37,6 +38,7 @@ class Proxy:
         self._store, self._lock = store, threading.Lock()
         self.asked: Counter[tuple[str, int, int]] = Counter()
         self.fail: Exception | None = None
+        self.pause_s = 0.0
         self.flip_at: int | None = None
         self.others = b""
         self.metadata: dict[str, str] = {}
@@ -45,6 +47,7 @@ class Proxy:
         with self._lock:
             self.asked[key, start, end] += 1
             times = self.asked[key, start, end]
+        time.sleep(self.pause_s)
         if self.fail is not None:
             raise self.fail
         held = self.others or self._store.objects[key]
@@ -182,11 +185,21 @@ async def test_cluster_proxies_that_pass_on_what_the_store_says_do_not_fail(erro
         assert (made.metrics.failures, made.metrics.fallbacks) == (4, 1)
 
 
+async def test_cluster_proxies_do_not_make_requests_that_waited_when_their_proxy_failed() -> None:
+    async with cluster() as made:
+        version = Version(PLAIN, made.plain.etag, 3 * REQUESTS_MAX * BLOCK_BYTES)
+        made.proxy.fail, made.proxy.pause_s = Unavailable("down"), 0.2
+        async with trio.open_nursery() as nursery:
+            for block in range(version.blocks):
+                nursery.start_soon(made.proxies.get, version, block)
+        assert made.metrics.requests == made.proxy.asked.total() <= REQUESTS_MAX
+
+
 async def test_cluster_proxy_that_answers_another_size_fails() -> None:
     async with cluster() as made:
         await made.read_right(made.plain)
         longer = Version(PLAIN, made.plain.etag, len(DATA) + 1)
-        assert await made.proxies.get(longer, 3) is None
+        assert await made.proxies.get(longer, 0) is None
         assert not made.proxies.serve
 
 
