@@ -76,7 +76,7 @@ def main() -> None:
         seaweed = stack.enter_context(seaweedfs(directory / "seaweedfs"))
         make_bucket(seaweed, "measured")
         store = stack.enter_context(counted(seaweed, directory / "counted"))
-        options = "--pack", "always", "--durability", "writeback"
+        options = "--pack", "always", "--durability", "writeback", "--writeback-delay", "1m"
         writer = stack.enter_context(s3_lake(seaweed, "measured", directory / "writer", *options)).mount()
         (writer.path / "packed").mkdir()
         for name in files:
@@ -114,6 +114,7 @@ def measure(way: str, files: dict[str, int], writer: Lake, store: CountedStore, 
         for thread in threads:
             thread.join()
         sent, gets = (store.bytes_sent() - before) / total, store.gets() - gets
+        fallbacks = sum(each.lake.number("cluster_cache.fallbacks") for each in nodes)
         for each in nodes:
             each.lake.umount()
         one = node()
@@ -121,7 +122,13 @@ def measure(way: str, files: dict[str, int], writer: Lake, store: CountedStore, 
         took_s = one.read(files, MOUNTS)
         cpu_s = one.cpu_s() - before_cpu_s
         found = one.lake.stats()["cluster_cache"]
-        line = {"way": way, "of_dataset": round(sent, 3), "gets": gets, "one_s": round(took_s, 2)}
+        line = {
+            "way": way,
+            "of_dataset": round(sent, 3),
+            "gets": gets,
+            "fallbacks": fallbacks,
+            "one_s": round(took_s, 2),
+        }
         print(json.dumps(line | {"one_cpu_s": round(cpu_s, 2), "one_counted": found}))
         sys.stdout.flush()
 

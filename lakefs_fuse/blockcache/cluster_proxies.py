@@ -4,9 +4,11 @@ What always holds:
 
 * *one owner*: a block is asked for at the proxy that wins rendezvous hashing among those that serve. Nodes with the
   same list ask the same proxy, and a proxy that fails moves no blocks but its own;
-* *one wait*: a proxy that fails is not asked again by readers until a request in the background, made with growing
-  pauses, was answered. Requests that wait for a thread meanwhile are not made. What the store refuses, and a proxy
-  passes on, is not a failure of the proxy;
+* *one wait*: a proxy fails when it cannot be reached, answers with something else, or answers nothing at all for
+  `SILENT_S_MAX`. Readers then do not ask it again until a request in the background, made with growing pauses, was
+  answered; requests that wait for a thread are not made. A proxy that answers other requests is waited for, as the
+  store may be slow, and more so for everybody without the proxy. What the store refuses, and a proxy passes on, is not
+  a failure of the proxy;
 * an answer claims to be of the version, and has the length, that was asked for. Its bytes may be any.
 
 Tasks of the trio thread; requests run in worker threads and have the bounds of `CachedGetter`. Nothing survives a
@@ -16,7 +18,8 @@ crash, or has to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import trio
 import xxhash
@@ -29,9 +32,12 @@ from lakefs_fuse.store.protocol import CachedGetter, Fetched
 from lakefs_fuse.sync.backoff import Backoff
 
 REQUESTS_MAX = 32
+"""To each proxy: those that were given up at one that hangs keep their threads for some seconds."""
+SILENT_S_MAX = 1.0
 TRY_S_FIRST, TRY_S_MAX = 1.0, 30.0
 """Pauses before a proxy that fails is tried again."""
 _OF_THE_STORE = (AccessDenied, KeyRefused, NotFound, PreconditionFailed)
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +53,8 @@ class ClusterProxies:
     ) -> None:
         self._getters, self._failing = getters, set[str]()
         self._metrics, self._nursery, self._threads = metrics, nursery, threads
-        self._requests = trio.CapacityLimiter(REQUESTS_MAX)
+        self._requests = {url: trio.CapacityLimiter(REQUESTS_MAX) for url in getters}
+        self._waiting: dict[str, set[trio.CancelScope]] = {url: set() for url in getters}
 
     @property
     def serve(self) -> bool:
@@ -76,7 +83,7 @@ class ClusterProxies:
             return fetched, is_hit
 
         try:
-            answer = await self._threads.run(ask, limiter=self._requests, abandon_on_cancel=True)
+            answer = await self._unless_silent(url, ask)
         except StoreError as error:
             self._metrics.requests += 1
             self._metrics.failures += 1
@@ -91,6 +98,16 @@ class ClusterProxies:
         self._learn_success(url)
         return fetched
 
+    async def _unless_silent(self, url: str, ask: Callable[[], T]) -> T:
+        """What ``ask`` answers in a thread. Raises Unavailable, too."""
+        with trio.move_on_after(SILENT_S_MAX) as scope:
+            self._waiting[url].add(scope)
+            try:
+                return await self._threads.run(ask, limiter=self._requests[url], abandon_on_cancel=True)
+            finally:
+                self._waiting[url].discard(scope)
+        raise Unavailable(f"it has answered nothing for {SILENT_S_MAX:g} s")
+
     def _learn_failure(self, url: str, version: Version, block: int, error: StoreError) -> None:
         if isinstance(error, _OF_THE_STORE):
             self._learn_success(url)
@@ -100,6 +117,8 @@ class ClusterProxies:
             self._nursery.start_soon(self._try_again, url, version, block)
 
     def _learn_success(self, url: str) -> None:
+        for scope in self._waiting[url]:
+            scope.deadline = trio.current_time() + SILENT_S_MAX
         if url in self._failing:
             self._failing.discard(url)
             _log.info("cluster cache %s answers again", url)

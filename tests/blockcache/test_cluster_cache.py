@@ -38,7 +38,7 @@ class Proxy:
         self._store, self._lock = store, threading.Lock()
         self.asked: Counter[tuple[str, int, int]] = Counter()
         self.fail: Exception | None = None
-        self.pause_s = 0.0
+        self.pause_s, self.pauses_s = 0.0, dict[int, float]()
         self.flip_at: int | None = None
         self.others = b""
         self.metadata: dict[str, str] = {}
@@ -47,7 +47,7 @@ class Proxy:
         with self._lock:
             self.asked[key, start, end] += 1
             times = self.asked[key, start, end]
-        time.sleep(self.pause_s)
+        time.sleep(self.pauses_s.get(start, self.pause_s))
         if self.fail is not None:
             raise self.fail
         held = self.others or self._store.objects[key]
@@ -193,6 +193,42 @@ async def test_cluster_proxies_do_not_make_requests_that_waited_when_their_proxy
             for block in range(version.blocks):
                 nursery.start_soon(made.proxies.get, version, block)
         assert made.metrics.requests == made.proxy.asked.total() <= REQUESTS_MAX
+
+
+async def test_cluster_proxy_that_is_silent_fails_and_one_that_answers_others_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_proxies, "SILENT_S_MAX", 0.3)
+    async with cluster() as made:
+        made.proxy.pauses_s[0] = 1.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.read_right, made.plain)
+            for _ in range(12):
+                await trio.sleep(0.1)
+                assert await made.proxies.get(made.plain, 1)
+        assert (made.metrics.failures, made.store_gets) == (0, [])
+        began_s = trio.current_time()
+        await made.read_right(made.plain)
+        assert trio.current_time() - began_s < 0.9, "it answers the other blocks first"
+        assert (made.metrics.failures, made.store_gets) == (1, [(0, len(DATA))])
+        await made.read_right(made.plain)
+        assert made.metrics.failures == 1
+
+
+async def test_cluster_proxies_are_asked_beside_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_proxies, "SILENT_S_MAX", 0.3)
+    async with cluster(*URLS[:2]) as made:
+        version = Version(PLAIN, made.plain.etag, 3 * REQUESTS_MAX * BLOCK_BYTES)
+        made.store.objects[PLAIN] = bytes(version.size)
+        hanging, other = (made.by_url[url] for url in URLS[:2])
+        hanging.pause_s = 1.0
+        async with trio.open_nursery() as nursery:
+            for block in range(version.blocks):
+                nursery.start_soon(made.proxies.get, version, block)
+        for block in range(version.blocks):
+            assert await made.proxies.get(version, block)
+        assert other.asked.total() >= version.blocks
+        assert made.proxies.serve
 
 
 async def test_cluster_proxy_that_answers_another_size_fails() -> None:

@@ -43,7 +43,8 @@ def proxy(store: CountedStore, tmp_path: Path) -> Iterator[Nginx]:
 @pytest.fixture
 def node(make_lake: LakeMaker, store: CountedStore, tmp_path: Path) -> Iterator[Maker]:
     """Mount the dataset on another node: ``node(*options)``. ``files`` are all that there is."""
-    writer = make_lake("seaweedfs", "--pack", "always", "--durability", "writeback", through=store.server).mount()
+    options = "--pack", "always", "--durability", "writeback", "--writeback-delay", "1m"
+    writer = make_lake("seaweedfs", *options, through=store.server).mount()
     (writer.path / "packed").mkdir()
     for name, data in PACKED.items():
         (writer.path / name).write_bytes(data)

@@ -43,8 +43,8 @@ DEFAULT_REGION = "us-east-1"
 CONNECTIONS_MIN = 64
 CACHE_TOKEN = f"{ENVIRONMENT_PREFIX}CLUSTER_CACHE_TOKEN"
 """Environment variable of the password that the proxies of a cluster cache ask for."""
-CACHE_CONNECT_S_MAX, CACHE_STALL_S_MAX = 0.5, 1.0
-"""Time after which a proxy of a cluster cache that takes no connection, or sends nothing, counts as failing."""
+CACHE_CONNECT_S_MAX = 0.5
+"""A proxy of a cluster cache is near, or of no use."""
 CREDENTIAL_TTL = timedelta(minutes=5)
 """How long obstore may keep what it was given; botocore renews expiring credentials 15 minutes ahead."""
 
@@ -101,9 +101,7 @@ class S3Access:
         host = store.netloc.removesuffix(":443") if self.encrypted else store.netloc
         return replace(
             self,
-            config=structs.replace(
-                self.config, connect_timeout_s=CACHE_CONNECT_S_MAX, read_timeout_s=CACHE_STALL_S_MAX
-            ),
+            config=structs.replace(self.config, connect_timeout_s=CACHE_CONNECT_S_MAX),
             base_url=f"http://{host}{store.path}",
             proxies={"http": f"{proxy.scheme}://{credentials}{proxy.netloc}"},
         )

@@ -133,8 +133,8 @@ class S3FastPath:
         return ObjectMeta(key, len(body), _etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
 
 
-CACHE_TIMEOUT = timedelta(seconds=1.8)
-"""A proxy of a cluster cache that has not answered 1 MiB by then costs more than it saves."""
+CACHE_TIMEOUT = timedelta(seconds=5)
+"""Who asks a proxy of a cluster cache for a block gives up long before, unless the proxy answers others."""
 CACHE_STATUS = f"{METADATA_PREFIX}cache"
 """Among the answer's metadata, whose names alone obstore shows: what nginx has as ``$upstream_cache_status``."""
 
