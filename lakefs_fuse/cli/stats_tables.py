@@ -46,6 +46,7 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         _head(values),
         _store(values, before, interval_s),
         _cache(values),
+        *_cluster_cache(values),
         _writing(values),
         *_write_back(values),
         *_listings(values),
@@ -116,6 +117,20 @@ def _cache(values: Values) -> Text:
         f"{ratio} ({hits:,.0f} hits, {misses:,.0f} misses), {format_bytes(number(values, 'cache', 'bytes'))} on disk, "
         f"{number(values, 'cache', 'damaged'):,.0f} damaged blocks fetched again",
     )
+
+
+def _cluster_cache(values: Values) -> list[RenderableType]:
+    counts = section(values, "cluster_cache")
+    if not number(counts, "requests"):
+        return []
+    return [
+        Text.assemble(
+            ("cluster cache: ", "bold"),
+            f"{format_bytes(number(counts, 'bytes_read'))} in {number(counts, 'requests'):,.0f} requests, "
+            f"{number(counts, 'hits'):,.0f} hits, {number(counts, 'failures'):,.0f} failed; "
+            f"{format_bytes(number(counts, 'bytes_of_store'))} from the store in its place",
+        )
+    ]
 
 
 def _writing(values: Values) -> Text:

@@ -116,6 +116,7 @@ def test_four_mounts_that_trust_the_cache_fetch_the_dataset_once(
     found = factors(store, lakes)
     assert found["all"] <= 1.1, found
     assert sum(counters(lake)["hits"] for lake in lakes) > 0
+    assert "cluster cache: " in lakes[0].cli("stats", str(lakes[0].path)).stdout
     assert all(counters(lake)["fallbacks"] == counters(lake)["bytes_of_store"] == 0 for lake in lakes)
 
 
@@ -134,6 +135,7 @@ def test_four_mounts_without_a_cache_fetch_the_dataset_each(node: Maker, store: 
     lakes = [node() for _ in range(4)]
     assert 3.9 <= factors(store, lakes)["all"] <= 4.1
     assert all(not any(counters(lake).values()) for lake in lakes)
+    assert "cluster cache: " not in lakes[0].cli("stats", str(lakes[0].path)).stdout
 
 
 SLOWER_S_MAX = 2.0
@@ -157,6 +159,14 @@ def test_mount_whose_proxy_fails_reads_on(node: Maker, proxy: Nginx, number: sig
     if number == signal.SIGSTOP:
         proxy.signal(signal.SIGCONT)
         eventually(lambda: "answers again" in lake.log().splitlines()[-1], "the proxy is used again")
+
+
+def test_mounts_whose_proxy_is_killed_while_they_read_show_no_error(node: Maker, proxy: Nginx) -> None:
+    lakes = [node("--cluster-cache", proxy.url) for _ in range(2)]
+    killing = threading.Timer(0.3, proxy.signal, [signal.SIGKILL])
+    killing.start()
+    read_at_once(lakes)
+    killing.join()
 
 
 def test_mount_whose_proxy_changes_bytes_shows_none_of_them(node: Maker, store: CountedStore) -> None:
