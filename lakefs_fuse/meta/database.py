@@ -75,7 +75,7 @@ class Batch(msgspec.Struct):
         return bool(self.rows or self.ranges)
 
 
-class ChangedRows:
+class Recording:
     """Keys of the rows that were changed while somebody read rows in steps (`Database.recording`)."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class Database:
         self._directory, self.clock, self._disk = directory, clock, disk
         self._engines = engines or RocksEngines()
         self._failed_at: float | None = None
-        self._recordings: list[ChangedRows] = []
+        self._recordings: list[Recording] = []
         self._damaged: set[bytes] = set()
         self._engine, self.lost_rows = self._open_or_repair()
         """It is new, or was damaged: what it does not tell may have been all the same."""
@@ -285,18 +285,18 @@ class Database:
         except Exception as error:
             self._failed_at = self.clock.mono_s()
             raise self._broken(error) from error
-        for changed in self._recordings:
-            changed.add(batch)
+        for recording in self._recordings:
+            recording.add(batch)
 
     @contextmanager
-    def recording(self) -> Iterator[ChangedRows]:
+    def recording(self) -> Iterator[Recording]:
         """Tells which rows are changed until its end, by whatever task: for readers that read in steps."""
-        changed = ChangedRows()
-        self._recordings.append(changed)
+        recording = Recording()
+        self._recordings.append(recording)
         try:
-            yield changed
+            yield recording
         finally:
-            self._recordings.remove(changed)
+            self._recordings.remove(recording)
 
     @property
     def is_failing(self) -> bool:
