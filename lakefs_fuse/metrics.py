@@ -111,6 +111,7 @@ class CommitMetrics:
     damaged: int = 0
     future: int = 0
     polls: int = 0
+    deep_polls: int = 0
     packs: int = 0
     files_packed: int = 0
     bytes_packed: int = 0

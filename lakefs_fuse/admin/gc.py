@@ -45,6 +45,7 @@ from lakefs_fuse.commits.bundles import parse_bundle
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, manifests
+from lakefs_fuse.commits.listing_digest import parse_digest
 from lakefs_fuse.commits.record import (
     COMMITS,
     OBJECTS,
@@ -346,7 +347,7 @@ class Collector:
         self.done.commits_deleted, self.done.bytes_commits = swept.objects, swept.bytes
 
     async def _delete_bundles(self) -> None:
-        """Delete bundles of commits that no mount reads again which begins with the newest index."""
+        """Delete bundles of commits that no mount reads again which begins with the newest index, and old digests."""
         newest = next(iter(await manifests(self._lake.client, count_max=1)), None)
         if newest is None:
             return
@@ -354,7 +355,9 @@ class Collector:
         async with aclosing(self._lake.client.list_all(COMMITS)) as pages:
             async for page in pages:
                 bundles = (parse_bundle(meta) for meta in page.objects)
+                digests = (parse_digest(meta) for meta in page.objects)
                 doomed = [bundle.meta for bundle in bundles if bundle is not None and bundle.last < until]
+                doomed += (digest.meta for digest in digests if digest is not None and digest.time < until)
                 await delete(self._lake, doomed, self.done.unreferenced, dry_run=self._options.dry_run)
                 _require_deleted(self.done.unreferenced)
 

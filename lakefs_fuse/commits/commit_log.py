@@ -38,6 +38,7 @@ from lakefs_fuse.commits.bundles import (
     BundleWriter,
 )
 from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.listing_digest import DigestStore
 from lakefs_fuse.commits.pack_budget import PACK_BYTES_MIN, PackBudget
 from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record, encode, newest_read
 from lakefs_fuse.environment.threads import Threads
@@ -75,11 +76,12 @@ class CommitLog:
         budget: PackBudget | None = None,
         repeats: bool = False,
     ) -> None:
-        """With ``repeats`` small commits are gathered for bundles, by `put` and by `fetch`."""
+        """With ``repeats`` small commits are gathered for bundles, by `put` and by `fetch`, and digests are written."""
         self._client, self._threads = client, threads
         self.clock, self.writer = clock, writer
         self.budget = budget or PackBudget()
         self.bundles = BundleReader(client)
+        self.digests = DigestStore(client, writer, is_read_only=not repeats)
         self._own_bundles, self._own_again = BundleWriter(client, writer), BundleWriter(client, writer)
         self._own: list[tuple[ObjectMeta, bytes]] = []
         """Small commits of this writer that are in no bundle yet."""
@@ -179,7 +181,12 @@ class CommitLog:
 
     def list_since(self, time_ns: int) -> AsyncGenerator[ListPage, None]:
         """LIST pages of the commits later than a time."""
-        return self._client.list_all(COMMITS, start_after=f"{COMMITS}{time_ns:016x}")
+        return self._client.list_all(COMMITS, start_after=self.start(time_ns))
+
+    @staticmethod
+    def start(time_ns: int) -> str:
+        """The keys of commits from a time on are greater than this."""
+        return f"{COMMITS}{time_ns:016x}"
 
     async def fetch(
         self, meta: ObjectMeta, tail_bytes: int = TAIL_BYTES, *, bytes_max: int = RECORD_BYTES_MAX

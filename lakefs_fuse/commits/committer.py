@@ -194,6 +194,11 @@ class Committer:
         return self._log.bundles_written
 
     @property
+    def digests_written(self) -> int:
+        """Digests of listings that this mount put."""
+        return self._log.digests.written
+
+    @property
     def pack_bytes_max(self) -> int:
         """Bytes that the next pack may have: see `PackBudget`."""
         return self._log.budget.bytes_max

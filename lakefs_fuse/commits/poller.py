@@ -1,12 +1,21 @@
 """Commits of other nodes: found with one LIST a poll, applied in the order of their times.
 
-A poll lists names after the newest commit time that the last one knew, less `WINDOW_NS`, and applies what is new. So a
-commit is found if its time is no more than that window behind the newest one when it becomes visible, however long this
-node was cut off, and whatever it has committed itself before it polled again. Times come from clocks that are corrected
-by the store's, and a request takes a minute at most; two nodes' clocks may differ by the rest.
+A *deep* poll lists names after the newest commit time that the last deep one knew, less `WINDOW_NS`, and applies what
+is new. So a commit is found if its time is no more than that window behind the newest one when it becomes visible,
+however long this node was cut off, and whatever it has committed itself before it polled again. Times come from clocks
+that are corrected by the store's, and a request takes a minute at most; two nodes' clocks may differ by the rest.
 
-What always holds (*whole or left out*): a commit that cannot be read is left out, logged and counted, never applied in
-part. One that is dated farther ahead of the store's time than COMMIT_AHEAD_MAX_S is left out until its time has come.
+Where a deep poll takes more than one page, most polls in the background are *shallow*: they list the last
+OVERLAP_S_MAX before what the last poll was shown, or less where many commits lie there. What comes later than that is
+found by comparing with the digest of another mount's deep poll (`listing_digest`), or by this mount's own: one or the
+other DEEP_S_MIN to DEEP_S_MAX after the last. Whoever waits for a poll (`poll`, `heard`) gets a deep one.
+
+What always holds:
+
+* *whole or left out*: a commit that cannot be read is left out, logged and counted, never applied in part. One that is
+  dated farther ahead of the store's time than COMMIT_AHEAD_MAX_S is left out until its time has come;
+* *shallow polls promise nothing*: only a deep poll, or one that agreed with a digest, moves what the next deep one
+  begins from (`CommitRows.polled`), and counts as having heard of others.
 
 Mounts collect commits that no name needs when that has been known for ABSENCE_S_MAX. A node that polls for the first
 time after longer may have missed some for good: it says so, and its next mount reads all names again.
@@ -23,7 +32,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import random
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import trio
 
@@ -33,8 +45,9 @@ from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, parse_commit_key
 from lakefs_fuse.commits.bundles import OWN_DELAY_S, SUFFIX, Found
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
-from lakefs_fuse.commits.hybrid_clock import CONFIRM_S, WINDOW_NS
+from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S, CONFIRM_S, WINDOW_NS
 from lakefs_fuse.commits.idleness import Idleness
+from lakefs_fuse.commits.listing_digest import BUCKET_BITS, BucketSums, DigestName, bucket_start
 from lakefs_fuse.commits.record import ObjectRef, Record
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
@@ -52,6 +65,20 @@ FETCHED_BYTES_MAX = 4 << 20
 KNOWN_MAX = 1 << 14
 """Keys of commits in memory, some 2 MB, and a page more. The window has more where 100 a second are made."""
 CLOCK_CHECK_S = 600.0
+OVERLAP_S_MAX = 10
+"""A shallow poll begins so long before the newest commit that the last poll was shown: a PUT rarely takes longer."""
+OVERLAP_KEYS_MIN, SHALLOW_KEYS = 250, 900
+"""Fewer keys than a page has: a shallow poll has room for those beside what is new, and for OVERLAP_KEYS_MIN anyhow."""
+DEEP_S_MIN, DEEP_S_MAX = 20.0, 40.0
+DEEP_SKEW = 8
+"""Between a deep poll, or an equal digest, and the next deep poll. Each mount draws the time, with a density that grows
+as a power: of 50 mounts one or two have listed before the others see a digest of it, and of 500 about ten."""
+DIGEST_SPAN_NS = WINDOW_NS + 60 * NS
+"""A digest covers so much before the newest commit: others last heard of everything at another time than its writer."""
+DIGEST_AGE_S = OVERLAP_S_MAX
+"""Later commits are in no digest: mounts see them at different times."""
+DIFFERENCES_MAX = 8
+"""Where more ranges of time differ from a digest, this mount lists the window when that is due."""
 LISTING_S_MAX = 30.0
 """A listing that takes longer may have passed the place of a commit before the next one found was made."""
 ABSENCE_S_MAX = 7 * 86400.0
@@ -69,6 +96,36 @@ DOUBT_PAUSE_S_FIRST = 0.25
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Listed:
+    """What a LIST showed: commits that are not applied, times and keys of all, and what is no commit."""
+
+    found: list[Found] = field(default_factory=list)
+    commits: list[tuple[int, str]] = field(default_factory=list)
+    others: list[ObjectMeta] = field(default_factory=list)
+    pages: int = 0
+
+    @property
+    def newest(self) -> int:
+        return self.commits[-1][0] if self.commits else 0
+
+    def newer(self, time: int) -> int:
+        """How many are newer than that."""
+        return len(self.commits) - bisect_right(self.commits, (time + 1,))
+
+
+@dataclass(slots=True)
+class _Look:
+    """Commits to apply, the oldest first. ``began_s``: what was visible then is among them or applied, but for a
+    shallow look. ``past``: with what is found in effect, polls are past this time; None where that is not known."""
+
+    found: list[Found]
+    is_deep: bool
+    began_s: float
+    took_s: float
+    past: int | None
+
+
 class Poller:
     """See the module's head. Trio thread only."""
 
@@ -82,22 +139,34 @@ class Poller:
         redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         applied: Callable[[Record], object] = lambda _: None,
         idleness: Idleness | None = None,
+        rng: random.Random | None = None,
     ) -> None:
-        """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record."""
+        """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record; ``rng``
+        draws when this mount lists the window."""
         self._idleness = idleness or Idleness(0.0)
         self._log, self._applier, self._metrics = log, applier, metrics
         self._clock = log.clock
         self._refresh_s, self._redate, self._applied = refresh_s, redate, applied
+        self._rng = rng or random.Random(0)
         self._polled_s = -math.inf
-        """When the last poll that came to its end began."""
+        """When the last deep poll that came to its end began, or the LIST of a digest that agreed."""
+        self._is_long = False
+        """The last deep listing had several pages."""
+        self._is_whole = False
+        """The last poll came to its end: without that, the next one is deep."""
+        self._deep_due_s = -math.inf
+        """When to list the window, unless a digest agrees before."""
+        self._sums = BucketSums()
+        """What LISTs have shown of the window."""
+        self._shown, self._shown_new, self._listing_ns = 0, 0, 0
+        """The newest commit that the last LIST showed, how many it showed that were newer than the one before, and how
+        long it took."""
         self._refused: set[str] = set()
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
         self._ahead_ns, self._heard_ns = 0, 0
         """How late a commit might be dated when the last poll began, and when the last one that came to its end did: by
         this clock a suspended machine counts."""
-        self._listed_s, self._newest = 0.0, 0
-        """When the last LIST began, and the newest commit that was known then."""
         self._known: set[str] = set()
         """What the last poll listed, and need not be looked at again as long as no row of a commit is forgotten."""
         self._forgotten = 0
@@ -138,47 +207,62 @@ class Poller:
         self._metrics.clock_offset_s = self._clock.offset_ns / NS
 
     async def poll(self) -> int:
-        """Apply what is new; answers how many commits that were. Raises LakeError."""
+        """Apply what is new, whatever its time; answers how many commits that were. Raises LakeError."""
         return await self._poll(trio.current_time())
 
     async def poll_in_background(self) -> None:
-        """As `poll`. Where that takes fewer GETs, what is new now is applied a little later."""
+        """Apply what is new, as far as a shallow poll shows it. Where that takes fewer GETs, what is new now is applied
+        a little later."""
         began_s = trio.current_time()
         async with self._lock:
-            found = await self._find()
-            if len(found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX:
-                await self._apply_found(began_s, found, math.inf)
+            look = await self._look_in_background()
+            if len(look.found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX:
+                await self._apply_found(began_s, look, math.inf)
                 return
         await trio.sleep(BUNDLE_WAIT_S)
-        await self._poll(began_s, found[-1][0])
+        async with self._lock:
+            self._list_again(look.found[0])
+            await self._apply_found(began_s, await self._look(is_deep=look.is_deep), look.found[-1][0])
 
     async def _poll(self, began_s: float, until: float = math.inf) -> int:
         """Apply what is new, and not later than ``until``: it was visible at ``began_s``."""
         async with self._lock:
-            return await self._apply_found(began_s, await self._find(), until)
+            return await self._apply_found(began_s, await self._look(is_deep=True), until)
 
-    async def _apply_found(self, began_s: float, found: list[Found], until: float) -> int:
-        """Under the lock, what `_find` has just found."""
+    async def _apply_found(self, began_s: float, look: _Look, until: float) -> int:
+        """Under the lock, what was just listed, up to the time ``until``."""
         self._metrics.polls += 1
         count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
         give_up_at = trio.current_time() + DOUBT_S_MAX
         commits = self._applier.commits
         while True:
-            found, newest = [item for item in found if item[0] <= until], self._newest
-            if found and trio.current_time() - self._listed_s < LISTING_S_MAX:
-                newest = max(newest, found[-1][0])
+            found = [item for item in look.found if item[0] <= until]
             done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
             count += done
             if done == len(found):
                 break
             await trio.sleep(backoff.next_s())
-            found = await self._find()
-        commits.record_polled(newest)
-        self._polled_s = began_s
+            self._list_again(found[done])
+            look = await self._look(is_deep=look.is_deep)
+        self._is_whole = True
+        if len(found) < len(look.found):
+            self._list_again(look.found[len(found)])
         self._note_absence()
+        if look.past is not None:
+            newest = look.past
+            if look.is_deep and found and look.took_s < LISTING_S_MAX:
+                newest = max(newest, found[-1][0])
+            commits.record_polled(newest)
+            self._polled_s = max(self._polled_s, min(began_s, look.began_s))
+            late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
+            self._deep_due_s = trio.current_time() + late_s
         if done:
             commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
         return count
+
+    def _list_again(self, first: Found) -> None:
+        """The next poll shows a commit that is not applied yet, and all later ones."""
+        self._shown = min(self._shown, first[0] - 1)
 
     def _note_absence(self) -> None:
         before_ns, self._heard_ns = self._heard_ns, self._ahead_ns
@@ -195,44 +279,107 @@ class Poller:
         if trio.current_time() - self._polled_s > within_s:
             await self.poll()
 
-    async def _find(self) -> list[Found]:
-        """Commits that are not applied, the oldest first."""
-        self._listed_s, self._newest = trio.current_time(), self._applier.commits.newest()
-        ahead_ns = self._ahead_ns = self._clock.ahead_ns()
-        since = max(0, min(self._applier.commits.polled(), ahead_ns) - WINDOW_NS)
+    async def _look_in_background(self) -> _Look:
+        """A deep look only where that takes one page, or is due."""
+        if not (self._is_long and self._is_whole):
+            return await self._look(is_deep=True)
+        look = await self._look(is_deep=False)
+        if look.past is None and trio.current_time() >= self._deep_due_s:
+            look = await self._look(is_deep=True, for_others=True)
+        return look
+
+    async def _look(self, *, is_deep: bool, for_others: bool = False) -> _Look:
+        """Commits that are not applied, the oldest first. ``for_others`` a digest says what was listed."""
+        self._is_whole = False
+        began_s, newest = trio.current_time(), self._applier.commits.newest()
         commits = self._applier.commits
+        ahead_ns = self._ahead_ns = self._clock.ahead_ns()
+        window = max(0, min(commits.polled(), ahead_ns) - WINDOW_NS)
+        if is_deep:
+            since = min(window, max(0, newest - DIGEST_SPAN_NS)) if for_others else window
+        else:
+            keys = max(OVERLAP_KEYS_MIN, SHALLOW_KEYS - self._shown_new)
+            overlap = self._sums.start_of_last(keys, self._shown, OVERLAP_S_MAX * NS) - self._listing_ns
+            since = max(window, min(overlap, commits.first_forgotten()))
+        if for_others or not is_deep:
+            since = bucket_start(since)
+        wall_ns = ahead_ns - COMMIT_AHEAD_MAX_S * NS
         known = self._known if self._forgotten == commits.forgotten else set[str]()
-        self._forgotten = commits.forgotten
-        still_known = set[str]()
-        found: list[Found] = []
-        bundles: list[ObjectMeta] = []
+        self._forgotten, self._known = commits.forgotten, set()
+        listed = await self._list(since, None, ahead_ns, known)
+        took_s = trio.current_time() - began_s
+        self._listing_ns, self._shown_new = int(took_s * NS), listed.newer(self._shown)
+        self._shown = max(min(self._shown, wall_ns), min(listed.newest, wall_ns))
+        look = _Look(listed.found, is_deep, began_s, took_s, newest if is_deep else None)
+        if is_deep:
+            self._metrics.deep_polls += 1
+            self._is_long = listed.pages > 1
+            if for_others and self._is_long:
+                await self._publish_digest(since, newest, took_s)
+        elif (name := self._log.digests.newest_of_others(listed.others)) and name.first <= window:
+            await self._compare(look, name, window, known)
+        if look.found:
+            look.found.sort(key=lambda item: item[:2])
+            self._log.bundles.begin([meta for meta in listed.others if meta.key.endswith(SUFFIX)], look.found)
+        return look
+
+    async def _list(self, since: int, until: int | None, ahead_ns: int, known: set[str]) -> _Listed:
+        """List the commits of times from ``since`` up to ``until`` (None: the end), both where buckets begin."""
+        listed = _Listed()
+        commits = self._applier.commits
         async with contextlib.aclosing(self._log.list_since(since)) as pages:
             async for page in pages:
-                named = [
-                    (*name, meta)
-                    for meta in page.objects
-                    if meta.key not in known and (name := parse_commit_key(meta.key)) is not None
-                ]
-                bundles += (meta for meta in page.objects if meta.key.endswith(SUFFIX))
+                listed.pages += 1
+                named: list[Found] = []
+                for meta in page.objects:
+                    if (name := parse_commit_key(meta.key)) is None:
+                        listed.others.append(meta)
+                    elif until is None or name[0] < until:
+                        listed.commits.append((name[0], meta.key))
+                        if meta.key not in known:
+                            named.append((*name, meta))
                 applied = commits.are_applied(named)
                 new = [
                     item
                     for item, is_applied in zip(named, applied, strict=True)
                     if not is_applied and item[2].key not in self._refused
                 ]
-                if len(still_known) < KNOWN_MAX:
-                    still_known.update(meta.key for meta in page.objects)
-                    still_known.difference_update(item[2].key for item in new)
-                found += (item for item in new if item[0] <= ahead_ns)
+                if len(self._known) < KNOWN_MAX:
+                    self._known.update(meta.key for meta in page.objects)
+                    self._known.difference_update(item[2].key for item in new)
+                listed.found += (item for item in new if item[0] <= ahead_ns)
                 ahead = [item for item in new if item[0] > ahead_ns]
                 self._leave_out([item for item in ahead if item[2].key not in self._ahead])
-                if ahead:
+                if ahead or (until is not None and page.objects and page.objects[-1].key >= self._log.start(until)):
                     break  # all that follow are later still
-        self._known = still_known
-        if found:
-            found.sort(key=lambda item: item[:2])
-            self._log.bundles.begin(bundles, found)
-        return found
+        if self._is_long or listed.pages > 1:
+            self._sums.replace(since, until, listed.commits)
+        return listed
+
+    async def _publish_digest(self, since: int, newest: int, took_s: float) -> None:
+        """What the deep listing that has just ended showed; others compare that."""
+        end = bucket_start(max(0, newest - DIGEST_AGE_S * NS))
+        digest = self._sums.digest(since, end, int(took_s * NS))
+        await self._log.digests.write(self._clock.now(), newest, since, digest)
+
+    async def _compare(self, look: _Look, name: DigestName, window: int, known: set[str]) -> None:
+        """Make a shallow look as good as the deep one of which a digest tells: list what differs."""
+        newest = min(name.newest, self._applier.commits.newest())
+        if newest <= self._applier.commits.polled() or (digest := await self._log.digests.read(name)) is None:
+            return
+        end = name.first + (len(digest.counts) << BUCKET_BITS)
+        if end < bucket_start(newest - DIGEST_AGE_S * NS):
+            return
+        differences = self._sums.differences(digest, name.first, window)
+        if len(differences) > DIFFERENCES_MAX:
+            return
+        for start, until in differences:
+            there = {item[2].key for item in look.found}
+            listed = await self._list(start, until, self._ahead_ns, known)
+            look.found += (item for item in listed.found if item[2].key not in there)
+        heard_ns = min(end, name.meta.mtime_ns - digest.took_ns) - 2 * NS  # stores date to the second
+        look.past = newest
+        look.began_s -= max(0.0, (self._clock.wall_ns() - heard_ns) / NS)
 
     def _leave_out(self, ahead: Sequence[Found]) -> None:
         """Commits that are dated too far ahead, until their time has come."""

@@ -161,6 +161,10 @@ def _due_key(deletion: Deletion) -> bytes:
     return schema.DELETION_DUE + schema.NUMBER.pack(deletion.due_ns) + deletion.key.encode(*schema.PATH)
 
 
+NEVER_NS = (1 << 63) - 1
+"""Later than every commit."""
+
+
 class CommitRows:
     """Which commits of others are in effect here, and which were left out; by time and writer."""
 
@@ -168,6 +172,7 @@ class CommitRows:
         self._db = database
         self.forgotten = 0
         """How often commits that polls ask for may have become unknown here."""
+        self._first_forgotten = NEVER_NS
 
     def is_applied(self, time: int, writer: str) -> bool:
         return self._db.get(_commit_key(schema.APPLIED, time, writer)) is not None
@@ -192,6 +197,15 @@ class CommitRows:
         if time > self.polled() or self._db.get(schema.SINGLE_POLLED) is None:
             self._db.commit(Batch({schema.SINGLE_POLLED: schema.NUMBER.pack(time)}))
 
+    def first_forgotten(self) -> int:
+        """The earliest time from which on commits became unknown here since the last call; NEVER_NS where none did."""
+        first, self._first_forgotten = self._first_forgotten, NEVER_NS
+        return first
+
+    def _forget(self, since: int) -> None:
+        self.forgotten += 1
+        self._first_forgotten = min(since, self._first_forgotten)
+
     def record_applied(self, time: int, writer: str) -> None:
         batch = Batch({_commit_key(schema.APPLIED, time, writer): b"", _commit_key(schema.REFUSED, time, writer): None})
         if time > self.newest():
@@ -210,7 +224,7 @@ class CommitRows:
 
     def forget_after(self, time: int) -> None:
         """The next poll applies commits again that are newer than this."""
-        self.forgotten += 1
+        self._forget(time)
         newer = _commit_key(schema.APPLIED, time + 1, "")
         if next(self._db.scan(newer, schema.end_of(schema.APPLIED)), None) is not None:
             batch = Batch()
@@ -219,7 +233,7 @@ class CommitRows:
 
     def forget_all(self) -> None:
         """The next poll applies every commit again, which changes nothing that is newer."""
-        self.forgotten += 1
+        self._forget(0)
         batch = Batch()
         batch.delete_range(schema.APPLIED, schema.end_of(schema.APPLIED))
         batch.rows[schema.SINGLE_NEWEST] = None
@@ -229,7 +243,7 @@ class CommitRows:
     def forget_since(self, time: int) -> None:
         """The next poll asks for commits from this time on, and the next mount reads all names again: those that others
         set later than the store's clock may be among those here."""
-        self.forgotten += 1
+        self._forget(time)
         batch = Batch()
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), schema.end_of(schema.APPLIED))
         batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(time)

@@ -140,6 +140,7 @@ def commit_section(
         **dataclasses.asdict(metrics.commits),
         "writer": committer.writer,
         "bundles_written": committer.bundles_written,
+        "digests_written": committer.digests_written,
         "operations_waiting": committer.journal.operations,
         "deletions_waiting": deletions.waiting,
         "packs_known": objects.packs,

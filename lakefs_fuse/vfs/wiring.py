@@ -182,7 +182,7 @@ class Commits:
         self.poller = Poller(
             log, self.applier, metrics,
             refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.announce_commit,
-            idleness=namespace.idleness,
+            idleness=namespace.idleness, rng=node.random.stream("deep-polls"),
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 

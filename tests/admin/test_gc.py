@@ -14,6 +14,8 @@ from lakefs_fuse.admin.commands import run_gc, run_snapshot
 from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, read_gc_record
 from lakefs_fuse.admin.maintenance import KEY as LAST_COLLECTION
 from lakefs_fuse.commits.bundles import MIXED, SUFFIX, Copy, bundle_key
+from lakefs_fuse.commits.listing_digest import SUFFIX as DIGEST_SUFFIX
+from lakefs_fuse.commits.listing_digest import digest_key
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.control.worker_protocol import GcArgs, SnapshotArgs
 from lakefs_fuse.errors import StoreError
@@ -415,11 +417,15 @@ async def test_gc_stopped_while_looking_looks_once_more(store: MemoryStore, cloc
     assert await fresh(store, clock, tmp_path) == LEFT
 
 
-async def test_bundles_of_commits_that_an_index_has_are_deleted(store: MemoryStore, clock: Clock) -> None:
+async def test_bundles_and_digests_of_commits_that_an_index_has_are_deleted(store: MemoryStore, clock: Clock) -> None:
     def give_bundle(*keys: str) -> str:
         return store.give(bundle_key([Copy(key, "", b"") for key in keys], MIXED), b"copies").key
 
-    old = [give_bundle(*commits(store)[at : at + 2]) for at in (0, 1)]
+    def give_digest(commit: str) -> str:
+        time = int(commit.removeprefix(COMMITS)[:16], 16)
+        return store.give(digest_key(time, MIXED, time, 0), b"digest").key
+
+    old = [*(give_bundle(*commits(store)[at : at + 2]) for at in (0, 1)), give_digest(commits(store)[0])]
     await collect(store, clock, GcArgs(grace_s=0, dry_run=True))
     await collect(store, clock, GcArgs(grace_s=0, live_below=0.0))
     assert set(old) <= set(store.objects), "no index has these commits"
@@ -427,9 +433,10 @@ async def test_bundles_of_commits_that_an_index_has_are_deleted(store: MemorySto
     async with headless(store, clock) as view:
         await fold_all(view, 0)
     clock.advance(3600)
-    new = give_bundle(give_pack(store, clock, {"new": b"new"}))
+    pack = give_pack(store, clock, {"new": b"new"})
+    new = {give_bundle(pack), give_digest(pack)}
     await collect(store, clock, GcArgs(grace_s=0, live_below=0.0))
-    assert [key for key in store.objects if key.endswith(SUFFIX)] == [new]
+    assert {key for key in store.objects if key.endswith((SUFFIX, DIGEST_SUFFIX))} == new
 
 
 async def test_gc_folds_what_changed_without_listing_directories(clock: Clock, tmp_path: Path) -> None:
