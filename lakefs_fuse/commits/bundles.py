@@ -2,7 +2,8 @@
 
 A bundle lies beside the commits and holds whole commit objects, of `COMMIT_BYTES_MAX` at most, with their ETags. Its
 name tells the times of the first and the last, and how many there are. Any mount may write one: a mount repeats its own
-commits when it has made several and again when it has made many, and what it fetched with many GETs.
+commits when it has made several and again when it has made many, and what it fetched with many GETs. Where many
+writers commit, one follower is the *repeater* (`poller`): it repeats what all commit, each second.
 
 What always holds (*only a copy*): a commit counts because LIST shows it, never because a bundle has it; one that no
 bundle has, or has with another ETag, is fetched by itself. So a bundle that is missing, damaged or deleted costs
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
@@ -36,12 +38,18 @@ LOADED_BYTES_MAX = 16 << 20
 """Commits in memory that bundles brought and that have not been applied. Others are fetched by themselves."""
 TRIES_MAX = 2
 """Bundles that are loaded for one commit."""
-OWN_COMMITS_MIN = 8
-"""A mount repeats so many commits of its own, or more, in one bundle."""
+OWN_COMMITS_MIN = 4
+"""A mount repeats so many commits of its own, or more, in one bundle if it made them in OWN_SPAN_S, else twice as many.
+Who polls each 5 s fetches fewer without a bundle."""
+OWN_SPAN_S = 10.0
+REPEATED_SPAN_NS, REPEATED_BYTES_MAX = 6_000_000_000, 512 << 10
+"""What a repeater's bundle has beside new commits: who polls each 5 s fetches one of five. Hundreds of writers make
+more than that in a second: then they fetch three."""
 OWN_AGAIN = 512
 """A mount repeats its own commits a second time, so many in one bundle: mounts to come fetch fewer."""
 OWN_DELAY_S = 1.5
 """Between the first bundle's worth of own commits and the bundle: commits of that time go into it too."""
+KEYS_MAX = 16
 SUFFIX = ".bundle"
 """Of the name of a bundle."""
 MIXED = "0" * 8
@@ -82,6 +90,11 @@ def parse_bundle(meta: ObjectMeta) -> Bundle | None:
     if match is None or not 0 < meta.size <= 2 * BUNDLE_BYTES_MAX:
         return None
     return Bundle(int(match[1], 16), match[2], int(match[3], 16), int(match[4], 16), meta)
+
+
+def commit_time(key: str) -> int:
+    """The time in the name of a commit."""
+    return int(key[len(COMMITS) : len(COMMITS) + 16], 16)
 
 
 def bundle_key(copies: Sequence[Copy], writer: str) -> str:
@@ -248,9 +261,12 @@ class BundleWriter:
         self._client, self._writer = client, writer
         self._copies: dict[str, Copy] = {}
         self._bytes = 0
-        self._is_refused = False
+        self.is_refused = False
+        """This mount may not write bundles."""
         self.written = 0
         """Bundles that are in the store."""
+        self.keys: deque[str] = deque(maxlen=KEYS_MAX)
+        """Names of the last of them."""
 
     @property
     def commits(self) -> int:
@@ -262,27 +278,46 @@ class BundleWriter:
         """What was gathered is as much as a bundle may have."""
         return self._bytes >= BUNDLE_BYTES_MAX - COMMIT_BYTES_MAX or len(self._copies) >= BUNDLE_COMMITS_MAX
 
-    def add(self, meta: ObjectMeta, body: Buffer) -> None:
+    def add(self, meta: ObjectMeta | Copy, body: Buffer) -> None:
         """Gather a commit object, unless it is large. Those that there is no room for are left out."""
-        if len(body) <= COMMIT_BYTES_MAX and not (self.is_full or self._is_refused):
+        if len(body) <= COMMIT_BYTES_MAX and not (self.is_full or self.is_refused):
             self._copies[meta.key] = Copy(meta.key, meta.etag, bytes(body))
             self._bytes += len(body)
+
+    def _keep(self, copies: Sequence[Copy]) -> None:
+        since = commit_time(copies[-1].key) - REPEATED_SPAN_NS
+        for copy in reversed(copies):
+            if commit_time(copy.key) < since or self._bytes + len(copy.body) > REPEATED_BYTES_MAX:
+                break
+            self._copies[copy.key] = copy
+            self._bytes += len(copy.body)
+
+    def move_to(self, other: BundleWriter) -> None:
+        """Let another one gather what was gathered here."""
+        for copy in self._copies.values():
+            other.add(copy, copy.body)
+        self.clear()
 
     def clear(self) -> None:
         """Forget what was gathered."""
         self._copies, self._bytes = {}, 0
 
-    async def write(self) -> None:
-        """Store a bundle of what was gathered. Raises nothing: it is a copy."""
+    async def write(self, *, keep: bool = False) -> None:
+        """Store a bundle of what was gathered. With ``keep`` the next one has the newest of that as well, as far as
+        REPEATED_SPAN_NS and REPEATED_BYTES_MAX allow. Raises nothing: it is a copy."""
         copies = sorted(self._copies.values(), key=lambda copy: copy.key)
         self.clear()
-        if len(copies) < 2 or self._is_refused:
+        if len(copies) < 2 or self.is_refused:
             return
+        if keep:
+            self._keep(copies)
+        key = bundle_key(copies, self._writer)
         try:
-            await self._client.put(bundle_key(copies, self._writer), msgspec.msgpack.encode(copies))
+            self.keys.append(key)
+            await self._client.put(key, msgspec.msgpack.encode(copies))
             self.written += 1
         except AccessDenied as error:
             log.info("no bundles are written: %s", error)
-            self._is_refused = True
+            self.is_refused = True
         except LakeError as error:
             log.info("a bundle of %d commits is not written: %s", len(copies), error)

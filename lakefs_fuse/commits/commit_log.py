@@ -9,6 +9,7 @@ bundles, so a crash leaves nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -34,8 +35,10 @@ from lakefs_fuse.commits.bundles import (
     OWN_AGAIN,
     OWN_COMMITS_MIN,
     OWN_DELAY_S,
+    OWN_SPAN_S,
     BundleReader,
     BundleWriter,
+    commit_time,
 )
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.listing_digest import DigestStore
@@ -54,6 +57,8 @@ BUILD_INLINE_BYTES_MAX = 1 << 20
 50 ms at most."""
 WINDOW_BYTES = 8 << 20
 """Each further GET of a record that the first one does not hold."""
+REPEATER_S_MAX = 10.0
+"""A repeater of which a mount has not heard for so long is gone, and each repeats its own commits."""
 ATTEMPTS_MAX = 3
 """GETs of an object that arrives damaged, before the object itself counts as damaged."""
 T = TypeVar("T")
@@ -83,8 +88,12 @@ class CommitLog:
         self.bundles = BundleReader(client)
         self.digests = DigestStore(client, writer, is_read_only=not repeats)
         self._own_bundles, self._own_again = BundleWriter(client, writer), BundleWriter(client, writer)
-        self._own: list[tuple[ObjectMeta, bytes]] = []
-        """Small commits of this writer that are in no bundle yet."""
+        self._own: list[tuple[ObjectMeta, bytes, float]] = []
+        """Small commits of this writer that are in no bundle yet, and when they were made."""
+        self.repeated = BundleWriter(client, MIXED)
+        """As the repeater: what others and this mount commit."""
+        self._repeater_s = -math.inf
+        """When a repeater was last heard of."""
         self._has_several = trio.Event()
         self.fetched = BundleWriter(client, MIXED) if repeats else None
         """Small commits of others as they were fetched, since `forget_fetched`."""
@@ -101,9 +110,14 @@ class CommitLog:
         self.clock.correct(store_ns, self.clock.wall_ns() - asked_ns)
 
     @property
+    def own_bundles_written(self) -> int:
+        """Objects in which this mount repeated commits of its own."""
+        return self._own_bundles.written + self._own_again.written
+
+    @property
     def bundles_written(self) -> int:
         """Objects in which this mount repeated commits, of its own and of others."""
-        bundles = self._own_bundles, self._own_again, self.fetched
+        bundles = self._own_bundles, self._own_again, self.fetched, self.repeated
         return sum(writer.written for writer in bundles if writer)
 
     async def latest_time(self) -> int:
@@ -146,8 +160,9 @@ class CommitLog:
             raise
         has_room = self.fetched is not None and len(self._own) < BUNDLE_COMMITS_MAX
         if has_room and isinstance(body, bytes) and len(body) <= COMMIT_BYTES_MAX:
-            self._own.append((meta, body))
-            if len(self._own) >= OWN_COMMITS_MIN:
+            self._own.append((meta, body, trio.current_time()))
+            are_quick = len(self._own) >= OWN_COMMITS_MIN and began_s - self._own[-OWN_COMMITS_MIN][2] < OWN_SPAN_S
+            if are_quick or len(self._own) >= 2 * OWN_COMMITS_MIN:
                 self._has_several.set()
         if meta.size >= PACK_BYTES_MIN:
             self.budget.record_put(meta.size, trio.current_time() - began_s)
@@ -159,13 +174,30 @@ class CommitLog:
         while True:
             await self._has_several.wait()
             await trio.sleep(OWN_DELAY_S)
-            for meta, body in self._own:
+            if trio.current_time() - self._repeater_s < REPEATER_S_MAX:
+                self._has_several = trio.Event()
+                continue
+            for meta, body, _ in self._own:
                 own.add(meta, body)
                 again.add(meta, body)
             self._own, self._has_several = [], trio.Event()
             await own.write()
             if again.is_full or again.commits >= OWN_AGAIN:
                 await again.write()
+
+    def note_repeater(self, until: int) -> None:
+        """There is a repeater, which has repeated the commits up to a time: this mount need not repeat its own."""
+        self._repeater_s = trio.current_time()
+        self._own = [own for own in self._own if commit_time(own[0].key) > until]
+
+    async def repeat(self) -> None:
+        """As the repeater, store a bundle of what was fetched and what this mount has committed since the last."""
+        if self.fetched:
+            self.fetched.move_to(self.repeated)
+        for meta, body, _ in self._own:
+            self.repeated.add(meta, body)
+        self._own = []
+        await self.repeated.write(keep=True)
 
     async def put_record(self, record: Record) -> ObjectRef:
         """Store a commit without members. Raises StoreError kinds."""

@@ -34,7 +34,7 @@ import logging
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -42,7 +42,7 @@ import trio
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.apply_record import Doubt
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, parse_commit_key
-from lakefs_fuse.commits.bundles import OWN_DELAY_S, SUFFIX, Found
+from lakefs_fuse.commits.bundles import MIXED, OWN_DELAY_S, SUFFIX, Found, parse_bundle
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S, CONFIRM_S, WINDOW_NS
@@ -85,10 +85,21 @@ ABSENCE_S_MAX = 7 * 86400.0
 """A node may be suspended, or cut off from the store, for so long; what dead nodes leave is kept as long."""
 DOUBT_S_MAX = 1.0
 """From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
-GETS_MAX = 32
-"""A poll in the background that would send more GETs waits until whoever makes all these commits has repeated them in a
-bundle. With fewer, hearing of them sooner is worth more: nodes that have not heard of each other may conflict."""
+GETS_MAX = 4
+"""A poll in the background that would send more GETs leaves what was not shown before to a repeater. Where there is
+none it waits until whoever makes all these commits has repeated them in a bundle."""
 BUNDLE_WAIT_S = OWN_DELAY_S + 0.3
+ELECTION_S = 1.5
+"""And up to so long, drawn by each mount. Who still finds no bundle becomes the repeater."""
+REPEAT_S = 1.0
+"""Interval of a repeater's polls, and of its bundles."""
+REPEATER_S = 4.0
+"""A repeater is there if a new bundle of one was shown since the last poll, or so long ago."""
+REPEAT_WAIT_S = REPEAT_S + 0.5
+WAITING_REFRESH_S = 5.0
+"""A mount that polls at longer intervals polls again after REPEAT_WAIT_S for what it left to the repeater."""
+FEW_SPAN_S, FEW_COMMITS = 10.0, 10
+"""A repeater that has so few commits in such a time gives up."""
 GETS_FOR_A_BUNDLE = 16
 """What one poll fetched with so many GETs is repeated in a bundle, for the next to poll and for mounts to come."""
 DOUBT_PAUSE_S_FIRST = 0.25
@@ -156,6 +167,14 @@ class Poller:
         """The last poll came to its end: without that, the next one is deep."""
         self._deep_due_s = -math.inf
         """When to list the window, unless a digest agrees before."""
+        self.is_repeater = False
+        """This mount repeats what all commit."""
+        self._repeater_s, self._repeated = -math.inf, 0
+        """When a new bundle of another repeater was shown, and the newest commit in it."""
+        self._repeats_since, self._counts = 0, list[tuple[float, int]]()
+        """As the repeater: the newest commit in its first bundle, and when how many were applied."""
+        self._found_before = 0
+        """The newest commit that the last poll in the background found, applied or left to a repeater."""
         self._sums = BucketSums()
         """What LISTs have shown of the window."""
         self._shown, self._shown_new, self._listing_ns = 0, 0, 0
@@ -177,7 +196,7 @@ class Poller:
         again."""
         checked_at, failing, jumps = trio.current_time(), False, self._clock.jumps
         while True:
-            await self._idleness.pause(self._refresh_s)
+            await self._idleness.pause(min(REPEAT_S, self._refresh_s) if self.is_repeater else self._refresh_s)
             try:
                 if self._clock.jumps > jumps or not self._clock.is_confirmed:
                     check_s: float = CONFIRM_S
@@ -211,18 +230,62 @@ class Poller:
         return await self._poll(trio.current_time())
 
     async def poll_in_background(self) -> None:
-        """Apply what is new, as far as a shallow poll shows it. Where that takes fewer GETs, what is new now is applied
-        a little later."""
+        """Apply what is new, as far as a shallow poll shows it. Where that takes fewer GETs, what was not shown by the
+        poll before is left to the next one."""
         began_s = trio.current_time()
         async with self._lock:
             look = await self._look_in_background()
-            if len(look.found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX:
+            if self.is_repeater or self._is_cheap(look):
                 await self._apply_found(began_s, look, math.inf)
                 return
-        await trio.sleep(BUNDLE_WAIT_S)
+            shown, until = look.found[-1][0], self._repeated_until(look)
+            if until is not None:
+                await self._apply_found(began_s if until >= shown else -math.inf, look, until)
+                if until >= shown or self._refresh_s <= WAITING_REFRESH_S:
+                    return
+            else:
+                self._list_again(look.found[0])
+        await trio.sleep(REPEAT_WAIT_S if until is not None else BUNDLE_WAIT_S + self._rng.random() * ELECTION_S)
         async with self._lock:
-            self._list_again(look.found[0])
-            await self._apply_found(began_s, await self._look(is_deep=look.is_deep), look.found[-1][0])
+            again = await self._look(is_deep=look.is_deep)
+            if until is None and again.found and not self._is_cheap(again) and self._repeated_until(again) is None:
+                self.is_repeater = self._log.fetched is not None and not self._log.repeated.is_refused
+                self._repeats_since, self._counts = 0, []
+            await self._apply_found(began_s, again, math.inf if self.is_repeater else shown)
+
+    def _is_cheap(self, look: _Look) -> bool:
+        """What was found takes GETS_MAX at most."""
+        return len(look.found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX
+
+    def _repeated_until(self, look: _Look) -> int | None:
+        """Where there is a repeater, what to apply of a look: what is in bundles, and what the last poll was shown."""
+        if trio.current_time() - self._repeater_s >= REPEATER_S:
+            return None
+        before, self._found_before = self._found_before, look.found[-1][0]
+        return max(self._repeated, before)
+
+    def _note_repeaters(self, metas: Iterable[ObjectMeta]) -> None:
+        """LIST showed these bundles. Of two repeaters the one that began later gives up."""
+        mixed = [bundle for meta in metas if (bundle := parse_bundle(meta)) is not None and bundle.writer == MIXED]
+        others = [bundle for bundle in mixed if bundle.meta.key not in self._log.repeated.keys]
+        new = [bundle.last for bundle in others if bundle.last > self._repeated]
+        if not new:
+            return
+        self._repeated, self._repeater_s = max(new), trio.current_time()
+        self._log.note_repeater(self._repeated)
+        if self.is_repeater and (min(new), self._rng.random()) < (self._repeats_since, 0.5):
+            self.is_repeater = False
+
+    async def _repeat(self, count: int) -> None:
+        """After each poll of the repeater, which has applied ``count`` commits."""
+        await self._log.repeat()
+        self._repeats_since = self._repeats_since or self._shown
+        now_s = trio.current_time()
+        self._counts = [each for each in self._counts if now_s - each[0] < FEW_SPAN_S] + [(now_s, count)]
+        is_long = now_s - self._counts[0][0] > FEW_SPAN_S - 2 * REPEAT_S
+        if self._log.repeated.is_refused or (is_long and sum(each for _, each in self._counts) <= FEW_COMMITS):
+            self.is_repeater = False
+            self._log.repeated.clear()
 
     async def _poll(self, began_s: float, until: float = math.inf) -> int:
         """Apply what is new, and not later than ``until``: it was visible at ``began_s``."""
@@ -320,7 +383,10 @@ class Poller:
             await self._compare(look, name, window, known)
         if look.found:
             look.found.sort(key=lambda item: item[:2])
-            self._log.bundles.begin([meta for meta in listed.others if meta.key.endswith(SUFFIX)], look.found)
+            bundles = [meta for meta in listed.others if meta.key.endswith(SUFFIX)]
+            self._log.bundles.begin(bundles, look.found)
+            if len(look.found) > GETS_MAX:
+                self._note_repeaters(bundles)
         return look
 
     async def _list(self, since: int, until: int | None, ahead_ns: int, known: set[str]) -> _Listed:
@@ -397,6 +463,8 @@ class Poller:
     async def _apply_all(self, found: Sequence[Found], *, wait: bool) -> int:
         """Answers how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
         if not found:
+            if self.is_repeater:
+                await self._repeat(0)
             return 0
         gets, fetched = 0, self._log.fetched
         try:
@@ -406,9 +474,12 @@ class Poller:
                 done = await self._apply([meta for _, _, meta in some], wait)
                 if done < len(some):
                     return at + done
-                if fetched and gets >= GETS_FOR_A_BUNDLE and (fetched.is_full or some[-1] is found[-1]):
+                is_due = gets >= GETS_FOR_A_BUNDLE and not self.is_repeater
+                if fetched and is_due and (fetched.is_full or some[-1] is found[-1]):
                     gets = 0
                     await fetched.write()
+            if self.is_repeater:
+                await self._repeat(len(found))
             return len(found)
         finally:
             self._log.forget_fetched()
