@@ -180,6 +180,8 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     pack_threshold_bytes: int = 1 * MIB
     refresh_s: float = 5.0
     """Interval at which the store is polled for commits of other nodes; at least REFRESH_S_MIN."""
+    hints: str = ""
+    """URL of a Redis over which mounts tell each other of commits; empty is none."""
     foreign_s: float | None = None
     """Interval at which a directory is listed again for what other programs than mounts put there; None: after
     ``metadata_ttl_s``, and ever more rarely where they put nothing and a LIST is for one directory alone."""

@@ -131,6 +131,20 @@ class CommitMetrics:
 
 
 @dataclass(slots=True)
+class HintMetrics:
+    """Hints, where there is a channel. ``published`` counts commits of this node; ``received`` messages, of which
+    ``foreign`` name no commit; ``polls`` were made because of hints; ``errors`` are failed calls and lost connections.
+    """
+
+    connected: bool = False
+    published: int = 0
+    received: int = 0
+    foreign: int = 0
+    polls: int = 0
+    errors: int = 0
+
+
+@dataclass(slots=True)
 class WriteBackMetrics:
     """Write-back. ``accepted`` counts acknowledged files; each is published, ``superseded`` by a newer version, or kept
     beside the version of another node (``conflicts``). ``replayed`` counts files taken over at mount."""
@@ -171,6 +185,7 @@ class Metrics:
     upload: UploadMetrics = field(default_factory=UploadMetrics)
     namespace: NamespaceMetrics = field(default_factory=NamespaceMetrics)
     commits: CommitMetrics = field(default_factory=CommitMetrics)
+    hints: HintMetrics = field(default_factory=HintMetrics)
     writeback: WriteBackMetrics = field(default_factory=WriteBackMetrics)
 
     def as_dict(self) -> dict[str, object]:

@@ -341,6 +341,23 @@ def latency(server: Server, directory: Path, delay_ms: int = 15) -> Iterator[Ser
         yield proxied
 
 
+@contextlib.contextmanager
+def redis_server(directory: Path, port: int, password: str = "") -> Iterator[None]:
+    """Redis on a port of loopback, which keeps nothing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = directory / "redis.conf"
+    config.write_text(f'bind 127.0.0.1\nport {port}\nsave ""\nappendonly no\nrequirepass "{password}"\n')
+
+    def answers() -> bool:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16)[:1] in (b"+", b"-")
+
+    command = [shutil.which("redis-server") or "/usr/bin/redis-server", str(config)]
+    with _running(command, directory / "redis.log", answers):
+        yield
+
+
 # -- processes ---------------------------------------------------------------------------------------------------
 
 

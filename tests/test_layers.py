@@ -77,6 +77,7 @@ ONLY_IN = {
     "obstore": "store",
     "urllib3": "store",
     "rocksdict": "meta",
+    "redis": "environment",
     "click": "cli",
     "rich": "cli",
 }

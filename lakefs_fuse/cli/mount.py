@@ -17,6 +17,7 @@ from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
+from lakefs_fuse.cli.hints_option import check_hints
 from lakefs_fuse.cli.mount_options import expand
 from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
@@ -131,6 +132,10 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--refresh", "refresh_s", type=DURATION, group=SHARING, help="Interval at which the store is polled for "
         "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each. A mount "
         "that had no request for 10m polls once a minute, and before it answers the next.")  # fmt: skip
+@_setting("--hints", "hints", metavar="URL", group=SHARING, help="Redis over which mounts tell each other of "
+        "commits, redis://HOST[:PORT][/DB] or rediss://, so that they see them within a second; polls are then for "
+        "what no hint names. Give it to all mounts of a lake. The password comes from LAKEFS_HINTS_PASSWORD, or from "
+        "the file LAKEFS_HINTS_PASSWORD_FILE.")  # fmt: skip
 @option("--foreign", "foreign_s", type=FOREIGN, group=SHARING, help="Interval at which a directory is listed again "
         "for objects that other programs than mounts put there. auto: --metadata-ttl where one LIST answers for many "
         "directories, as in a lake of up to 1,000 plain objects; elsewhere twice as long each time that nothing was "
@@ -238,7 +243,7 @@ _OF_WRITING = (
     "writeback_delay_s", "publish_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
     "maintenance",
 )  # fmt: skip
-_OF_CHANGES = ("metadata_ttl_s", "foreign_s", "refresh_s")
+_OF_CHANGES = ("metadata_ttl_s", "foreign_s", "refresh_s", "hints")
 
 
 def _check_immutable(options: Options) -> None:
@@ -259,6 +264,8 @@ def _check_bounds(options: Options) -> None:
     """Raises ConfigError for a value outside its bounds."""
     if options["pack_threshold_bytes"] is not None:
         check_pack_threshold(options["pack_threshold_bytes"], "--pack-threshold")
+    if options["hints"]:
+        check_hints(options["hints"])
     if options["publish_s"] is not None:
         check_publish(options["publish_s"], "--publish")
     if options["refresh_s"] is not None and options["refresh_s"] < REFRESH_S_MIN:

@@ -80,9 +80,11 @@ class CommitLog:
         writer: str,
         budget: PackBudget | None = None,
         repeats: bool = False,
+        announce: Callable[[str], object] | None = None,
     ) -> None:
-        """With ``repeats`` small commits are gathered for bundles, by `put` and by `fetch`, and digests are written."""
-        self._client, self._threads = client, threads
+        """With ``repeats`` small commits are gathered for bundles, by `put` and by `fetch`, and digests are written.
+        ``announce`` is told the key of each commit that is stored."""
+        self._client, self._threads, self._announce = client, threads, announce
         self.clock, self.writer = clock, writer
         self.budget = budget or PackBudget()
         self.bundles = BundleReader(client)
@@ -108,6 +110,11 @@ class CommitLog:
         except Unsupported:
             store_ns = self.clock.machine_ns()
         self.clock.correct(store_ns, self.clock.wall_ns() - asked_ns)
+
+    @property
+    def is_announced(self) -> bool:
+        """Others may hear of commits before they poll."""
+        return self._announce is not None
 
     @property
     def own_bundles_written(self) -> int:
@@ -158,6 +165,8 @@ class CommitLog:
         except Unavailable:
             self.budget.record_failure(length_of(body))
             raise
+        if self._announce is not None:
+            self._announce(meta.key)
         has_room = self.fetched is not None and len(self._own) < BUNDLE_COMMITS_MAX
         if has_room and isinstance(body, bytes) and len(body) <= COMMIT_BYTES_MAX:
             self._own.append((meta, body, trio.current_time()))

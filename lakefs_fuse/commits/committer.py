@@ -24,6 +24,7 @@ the rest.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
@@ -69,6 +70,9 @@ LATE_NS = WINDOW_NS // 2
 ANNOUNCED_MAX = 1 << 16
 """Objects that are not announced yet, some 10 MB; others find more of them when they list the directory."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
+PROMPT_S = 0.05
+"""In place of ``delay_s`` where others hear of a commit at once: files that close together share an announcement all
+the same, and a mount that stores one after the other comes to ``delay_s``."""
 logger = logging.getLogger(__name__)
 
 
@@ -93,6 +97,22 @@ class NothingAcknowledged:
 
     def is_durable_up_to(self, sequence: int) -> bool:
         return True
+
+
+class Gathering:
+    """How long to wait for more before something is sent: ``first_s``, and twice as long each time, up to ``most_s``,
+    while more comes as soon as the last was sent."""
+
+    def __init__(self, most_s: float, first_s: float) -> None:
+        self._most_s, self._first_s = most_s, min(first_s, most_s)
+        self._pause_s, self._sent_s = self._first_s, -math.inf
+
+    async def pause(self) -> None:
+        """Wait, for the next time from now on."""
+        is_busy = trio.current_time() - self._sent_s < 2 * self._pause_s
+        self._pause_s = min(self._most_s, 2 * self._pause_s) if is_busy else self._first_s
+        await trio.sleep(self._pause_s)
+        self._sent_s = trio.current_time()
 
 
 class Committer:
@@ -307,10 +327,11 @@ class Committer:
     async def run(self) -> None:
         """Send what is journaled, once in ``delay_s``, for as long as the mount lives."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
+        gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
             while not self._sendable():
                 await self._acknowledged.progressed.wait()
-            await trio.sleep(self._delay_s)
+            await gathering.pause()
             try:
                 await self.flush()
                 backoff.reset()
@@ -326,9 +347,10 @@ class Committer:
         """Announce what was stored, once in ``delay_s``, for as long as the mount lives, unless a commit does before.
         Trouble is no news: others see these objects all the same, only later."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
+        gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
             await self._has_stored.wait()
-            await trio.sleep(self._delay_s)
+            await gathering.pause()
             self._has_stored = trio.Event()
             try:
                 await self.flush_announcements()

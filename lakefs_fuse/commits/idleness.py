@@ -9,7 +9,7 @@ Trio thread only; nothing survives a crash, and nothing is lost by one: a daemon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -40,10 +40,12 @@ class Idleness:
         self._asked_s = trio.current_time()
         self._question.set()
 
-    async def pause(self, refresh_s: float) -> None:
-        """Wait until the next poll is due; for the poller, which calls `polled` after each."""
+    async def pause(self, refresh_s: float, hint: Callable[[], Awaitable[None]] = trio.sleep_forever) -> None:
+        """Wait until the next poll is due, or a ``hint`` comes; for the poller, which calls `polled` after each. An
+        idle mount leaves hints alone."""
         if self._is_asked():
-            await trio.sleep(refresh_s)
+            with trio.move_on_after(refresh_s):
+                await hint()
             return
         self.is_idle, self._question = True, trio.Event()
         with trio.move_on_after(max(IDLE_REFRESH_S, refresh_s)):

@@ -45,6 +45,7 @@ from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, parse_commit_key
 from lakefs_fuse.commits.bundles import MIXED, OWN_DELAY_S, SUFFIX, Found, parse_bundle
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
+from lakefs_fuse.commits.hints import Hints
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S, CONFIRM_S, WINDOW_NS
 from lakefs_fuse.commits.idleness import Idleness
 from lakefs_fuse.commits.listing_digest import BUCKET_BITS, BucketSums, DigestName, bucket_start
@@ -147,18 +148,20 @@ class Poller:
         metrics: CommitMetrics,
         *,
         refresh_s: float,
+        rng: random.Random,
         redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         applied: Callable[[Record], object] = lambda _: None,
-        idleness: Idleness | None = None,
-        rng: random.Random | None = None,
+        hints: Hints | None = None,
     ) -> None:
         """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record; ``rng``
-        draws when this mount lists the window."""
-        self._idleness = idleness or Idleness(0.0)
+        draws when this mount lists the window; ``hints`` say when to poll, and
+        whether anybody needs that."""
+        self._idleness = Idleness(0.0) if hints is None else hints.idleness
+        self._hints = hints if hints is not None and hints.is_used else None
         self._log, self._applier, self._metrics = log, applier, metrics
         self._clock = log.clock
         self._refresh_s, self._redate, self._applied = refresh_s, redate, applied
-        self._rng = rng or random.Random(0)
+        self._rng = rng
         self._polled_s = -math.inf
         """When the last deep poll that came to its end began, or the LIST of a digest that agreed."""
         self._is_long = False
@@ -196,7 +199,7 @@ class Poller:
         again."""
         checked_at, failing, jumps = trio.current_time(), False, self._clock.jumps
         while True:
-            await self._idleness.pause(min(REPEAT_S, self._refresh_s) if self.is_repeater else self._refresh_s)
+            await self._pause()
             try:
                 if self._clock.jumps > jumps or not self._clock.is_confirmed:
                     check_s: float = CONFIRM_S
@@ -219,6 +222,16 @@ class Poller:
             finally:
                 self._idleness.polled()
 
+    async def _pause(self) -> None:
+        """Until the next poll in the background."""
+        if self.is_repeater:
+            await self._idleness.pause(min(REPEAT_S, self._refresh_s))
+        elif self._hints is not None:
+            await self._idleness.pause(self._hints.refresh_s(), self._hints.wait_due)
+            self._hints.polling()
+        else:
+            await self._idleness.pause(self._refresh_s)
+
     async def correct_clock(self) -> None:
         """As `CommitLog.read_time`."""
         await self._log.read_time()
@@ -235,6 +248,8 @@ class Poller:
         began_s = trio.current_time()
         async with self._lock:
             look = await self._look_in_background()
+            if self._hints is not None:
+                self._hints.polled(item[2].key for item in look.found)
             if self.is_repeater or self._is_cheap(look):
                 await self._apply_found(began_s, look, math.inf)
                 return

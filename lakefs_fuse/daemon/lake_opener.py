@@ -22,6 +22,7 @@ from lakefs_fuse.daemon.background_worker import BackgroundWorker
 from lakefs_fuse.daemon.lake_connection import connect_lake
 from lakefs_fuse.daemon.maintenance import Maintenance
 from lakefs_fuse.environment import descriptor_limit
+from lakefs_fuse.environment.hint_channel import HintChannel, open_channel
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient, ThreadTransport
@@ -76,7 +77,7 @@ async def open_lake(
             async with open_immutable(config, client, metrics, path=path, node=node) as immutable:
                 yield immutable, dataclasses.asdict(capabilities), _no_maintenance
         else:
-            async with assembled(config, client, metrics, node=node) as parts:
+            async with assembled(config, client, metrics, node=node, hints=_open_hints(config, opened)) as parts:
                 fs = parts.filesystem
                 maintain, section = _no_maintenance, _no_section
                 if config.maintenance == "auto" and not config.read_only:
@@ -86,6 +87,15 @@ async def open_lake(
                     await trio.to_thread.run_sync(_fold_database_of(config).remove)
                 fs.events.statistics_requested.append(lambda: {"maintenance": section()})
                 yield fs, dataclasses.asdict(capabilities), maintain
+
+
+def _open_hints(config: MountConfig, opened: OpenedLake) -> HintChannel | None:
+    if not config.hints:
+        return None
+    if opened.record is None:
+        log.warning("no hints: the lake has no %s yet, whose id names their channel", KEY)
+        return None
+    return open_channel(config.hints, opened.record.id)
 
 
 async def _no_maintenance() -> None: ...

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lakefs_fuse.config import MIB, MountConfig
+from lakefs_fuse.environment.hint_channel import PASSWORD
 from lakefs_fuse.errors import MountError
 
 LOG_BYTES_MAX = 10 * MIB
@@ -25,7 +26,7 @@ LOG_FILES_KEPT = 3
 _SIGNED = re.compile(
     r"(X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s'\"]+|(Authorization['\"]?: )[^\r\n]+", re.I
 )
-_SECRET_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_SECRET_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", PASSWORD)
 _LINE_BREAKS: dict[int, str] = {**{code: f"\\x{code:02x}" for code in range(32)}, 10: "\\n", 13: "\\r", 9: "\t"}
 
 

@@ -23,6 +23,7 @@ from lakefs_fuse.commits.index.index import load_newest_index
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.environment.hint_channel import HintChannel
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
@@ -155,8 +156,10 @@ async def assembled(
     *,
     node: Node,
     spans: tuple[tuple[int, int], ...] = SPANS,
+    hints: HintChannel | None = None,
 ) -> AsyncIterator[Assembly]:
-    """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says.
+    """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says. ``hints`` of commits
+    go over this channel.
 
     Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk). On leaving, what is not
     durable stays in staging with its record.
@@ -170,7 +173,7 @@ async def assembled(
                 # Before anything reads the database: what counts rows does so once.
                 await _drop_wrong_names(database, client, node.clock)
                 await load_newest_index(database, client, node.threads, directory / "index", folds=config.folds)
-                parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans))
+                parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans, hints))
                 await parts.begin()
                 await _resolve_orphans(config, parts.filesystem, parts.recovery)
                 parts.start()

@@ -16,12 +16,14 @@ from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.hints import Hints
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.pack_budget import PackBudget
 from lakefs_fuse.commits.path_tree import Relocated, Watcher
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.hint_channel import HintChannel
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import Entry
@@ -122,6 +124,7 @@ class Ground:
     nursery: trio.Nursery
     node: Node
     spans: tuple[tuple[int, int], ...]
+    hints: HintChannel | None = None
 
     @property
     def clock_ns(self) -> Callable[[], int]:
@@ -159,11 +162,18 @@ class Commits:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
         node = ground.node
         self.clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
+        writer = f"{node.random.stream('writer').getrandbits(32):08x}"
+        self.hints = Hints(
+            ground.hints, node.threads, ground.metrics.hints,
+            writer=writer, refresh_s=ground.config.refresh_s, rng=node.random.stream("hints"),
+            idleness=namespace.idleness,
+        )  # fmt: skip
         self.log = log = CommitLog(
             client,
             self.clock,
             node.threads,
-            writer=f"{node.random.stream('writer').getrandbits(32):08x}",
+            writer=writer,
+            announce=self.hints.announce if self.hints.is_used else None,
             budget=PackBudget(ground.config.upload_bytes_s_max),
             repeats=not ground.config.read_only,
         )
@@ -182,7 +192,7 @@ class Commits:
         self.poller = Poller(
             log, self.applier, metrics,
             refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.announce_commit,
-            idleness=namespace.idleness, rng=node.random.stream("deep-polls"),
+            rng=node.random.stream("deep-polls"), hints=self.hints,
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 
@@ -357,6 +367,7 @@ class Assembly:
         """What runs for as long as the mount lives."""
         nursery = self._ground.nursery
         nursery.start_soon(self._commits.poller.run)
+        nursery.start_soon(self._commits.hints.run)
         nursery.start_soon(self.pinner.run)
         if not self._ground.config.read_only:
             nursery.start_soon(self._scheduler.run)

@@ -40,7 +40,9 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --delete-after 0
         --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
         --no-supervise --log-level debug --foreground --foreign 2m --maintenance off
-        --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache""".split()
+        --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache
+
+        --hints redis://user@localhost:6380/2""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -65,6 +67,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "staging_bytes_max": 2 * GIB,
         "metadata_ttl_s": 300.0,
         "foreign_s": 120.0,
+        "hints": "redis://user@localhost:6380/2",
         "read_only": True,
         "immutable": False,
         "snapshot": "",
@@ -333,3 +336,32 @@ def test_the_manual_has_every_option_and_no_other() -> None:
     options = {name for option in mount.params for name in (*option.opts, *option.secondary_opts) if name[:2] == "--"}
     assert named == options
     assert set(re.findall(r"--[a-z][a-z-]+", options_used_most())) - {"--help"} < options
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("redis://user:secret@localhost", "LAKEFS_HINTS_PASSWORD"),
+        ("redis://:secret@localhost", "LAKEFS_HINTS_PASSWORD"),
+        ("http://localhost", "expected redis://"),
+        ("localhost:6379", "expected redis://"),
+        ("redis://localhost:99999", "expected redis://"),
+        ("redis://localhost/name", "the database is a number"),
+        ("redis://localhost/0?db=1", "expected redis://"),
+    ],
+)
+def test_hints_url_that_is_wrong_is_refused(
+    url: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["mount", f"file://{tmp_path}", str(tmp_path / "mnt"), "--hints", url]) == 2
+    told = capsys.readouterr().err
+    assert why in told
+    assert "secret" not in told
+
+
+def test_hints_without_redis_py_name_the_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert run(["mount", f"file://{tmp_path}", str(tmp_path / "mnt"), "--hints", "rediss://localhost/1"]) == 2
+    assert "lakefs-fuse[hints]" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,7 +87,10 @@ class Daemon(Node):
             delay_s=delay_s,
             acknowledged=self.acknowledged,
         )
-        self.poller = Poller(self.log, self.applier, self.metrics, refresh_s=0.01, redate=self.committer.redate)
+        self.poller = Poller(
+            self.log, self.applier, self.metrics,
+            refresh_s=0.01, rng=random.Random(writer), redate=self.committer.redate,
+        )  # fmt: skip
         self.committer.load()
 
     def enqueue(self, *operations: Operation, doomed: tuple[Deletion, ...] = ()) -> None:

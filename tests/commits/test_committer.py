@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from lakefs_fuse.commits import committer
 from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import Change, merged
+from lakefs_fuse.commits.committer import Gathering
 from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable
 from lakefs_fuse.meta.entry import PENDING
@@ -475,3 +477,21 @@ def test_a_full_disk_refuses_the_change(tmp_path: Path, monkeypatch: pytest.Monk
         assert (a.shown(), a.committer.journal.operations) == ({}, 0)
         a.enqueue(link("l"))
         assert list(a.shown()) == ["l"]
+
+
+async def test_pauses_of_gathering_grow_while_more_comes_at_once(autojump_clock: MockClock) -> None:
+    assert autojump_clock is not None
+    gathering = Gathering(1.0, 0.05)
+
+    async def paused_s() -> float:
+        began_s = trio.current_time()
+        await gathering.pause()
+        return round(trio.current_time() - began_s, 3)
+
+    assert [await paused_s() for _ in range(7)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    await trio.sleep(2.5)
+    assert await paused_s() == 0.05
+    await trio.sleep(0.2)
+    assert await paused_s() == 0.05
+    gathering = Gathering(1.0, 1.0)
+    assert [await paused_s() for _ in range(3)] == [1.0] * 3
