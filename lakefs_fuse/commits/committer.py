@@ -70,7 +70,7 @@ LATE_NS = WINDOW_NS // 2
 ANNOUNCED_MAX = 1 << 16
 """Objects that are not announced yet, some 10 MB; others find more of them when they list the directory."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
-PROMPT_S = 0.05
+PROMPT_S = 0.02
 """In place of ``delay_s`` where others hear of a commit at once: files that close together share an announcement all
 the same, and a mount that stores one after the other comes to ``delay_s``."""
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.metrics import HintMetrics
 from lakefs_fuse.sync.backoff import Backoff
 
-PUBLISH_DELAY_S = 0.02
+PUBLISH_DELAY_S = 0.005
 """Commits of that time share a message."""
 MESSAGE_KEYS_MAX = 1000
 MESSAGE_BYTES_MAX = 64 << 10

@@ -227,10 +227,14 @@ class Poller:
         if self.is_repeater:
             await self._idleness.pause(min(REPEAT_S, self._refresh_s))
         elif self._hints is not None:
-            await self._idleness.pause(self._hints.refresh_s(), self._hints.wait_due)
+            await self._idleness.pause(self._interval_s(), self._hints.wait_due)
             self._hints.polling()
         else:
             await self._idleness.pause(self._refresh_s)
+
+    def _interval_s(self) -> float:
+        """After how long this mount polls by itself."""
+        return self._refresh_s if self._hints is None else self._hints.refresh_s()
 
     async def correct_clock(self) -> None:
         """As `CommitLog.read_time`."""
@@ -256,7 +260,7 @@ class Poller:
             shown, until = look.found[-1][0], self._repeated_until(look)
             if until is not None:
                 await self._apply_found(began_s if until >= shown else -math.inf, look, until)
-                if until >= shown or self._refresh_s <= WAITING_REFRESH_S:
+                if until >= shown or self._interval_s() <= WAITING_REFRESH_S:
                     return
             else:
                 self._list_again(look.found[0])

@@ -8,17 +8,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
 from lakefs_fuse.commits import hints as hints_module
 from lakefs_fuse.commits.archive import commit_key
+from lakefs_fuse.commits.bundles import MIXED, Copy, bundle_key
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hints import HINTED_REFRESH_S, Hints
 from lakefs_fuse.commits.idleness import Idleness
+from lakefs_fuse.commits.poller import Poller
+from lakefs_fuse.commits.record import Mkdir
 from lakefs_fuse.environment.hint_channel import RedisChannel, read_password
 from lakefs_fuse.environment.threads import WorkerThreads
-from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.errors import AccessDenied, ConfigError
 from lakefs_fuse.metrics import HintMetrics
+from tests.commits.committing import Site
+from tests.memory_store import Failures
 
 REFRESH_S = 5.0
 OTHER, OWN = "0000000b", "0000000a"
@@ -239,3 +247,67 @@ def test_redis_that_is_not_there_is_an_os_error() -> None:
     with pytest.raises(OSError, match="Connection"):
         channel.publish(b"x")
     channel.close()
+
+
+async def test_poller_polls_when_a_hint_comes_and_rarely_else(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("one") as one, site.daemon("two") as two:
+        channel, metrics = Channel(), HintMetrics()
+        hints = Hints(
+            channel, WorkerThreads(), metrics,
+            writer=two.log.writer, refresh_s=30.0, rng=random.Random(0), idleness=Idleness(0.0),
+        )  # fmt: skip
+        poller = Poller(two.log, two.applier, two.metrics, refresh_s=30.0, rng=random.Random(0), hints=hints)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hints.run)
+            nursery.start_soon(poller.run)
+            await until(lambda: two.metrics.polls == 1)
+            await one.committer.commit(Change(operations=[Mkdir("d", 0o755, 0, 0, 0)]))
+            await trio.sleep(0.2)
+            assert two.find("d") is None
+            (key,) = site.commits()
+            channel.messages.put(key.encode())
+            await until(lambda: two.find("d") is not None)
+            await trio.sleep(0.3)
+            assert two.metrics.polls == 2
+            nursery.cancel_scope.cancel()
+
+
+async def test_log_announces_what_is_stored_and_nothing_else(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("one") as one:
+        told: list[str] = []
+        log = CommitLog(one.client, one.clock, WorkerThreads(), writer=OWN, announce=told.append)
+        site.store.hook = Failures(lambda request: request.what == "put", AccessDenied("denied"))
+        with pytest.raises(AccessDenied):
+            await log.put(log.clock.now(), b"commit")
+        assert told == []
+        meta = await log.put(log.clock.now(), b"commit")
+        assert told == [meta.key]
+        assert log.is_announced
+        assert not one.log.is_announced
+
+
+async def test_what_is_left_to_a_repeater_waits_for_no_hint(tmp_path: Path) -> None:
+    """The bundle with it comes without one."""
+    site = Site(tmp_path)
+    with site.daemon("one") as one, site.daemon("two") as two:
+        channel = Channel()
+        hints = Hints(
+            channel, WorkerThreads(), HintMetrics(),
+            writer=two.log.writer, refresh_s=5.0, rng=random.Random(0), idleness=Idleness(0.0),
+        )  # fmt: skip
+        poller = Poller(two.log, two.applier, two.metrics, refresh_s=5.0, rng=random.Random(0), hints=hints)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hints.run)
+            await until(lambda: hints.refresh_s() == HINTED_REFRESH_S)
+            for number in range(20):
+                await one.committer.commit(Change(operations=[Mkdir(f"d{number}", 0o755, 0, 0, 0)]))
+            metas = [site.store.objects[key][1] for key in site.commits()]
+            copies = [Copy(meta.key, meta.etag, site.store.data(meta.key)) for meta in metas[:10]]
+            site.store.give(bundle_key(copies, MIXED), msgspec.msgpack.encode(copies))
+            nursery.start_soon(poller.poll_in_background)
+            await until(lambda: two.find("d9") is not None)
+            assert two.find("d19") is None, "the repeater is about to repeat it"
+            await until(lambda: two.find("d19") is not None)
+            nursery.cancel_scope.cancel()

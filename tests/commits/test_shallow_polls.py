@@ -263,7 +263,7 @@ def test_shallow_poll_applies_again_what_was_forgotten(tmp_path: Path, monkeypat
     run.go(main)
 
 
-@pytest.mark.parametrize("how", ["gone", "no digest", "other sums", "other numbers", "too many buckets", "short"])
+@pytest.mark.parametrize("how", ["gone", "no digest", "other sums", "other numbers", "too many buckets"])
 def test_digest_that_is_wrong_costs_requests_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     run = Run(tmp_path, monkeypatch, writers=20, followers=2)
     late, spoiled = dict[str, float](), set[str]()
@@ -277,7 +277,6 @@ def test_digest_that_is_wrong_costs_requests_only(tmp_path: Path, monkeypatch: p
                 "other sums": msgspec.msgpack.encode(msgspec.structs.replace(digest, sums=[1] * len(digest.sums))),
                 "other numbers": msgspec.msgpack.encode(msgspec.structs.replace(digest, sums=digest.sums[:-1])),
                 "too many buckets": msgspec.msgpack.encode(Digest(0, [0] * 5000, [0] * 5000)),
-                "short": msgspec.msgpack.encode(Digest(0, [], [])),
             }
             run.site.store.objects[key] = wrong[how], run.site.store.objects[key][1]
 
@@ -341,3 +340,20 @@ def test_name_of_a_digest_tells_what_it_covers() -> None:
     assert (name.time, name.writer, name.newest, name.first) == (300, "0000000a", 200, 100)
     assert parse_digest(ObjectMeta(key + "x", 20, "etag", 0)) is None
     assert parse_digest(ObjectMeta(key, 1 << 30, "etag", 0)) is None
+
+
+def test_digest_that_covers_too_little_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, writers=20, followers=1)
+
+    async def main() -> None:
+        (follower,) = run.followers
+        await run.go_on(15)
+        late = run.writers.commit(run.site.clock.seconds - 70)
+        for _ in range(round(DEEP_S_MAX / REFRESH_S) + 2):
+            now = at(run.site.clock.seconds)
+            empty = digest_key(now, "ffffffff", now, bucket_start(at(0)))
+            run.site.store.give(empty, msgspec.msgpack.encode(Digest(0, [], [])))
+            await run.go_on(REFRESH_S)
+        assert late in follower.applied_s
+
+    run.go(main)
