@@ -354,7 +354,7 @@ def redis_server(directory: Path, port: int, password: str = "") -> Iterator[Non
             return connection.recv(16)[:1] in (b"+", b"-")
 
     command = [shutil.which("redis-server") or "/usr/bin/redis-server", str(config)]
-    with _running(command, directory / "redis.log", answers):
+    with running(command, directory / "redis.log", answers):
         yield
 
 

@@ -41,7 +41,6 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
         --no-supervise --log-level debug --foreground --foreign 2m --maintenance off
         --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache
-
         --hints redis://user@localhost:6380/2""".split()
     assert run(arguments) == 0
     (config,) = mounted
