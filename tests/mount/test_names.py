@@ -113,7 +113,7 @@ REQUESTS = ("get", "put", "part", "delete", "list", "head", "other")
 
 
 def cost_of(here: Place, *command: str) -> dict[str, int]:
-    """Requests that a command makes, by kind, zeros and announcements of what was stored before left out."""
+    """Requests that a command makes, by kind; zeros are left out, and what other mounts are told of earlier commits."""
     before = here.lake.stats()
     subprocess.run(command, cwd=here.path, check=True)
     after = here.lake.stats()
@@ -121,7 +121,8 @@ def cost_of(here: Place, *command: str) -> dict[str, int]:
         kind: lakes.number(after, f"store.requests.{kind}") - lakes.number(before, f"store.requests.{kind}")
         for kind in REQUESTS
     }
-    made["put"] -= sum(sign * lakes.number(at, "commits.announcements") for sign, at in ((1, after), (-1, before)))
+    for told in ("commits.announcements", "commits.bundles_written"):
+        made["put"] -= lakes.number(after, told) - lakes.number(before, told)
     return {kind: count for kind, count in made.items() if count}
 
 
