@@ -11,7 +11,8 @@ import trio
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.tombstones import NS
-from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Capabilities, ObjectMeta
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
@@ -265,6 +266,44 @@ async def test_exchanged_file_whose_removal_is_not_heard_of_stays_removed_for_wh
             await one.fs.sync_names()
             clock.advance(1)
             pause.resume()
+        await two.parts.renamed.wait_adopted()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"b": b"second a"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"b": b"second a"}
+
+
+async def test_exchanged_file_whose_name_is_removed_before_it_is_found_is_what_was_written_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit that removes the other name is in effect before the store has said what lies at its key."""
+    store, clock, asked, resumed = MemoryStore(), Clock(), trio.Event(), trio.Event()
+    find = StoreClient.find
+
+    async def find_later(client: StoreClient, key: str) -> ObjectMeta | None:
+        asked.set()
+        await resumed.wait()
+        return await find(client, key)
+
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "ab":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b"]
+        clock.advance(5)
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        await rewrite(two, "a", b"second a")
+        clock.advance(2)
+        await one.unlink("a")
+        await one.fs.sync_names()
+        monkeypatch.setattr(StoreClient, "find", find_later)
+        await two.poll()
+        await asked.wait()
+        assert await two.lookup("a") is None
+        resumed.set()
         await two.parts.renamed.wait_adopted()
         for m in (one, two):
             await m.poll()

@@ -136,18 +136,21 @@ class RenamedObjects:
         """Nothing where either name is something else by now. A name whose exchanged file others have removed or
         replaced since stays what this node stored there."""
         builder = ChangeBuilder(self._ns.tree)
-        if said != pair and all(self._is_exchanged(operation.path, ref) for operation, ref in pair):
+        ended = {operation.path for operation, _ in pair if self._is_ended(operation.path, time)}
+        if said != pair and all(each.path in ended or self._is_exchanged(each.path, ref) for each, ref in pair):
             for operation, ref in said:
-                if not self._is_ended(operation.path, time):
+                if operation.path not in ended:
                     builder.repeat(msgspec.structs.replace(operation, hides=self._ns.own_etag(operation.path)), ref)
         return builder.change()
 
     def _is_ended(self, path: str, time: int) -> bool:
-        """A commit after ``time`` has removed or replaced what would be there but for what this node stored later."""
+        """A commit after ``time`` has removed the name, or has removed or replaced what would be there but for what
+        this node stored later."""
         entry, tombstone = self._ns.at(path), self._ns.tree.tombstones.get(path.encode(*schema.PATH))
-        if entry is None or tombstone is None or not entry.is_plain:
+        if tombstone is None or (entry is not None and not entry.is_plain):
             return False
-        return time < tombstone.newest < (entry.stamp or PENDING)
+        stamp = 0 if entry is None else entry.stamp
+        return time < tombstone.newest < (stamp or PENDING)
 
     def _is_exchanged(self, path: str, ref: ObjectRef) -> bool:
         """The name is what the exchange made of it, or what this node stored there before it had heard of that."""
