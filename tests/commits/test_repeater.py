@@ -175,7 +175,7 @@ async def follow(lake: Lake, writers: int, seconds: float) -> Costs:
     return Costs(gets, delays_s, bundles / seconds)
 
 
-@pytest.mark.parametrize("writers", [1, 50])
+@pytest.mark.parametrize("writers", [pytest.param(1, marks=pytest.mark.long), 50])
 async def test_follower_sends_four_gets_a_poll(tmp_path: Path, writers: int) -> None:
     lake = Lake(tmp_path, followers=6)
     with lake.stack:
@@ -233,7 +233,7 @@ async def test_repeater_that_dies_is_replaced_and_one_with_little_to_do_gives_up
             nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("how", ["read-only", "refused"])
+@pytest.mark.parametrize("how", [pytest.param("read-only", marks=pytest.mark.long), "refused"])
 async def test_mount_that_may_not_repeat_fetches_for_itself(tmp_path: Path, how: str) -> None:
     lake = Lake(tmp_path, followers=2)
     refused = Failures(lambda request: request.key.endswith(SUFFIX), AccessDenied("denied"), count=1000)
