@@ -247,7 +247,7 @@ class _CarryOver:
                 self._gone[operation.path] = operation
             if not number % (READ_PER_NAME * self._names_max):
                 yield
-        if self._names_max > len(self._record.operations):  # its caller lets nobody run in between
+        if self._names_max > len(self._record.operations):  # its caller takes all steps at once
             is_covered = all(self._is_covered(names, move) for move, names in self._all_below())
             if not (self._is_each_another() and all(map(self._is_movable, self._record.moves)) and is_covered):
                 return Carried()
@@ -309,8 +309,14 @@ class _CarryOver:
             yield some
 
     def _is_late_covered(self, late: Iterable[tuple[int, int]]) -> bool:
-        """As `_is_covered`, of what was changed since it was looked at, which then is free from its key as well."""
+        """As `_is_covered`, of the sources and of what was changed since it was looked at, which then is free from its
+        key as well."""
         by_move: dict[tuple[str, str], list[tuple[str, Entry]]] = {}
+        for move in self._record.moves:
+            top = self._paths.child(move[0])
+            if top is None or (top.flags & Flag.DIRECTORY and top.inode not in self._walked):
+                return False
+            by_move[move] = [(move[0], top)]
         for parent, cookie in late:
             entry = self._tree.at(parent, cookie) if parent in self._walked else None
             if entry is None:
@@ -318,7 +324,7 @@ class _CarryOver:
             if entry.flags & Flag.DIRECTORY and entry.inode not in self._walked:
                 return False
             path, move = self._walked[parent]
-            by_move.setdefault(move, []).append((f"{path}/{entry.name.decode(*schema.PATH)}", entry))
+            by_move[move].append((f"{path}/{entry.name.decode(*schema.PATH)}", entry))
         for move, names in by_move.items():
             if not self._is_covered(names, move):
                 return False

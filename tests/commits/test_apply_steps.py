@@ -183,6 +183,24 @@ async def test_moves_what_is_changed_between_two_steps_is_checked_again(node: No
     assert not any(path.startswith("big/plain") for path in shown)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("at_step", [1, 8, 18, 23])
+async def test_moves_the_source_itself_is_checked_again(node: Node, at_step: int, replaced: bool) -> None:
+    """Its attributes were changed here since, or another directory has its name."""
+    record = renamed(node)
+    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, at(10), whole=True)
+    for number, _ in enumerate(application.steps(STEP_OPERATIONS), 1):
+        node.applier.paths.forget_paths()
+        if number != at_step:
+            continue
+        assert node.find("moved") is None
+        if replaced:
+            node.applier.apply_pending(merged([node.rename("big", "aside")], "00000001", at(9)), PENDING + 1)
+        operation = put("big/mine") if replaced else Mkdir("big", 0o711, 0, 0, 0)
+        node.applier.apply_pending(Record(writer="00000001", time=at(9), operations=[operation]), PENDING + 2)
+    assert node.find("big/mine") if replaced else node.found("big").mode & 0o777 == 0o711
+
+
 async def test_moves_a_crash_before_the_rows_move_is_mended(node: Node, tmp_path: Path) -> None:
     record = renamed(node)
     whole = Node(tmp_path / "whole")
