@@ -1,8 +1,8 @@
-"""What a checksum of the store proves of a range of an object, whoever brought the bytes.
+"""What a checksum of the store proves of a range of an object, wherever the bytes came from.
 
 Of a pack: its files that are in the range whole, by the CRC-32 in its directory. Of a plain object: all of it, where it
 is one range and its ETag is an MD5 sum. Nothing else is proven. Headers between the files of a pack, which no reader is
-given, are not compared. Whoever brought the bytes may be trusted instead: then files are compared with the CRC-32 in
+given, are not compared. Their source may be trusted instead: then files are compared with the CRC-32 in
 the headers that came with them, which finds damage on the way, and what has no sum is taken as it is.
 
 What always holds: unless the bytes are trusted, sums come from the store. Memory is bounded: `SUMS_MAX` sums of packs

@@ -93,7 +93,7 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "sends each once. Give all nodes the same list; in -o, ; separates them. LAKEFS_CLUSTER_CACHE_TOKEN has their "
         "password.  [default: none]")  # fmt: skip
 @option("--trust-cluster-cache", is_flag=True, group=CACHE, help="Use what a proxy of --cluster-cache answers even "
-        "where no checksum of the store proves it. Use it where nobody but you can change what the proxies "
+        "where no checksum of the store proves it. Use it where only you can change what the proxies "
         "keep.")  # fmt: skip
 @_setting("--metadata-ttl", "metadata_ttl_s", type=DURATION, group=CACHE, help="Time after which a cached listing is "
         "fetched again, unless --foreign says otherwise, and for which the kernel caches names. Changes of other "

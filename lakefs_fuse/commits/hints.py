@@ -33,7 +33,7 @@ MESSAGE_BYTES_MAX = 64 << 10
 """Of a message of a thousand keys. A longer one is not ours."""
 KEYS_MAX = 4096
 RECEIVE_S = 1.0
-"""A worker thread waits so long for a message: so late does it notice that nobody wants one any more."""
+"""A worker thread waits so long for a message: so late does it notice that none is wanted any more."""
 SILENCE_S_MAX = 5.0
 """A channel that does not even answer a ping for so long is lost."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.25, 10.0

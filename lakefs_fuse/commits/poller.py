@@ -8,7 +8,7 @@ that are corrected by the store's, and a request takes a minute at most; two nod
 Where a deep poll takes more than one page, most polls in the background are *shallow*: they list the last
 OVERLAP_S_MAX before what the last poll was shown, or less where many commits lie there. What comes later than that is
 found by comparing with the digest of another mount's deep poll (`listing_digest`), or by this mount's own: one or the
-other DEEP_S_MIN to DEEP_S_MAX after the last. Whoever waits for a poll (`poll`, `heard`) gets a deep one.
+other DEEP_S_MIN to DEEP_S_MAX after the last. A caller that waits for a poll (`poll`, `heard`) gets a deep one.
 
 What always holds:
 
@@ -88,7 +88,7 @@ DOUBT_S_MAX = 1.0
 """From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
 GETS_MAX = 4
 """A poll in the background that would send more GETs leaves what was not shown before to a repeater. Where there is
-none it waits until whoever makes all these commits has repeated them in a bundle."""
+none it waits until the writers of all these commits have repeated them in a bundle."""
 BUNDLE_WAIT_S = OWN_DELAY_S + 0.3
 ELECTION_S = 1.5
 """And up to so long, drawn by each mount. Who still finds no bundle becomes the repeater."""

@@ -1,7 +1,7 @@
 """The database of one cache directory, on RocksDB unless a node has other engines. `schema` has its keys.
 
 What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all. All calls
-are short and made on the trio thread but for `sync`, `frozen` iterators, `copy_to`, and reads of a database that nobody
+are short and made on the trio thread but for `sync`, `frozen` iterators, `copy_to`, and reads of a database that nothing
 writes meanwhile, so whatever is done between two awaits is atomic for every other task. Only what is committed with
 ``sync`` survives a crash of the machine: the tail of the log may be missing then, and names come back with the next
 listing.
@@ -76,7 +76,7 @@ class Batch(msgspec.Struct):
 
 
 class Recording:
-    """Keys of the rows that were changed while somebody read rows in steps (`Database.recording`)."""
+    """Keys of the rows that were changed while rows were read in steps (`Database.recording`)."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
@@ -172,8 +172,8 @@ class RocksEngine:
 
 
 def _holding(items: Iterator[tuple[bytes, bytes]], _end: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """An iterator with the end that it compares keys with: rocksdict 0.3 keeps a pointer into that object. Where nobody
-    else holds it, an iterator ends early, or runs on."""
+    """An iterator with the key that ends it: rocksdict 0.3 keeps a pointer into that object. Where nothing else holds
+    it, an iterator ends early, or runs on."""
     yield from items
 
 

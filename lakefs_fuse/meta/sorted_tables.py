@@ -3,7 +3,7 @@
 What always holds: a dump is of one moment, whatever is changed meanwhile; it has the names and what belongs to them
 (`KINDS`) and nothing that is of one node alone (journals, what is to be deleted, identity). `DumpOfChanges` has only
 the rows that were written since an index, and the keys of those that were deleted, which are files of another kind; it
-is for a database that nobody writes meanwhile. Files are taken in all or none, together with the marks that go with
+is for a database that nothing writes meanwhile. Files are taken in all or none, together with the marks that go with
 them (`Marks`), so a database never has the names without the numbers that must not be given out again. Dumping and
 checking are blocking code for one worker thread at a time; the rest is for the trio thread. A crash leaves files in a
 directory that is the caller's.

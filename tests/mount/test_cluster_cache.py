@@ -1,4 +1,4 @@
-"""Mounts that share a cluster cache: what they fetch from the store, and that a proxy's faults are nobody's."""
+"""Mounts that share a cluster cache: what they fetch from the store, and that a proxy's faults do not reach readers."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_items_are_those_of_the_moment_they_were_asked_for(engines: Engines, tmp
 
 
 def test_items_that_are_read_in_turns_keep_their_ends(engines: Engines, tmp_path: Path) -> None:
-    """Also where nobody else holds the key that ends them."""
+    """Also where nothing else holds the key that ends them."""
     engine = engines.open(tmp_path / "meta")
     keys = [b"X%04d" % number for number in range(2000)]
     put(engine, *keys)
