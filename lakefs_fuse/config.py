@@ -70,9 +70,13 @@ def parse_cluster_cache(text: str) -> tuple[str, ...]:
     ConfigError, whose message does not repeat what may be a password."""
     urls = [url.strip().rstrip("/") for url in re.split("[,;]", text) if url.strip()]
     for url in urls:
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
+        if "@" in url:
             raise ConfigError("a cluster cache's URL must not hold a password: put it in LAKEFS_CLUSTER_CACHE_TOKEN")
+        try:
+            parts = urlsplit(url)
+            _ = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is not a cluster cache: expected for example http://cache-1:8080") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path or parts.query or parts.fragment:
             raise ConfigError(f"{url!r} is not a cluster cache: expected for example http://cache-1:8080")
     if not urls:

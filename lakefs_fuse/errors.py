@@ -141,6 +141,10 @@ class Unavailable(StoreError):
         self.throttled = throttled
 
 
+class ProxyRefused(StoreError):
+    """A proxy on the way to the store refuses its password (407)."""
+
+
 class NotCarriedOut(Unavailable):
     """The store did not begin with the request: there was no connection, or too many requests. Any other Unavailable
     may be about a request that was carried out."""

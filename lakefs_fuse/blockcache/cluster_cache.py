@@ -55,6 +55,8 @@ class ClusterCache:
                 nursery.start_soon(self._add_block, answer, block)
             for at, stop in proof.unproven:
                 nursery.start_soon(self._add_unproven, answer, at, stop)
+        if answer.error is not None:
+            raise answer.error
         if answer.is_whole:
             answer.put_unproven()
             if await self._threads.run(proof.holds, answer.data):
@@ -68,7 +70,7 @@ class ClusterCache:
         return fetched, wrong
 
     async def _proof(self, version: Version, start: int, end: int) -> Proof | None:
-        return await self._proofs.proof(version, start, end) if self._proxies.serve else None
+        return await self._proofs.proof(version, start, end) if self._proxies.any_serves else None
 
     async def _from_store(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
         fetched, wrong = await self._store.get(version, start, end)
@@ -81,8 +83,8 @@ class ClusterCache:
     async def _add_unproven(self, answer: _Answer, at: int, stop: int) -> None:
         try:
             fetched, wrong = await self._from_store(answer.version, at, stop)
-        except LakeError:  # which the store answers again for the whole range
-            answer.add_unproven(None, at)
+        except LakeError as error:  # raised when all parts have ended, and by itself
+            answer.error = error
         else:
             is_right = not wrong and fetched.meta.etag == answer.version.etag and len(fetched.data) == stop - at
             answer.add_unproven(fetched if is_right else None, at)
@@ -103,6 +105,8 @@ class _Answer:
         self.version, self._start = version, start
         self.data = bytearray(end - start)
         self.is_whole = True
+        self.error: LakeError | None = None
+        """Of the store, which was tried again as long as it may be."""
         self._unproven: list[tuple[int, Fetched]] = []
         self._claimed: ObjectMeta | None = None
 

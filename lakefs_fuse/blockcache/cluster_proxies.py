@@ -6,9 +6,9 @@ What always holds:
   same list ask the same proxy, and a proxy that fails moves no blocks but its own;
 * *one wait*: a proxy fails when it cannot be reached, answers with something else, or answers nothing at all for
   `SILENT_S_MAX`. Readers then do not ask it again until a request in the background, made with growing pauses, was
-  answered; requests that wait for a thread are not made. A proxy that answers other requests is waited for, as the
-  store may be slow, and more so for everybody without the proxy. What the store refuses, and a proxy passes on, is not
-  a failure of the proxy;
+  answered; requests that wait for a thread are not made. A proxy that answers other requests is waited for, because
+  the store may be slow, and mounts that bypass the proxy slow it further. What the store refuses, and a proxy passes
+  on, is not a failure of the proxy;
 * an answer claims to be of the version, and has the length, that was asked for. Its bytes may be any.
 
 Tasks of the trio thread; requests run in worker threads and have the bounds of `CachedGetter`. Nothing survives a
@@ -26,7 +26,7 @@ import xxhash
 
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import AccessDenied, KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
+from lakefs_fuse.errors import KeyRefused, ProxyRefused, StoreError, Unavailable
 from lakefs_fuse.metrics import ClusterCacheMetrics
 from lakefs_fuse.store.protocol import CachedGetter, Fetched
 from lakefs_fuse.sync.backoff import Backoff
@@ -36,7 +36,6 @@ REQUESTS_MAX = 32
 SILENT_S_MAX = 1.0
 TRY_S_FIRST, TRY_S_MAX = 1.0, 30.0
 """Pauses before a proxy that fails is tried again."""
-_OF_THE_STORE = (AccessDenied, KeyRefused, NotFound, PreconditionFailed)
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -55,10 +54,12 @@ class ClusterProxies:
         self._metrics, self._nursery, self._threads = metrics, nursery, threads
         self._requests = {url: trio.CapacityLimiter(REQUESTS_MAX) for url in getters}
         self._waiting: dict[str, set[trio.CancelScope]] = {url: set() for url in getters}
+        self._served: dict[str, tuple[Version, int]] = {}
+        """The last block that each proxy has sent."""
 
     @property
-    def serve(self) -> bool:
-        """Some proxy does."""
+    def any_serves(self) -> bool:
+        """Whether any proxy is in use."""
         return len(self._failing) < len(self._getters)
 
     async def get(self, version: Version, block: int) -> Fetched | None:
@@ -84,10 +85,12 @@ class ClusterProxies:
 
         try:
             answer = await self._unless_silent(url, ask)
+        except KeyRefused:  # nothing was sent
+            return None
         except StoreError as error:
             self._metrics.requests += 1
             self._metrics.failures += 1
-            self._learn_failure(url, version, block, error)
+            self._learn_failure(url, version, block, error, is_trial=is_trial)
             return None
         if answer is None:
             return None
@@ -95,7 +98,8 @@ class ClusterProxies:
         self._metrics.requests += 1
         self._metrics.hits += is_hit
         self._metrics.bytes_read += len(fetched.data)
-        self._learn_success(url)
+        self._served[url] = version, block
+        self._learn_answer(url, is_trial=is_trial)
         return fetched
 
     async def _unless_silent(self, url: str, ask: Callable[[], T]) -> T:
@@ -108,23 +112,28 @@ class ClusterProxies:
                 self._waiting[url].discard(scope)
         raise Unavailable(f"it has answered nothing for {SILENT_S_MAX:g} s")
 
-    def _learn_failure(self, url: str, version: Version, block: int, error: StoreError) -> None:
-        if isinstance(error, _OF_THE_STORE):
-            self._learn_success(url)
+    def _learn_failure(self, url: str, version: Version, block: int, error: StoreError, *, is_trial: bool) -> None:
+        if not isinstance(error, Unavailable | ProxyRefused):
+            self._learn_answer(url, is_trial=is_trial)
         elif url not in self._failing and not (isinstance(error, Unavailable) and error.throttled):
             self._failing.add(url)
             _log.warning("cluster cache %s fails, and is left out until it answers again: %s", url, error)
             self._nursery.start_soon(self._try_again, url, version, block)
 
-    def _learn_success(self, url: str) -> None:
+    def _learn_answer(self, url: str, *, is_trial: bool) -> None:
+        """The proxy, or the store behind it, has answered. Only a trial ends a failure: others were sent before it."""
         for scope in self._waiting[url]:
             scope.deadline = trio.current_time() + SILENT_S_MAX
-        if url in self._failing:
+        if is_trial:
             self._failing.discard(url)
             _log.info("cluster cache %s answers again", url)
 
     async def _try_again(self, url: str, version: Version, block: int) -> None:
+        """With a block that the proxy has sent before, if there is one: the other may be what fails."""
         backoff = Backoff(TRY_S_FIRST, TRY_S_MAX)
         while url in self._failing:
             await trio.sleep(backoff.next_s())
-            await self._ask(url, version, block, is_trial=True)
+            try:
+                await self._ask(url, *self._served.get(url, (version, block)), is_trial=True)
+            except Exception:  # as where no thread can be had
+                _log.exception("trying cluster cache %s", url)

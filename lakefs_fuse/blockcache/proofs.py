@@ -146,8 +146,10 @@ class Proofs:
                 _log.info("ETags of this store are no MD5 sums: plain objects are not compared with them")
 
     async def _sums(self, version: Version, fetch: Callable[[Version], Awaitable[PackSums]]) -> PackSums | None:
-        while version in self._fetching:
-            await self._fetching[version].wait()
+        fetching = self._fetching.get(version)
+        if fetching is not None:
+            await fetching.wait()
+            return self._packs.get(version)  # None where that failed: the range comes from the store
         if version in self._packs:
             self._packs.move_to_end(version)
             return self._packs[version]

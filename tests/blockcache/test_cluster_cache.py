@@ -16,11 +16,11 @@ from lakefs_fuse.blockcache.cluster_cache import ClusterCache
 from lakefs_fuse.blockcache.cluster_proxies import REQUESTS_MAX, ClusterProxies
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.blockcache.proofs import REFUTED_MAX, PackSums, Proofs
-from lakefs_fuse.blockcache.verified_get import UnverifiedGet
+from lakefs_fuse.blockcache.verified_get import Spans, UnverifiedGet
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, wrong_members
 from lakefs_fuse.commits.archive_check import fetch_directory
 from lakefs_fuse.environment.threads import WorkerThreads
-from lakefs_fuse.errors import AccessDenied, DamagedCommit, LakeError, NotFound, StoreError, Unavailable
+from lakefs_fuse.errors import AccessDenied, DamagedCommit, KeyRefused, LakeError, NotFound, StoreError, Unavailable
 from lakefs_fuse.metrics import ClusterCacheMetrics
 from lakefs_fuse.store.protocol import Buffer, Fetched, ObjectMeta
 from tests.blockcache.reading import MIB, MemoryStore, content
@@ -82,6 +82,7 @@ class Cluster:
             return self.store.objects[PACK][start:end]
 
         self.directories_read += 1
+        await trio.sleep(0.01)
         if self.directory_error is not None:
             raise self.directory_error
         return PackSums((await fetch_directory(version.size, fetch)).checksums())
@@ -167,7 +168,7 @@ async def test_cluster_proxies_ask_one_that_failed_again_in_the_background(monke
         while made.proxy.asked.total() < asked + 2:
             await trio.sleep(0.01)
         made.proxy.fail = NotFound("removed meanwhile")
-        while not made.proxies.serve:
+        while not made.proxies.any_serves:
             await trio.sleep(0.01)
         made.proxy.fail = None
         await made.read_right(made.plain)
@@ -180,7 +181,7 @@ async def test_cluster_proxies_that_pass_on_what_the_store_says_do_not_fail(erro
     async with cluster() as made:
         made.proxy.fail = error
         await made.read_right(made.plain)
-        assert made.proxies.serve
+        assert made.proxies.any_serves
         assert made.store_gets == [(0, len(DATA))]
         assert (made.metrics.failures, made.metrics.fallbacks) == (4, 1)
 
@@ -228,7 +229,7 @@ async def test_cluster_proxies_are_asked_beside_one_that_hangs(monkeypatch: pyte
         for block in range(version.blocks):
             assert await made.proxies.get(version, block)
         assert other.asked.total() >= version.blocks
-        assert made.proxies.serve
+        assert made.proxies.any_serves
 
 
 async def test_cluster_proxy_that_answers_another_size_fails() -> None:
@@ -236,10 +237,90 @@ async def test_cluster_proxy_that_answers_another_size_fails() -> None:
         await made.read_right(made.plain)
         longer = Version(PLAIN, made.plain.etag, len(DATA) + 1)
         assert await made.proxies.get(longer, 0) is None
-        assert not made.proxies.serve
+        assert not made.proxies.any_serves
+
+
+async def test_cluster_proxy_is_tried_by_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where requests that were sent before it failed are answered afterwards, again and again."""
+    monkeypatch.setattr(cluster_proxies, "TRY_S_FIRST", 1.0)
+    async with cluster() as made:
+        made.proxy.pauses_s[0] = 0.05
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(made.proxies.get, made.plain, 0)
+                await trio.sleep(0.02)
+                made.proxy.fail = Unavailable("down")
+                await made.proxies.get(made.plain, 1)
+                made.proxy.fail = None
+                await trio.sleep(0.05)
+        assert (made.proxies.any_serves, made.metrics.failures) == (False, 1)
+        while not made.proxies.any_serves:
+            await trio.sleep(0.01)
+        assert made.metrics.failures == 1
+
+
+async def test_cluster_proxy_that_fails_with_one_object_is_tried_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_proxies, "TRY_S_FIRST", 0.02)
+    async with cluster() as made:
+        await made.read_right(made.plain)
+        longer = Version(PLAIN, made.plain.etag, len(DATA) + 1)
+        assert await made.proxies.get(longer, 0) is None
+        assert not made.proxies.any_serves
+        while not made.proxies.any_serves:
+            await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", [StoreError("400 KMS.DisabledException"), KeyRefused("a//b")], ids=str)
+async def test_cluster_proxies_are_not_blamed_for_one_object(error: StoreError) -> None:
+    async with cluster() as made:
+        made.proxy.fail = error
+        assert await made.proxies.get(made.plain, 0) is None
+        assert made.proxies.any_serves
+        assert made.metrics.requests == made.metrics.failures == (not isinstance(error, KeyRefused))
+
+
+async def test_cluster_proxy_without_a_thread_for_its_trial_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_proxies, "TRY_S_FIRST", 0.02)
+    async with cluster() as made:
+        made.proxy.fail = Unavailable("down")
+        assert await made.proxies.get(made.plain, 0) is None
+        made.proxy.fail = RuntimeError("can't start new thread")
+        asked = made.proxy.asked.total()
+        while made.proxy.asked.total() == asked:
+            await trio.sleep(0.01)
+        made.proxy.fail = None
+        while not made.proxies.any_serves:
+            await trio.sleep(0.01)
 
 
 # -- what is believed
+
+
+async def test_cluster_cache_asks_once_for_a_directory_that_cannot_be_read() -> None:
+    async with cluster() as made:
+        pack, _ = put_pack(made, 700_000, 0, 900_000, 100_000)
+        made.directory_error = Unavailable("away")
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(made.read_right, pack)
+        assert made.directories_read == 1
+
+
+async def test_cluster_cache_asks_a_store_that_is_away_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been tried again for as long as it may be."""
+    async with cluster() as made:
+        pack, _ = put_pack(made, *[150_000] * 40)
+        asked = 0
+
+        async def get(getter: UnverifiedGet, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
+            nonlocal asked
+            asked += 1
+            raise Unavailable("away")
+
+        monkeypatch.setattr(UnverifiedGet, "get", get)
+        with pytest.raises(Unavailable):
+            await made.cache.get(pack, MIB, 2 * MIB)
+        assert asked == 2, "for the files that each end of the range cuts"
 
 
 async def test_cluster_cache_compares_a_whole_object_with_its_etag() -> None:

@@ -16,7 +16,15 @@ import pytest
 
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
-from lakefs_fuse.errors import AccessDenied, KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
+from lakefs_fuse.errors import (
+    AccessDenied,
+    KeyRefused,
+    NotFound,
+    PreconditionFailed,
+    ProxyRefused,
+    StoreError,
+    Unavailable,
+)
 from lakefs_fuse.store.protocol import Capabilities, Fetched
 from lakefs_fuse.store.s3 import fast_path
 from lakefs_fuse.store.s3.access import CACHE_TOKEN, connect
@@ -204,9 +212,8 @@ def test_cached_get_that_the_store_refuses_raises_what_it_says(
 def test_cached_get_with_a_wrong_token_says_so(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_TOKEN, "never-to-be-seen")
     proxy.status, proxy.body = 407, b""
-    with pytest.raises(StoreError, match="LAKEFS_CLUSTER_CACHE_TOKEN") as caught:
+    with pytest.raises(ProxyRefused, match="LAKEFS_CLUSTER_CACHE_TOKEN") as caught:
         get(proxy.url)
-    assert type(caught.value) is StoreError
     assert "never-to-be-seen" not in str(caught.value)
 
 

@@ -25,6 +25,7 @@ from lakefs_fuse.errors import (
     NotCarriedOut,
     NotFound,
     PreconditionFailed,
+    ProxyRefused,
     StoreError,
     StoreFull,
     Unavailable,
@@ -194,7 +195,7 @@ def from_answer(what: str, code: str, status: int, reason: str = "") -> StoreErr
     if code.isdigit():
         code = ""  # what botocore makes of an answer without a body
     if status == 407:
-        return StoreError(f"{what}: {_PROXY}")
+        return ProxyRefused(f"{what}: {_PROXY}")
     kind = _KINDS.get(code) or _STATUSES.get(status)
     if kind is None:
         kind = Unavailable if status >= 500 else StoreError

@@ -134,7 +134,7 @@ class S3FastPath:
 
 
 CACHE_TIMEOUT = timedelta(seconds=5)
-"""Who asks a proxy of a cluster cache for a block gives up long before, unless the proxy answers others."""
+"""Of one request. Readers leave a silent proxy long before; this bounds one that answers other requests."""
 CACHE_STATUS = f"{METADATA_PREFIX}cache"
 """Among the answer's metadata, whose names alone obstore shows: what nginx has as ``$upstream_cache_status``."""
 
