@@ -260,7 +260,7 @@ class BundleWriter:
     def __init__(self, client: StoreClient, writer: str) -> None:
         self._client, self._writer = client, writer
         self._copies: dict[str, Copy] = {}
-        self._bytes = 0
+        self._bytes, self._has_new = 0, False
         self.is_refused = False
         """This mount may not write bundles."""
         self.written = 0
@@ -283,6 +283,7 @@ class BundleWriter:
         if len(body) <= COMMIT_BYTES_MAX and not (self.is_full or self.is_refused):
             self._copies[meta.key] = Copy(meta.key, meta.etag, bytes(body))
             self._bytes += len(body)
+            self._has_new = True
 
     def _keep(self, copies: Sequence[Copy]) -> None:
         since = commit_time(copies[-1].key) - REPEATED_SPAN_NS
@@ -306,11 +307,12 @@ class BundleWriter:
         """Store a bundle of what was gathered. With ``keep`` the next one has the newest of that as well, as far as
         REPEATED_SPAN_NS and REPEATED_BYTES_MAX allow. Raises nothing: it is a copy."""
         copies = sorted(self._copies.values(), key=lambda copy: copy.key)
+        has_new, self._has_new = self._has_new, False
         self.clear()
-        if len(copies) < 2 or self.is_refused:
-            return
-        if keep:
+        if keep and copies:
             self._keep(copies)
+        if len(copies) < 2 or not has_new or self.is_refused:
+            return
         key = bundle_key(copies, self._writer)
         try:
             self.keys.append(key)

@@ -194,13 +194,14 @@ class CommitLog:
             if again.is_full or again.commits >= OWN_AGAIN:
                 await again.write()
 
-    def note_repeater(self, until: int) -> None:
+    def record_repeater(self, until: int) -> None:
         """There is a repeater, which has repeated the commits up to a time: this mount need not repeat its own."""
         self._repeater_s = trio.current_time()
         self._own = [own for own in self._own if commit_time(own[0].key) > until]
 
     async def repeat(self) -> None:
         """As the repeater, store a bundle of what was fetched and what this mount has committed since the last."""
+        self._repeater_s = trio.current_time()
         if self.fetched:
             self.fetched.move_to(self.repeated)
         for meta, body, _ in self._own:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import trio
 
@@ -74,6 +74,8 @@ class Hints:
         self._unnamed: dict[str, float] = {}
         """Keys that polls found and no hint has named yet, and when."""
         self._distrusted_until_s = 0.0
+        self._is_catching_up = False
+        """There has been no poll since the channel was connected."""
         self._interval_s, self._due_s, self._began_s = POLL_S, 0.0, 0.0
         self._threads_limiter = trio.CapacityLimiter(2)
 
@@ -87,11 +89,13 @@ class Hints:
     def refresh_s(self) -> float:
         """How long to wait for a hint before the next poll."""
         now_s = trio.current_time()
-        if any(now_s - found_s > UNNAMED_S_MAX for found_s in self._unnamed.values()):
+        if any(now_s - found_s >= UNNAMED_S_MAX for found_s in self._unnamed.values()):
             self._unnamed.clear()
             self._distrusted_until_s = now_s + UNNAMED_PAUSE_S
         trusted = self._metrics.connected and now_s >= self._distrusted_until_s
-        return max(self._refresh_s, HINTED_REFRESH_S) if trusted else self._refresh_s
+        if not trusted:
+            return self._refresh_s
+        return max(self._refresh_s, UNNAMED_S_MAX if self._unnamed else HINTED_REFRESH_S)
 
     async def wait_due(self) -> None:
         """Wait until a hint has come, or the channel was lost or is back, and the next poll because of that is due."""
@@ -111,6 +115,10 @@ class Hints:
         keys = list(found)
         self._interval_s = POLL_S if keys else min(2 * self._interval_s, max(POLL_S, self._refresh_s))
         if not self._metrics.connected:
+            return
+        if self._is_catching_up:  # on what was published while nothing was heard
+            self._is_catching_up = False
+            self._named |= dict.fromkeys(keys[:KEYS_MAX])
             return
         for key in keys:
             if key not in self._named and len(self._unnamed) < KEYS_MAX:
@@ -135,7 +143,7 @@ class Hints:
             await self._listen(self._channel)
 
     async def _publish(self, channel: HintChannel) -> None:
-        backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX, self._rng)
+        backoff, has_failed = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX, self._rng), False
         while True:
             await self._pending.wait()
             await trio.sleep(PUBLISH_DELAY_S)
@@ -147,22 +155,29 @@ class Hints:
                     channel.publish, "\n".join(keys).encode(), limiter=self._threads_limiter, abandon_on_cancel=True
                 )
                 self._metrics.published += len(keys)
+                has_failed = False
                 backoff.reset()
             except OSError as error:
                 self._metrics.errors += 1
-                logger.debug("%d hints are not published: %s", len(keys), error)
+                level = logging.DEBUG if has_failed or not self._metrics.connected else logging.WARNING
+                logger.log(level, "%d hints are not published: %s", len(keys), error)
+                has_failed = True
                 await trio.sleep(backoff.next_s())
 
     async def _listen(self, channel: HintChannel) -> None:
         backoff, has_failed = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX, self._rng), False
+
+        def answered() -> None:
+            nonlocal has_failed
+            logger.info("hints are heard%s", " again" if has_failed else "")
+            has_failed = False
+            backoff.reset()
+
         while True:
             try:
                 await self._threads.run(channel.connect, limiter=self._threads_limiter, abandon_on_cancel=True)
-                logger.info("hints are heard%s", " again" if has_failed else "")
-                has_failed = False
-                backoff.reset()
                 self._set_connected(True)
-                await self._receive(channel)
+                await self._receive(channel, answered)
             except OSError as error:
                 self._metrics.errors += 1
                 if not has_failed:
@@ -174,12 +189,13 @@ class Hints:
 
     def _set_connected(self, connected: bool) -> None:
         if connected != self._metrics.connected:
-            self._metrics.connected = connected
+            self._metrics.connected = self._is_catching_up = connected
             self._unnamed.clear()
             self._heard.set()
 
-    async def _receive(self, channel: HintChannel) -> None:
-        heard_s = trio.current_time()
+    async def _receive(self, channel: HintChannel, answered: Callable[[], None]) -> None:
+        """``answered`` is called when the channel has done more than take the connection."""
+        heard_s, has_answered = trio.current_time(), False
         while True:
             message = await self._threads.run(
                 channel.receive, RECEIVE_S, limiter=self._threads_limiter, abandon_on_cancel=True
@@ -187,6 +203,9 @@ class Hints:
             now_s = trio.current_time()
             if message is not None:
                 heard_s = now_s
+                if not has_answered:
+                    has_answered = True
+                    answered()
                 self._take(message)
             elif now_s - heard_s > SILENCE_S_MAX:
                 raise OSError(f"no answer for {SILENCE_S_MAX:g} s")
@@ -194,7 +213,7 @@ class Hints:
                 await self._threads.run(channel.ping, limiter=self._threads_limiter, abandon_on_cancel=True)
 
     def _take(self, message: bytes) -> None:
-        """Take up what a message names; anybody may have sent it."""
+        """Take up what a message names; any program may have sent it."""
         if not message:
             return
         self._metrics.received += 1

@@ -138,6 +138,11 @@ class DigestStore:
         self.written = 0
         """Digests that are in the store."""
 
+    @property
+    def is_writable(self) -> bool:
+        """Digests of this mount are stored."""
+        return not self._is_refused
+
     async def read(self, name: DigestName) -> Digest | None:
         """None for one that is gone, damaged, or has too much."""
         meta = name.meta

@@ -96,6 +96,8 @@ REPEAT_S = 1.0
 """Interval of a repeater's polls, and of its bundles."""
 REPEATER_S = 4.0
 """A repeater is there if a new bundle of one was shown since the last poll, or so long ago."""
+REPEATER_AGE_NS = 30 * NS
+"""A bundle whose last commit is older is not of a repeater that goes on."""
 REPEAT_WAIT_S = REPEAT_S + 0.5
 WAITING_REFRESH_S = 5.0
 """A mount that polls at longer intervals polls again after REPEAT_WAIT_S for what it left to the repeater."""
@@ -155,7 +157,7 @@ class Poller:
     ) -> None:
         """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record; ``rng``
         draws when this mount lists the window; ``hints`` say when to poll, and
-        whether anybody needs that."""
+        whether any request needs that."""
         self._idleness = Idleness(0.0) if hints is None else hints.idleness
         self._hints = hints if hints is not None and hints.is_used else None
         self._log, self._applier, self._metrics = log, applier, metrics
@@ -170,6 +172,8 @@ class Poller:
         """The last poll came to its end: without that, the next one is deep."""
         self._deep_due_s = -math.inf
         """When to list the window, unless a digest agrees before."""
+        self._is_failing = False
+        """The last poll in the background failed: a hint that it answered may be of what it did not find."""
         self.is_repeater = False
         """This mount repeats what all commit."""
         self._repeater_s, self._repeated = -math.inf, 0
@@ -197,7 +201,7 @@ class Poller:
     async def run(self) -> None:
         """Poll for as long as the mount lives, rarely while it is idle; trouble with the store is told once and tried
         again."""
-        checked_at, failing, jumps = trio.current_time(), False, self._clock.jumps
+        checked_at, jumps = trio.current_time(), self._clock.jumps
         while True:
             await self._pause()
             try:
@@ -211,14 +215,18 @@ class Poller:
                     await self.correct_clock()
                 if self._clock.went_back:
                     await self._redate()
-                await self.poll_in_background()
-                failing = False
+                if self._idleness.is_idle:  # the first question after this is answered from it
+                    await self.poll()
+                else:
+                    await self.poll_in_background()
+                self._is_failing = False
             except LakeError as error:
-                if not failing:
+                if not self._is_failing:
                     logger.warning("looking for commits of other nodes failed: %s", error)
-                failing = True
+                self._is_failing = True
             except Exception:
                 logger.exception("looking for commits of other nodes")
+                self._is_failing = True
             finally:
                 self._idleness.polled()
 
@@ -234,7 +242,7 @@ class Poller:
 
     def _interval_s(self) -> float:
         """After how long this mount polls by itself."""
-        return self._refresh_s if self._hints is None else self._hints.refresh_s()
+        return self._refresh_s if self._hints is None or self._is_failing else self._hints.refresh_s()
 
     async def correct_clock(self) -> None:
         """As `CommitLog.read_time`."""
@@ -286,14 +294,16 @@ class Poller:
     def _note_repeaters(self, metas: Iterable[ObjectMeta]) -> None:
         """LIST showed these bundles. Of two repeaters the one that began later gives up."""
         mixed = [bundle for meta in metas if (bundle := parse_bundle(meta)) is not None and bundle.writer == MIXED]
-        others = [bundle for bundle in mixed if bundle.meta.key not in self._log.repeated.keys]
-        new = [bundle.last for bundle in others if bundle.last > self._repeated]
+        own = {*self._log.repeated.keys, *(self._log.fetched.keys if self._log.fetched else ())}
+        since = max(self._repeated, self._clock.wall_ns() - REPEATER_AGE_NS)
+        new = [bundle.last for bundle in mixed if bundle.last > since and bundle.meta.key not in own]
         if not new:
             return
         self._repeated, self._repeater_s = max(new), trio.current_time()
-        self._log.note_repeater(self._repeated)
+        self._log.record_repeater(self._repeated)
         if self.is_repeater and (min(new), self._rng.random()) < (self._repeats_since, 0.5):
             self.is_repeater = False
+            self._log.repeated.clear()
 
     async def _repeat(self, count: int) -> None:
         """After each poll of the repeater, which has applied ``count`` commits."""
@@ -334,6 +344,8 @@ class Poller:
             newest = look.past
             if look.is_deep and found and look.took_s < LISTING_S_MAX:
                 newest = max(newest, found[-1][0])
+            if len(found) < len(look.found):  # what is left may be older than what this mount has committed itself
+                newest = min(newest, look.found[len(found)][0])
             commits.record_polled(newest)
             self._polled_s = max(self._polled_s, min(began_s, look.began_s))
             late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
@@ -367,7 +379,7 @@ class Poller:
             return await self._look(is_deep=True)
         look = await self._look(is_deep=False)
         if look.past is None and trio.current_time() >= self._deep_due_s:
-            look = await self._look(is_deep=True, for_others=True)
+            look = await self._look(is_deep=True, for_others=self._log.digests.is_writable)
         return look
 
     async def _look(self, *, is_deep: bool, for_others: bool = False) -> _Look:

@@ -37,11 +37,11 @@ def read_password(environment: Mapping[str, str]) -> str | None:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    import redis
-
     try:
         yield
-    except (redis.RedisError, ValueError, RuntimeError, AttributeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of redis-py, whatever kind, for an answer that it does not expect as well
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import random
+import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import Mkdir
 from lakefs_fuse.environment.hint_channel import RedisChannel, read_password
 from lakefs_fuse.environment.threads import WorkerThreads
-from lakefs_fuse.errors import AccessDenied, ConfigError
+from lakefs_fuse.errors import AccessDenied, ConfigError, Unavailable
 from lakefs_fuse.metrics import HintMetrics
 from tests.commits.committing import Site
 from tests.memory_store import Failures
@@ -207,6 +209,7 @@ async def test_commits_that_no_hint_names_make_the_mount_poll_by_itself(
     monkeypatch.setattr(hints_module, "UNNAMED_S_MAX", 0.2)
     monkeypatch.setattr(hints_module, "UNNAMED_PAUSE_S", 0.5)
     await connected(listener)
+    listener.hints.polled([])
     listener.hints.polled([key_of(1)])
     listener.channel.messages.put(key_of(1).encode())
     assert await is_due(listener.hints)
@@ -217,6 +220,35 @@ async def test_commits_that_no_hint_names_make_the_mount_poll_by_itself(
     assert listener.hints.refresh_s() == REFRESH_S
     await trio.sleep(0.6)
     assert listener.hints.refresh_s() == HINTED_REFRESH_S
+
+
+async def test_commits_from_before_the_channel_was_there_need_no_hint(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first poll after a connection finds what was published while nothing was heard."""
+    monkeypatch.setattr(hints_module, "UNNAMED_S_MAX", 0.05)
+    await connected(listener)
+    listener.hints.polled([key_of(1)])
+    await trio.sleep(0.1)
+    assert listener.hints.refresh_s() == HINTED_REFRESH_S
+    listener.hints.polled([key_of(2)])
+    assert listener.hints.refresh_s() == REFRESH_S, "until it is known whether a hint names it"
+    await trio.sleep(0.1)
+    assert listener.hints.refresh_s() == REFRESH_S
+
+
+async def test_channel_that_takes_connections_only_is_warned_of_once(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hints_module, "PAUSE_S_FIRST", 0.01)
+    failing = OSError("NOPERM")
+
+    def ping(channel: Channel) -> None:
+        raise failing
+
+    monkeypatch.setattr(Channel, "ping", ping)
+    await until(lambda: listener.channel.connections > 4)
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 async def test_mount_without_a_channel_polls_as_ever() -> None:
@@ -238,6 +270,29 @@ def test_password_is_read_from_the_environment_or_a_file(tmp_path: Path) -> None
     assert read_password({"LAKEFS_HINTS_PASSWORD": "secret", **file}) == "from the file"
     with pytest.raises(ConfigError, match="LAKEFS_HINTS_PASSWORD_FILE"):
         read_password({"LAKEFS_HINTS_PASSWORD_FILE": str(tmp_path / "missing")})
+
+
+@pytest.mark.parametrize("answer", [b":1\r\n", b"*1\r\n$7\r\nmessage\r\n", b"-NOPERM\r\n", b"?\r\n"], ids=repr)
+def test_redis_that_answers_something_else_is_an_os_error(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                while b"SUBSCRIBE" not in (request := connection.recv(4096)):
+                    connection.sendall(b"+OK\r\n" * request.count(b"*"))
+                name = b"lakefs-fuse/lake/commits"
+                connection.sendall(b"*3\r\n$9\r\nsubscribe\r\n$%d\r\n%s\r\n:1\r\n" % (len(name), name) + answer)
+                connection.recv(4096)
+
+        threading.Thread(target=serve, daemon=True).start()
+        channel = RedisChannel(f"redis://127.0.0.1:{server.getsockname()[1]}", "lake", None)
+        with pytest.raises(OSError, match=r"\w"):
+            channel.connect()
+            for _ in range(3):
+                channel.receive(0.5)
+            raise AssertionError(answer)
+        channel.close()
 
 
 def test_redis_that_is_not_there_is_an_os_error() -> None:
@@ -270,6 +325,23 @@ async def test_poller_polls_when_a_hint_comes_and_rarely_else(tmp_path: Path) ->
             await until(lambda: two.find("d") is not None)
             await trio.sleep(0.3)
             assert two.metrics.polls == 2
+            nursery.cancel_scope.cancel()
+
+
+async def test_poller_tries_again_soon_where_the_poll_for_a_hint_failed(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("one") as one, site.daemon("two") as two:
+        made = listener_of(Channel())
+        poller = Poller(two.log, two.applier, two.metrics, refresh_s=0.1, rng=random.Random(0), hints=made.hints)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.hints.run)
+            nursery.start_soon(poller.run)
+            await until(lambda: two.metrics.polls)
+            await one.committer.commit(Change(operations=[Mkdir("d", 0o755, 0, 0, 0)]))
+            (key,) = site.commits()
+            site.store.hook = Failures(lambda request: request.what == "list", Unavailable("away"), count=1)
+            made.channel.messages.put(key.encode())
+            await until(lambda: two.find("d") is not None)
             nursery.cancel_scope.cancel()
 
 
