@@ -41,6 +41,9 @@ class FoldDatabase:
     def path(self) -> str:
         return str(self._directory)
 
+    def exists(self) -> bool:
+        return self._directory.exists()
+
     @property
     def newest(self) -> int:
         """The time of the index whose names it has, 0 for none."""
@@ -50,8 +53,12 @@ class FoldDatabase:
             return 0
 
     def record(self, time: int) -> None:
-        """It has the names of the index of this time. Raises OSError."""
-        (self._directory / NEWEST).write_text(f"{time:016x}\n")
+        """It has the names of the index of this time, or with 0 of none. Raises CacheError."""
+        path = self._directory / NEWEST
+        try:
+            path.write_text(f"{time:016x}\n")
+        except OSError as error:
+            raise CacheError(f"{path}: {error.strerror}") from error
 
     def is_needed(self, index: Manifest | None) -> bool:
         """A lake with this newest index is folded with it, and it is not there, or of another index."""
@@ -106,6 +113,7 @@ async def _opened(client: StoreClient, work: Work, database: FoldDatabase) -> As
         async with open_lake_view(
             client, work.store, node=work.node, scratch=work.scratch, cache_dir=database.path, lists=False, folds=True
         ) as lake:
+            database.record(folded_of(lake.fs.database).index)  # a run that is killed leaves it as well
             yield lake
             newest = folded_of(lake.fs.database).index
         database.record(newest)

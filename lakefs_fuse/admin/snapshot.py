@@ -78,7 +78,8 @@ async def fold(
         raise LakeError("commits were collected that this view lacks: run it again")
     if list_all:  # it took a while
         await lake.log.read_time()
-    clock.follow(max([newest, *found]))
+    for seen in (newest, *found):  # each for itself: a time too far ahead, of a stray file, is not followed
+        clock.follow(seen)
     directory = tables.empty_directory(Path(fs.config.cache_dir).absolute() / "index")
     applied_since = newest - 2 * WINDOW_NS
 

@@ -38,7 +38,7 @@ ROOM_BYTES_MIN = 64 << 20
 INDEX_COPIES = 3
 """Of the newest index on the disk: as it is fetched, in the database, and as it is written."""
 COMPACTED_COPIES = 1
-"""Where the database is there already: RocksDB may write it again."""
+"""Where the database has the newest index: RocksDB may write it again."""
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +106,11 @@ class Maintenance:
         self._holder = self._holder if self._due else ""
 
     async def _drop_outdated(self) -> None:
-        """Another mount has folded for a week: what this one would need is in the store."""
+        """Remove the database where another mount has folded for a week, also one that never had an index."""
         index, newest = self._inspector.index, self._database.newest
-        if newest and index is not None and index.time - newest > DAYS_MAX * self._inspector.day_ns:
+        if index is None or index.time - newest <= DAYS_MAX * self._inspector.day_ns:
+            return
+        if self._database.exists():
             await trio.to_thread.run_sync(self._database.remove)
 
     async def _do_due(self) -> None:
@@ -120,7 +122,8 @@ class Maintenance:
         if self._holder:
             return
         index = inspector.index
-        copies = COMPACTED_COPIES if self._database.newest else INDEX_COPIES
+        is_current = index is not None and index.time == self._database.newest
+        copies = COMPACTED_COPIES if is_current else INDEX_COPIES
         room_bytes = ROOM_BYTES_MIN + copies * (0 if index is None else index.bytes)
         args = protocol.MaintenanceArgs(
             interval_s=inspector.interval_s,
@@ -131,7 +134,7 @@ class Maintenance:
         try:
             answer = await self._worker.run("maintenance", args, room_bytes=room_bytes)
         except CacheError:
-            await trio.to_thread.run_sync(self._database.remove)  # there is too little room for it, or it is damaged
+            await trio.to_thread.run_sync(self._database.remove)  # the disk has too little room
             self._put_off()
             raise
         except LakeError:

@@ -1,10 +1,10 @@
 """The database of one cache directory, on RocksDB unless a node has other engines. `schema` has its keys.
 
 What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all. All calls
-are short and made on the trio thread but for `sync`, `frozen` iterators, `copy_to`, and reads of one that nothing
-writes meanwhile, so whatever is done between two awaits is atomic for every other task. Only what is committed with
-``sync`` survives a crash of the machine: the tail of the log may be missing then, and names come back with the next
-listing.
+are short and made on the trio thread but for `sync`, `frozen` iterators, `copy_to`, and reads of a database that
+nothing writes meanwhile, so whatever is done between two awaits is atomic for every other task. Only what is committed
+with ``sync`` survives a crash of the machine: the tail of the log may be missing then, and names come back with the
+next listing.
 """
 
 from __future__ import annotations

@@ -12,18 +12,18 @@ import pytest
 
 from lakefs_fuse.admin import maintenance
 from lakefs_fuse.admin.commands import run_fsck, run_gc, run_maintenance, run_snapshot
-from lakefs_fuse.admin.fold_database import FoldDatabase
+from lakefs_fuse.admin.fold_database import FoldDatabase, open_fold_view
 from lakefs_fuse.admin.maintenance import PATIENCE, CollectionRecord, Inspector, write_collection
 from lakefs_fuse.commits.index.index import FORMAT, FORMAT_LEVELS, INDEX, Manifest, manifests
 from lakefs_fuse.commits.record import Mkdir, Remove, Symlink
 from lakefs_fuse.control.worker_protocol import FsckArgs, GcArgs, MaintenanceArgs, SnapshotArgs
-from lakefs_fuse.errors import LakeError, StoreError
+from lakefs_fuse.errors import CacheError, LakeError, StoreError
 from lakefs_fuse.store.protocol import Capabilities
 from tests.admin.lakes import dataset, give_commit, give_pack, work_of
 from tests.fakes import store_client
 from tests.memory_store import Failures, MemoryStore
 from tests.tiers import sized
-from tests.vfs.lakes import Clock, lake
+from tests.vfs.lakes import NS, Clock, lake
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 
@@ -262,5 +262,38 @@ def test_directory_says_which_index_it_has(tmp_path: Path) -> None:
     assert database.newest == 7
     (tmp_path / "folded" / "newest").write_text("nonsense")
     assert database.newest == 0
+    assert database.exists()
     database.remove()
-    assert not (tmp_path / "folded").exists()
+    assert not database.exists()
+    with pytest.raises(CacheError, match="newest"):
+        database.record(7)
+
+
+async def test_run_that_is_killed_leaves_the_time_of_the_index_that_it_loaded(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    one, other = (Node(store, clock, tmp_path / name, seed) for seed, name in enumerate(("one", "other")))
+    give_pack(store, clock, dataset(30))
+    await one.fold()
+    give_changes(store, clock, random.Random(1), 6)
+    async with open_fold_view(
+        other.client, work_of(store, clock, other.directory, seed=1, levels=True), other.database
+    ):
+        assert other.database.newest == (await other.newest()).time
+
+
+@pytest.mark.parametrize("file", ["0000.sst", "manifest"])
+async def test_stray_index_of_the_future_does_not_date_the_next_one(
+    store: MemoryStore, clock: Clock, tmp_path: Path, file: str
+) -> None:
+    """The newest index is some seconds ahead of the store's clock, which was set back; the next one is newer still."""
+    node = Node(store, clock, tmp_path / "node")
+    give_pack(store, clock, dataset(300))
+    clock.advance(20)
+    await node.fold()
+    clock.advance(-20)
+    newest = await node.newest()
+    store.give(f"{INDEX}{clock() + 3600 * NS:016x}/{file}", b"nobody's")
+    give_changes(store, clock, random.Random(1), 6)
+    await node.fold()
+    assert newest.time < (await node.newest()).time < newest.time + 10 * NS

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from lakefs_fuse.admin.fold_database import FoldDatabase
-from lakefs_fuse.admin.maintenance import DAYS_MAX, KEY, CollectionRecord, Inspector, write_collection
+from lakefs_fuse.admin.maintenance import DAYS_MAX, KEY, PATIENCE, CollectionRecord, Inspector, write_collection
 from lakefs_fuse.commits.index.index import IndexFile, Manifest, prefix_of
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.control import worker_protocol as protocol
@@ -257,20 +257,22 @@ async def test_delay_of_a_day_is_warned_of_once_a_day(
 async def test_database_that_the_disk_has_no_room_for_is_removed(
     store: MemoryStore, clock: Clock, tmp_path: Path
 ) -> None:
-    """With it there, less room is asked for."""
+    """Where it has the newest index, less room is asked for; of any other, the whole index may have to be loaded."""
     node = Node(store, clock, directory=tmp_path / "folded")
     give_index(store, clock, size=1 << 30)
+    index_time = clock()
     give_many(store, clock)
     await node.look()
-    node.database.remove()
     (tmp_path / "folded").mkdir()
-    node.database.record(clock())
-    clock.advance(HOUR_S)
-    give_many(store, clock)
+    for newest in (index_time - 1, index_time):
+        node.database.record(newest)
+        clock.advance(PATIENCE * HOUR_S)
+        give_many(store, clock)
+        assert (await node.look())["last_error"] == ""
     node.worker.answer = CacheError("no room")
     assert (await node.look())["last_error"] == "no room"
     rooms = [room_bytes for _, room_bytes in node.worker.asked]
-    assert rooms == [(3 << 30) + (64 << 20), (1 << 30) + (64 << 20)]
+    assert rooms == [copies * (1 << 30) + (64 << 20) for copies in (3, 3, 1, 1)]
     assert not (tmp_path / "folded").exists()
 
 
@@ -287,6 +289,19 @@ async def test_database_is_removed_when_another_mount_has_folded_for_a_week(
         await node.maintenance.look()
         await node.maintenance.look()
         assert (tmp_path / "folded").exists() == is_there
+
+
+async def test_database_that_never_had_an_index_is_removed_when_another_mount_folds(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    """The first run was killed while it loaded the index, or before there was one."""
+    node = Node(store, clock, directory=tmp_path / "folded")
+    (tmp_path / "folded" / "meta").mkdir(parents=True)
+    await node.look()
+    assert (tmp_path / "folded").exists(), "the next run goes on with it"
+    give_index(store, clock)
+    await node.look()
+    assert not (tmp_path / "folded").exists()
 
 
 async def test_unexpected_error_does_not_end_the_mount(node: Node, caplog: pytest.LogCaptureFixture) -> None:
