@@ -6,7 +6,7 @@ worker runs: the next one loads the index again.
 
 What always holds (*never trusted for more than speed*): its database says itself which index it continues. The file
 `newest` repeats that, for the mount to know whether it is the one that folds. A directory that does not open, is
-damaged, or is not wanted any more, is removed.
+damaged, or is not wanted any more, is removed, and never repaired.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lakefs_fuse.store.client import StoreClient
 
 NEWEST = "newest"
 """File with the time of the index, 16 hexadecimal digits."""
-TRANSIENT = ("blocks", "staging", "index", "meta.damaged-*")
+TRANSIENT = ("blocks", "staging", "index")
 """What a view leaves in its cache directory, and no later one needs."""
 
 
@@ -79,9 +79,8 @@ class FoldDatabase:
 
     def clean(self) -> None:
         """Remove what only a view that is open needs."""
-        for pattern in TRANSIENT:
-            for path in self._directory.glob(pattern):
-                shutil.rmtree(path, ignore_errors=True)
+        for name in TRANSIENT:
+            shutil.rmtree(self._directory / name, ignore_errors=True)
 
     def remove(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

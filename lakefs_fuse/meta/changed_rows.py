@@ -24,7 +24,7 @@ from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.entry import HEAD, Flag
 
 KINDS = b"".join(schema.NAME_KINDS)
-"""First bytes of the keys of rows of names."""
+"""First bytes of the keys of rows of names, in order."""
 ABSENT, FILE, DIRECTORY = b"-", b"f", b"d"
 """What an entry was in the index. Of other rows nothing is kept."""
 
@@ -103,6 +103,10 @@ class ChangedRows:
     def count(self, mark: int) -> int:
         """How many keys there are in the notes since the index of this time; some may be there twice."""
         return sum(1 for _ in self._scan(_begin(mark), schema.end_of(schema.CHANGED)))
+
+    def has_any(self, mark: int) -> bool:
+        """There are notes since the index of this time."""
+        return next(self._scan(_begin(mark), schema.end_of(schema.CHANGED)), None) is not None
 
     def count_names(self) -> tuple[int, int]:
         """By how much the names, and the directories among them, are more than in the index."""

@@ -196,11 +196,19 @@ class Database:
     """An open database. One process at a time; the cache directory's lock is the caller's."""
 
     def __init__(
-        self, directory: Path, identity: str, clock: Clock, disk: Disk, engines: Engines | None = None
+        self,
+        directory: Path,
+        identity: str,
+        clock: Clock,
+        disk: Disk,
+        engines: Engines | None = None,
+        *,
+        repairs: bool = True,
     ) -> None:
-        """``identity`` names the lake. Raises CacheError where the database holds another lake's names, or cannot be
-        opened even after repair; then nothing in it was changed."""
-        self._directory, self.clock, self._disk = directory, clock, disk
+        """``identity`` names the lake. A damaged database that does not open is repaired, which may lose rows, or begun
+        anew; without ``repairs`` it is an error. Raises CacheError for that, where the database holds another lake's
+        names, and where it cannot be opened even after repair; then nothing in it was changed."""
+        self._directory, self.clock, self._disk, self._repairs = directory, clock, disk, repairs
         self._engines = engines or RocksEngines()
         self._failed_at: float | None = None
         self._recordings: list[Recording] = []
@@ -209,6 +217,8 @@ class Database:
         """It is new, or was damaged: what it does not tell may have been all the same."""
         if not self._is_whole():
             self.close()
+            if not repairs:
+                raise CacheError(f"the metadata cache {directory} is damaged")
             self._move_aside()
             self._engine = self._engines.open(directory)
         self._write_shares: Callable[[Batch], None] = lambda _: None
@@ -413,13 +423,15 @@ class Database:
             log.warning("closing %s: %s", self._directory, error)
 
     def _open_or_repair(self) -> tuple[Engine, bool]:
-        """The engine, and whether rows may be lost. One that does not open is repaired once; where that fails too it is
-        moved aside, never deleted."""
+        """The engine, and whether rows may be lost. One that does not open is repaired once, if that is wanted; where
+        it fails too it is moved aside, never deleted."""
         try:
             return self._engines.open(self._directory), False
         except CacheError:
             raise
         except Exception as error:
+            if not self._repairs:
+                raise CacheError(f"the metadata cache {self._directory} does not open: {error}") from error
             log.warning("the metadata cache %s does not open, and is repaired: %s", self._directory, error)
         try:
             self._engines.repair(self._directory)

@@ -25,12 +25,10 @@ from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
 
 from lakefs_fuse.errors import CacheError, DamagedCommit
 from lakefs_fuse.meta import schema
-from lakefs_fuse.meta.changed_rows import Folded, is_directory
+from lakefs_fuse.meta.changed_rows import KINDS, Folded, is_directory
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import HEAD, Flag
 
-KINDS = b"".join(schema.NAME_KINDS)
-"""First bytes of the keys that a dump has, in order."""
 ROWS = int(schema.VERSION)
 """Which layout the rows have."""
 FILE_BYTES_MAX = 24 << 20
@@ -113,7 +111,7 @@ class Dump:
         files_before: int = 0,
     ) -> None:
         self.marks = marks_of(database)
-        self.names = self.directories = self.bytes = 0
+        self.names = self.directories = 0
         """Of the files made so far; the root is no name."""
         self._directory, self._file_bytes_max = directory, file_bytes_max
         self._rows = self._rows_of_names(database.frozen(schema.NAME_KINDS[0]), applied_since)
@@ -146,7 +144,6 @@ class Dump:
         path = self._directory / f"{self._files:04d}{ROWS_SUFFIX}"
         self._files += 1
         made, self._ahead = _write_rows(path, self._ahead, self._rows, self._file_bytes_max)
-        self.bytes += made.size
         return made
 
     def close(self) -> None:
@@ -163,11 +160,10 @@ class DumpOfChanges:
         self, database: Database, directory: Path, *, since: int, names: int, directories: int,
         file_bytes_max: int = FILE_BYTES_MAX,
     ) -> None:  # fmt: skip
-        self.marks, self.since = marks_of(database), since
-        self.names, self.directories, self.bytes = names, directories, 0
+        self.marks, self.names, self.directories = marks_of(database), names, directories
         self._db, self._directory, self._file_bytes_max = database, directory, file_bytes_max
         self._writes = database.changed.writes
-        self._files, self._is_counted = 0, False
+        self._files = 0
         self._rows: Iterator[tuple[bytes, bytes]]
         self._removed: Iterator[bytes]
         self._rows = ((key, row) for key, row in self._with_rows(since) if row is not None)
@@ -189,7 +185,6 @@ class DumpOfChanges:
         made = self._next_file()
         if self._db.changed.writes != self._writes:
             raise CacheError("names were changed while they were written into the index: run it again")
-        self.bytes += 0 if made is None else made.size
         return made
 
     def _count(self) -> None:
@@ -221,11 +216,11 @@ def _refuse_local(row: bytes) -> None:
 
 
 def _write_rows(
-    path: Path, row: tuple[bytes, bytes] | None, rows: Iterator[tuple[bytes, bytes]], bytes_max: int
+    path: Path, ahead: tuple[bytes, bytes], rows: Iterator[tuple[bytes, bytes]], bytes_max: int
 ) -> tuple[DumpedFile, tuple[bytes, bytes] | None]:
-    """A file that begins with ``row``, and the first one of ``rows`` that is not in it. Raises CacheError."""
-    assert row is not None
-    first = last = row[0]
+    """A file that begins with the row ``ahead``, and the first one of ``rows`` that is not in it. Raises CacheError."""
+    row: tuple[bytes, bytes] | None = ahead
+    first = last = ahead[0]
     entries = 0
     try:
         writer = SstFileWriter(options())
@@ -246,8 +241,9 @@ def _write_rows(
     return made, row
 
 
-def _write_removed(path: Path, key: bytes | None, keys: Iterator[bytes]) -> tuple[DumpedFile, bytes | None]:
-    """A file of keys that begins with ``key``, and the first one of ``keys`` that is not in it. Raises CacheError."""
+def _write_removed(path: Path, ahead: bytes, keys: Iterator[bytes]) -> tuple[DumpedFile, bytes | None]:
+    """A file of keys that begins with ``ahead``, and the first one of ``keys`` that is not in it. Raises CacheError."""
+    key: bytes | None = ahead
     removed: list[bytes] = []
     size = 0
     while key is not None and size < KEYS_BYTES_MAX:
@@ -387,14 +383,6 @@ def mark_folded(database: Database, index: int, *, since: int) -> None:
     batch.rows[schema.SINGLE_FOLDED] = Folded(index, since).pack()
     database.commit(batch, sync=True)
     database.changed.load()
-
-
-def forget_folded(database: Database) -> None:
-    """The names may be those of no index, and what changes is not kept any more."""
-    batch = Batch()
-    batch.delete_range(schema.CHANGED, schema.end_of(schema.CHANGED))
-    batch.rows[schema.SINGLE_FOLDED] = None
-    database.commit(batch, sync=True)
 
 
 def drop_names(database: Database) -> None:

@@ -166,7 +166,9 @@ async def assembled(
     """
     directory = Path(config.cache_dir).absolute()
     async with opened_cache(config, metrics, node) as cache:
-        database = Database(directory / "meta", identity(config), node.clock, node.disk, node.engines)
+        # Repair may lose rows, and keeps the mark of the index that they are from: the next run would fold the loss.
+        repairs = not config.folds
+        database = Database(directory / "meta", identity(config), node.clock, node.disk, node.engines, repairs=repairs)
         parts: Assembly | None = None
         try:
             async with trio.open_nursery() as nursery:

@@ -254,6 +254,31 @@ async def test_database_that_is_damaged_is_begun_anew(store: MemoryStore, clock:
     assert sorted(os.listdir(node.database.path)) == ["lock", "meta", "newest"]
 
 
+async def test_damaged_database_is_never_repaired(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    """Repair loses rows, and keeps the mark of the index: the run after one that was killed would fold the loss."""
+    rng, node = random.Random(1), Node(store, clock, tmp_path / "node")
+    give_pack(store, clock, dataset(300))
+    await node.fold()
+    for _ in range(2):  # a run writes a file of the rows of the one before
+        give_changes(store, clock, rng, 12)
+        await node.fold()
+    _, lost, _ = sorted(Path(node.database.path).glob("meta/*.sst"))
+    lost.write_bytes(b"nonsense")
+    give_changes(store, clock, rng, 12)
+    opened = Path(node.database.path) / "blocks"
+    store.hook = Failures(lambda _: opened.exists(), StoreError("killed"))
+    with pytest.raises(LakeError):
+        await node.fold()
+    store.hook = lambda _request, _when: None
+    clock.advance(200)
+    await node.fold()
+    clock.advance(1000)
+    with_index = await names_and_attributes(store, clock, tmp_path / "with")
+    for key in [key for key in store.objects if key.startswith(INDEX)]:
+        store.take(key)
+    assert await names_and_attributes(store, clock, tmp_path / "without") == with_index
+
+
 def test_directory_says_which_index_it_has(tmp_path: Path) -> None:
     database = FoldDatabase(tmp_path / "folded")
     assert (database.newest, database.is_in_use()) == (0, False)

@@ -17,6 +17,7 @@ from lakefs_fuse.commits.index.index import (
     IndexFile,
     Manifest,
     decode,
+    list_objects,
     load_newest_index,
     manifests,
     remove_old,
@@ -25,6 +26,7 @@ from lakefs_fuse.commits.index.index import (
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import DamagedCommit, StoreError, Unavailable
 from lakefs_fuse.meta import sorted_tables as tables
+from lakefs_fuse.meta.changed_rows import KINDS
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.rows import CommitRows
@@ -107,7 +109,7 @@ async def write(
 
 def rows_of(database: Database) -> dict[bytes, bytes]:
     """What a dump must bring over."""
-    kinds = (database.scan(bytes([kind]), bytes([kind + 1])) for kind in tables.KINDS)
+    kinds = (database.scan(bytes([kind]), bytes([kind + 1])) for kind in KINDS)
     rows = {key: value for scan in kinds for key, value in scan}
     return {
         key: value for key, value in rows.items() if key[:1] != b"A" or key[1:9] >= (START_NS - 500).to_bytes(8, "big")
@@ -408,6 +410,11 @@ async def test_a_store_that_does_not_answer_is_no_damage(opener: Opener, tmp_pat
     assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") == manifest
 
 
+async def remove_unnamed(store: MemoryStore, now_ns: int) -> int:
+    client = client_of(store)
+    return await remove_old(client, now_ns, await list_objects(client), [])
+
+
 async def test_an_index_that_was_not_finished_does_not_exist(opener: Opener, tmp_path: Path) -> None:
     """Whatever request fails; and it is removed when nobody can be writing it any more."""
     store = MemoryStore()
@@ -422,9 +429,9 @@ async def test_an_index_that_was_not_finished_does_not_exist(opener: Opener, tmp
             await write(store, source, START_NS, tmp_path / "out")
         assert await manifests(client_of(store)) == []
     assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") is None
-    await remove_old(client_of(store), START_NS + index.UNFINISHED_NS - 1)
+    await remove_unnamed(store, START_NS + index.UNFINISHED_NS - 1)
     assert [key for key in store.objects if key.startswith(INDEX)] != []
-    await remove_old(client_of(store), START_NS + index.UNFINISHED_NS)
+    await remove_unnamed(store, START_NS + index.UNFINISHED_NS)
     assert [key for key in store.objects if key.startswith(INDEX)] == []
 
 
@@ -436,7 +443,7 @@ async def test_the_two_newest_stay(opener: Opener, tmp_path: Path) -> None:
     written = [await write(store, source, START_NS + each, tmp_path / "out") for each in range(4)]
     store.give(INDEX + "note.txt", b"mine")
     before = len(store.requests)
-    removed = await remove_old(client_of(store), START_NS)
+    removed = await remove_unnamed(store, START_NS)
     assert removed == sum(len(manifest.files) + 1 for manifest in written[:2])
     assert [manifest.time for manifest in await manifests(client_of(store))] == [START_NS + 3, START_NS + 2]
     assert INDEX + "note.txt" in store.objects

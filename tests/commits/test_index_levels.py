@@ -30,7 +30,9 @@ from lakefs_fuse.commits.index.index import (
 )
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import CacheError, DamagedCommit, NotFound, StoreError
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
+from lakefs_fuse.meta.changed_rows import KINDS
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.sorted_tables import DumpOfChanges
@@ -82,6 +84,10 @@ class Folder:
     def tree(self) -> Tree:
         return Tree(self.database)
 
+    def forget_index(self) -> None:
+        """So that the next fold writes a base."""
+        self.database.commit(Batch({schema.SINGLE_FOLDED: None}))
+
     def insert(self, names: list[bytes]) -> None:
         """Files of a pack, some of them directories, in the root."""
         tree, batch = self.tree, Batch()
@@ -125,7 +131,7 @@ class Folder:
         self.database.commit(batch)
 
     def rows(self) -> dict[bytes, bytes]:
-        kinds = (self.database.scan(bytes([kind]), bytes([kind + 1])) for kind in tables.KINDS)
+        kinds = (self.database.scan(bytes([kind]), bytes([kind + 1])) for kind in KINDS)
         return {key: value for scan in kinds for key, value in scan}
 
     def counts(self) -> tuple[int, int]:
@@ -168,6 +174,11 @@ async def check(folder: Folder, fresh: Folder, manifest: Manifest) -> None:
     named = {each.key_of(file) for each in kept for file in each.all_files()}
     assert named | {each.prefix + "manifest" for each in kept} == {key for key in folder.store.objects if INDEX in key}
     assert len(kept) <= KEPT
+
+
+async def remove_unnamed(store: MemoryStore) -> int:
+    client = client_of(store)
+    return await remove_old(client, Folder.now, await list_objects(client), [])
 
 
 def names_of(rng: random.Random, count: int) -> list[bytes]:
@@ -399,22 +410,6 @@ async def test_names_that_are_written_meanwhile_are_not_folded(opener: Opener, t
         dump.next_file()
 
 
-async def test_database_that_was_repaired_takes_the_index_again(opener: Opener, tmp_path: Path) -> None:
-    """Rows may be lost, and with them what says that they changed."""
-    folder = opener("folder")
-    folder.fill(b"data", 300)
-    manifest = await folder.fold()
-    expected = folder.rows()
-    folder.database.commit(Batch({key: None for key in expected if key[:1] == b"N"}))
-    tables.mark_folded(folder.database, manifest.time, since=Folder.now + 1)
-    folder.database.lost_rows = True
-    taken = await load_newest_index(
-        folder.database, client_of(folder.store), WorkerThreads(), tmp_path / "in", folds=True
-    )
-    assert taken == manifest
-    assert folder.rows() == expected
-
-
 async def test_index_without_the_feature_can_be_continued_with_it(opener: Opener, store: MemoryStore) -> None:
     """The lake was upgraded: an index of format 1 is the base of the first increment."""
     folder, other = opener("folder"), opener("other")
@@ -572,17 +567,17 @@ async def test_files_that_a_kept_manifest_names_stay(opener: Opener, store: Memo
     before = {*store.objects}
     whole = store.data(kept[0].prefix + "manifest")
     store.give(kept[0].prefix + "manifest", whole[:-3])
-    assert await remove_old(client_of(store), Folder.now) == 0
+    assert await remove_unnamed(store) == 0
     assert {*store.objects} == before
     store.give(kept[0].prefix + "manifest", whole)
     store.give(f"{INDEX}{1:016x}/0000.sst", b"of a writer that died")
-    assert await remove_old(client_of(store), Folder.now) == 1
+    assert await remove_unnamed(store) == 1
     assert {*store.objects} == before
-    tables.forget_folded(folder.database)
+    folder.forget_index()
     assert not (await folder.fold()).increments
     before = {*store.objects}
     store.give(kept[0].prefix + "manifest", whole[:-3])
-    assert await remove_old(client_of(store), Folder.now) == 0, "it alone names the base before"
+    assert await remove_unnamed(store) == 0, "it alone names the base before"
     assert {*store.objects} == before
 
 
@@ -594,7 +589,7 @@ async def test_index_that_is_removed_while_it_is_read_is_followed_by_a_newer_one
     first = await folder.fold()
     for _ in range(2):
         folder.database.changed.load()
-        tables.forget_folded(folder.database)
+        folder.forget_index()
         folder.insert([b"%d" % Folder.now])
         await folder.fold()
     with pytest.raises(BaseException, match=r"no object|sub-exception") as raised:

@@ -221,6 +221,23 @@ def test_names_without_what_guards_their_numbers_are_put_aside(tmp_path: Path, l
     assert len(list(tmp_path.glob("meta.damaged-*"))) == 1
 
 
+@pytest.mark.parametrize("lost", ["CURRENT", "MANIFEST-*", b"Minode"])
+def test_damaged_database_without_repairs_is_an_error_and_stays(tmp_path: Path, lost: str | bytes) -> None:
+    node = Node.of_this_machine()
+    database = open_database(tmp_path / "meta", "lake", node)
+    database.new_inode()
+    put(database, b"Da")
+    if isinstance(lost, bytes):
+        database.commit(Batch({lost: None}), sync=True)
+    database.close()
+    for path in (tmp_path / "meta").glob(lost) if isinstance(lost, str) else ():
+        path.write_bytes(b"nonsense")
+    for _ in range(2):
+        with pytest.raises(CacheError, match=r"does not open|is damaged"):
+            Database(tmp_path / "meta", "lake", node.clock, node.disk, repairs=False)
+    assert list(tmp_path.glob("meta.damaged-*")) == []
+
+
 def test_an_empty_database_is_whole(tmp_path: Path) -> None:
     for _ in range(3):
         open_database(tmp_path / "meta", "lake").close()

@@ -39,6 +39,7 @@ from lakefs_fuse.commits.record import SIZE_MAX, TIME_NS_MAX
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
+from lakefs_fuse.meta.changed_rows import KINDS
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile, Marks
@@ -201,7 +202,7 @@ def _check_files(manifest: Manifest, files: list[IndexFile], suffix: str, bytes_
             raise DamagedCommit(f"{file.name} of {file.size} bytes")
         if not before < file.first <= file.last or max(len(file.first), len(file.last)) > tables.KEY_BYTES_MAX:
             raise DamagedCommit(f"the rows of {file.name} are not behind those of the file before")
-        if file.first[0] not in tables.KINDS or file.last[0] not in tables.KINDS:
+        if file.first[0] not in KINDS or file.last[0] not in KINDS:
             raise DamagedCommit(f"{file.name} has rows that are not of names")
         before = file.last
 
@@ -324,8 +325,6 @@ class _IndexSearch:
     """One search of a lake's indexes for the newest that can be used."""
 
     def __init__(self, database: Database, client: StoreClient, threads: Threads, directory: Path, folds: bool) -> None:
-        if folds and database.lost_rows:
-            tables.forget_folded(database)
         self._folds = folds
         self._db, self._client, self._threads, self._directory = database, client, threads, directory
         self._known = CommitRows(database).polled()
@@ -374,7 +373,7 @@ class _IndexSearch:
     def _can_continue(self, manifest: Manifest, folded: int) -> bool:
         """The names are those of the index of this time, which that of the manifest continues."""
         is_continued = any(increment.since == folded for increment in manifest.increments)
-        return is_continued and not self._db.changed.count(folded)
+        return is_continued and not self._db.changed.has_any(folded)
 
     async def _take(self, manifest: Manifest) -> None:
         await self._ingest(manifest)
@@ -494,8 +493,8 @@ def times_of(found: dict[int, list[ObjectMeta]]) -> list[int]:
 async def remove_old(
     client: StoreClient,
     now_ns: int,
-    found: dict[int, list[ObjectMeta]] | None = None,
-    known: Sequence[Manifest] = (),
+    found: dict[int, list[ObjectMeta]],
+    known: Sequence[Manifest],
 ) -> int:
     """Take away all indexes but the newest two, manifests first, files that no kept manifest names, and what was never
     finished; answers how many objects that were. ``now_ns`` is the store's time, ``found`` a listing, and ``known`` are
@@ -504,7 +503,6 @@ async def remove_old(
     Nothing is removed while a manifest that is kept cannot be read. Raises StoreError kinds, LakeError where some
     object cannot be removed.
     """
-    found = await list_objects(client) if found is None else found
     manifests = {manifest.time: manifest for manifest in known}
     whole = sorted({*times_of(found), *manifests}, reverse=True)
     kept = whole[:KEPT]
@@ -528,7 +526,7 @@ async def remove_old(
         elif has_levels and time < kept[0]:
             pass  # its writer had the lease, which every writer of this format takes, before that of a newer index
         elif max(meta.mtime_ns for meta in metas) > now_ns - UNFINISHED_NS:
-            continue  # somebody may be writing it
+            continue  # a writer may be at work
         failed = await client.delete_many(doomed) if doomed else {}
         if failed:
             key, why = next(iter(failed.items()))
