@@ -15,12 +15,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lakefs_fuse.admin.fold_database import FoldDatabase
+from lakefs_fuse.commits.index.index import FORMAT, FORMAT_LEVELS, INDEX, MANIFEST, Manifest, decode
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.daemon import admin_worker as offline
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, LakeError, first_error
 from lakefs_fuse.store import open as places
+from lakefs_fuse.store.lake_record import KEY, LakeRecord
 from lakefs_fuse.store.open import open_store
 from tests.servers import Server
 from tests.store.lakes import s3_config
@@ -147,6 +150,39 @@ async def test_gc_probes_a_store_of_which_nothing_is_known_and_a_dry_run_writes_
     os.close(writing)
     assert (tmp_path / "lake" / ".lakefs" / "lake").exists() == (not is_dry)
     assert not (tmp_path / "lake" / ".lakefs" / "maintenance-lease").exists()
+
+
+async def test_maintenance_of_an_upgraded_lake_writes_levels_and_keeps_its_database(tmp_path: Path) -> None:
+    """As the worker of a mount runs it. Before the upgrade it writes an index of format 1, and keeps nothing."""
+    place, node = tmp_path / "lake", Node.of_this_machine()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    answers = offline.Answers(nowhere)
+    (place / ".lakefs").mkdir(parents=True)
+    (place / KEY).write_bytes(msgspec.json.encode(LakeRecord(id="1" * 32)))
+    (tmp_path / "cache").mkdir()
+    database = FoldDatabase(tmp_path / "cache" / "folded")
+    (tmp_path / "src").mkdir()
+
+    async def run(command: str, args: msgspec.Struct) -> dict[str, object]:
+        raw = msgspec.Raw(msgspec.json.encode(args))
+        request = protocol.Request(command=command, store=file_config(place), args=raw, scratch=str(tmp_path))
+        return (await offline.run_command(request, answers, node)).summary
+
+    async def fold(name: str) -> Manifest:
+        (tmp_path / "src" / name).write_text(name)
+        await run("ingest", protocol.IngestArgs(source=str(tmp_path / "src")))
+        due = protocol.MaintenanceArgs(interval_s=3600, commits_max=0, may_delete=False, fold_database=database.path)
+        assert (await run("maintenance", due))["folded"]
+        newest = max((place / INDEX).iterdir())
+        return decode((newest / MANIFEST).read_bytes(), int(newest.name, 16))
+
+    assert (await fold("one")).format == FORMAT
+    assert not database.exists()
+    await run("upgrade", protocol.UpgradeArgs())
+    manifest = await fold("two")
+    assert (manifest.format, database.newest) == (FORMAT_LEVELS, manifest.time)
+    assert manifest.names == 2
+    os.close(nowhere)
 
 
 @pytest.mark.parametrize("name", sorted(offline.COMMANDS))
