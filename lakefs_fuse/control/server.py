@@ -31,7 +31,7 @@ from lakefs_fuse.metrics import Unfinished
 CLIENTS_MAX = 16
 """Connections, but for those that wait for a name."""
 PLACE_S_MAX = 1.0
-"""So long does a client wait for one of these places: those of many waits that end together are taken for a moment."""
+"""Time a client waits for a free connection; many waits that end together fill them for a moment."""
 WAITS_MAX = 256
 """Waits for names: each is a connection, and a look at the tree when something changes in it."""
 IDLE_S_MAX = 60.0

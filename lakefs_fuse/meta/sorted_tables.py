@@ -273,7 +273,7 @@ def digest_of(path: Path) -> str:
 
 
 def check_file(path: Path, first: bytes, last: bytes) -> None:
-    """A file of rows opens, and has rows of `KINDS` only, from ``first`` to ``last``, and deletes none. Blocking.
+    """A file of rows opens, has rows of `KINDS` only, from ``first`` to ``last``, and states no deletions. Blocking.
     Raises DamagedCommit.
 
     It is tried in a database of its own beside it, so that nothing it may hold gets near the names: a row of another

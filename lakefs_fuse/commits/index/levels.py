@@ -5,8 +5,8 @@ of the database that wrote it, but for commits that are too old to be asked for.
 names the database had (`changed_rows.Folded`), and is written only where that is still the newest, and all its files
 are in the store; everything else gets a new base.
 
-Bounds: increments are no more than BASE_SHARE of the base, by size, and INCREMENTS_MAX. So a row is written again about
-once when increments are merged, and 1 / BASE_SHARE rows of the base are for each row that changed.
+Bounds: increments are no more than BASE_SHARE of the base, by size, and INCREMENTS_MAX. Merging rewrites each changed
+row about once; a new base rewrites about 1 / BASE_SHARE rows for each that changed.
 
 Needs no GET: whatever is merged or written again comes from the database. A crash before the manifest leaves files,
 which `remove_old` removes; after it, a database that still has the mark of the index before (`sorted_tables`).
