@@ -18,8 +18,9 @@ from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import COMMITS, Operation
-from lakefs_fuse.environment.threads import WorkerThreads
+from lakefs_fuse.environment.threads import Threads, WorkerThreads
 from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.store.client import ThreadTransport
 from lakefs_fuse.sync.wakeup import Wakeup
 from tests.commits.nodes import Node, at
 from tests.fakes import clock_of, store_client
@@ -66,12 +67,14 @@ class Daemon(Node):
         writer: str,
         delay_s: float,
         steady: Clock | None = None,
+        threads: Threads | None = None,
     ) -> None:
         super().__init__(directory, writer=writer, clock_ns=clock)
-        store.clock = clock
+        store.clock, threads = clock, threads or WorkerThreads()
         self.directory, self.store, self.clock = directory, store, HybridClock(clock_of(clock, steady))
-        self.client = store_client(store, store.capabilities, retry_timeout_s=0)
-        self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer, repeats=True)
+        transport = ThreadTransport(threads, requests_max=32, uploads_max=4)
+        self.client = store_client(store, store.capabilities, retry_timeout_s=0, transport=transport)
+        self.log = CommitLog(self.client, self.clock, threads, writer=writer, repeats=True)
         journal = ChangeJournal(self.database)
         self.deletions = DeletionQueue(
             self.database, self.client, self.tree, journal, self.metrics, clock_ns=clock, delay_s=0.0
@@ -83,7 +86,7 @@ class Daemon(Node):
             self.deletions,
             journal,
             self.metrics,
-            WorkerThreads(),
+            threads,
             delay_s=delay_s,
             acknowledged=self.acknowledged,
         )
@@ -106,17 +109,18 @@ class Daemon(Node):
 class Site:
     """One store, and daemons that come and go."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.store, self.clock = root, MemoryStore(), Clock()
-        self._serial = 0
+    def __init__(self, root: Path, clock: Clock | None = None, threads: Threads | None = None) -> None:
+        self.root, self.store, self.clock = root, MemoryStore(), clock or Clock()
+        self._serial, self._threads = 0, threads
 
     @contextmanager
     def daemon(self, name: str, *, delay_s: float = 1.0, steady: Clock | None = None) -> Iterator[Daemon]:
         """The daemon of a cache directory; each start is another writer."""
         self._serial += 1
         daemon = Daemon(
-            self.root / name, self.store, self.clock, writer=f"{self._serial:08x}", delay_s=delay_s, steady=steady
-        )
+            self.root / name, self.store, self.clock,
+            writer=f"{self._serial:08x}", delay_s=delay_s, steady=steady, threads=self._threads,
+        )  # fmt: skip
         try:
             yield daemon
         finally:

@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, quantiles
+from typing import TypeVar
 
 import pytest
 import trio
+from trio.testing import MockClock
 
-from lakefs_fuse.commits import commit_log, poller
+from lakefs_fuse.commits import commit_log
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.bundles import SUFFIX
@@ -20,39 +22,48 @@ from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import Record
 from lakefs_fuse.errors import AccessDenied
 from tests.commits.archives import commit_of
-from tests.commits.committing import Daemon, Site
+from tests.commits.committing import Clock, Daemon, Site
+from tests.commits.nodes import at
+from tests.fakes import InlineThreads
 from tests.memory_store import Failures
 
-PACE = 2.5
-"""So many times faster than the defaults."""
-REFRESH_S = 5.0 / PACE
-SLACK_S = 2.0
-"""What a busy machine adds at this pace."""
-TIMES = {
-    poller: (
-        "BUNDLE_WAIT_S",
-        "ELECTION_S",
-        "REPEAT_S",
-        "REPEATER_S",
-        "REPEAT_WAIT_S",
-        "WAITING_REFRESH_S",
-        "FEW_SPAN_S",
-    ),
-    commit_log: ("OWN_DELAY_S", "OWN_SPAN_S", "REPEATER_S_MAX"),
-}
+T = TypeVar("T")
+
+REFRESH_S = 5.0
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All intervals are shorter, and commits say nothing, so that applying them costs little."""
-    for module, names in TIMES.items():
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(module, name) / PACE)
+    """Commits say nothing, so that applying them costs little."""
 
     def apply(applier: Applier, record: Record, *_: object, **__: object) -> None:
         applier.commits.record_applied(record.time, record.writer)
 
     monkeypatch.setattr(Applier, "apply", apply)
+
+
+class VirtualClock(Clock):
+    """The wall clock of all nodes is trio's."""
+
+    def __call__(self) -> int:
+        return at(trio.current_time())
+
+
+class SlowThreads(InlineThreads):
+    """Each call, requests of the store as well, takes 5 to 30 ms of virtual time."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    async def run(
+        self,
+        call: Callable[..., T],
+        *arguments: object,
+        limiter: trio.CapacityLimiter | None = None,
+        abandon_on_cancel: bool = False,
+    ) -> T:
+        await trio.sleep(self._rng.uniform(0.005, 0.03))
+        return await super().run(call, *arguments, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
 
 
 @dataclass
@@ -69,10 +80,12 @@ class Follower:
 
 
 class Lake:
-    """Writers and followers of one store, in the time of this machine."""
+    """Writers and followers of one store."""
 
     def __init__(self, root: Path, followers: int) -> None:
-        self.site, self.stack, self.made_s = Site(root), ExitStack(), dict[str, float]()
+        self.rng = random.Random(1)
+        self.site = Site(root, VirtualClock(), SlowThreads(random.Random(2)))
+        self.stack, self.made_s = ExitStack(), dict[str, float]()
         self.followers = [self._follower(number) for number in range(followers)]
 
     def _follower(self, number: int) -> Follower:
@@ -93,21 +106,15 @@ class Lake:
         )  # fmt: skip
         return made[0]
 
-    async def keep_time(self) -> None:
-        began_s = trio.current_time()
-        while True:
-            self.site.clock.seconds = (trio.current_time() - began_s) * PACE
-            await trio.sleep(0.001)
-
     async def write(self, log: commit_log.CommitLog, a_second: float) -> None:
         """A mount commits so often; one that is counted from 1."""
-        await trio.sleep(random.random() / a_second / PACE)
+        await trio.sleep(self.rng.random() / a_second)
         while True:
             time = log.clock.now()
             body = commit_of({}, record=Record(time=time, writer=log.writer))
             await log.put(time, body)
             self.made_s[log.key(time)] = trio.current_time()
-            await trio.sleep(1 / a_second / PACE)
+            await trio.sleep(1 / a_second)
 
     async def write_as_many(self, count: int) -> None:
         """Other writers commit once a second each."""
@@ -118,10 +125,10 @@ class Lake:
             writer = f"{0xA0000000 + number % count:08x}"
             self.site.store.give(commit_key(time, writer), commit_of({}, record=Record(time=time, writer=writer)))
             self.made_s[commit_key(time, writer)] = trio.current_time()
-            await trio.sleep(1 / count / PACE)
+            await trio.sleep(1 / count)
 
     async def run(self, follower: Follower) -> None:
-        await trio.sleep(random.random() * REFRESH_S)
+        await trio.sleep(self.rng.random() * REFRESH_S)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(follower.daemon.log.run)
             nursery.start_soon(follower.poller.run)
@@ -132,7 +139,7 @@ class Lake:
 
 @dataclass
 class Costs:
-    """What following cost: GETs a poll of each mount that never was the repeater; seconds, as if at the usual pace."""
+    """What following cost: GETs a poll of each mount that never was the repeater, and seconds."""
 
     gets: list[float]
     delays_s: list[float]
@@ -149,7 +156,6 @@ class Costs:
 async def follow(lake: Lake, writers: int, seconds: float) -> Costs:
     """Followers follow so many writers, which commit once a second each, for so long after a while."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lake.keep_time)
         mounts = [follower.daemon.log for follower in lake.followers[1:]][:writers]
         for log in mounts:
             nursery.start_soon(lake.write, log, 1.0)
@@ -160,7 +166,7 @@ async def follow(lake: Lake, writers: int, seconds: float) -> Costs:
         await trio.sleep(5 * REFRESH_S)
         before = [follower.counts() for follower in lake.followers]
         began_s, bundles = trio.current_time(), lake.bundles()
-        await trio.sleep(seconds / PACE)
+        await trio.sleep(seconds)
         after, bundles = [follower.counts() for follower in lake.followers], lake.bundles() - bundles
         ended_s = trio.current_time()
         await trio.sleep(3 * REFRESH_S)
@@ -169,20 +175,20 @@ async def follow(lake: Lake, writers: int, seconds: float) -> Costs:
     for follower, (polls, fetched), (polls_then, fetched_then) in zip(lake.followers, before, after, strict=True):
         own = f"-{follower.daemon.log.writer}."
         made = [key for key, made_s in lake.made_s.items() if began_s <= made_s < ended_s and own not in key]
-        delays_s += [(follower.applied_s[key] - lake.made_s[key]) * PACE for key in made]
+        delays_s += [follower.applied_s[key] - lake.made_s[key] for key in made]
         if not follower.daemon.log.repeated.written:
             gets.append((fetched_then - fetched) / (polls_then - polls))
     return Costs(gets, delays_s, bundles / seconds)
 
 
 @pytest.mark.parametrize("writers", [pytest.param(1, marks=pytest.mark.long), 50])
-async def test_follower_sends_four_gets_a_poll(tmp_path: Path, writers: int) -> None:
+async def test_follower_sends_four_gets_a_poll(tmp_path: Path, autojump_clock: MockClock, writers: int) -> None:
     lake = Lake(tmp_path, followers=6)
     with lake.stack:
         costs = await follow(lake, writers, 20.0)
     assert costs.gets
     assert mean(costs.gets) <= 4, costs
-    assert max(costs.delays_s) <= 7 + SLACK_S, costs
+    assert max(costs.delays_s) <= 7, costs
     assert costs.bundles_a_second <= 2, costs
     repeaters = [follower for follower in lake.followers if follower.daemon.log.repeated.written]
     if writers > 1:
@@ -192,12 +198,14 @@ async def test_follower_sends_four_gets_a_poll(tmp_path: Path, writers: int) -> 
 
 
 async def until(done: Callable[[], bool], seconds: float = 60.0) -> None:
-    with trio.fail_after(seconds / PACE):
+    with trio.fail_after(seconds):
         while not done():
             await trio.sleep(0.02)
 
 
-async def test_repeater_that_dies_is_replaced_and_one_with_little_to_do_gives_up(tmp_path: Path) -> None:
+async def test_repeater_that_dies_is_replaced_and_one_with_little_to_do_gives_up(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
     lake = Lake(tmp_path, followers=3)
 
     def repeaters() -> list[Follower]:
@@ -205,7 +213,6 @@ async def test_repeater_that_dies_is_replaced_and_one_with_little_to_do_gives_up
 
     with lake.stack:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lake.keep_time)
             writers = trio.CancelScope()
             mounts = [trio.CancelScope() for _ in lake.followers]
 
@@ -234,7 +241,9 @@ async def test_repeater_that_dies_is_replaced_and_one_with_little_to_do_gives_up
 
 
 @pytest.mark.parametrize("how", [pytest.param("read-only", marks=pytest.mark.long), "refused"])
-async def test_mount_that_may_not_repeat_fetches_for_itself(tmp_path: Path, how: str) -> None:
+async def test_mount_that_may_not_repeat_fetches_for_itself(
+    tmp_path: Path, autojump_clock: MockClock, how: str
+) -> None:
     lake = Lake(tmp_path, followers=2)
     refused = Failures(lambda request: request.key.endswith(SUFFIX), AccessDenied("denied"), count=1000)
     with lake.stack:
@@ -244,7 +253,6 @@ async def test_mount_that_may_not_repeat_fetches_for_itself(tmp_path: Path, how:
         if how == "refused":
             lake.site.store.hook = refused
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lake.keep_time)
             nursery.start_soon(lake.write_as_many, 20)
             for follower in lake.followers:
                 nursery.start_soon(lake.run, follower)
