@@ -115,6 +115,14 @@ class PageMap:
             for part, first, count, _ in self._slices(start, end)
         )
 
+    def first(self) -> int | None:
+        """Where the first local page begins; None without any."""
+        part = min((part for part, bits in self._bits.items() if bits), default=None)
+        if part is None:
+            return None
+        bits = self._bits[part]
+        return self._layout.range(part)[0] + ((bits & -bits).bit_length() - 1) * PAGE_BYTES
+
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
         """[start, end) cut where it changes between local and not: (from, to, local), in order."""
         at, state = start, None

@@ -1,8 +1,9 @@
 """From a draft to an object: the last parts, and the one request that makes the new version visible.
 
 Small files are one PUT. Others complete the upload that began while they were written; parts that nobody changed are
-copied from the base by the store itself. What is said of attributes in the object's metadata is fixed when its request
-begins; the caller says later changes elsewhere.
+copied from the base by the store itself, and where a file was appended to, the unchanged bytes of its last part as well
+(`Append`). What is said of attributes in the object's metadata is fixed when its request begins; the caller says later
+changes elsewhere.
 
 `publish` may be called again after it failed; what the store has already is not sent twice, and no attempt after one
 whose answer was lost touches another writer's version (`store.client`). Where the upload is gone (NoSuchUpload)
@@ -33,6 +34,7 @@ from lakefs_fuse.errors import (
     Superseded,
     Unsupported,
 )
+from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.client import token_of
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
@@ -43,6 +45,8 @@ from lakefs_fuse.upload.uploader import Uploader
 
 BODY_BYTES_MAX = BLOCK_BYTES
 """Up to here an object is sent from memory, by the client's fast path, and is one cache block."""
+APPEND_BYTES_MAX = SPANS[0][0] * SPANS[0][1]
+"""Up to here nodes cut files alike, and what has one part more was cut as `Append` says (`admin.checkpoint_sums`)."""
 STORED_MAX = 4096
 """Keys of which the history of the object is kept in memory."""
 ORIGIN = DRAFT_METADATA, REPLACES_METADATA
@@ -78,10 +82,12 @@ async def publish(draft: Draft) -> Published:
             await draft.reconcile(await find_own_object(draft))
         await draft.stop_uploads()
         try:
-            if draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.bytes_dropped:
+            append = _find_append(draft)
+            is_small = draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.bytes_dropped
+            if is_small and append is None:
                 meta, described, hashes = await _put(draft)
             else:
-                meta, described = await _complete(draft)
+                meta, described = await _complete(draft, append)
         except Superseded as error:
             meta, described = await _give_way(draft, error)
             is_superseded = True
@@ -190,7 +196,7 @@ async def _leave_key(draft: Draft) -> None:
     draft.forget_upload()
 
 
-async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
+async def _complete(draft: Draft, append: Append | None) -> tuple[ObjectMeta, Mapping[str, str]]:
     if draft.parts.bytes_dropped:
         draft.target.expected = None  # a store may end an upload whose condition fails, and only that has these bytes
     draft.save()
@@ -198,12 +204,12 @@ async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
         await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
         draft.forget_upload()
     try:
-        meta = await _send_and_complete(draft)
+        meta = await _send_and_complete(draft, append)
     except NotFound:
         log.warning("the multipart upload of %s is gone from the store: it starts anew", draft.target.key)
         draft.forget_upload()
         try:
-            meta = await _send_and_complete(draft)
+            meta = await _send_and_complete(draft, append)
         except NotFound as error:
             raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
     note_stored(draft.uploader, meta.key, meta.etag, draft.upload_metadata)
@@ -212,10 +218,10 @@ async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     return meta, began
 
 
-async def _send_and_complete(draft: Draft) -> ObjectMeta:
+async def _send_and_complete(draft: Draft, append: Append | None) -> ObjectMeta:
     layout, client, key = draft.uploader.layout, draft.uploader.client, draft.target.key
     upload_id = await draft.begin_upload()
-    count = layout.count(draft.size)
+    count = layout.count(draft.size) if append is None else append.index
     unsent: list[tuple[int, int, int]] = []
     for index in range(count):
         part = draft.parts[index]
@@ -234,10 +240,70 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
     # A bound, because parts that have to be fetched first take room on the disk.
     await for_each(unsent, send, 2 * draft.uploader.slots.slots)
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
+    if append is not None:
+        refs += await _send_append(draft, upload_id, append)
     try:
         return await client.complete_multipart(key, upload_id, refs, version=draft.target, token=draft.token)
     except PreconditionFailed as error:
         raise await _yield_key(draft) from error
+
+
+class Append(msgspec.Struct, frozen=True):
+    """New bytes behind unchanged ones. The part of the layout in which they begin, and the one after it, are sent in
+    pieces that are parts of the upload in their place; the journal has none of these."""
+
+    index: int
+    """Of the first of these parts, from 0."""
+    copied: tuple[int, int]
+    """Bytes [start, end) that the store copies from the base: its first part."""
+    sent: tuple[tuple[int, int], ...]
+    """Bytes [start, end) of the parts after that."""
+
+
+def _find_append(draft: Draft) -> Append | None:
+    """How a file is sent that changed behind its first 5 MiB alone; None where parts of the layout serve as well."""
+    if draft.base is None or draft.spills.used or draft.upload_intent_ns:
+        return None
+    capabilities, layout = draft.uploader.client.capabilities, draft.uploader.layout
+    if not (capabilities.part_copy and capabilities.parts_replaceable) or capabilities.keeps_holes:
+        return None
+    written = draft.pages.first()
+    changed = draft.base_limit if written is None else min(written, draft.base_limit)
+    if not changed < draft.size <= APPEND_BYTES_MAX:
+        return None
+    index, last = layout.index(changed), layout.count(draft.size) - 1
+    start, end = layout.range(index)
+    copied = changed if index == last else min(changed, end - PART_BYTES_MIN)  # only the last part may be smaller
+    if last > index + 1 or copied - start < PART_BYTES_MIN:
+        return None
+    sent = (copied, min(end, draft.size)), (end, draft.size)
+    return Append(index, (start, copied), tuple(piece for piece in sent if piece[0] < piece[1]))
+
+
+async def _send_append(draft: Draft, upload_id: str, append: Append) -> list[PartRef]:
+    uploader, key, base = draft.uploader, draft.target.key, draft.base
+    assert base is not None
+    refs: dict[int, PartRef] = {}
+
+    async def store(part: tuple[int, tuple[int, int]]) -> None:
+        number, (start, end) = part
+        async with uploader.slots.slot():
+            if (start, end) == append.copied:
+                refs[number] = await uploader.client.upload_part_copy(
+                    key, upload_id, number, base.version.key, base.offset + start, base.offset + end,
+                    etag=base.version.etag,
+                )  # fmt: skip
+                uploader.metrics.parts_copied += 1
+                return
+            with draft.file.held():
+                body = FileSlice(draft.file.fd, start, end - start)
+                refs[number] = await uploader.client.upload_part(key, upload_id, number, body)
+            uploader.metrics.parts += 1
+
+    await draft.fill(append.copied[1], draft.size)
+    parts = list(enumerate((append.copied, *append.sent), append.index + 1))
+    await for_each(parts, store, len(parts))
+    return [refs[number] for number, _ in parts]
 
 
 def _has_stale_parts(draft: Draft) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,19 @@ def test_file_that_no_rule_names_can_be_mapped_and_one_that_is_published_cannot(
                 mmap.mmap(fd, 4096, flags=mmap.MAP_PRIVATE).close()
         finally:
             os.close(fd)
+
+
+def test_line_behind_a_large_log_sends_that_line_alone(s3: Lake) -> None:
+    log = s3.path / "log.txt"
+    text = random.Random(1).randbytes(12 << 20)
+    log.write_bytes(text)
+    sent, parts = s3.number("store.bytes.written"), s3.number("store.requests.part")
+    with log.open("ab", buffering=0) as writing:
+        for number in range(LINES):
+            text += b"line %d\n" % number
+            writing.write(b"line %d\n" % number)
+            os.fsync(writing)
+            assert s3.outside.read("log.txt") == text
+    assert s3.number("store.bytes.written") <= sent + LINES * 4096
+    assert s3.number("store.requests.part") == parts + LINES
+    assert log.read_bytes() == text

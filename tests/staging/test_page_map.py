@@ -53,6 +53,10 @@ class PageMapMachine(RuleBasedStateMachine):
         assert loaded.dump() == self.map.dump()
         self.map = loaded
 
+    @invariant()
+    def first(self) -> None:
+        assert self.map.first() == (min(self.local) * PAGE_BYTES if self.local else None)
+
     @rule(between=ranges)
     def covers(self, between: list[int]) -> None:
         pages = pages_of(*between)

@@ -522,3 +522,76 @@ async def test_a_discarded_draft_leaves_no_upload_whose_id_was_lost(tmp_path: Pa
         await draft.discard()
         assert draft.error is None
         assert b.store.uploads == {}
+
+
+WIDE = ((16 * MIB, 100),)
+"""Parts as in real lakes: a store takes no part below 5 MiB but the last one."""
+APPENDS = {
+    # size before, size after: bytes sent, parts copied
+    "behind 5 MiB": (6 * MIB, 6 * MIB + 5000, 5000, 1),
+    "in the last part": (40 * MIB, 40 * MIB + 10, 10, 3),
+    "over the end of a part": (31 * MIB, 33 * MIB, 6 * MIB, 2),
+    "to the end of a part": (31 * MIB, 32 * MIB, 1 * MIB, 2),
+    "from the end of a part": (32 * MIB, 33 * MIB, 1 * MIB, 2),
+    "a part that has not 5 MiB": (35 * MIB, 36 * MIB, 4 * MIB, 2),
+    "less than 5 MiB": (4 * MIB, 5 * MIB, 5 * MIB, 0),
+}
+
+
+@pytest.mark.parametrize("case", APPENDS)
+async def test_append_sends_what_is_new_and_five_mebibytes_at_most(tmp_path: Path, case: str) -> None:
+    before, after, sent, copied = APPENDS[case]
+    data = noise(case, after)
+    async with bench(tmp_path, spans=WIDE, staging_bytes_max=256 * MIB) as b:
+        base = b.give("file", data[:before])
+        draft = b.draft(base=base)
+        await draft.write(before, data[before:])
+        b.uploader.client.metrics.bytes_written = 0
+        published = await b.publish(draft)
+        assert b.store.data("file") == data
+        assert published.meta.size == after
+        assert sent <= b.uploader.client.metrics.bytes_written < sent + 4096, "the page in which the new bytes begin"
+        assert b.metrics.parts_copied == copied
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
+
+
+async def test_append_after_a_change_further_ahead_sends_whole_parts(tmp_path: Path) -> None:
+    data = bytearray(noise("ahead", 12 * MIB))
+    async with bench(tmp_path, spans=WIDE, staging_bytes_max=256 * MIB) as b:
+        draft = b.draft(base=b.give("file", bytes(data)))
+        for offset, line in (MIB, b"header"), (len(data), b"line"):
+            await draft.write(offset, line)
+            data[offset : offset + len(line)] = line
+        await b.publish(draft)
+        assert b.store.data("file") == bytes(data)
+        assert b.store.count("create_multipart") == 0
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("what_fails", ["upload_part", "upload_part_copy", "complete_multipart"])
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_append_that_failed_is_sent_again(tmp_path: Path, what_fails: str, when: When) -> None:
+    data = noise("again", 7 * MIB)
+    async with bench(tmp_path, spans=WIDE, staging_bytes_max=256 * MIB) as b:
+        draft = b.draft(base=b.give("file", data[: 6 * MIB]))
+        await draft.write(6 * MIB, data[6 * MIB :])
+        b.store.hook = Failures(what(what_fails), AccessDenied("no"), when=when)
+        with pytest.raises(AccessDenied):
+            await b.publish(draft)
+        await draft.write(6 * MIB, data[6 * MIB : 6 * MIB + 4])
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
+
+
+async def test_append_where_parts_cannot_be_copied_sends_the_file(tmp_path: Path) -> None:
+    data = noise("sent", 7 * MIB)
+    async with bench(tmp_path, spans=WIDE, capabilities=Capabilities(name="memory", part_copy=False)) as b:
+        draft = b.draft(base=b.give("file", data[: 6 * MIB]))
+        await draft.write(6 * MIB, data[6 * MIB :])
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.count("create_multipart") == 0
+        draft.close(unlink=True)
