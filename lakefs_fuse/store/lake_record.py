@@ -2,8 +2,8 @@
 
 What always holds:
 
-* its id never changes, and features are only added, by `upgrade`; a mount that does not know a feature does not read,
-  or does not write, the lake;
+* its id never changes; a new lake has all features, and else they are only added, by `upgrade`; a mount that does not
+  know a feature does not read, or does not write, the lake;
 * a mount that may not write (``--read-only``, unknown features) neither writes the record nor probes by writing;
 * a change replaces the version that was read: with ``If-Match`` where the store has it, else after another GET, so that
   of two changes within milliseconds one may be lost. A finding that was lost is made again.
@@ -29,7 +29,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
-from lakefs_fuse.store.probe import probe
+from lakefs_fuse.store.probe import PROBES, probe
 from lakefs_fuse.store.protocol import Capabilities, NetworkStore, ObjectStore
 
 KEY = f"{RESERVED_PREFIX}lake"
@@ -120,6 +120,7 @@ def open_record(
     may_write: bool,
 ) -> OpenedLake:
     """One GET where the record is there and fresh; else the store is probed, and what was found goes into the record.
+    Where there is no record and nothing else of a lake, it has every feature.
 
     Adapts the store. Raises ConfigError where the lake cannot be read by this program or the record is damaged, and as
     `probe.probe` does.
@@ -133,11 +134,12 @@ def open_record(
         if isinstance(store, NetworkStore):
             store.adapt(known.capabilities)
         return OpenedLake(record, known, unknown)
+    features = FEATURES if record is None and may_write and _is_new(store, clock) else frozenset[str]()
     finding = _finding(store, config, now, probe(store, rng, clock, read_only=not may_write))
     if not may_write:
         return OpenedLake(record, finding, unknown)
     try:
-        record = change_record(store, clock, lambda old: (old or _new(rng)).with_finding(finding))
+        record = change_record(store, clock, lambda old: (old or _new(rng, features)).with_finding(finding))
     except ConfigError:
         raise
     except LakeError as error:
@@ -210,8 +212,16 @@ def _write(store: ObjectStore, record: LakeRecord, etag: str, clock: Clock) -> N
         retry_unavailable(lambda: store.put(KEY, body), clock)
 
 
-def _new(rng: random.Random) -> LakeRecord:
-    return LakeRecord(id=f"{rng.getrandbits(128):032x}")
+def _is_new(store: ObjectStore, clock: Clock) -> bool:
+    """No mount has written anything yet; others may be probing the store."""
+    page = retry_unavailable(lambda: store.list_page(RESERVED_PREFIX), clock)
+    return page.next_token is None and all(
+        meta.key == RESERVED_PREFIX or meta.key.startswith(PROBES) for meta in page.objects
+    )
+
+
+def _new(rng: random.Random, features: frozenset[str]) -> LakeRecord:
+    return LakeRecord(id=f"{rng.getrandbits(128):032x}", features_to_read=tuple(sorted(features)))
 
 
 def _finding(store: ObjectStore, config: StoreConfig, now_ns: int, capabilities: Capabilities) -> Finding:

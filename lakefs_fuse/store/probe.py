@@ -37,6 +37,8 @@ from lakefs_fuse.store.protocol import Capabilities, ListPage, NetworkStore, Obj
 P = ParamSpec("P")
 T = TypeVar("T")
 
+PROBES = f"{RESERVED_PREFIX}probe-"
+"""What the keys of a probe begin with."""
 BODY = b"0123456789"
 SUSPECT_CHARACTERS = "\\%+#?*:\"<>|&;=' \t\n\x7f"
 """Characters that some server or gateway changes on their way into a key."""
@@ -96,7 +98,7 @@ class _Probe:
         self._store = store
         self._server = store if isinstance(store, NetworkStore) else None
         self._clock = clock
-        self._base = f"{RESERVED_PREFIX}probe-{rng.getrandbits(64):016x}/"
+        self._base = f"{PROBES}{rng.getrandbits(64):016x}/"
         self._written: list[str] = []
         self._uploads: list[tuple[str, str]] = []
         self.characters_refused = ""

@@ -28,7 +28,11 @@ def old_lake(make_lake: LakeMaker, tmp_path: Path) -> Lake:
 
 @pytest.fixture
 def new_lake(old_lake: Lake, tmp_path: Path) -> Iterator[Lake]:
-    """This program on the same directory, not mounted yet."""
+    """This program on the same directory, not mounted yet. The older program made the lake."""
+    assert isinstance(old_lake.outside, Directory)
+    commits = old_lake.outside.root / ".lakefs" / "commits"
+    commits.mkdir(parents=True)
+    (commits / "first").write_bytes(b"")
     lake = Lake(old_lake.outside, old_lake.source, tmp_path / "new", *old_lake.options)
     try:
         yield lake
@@ -109,6 +113,12 @@ def test_old_program_beside_this_one_after_the_upgrade(old_lake: Lake, new_lake:
         assert old_lake.cli(command, old_lake.source).returncode == 1
     old_lake.umount()
     assert read(new_lake.remount(empty_cache=True)) == expected
+
+
+def test_new_lake_has_every_feature(make_lake: LakeMaker) -> None:
+    lake = make_lake("file").mount()
+    assert lake_record(lake)["features_to_read"] == sorted(FEATURES)
+    assert lake.cli("upgrade", lake.source).stdout == "nothing to do: the lake has every feature of this program\n"
 
 
 def test_mount_of_a_lake_with_an_unknown_feature(make_lake: LakeMaker) -> None:

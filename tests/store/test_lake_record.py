@@ -14,8 +14,18 @@ from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied, ConfigError, PreconditionFailed
 from lakefs_fuse.store import lake_record
-from lakefs_fuse.store.lake_record import FORMAT_2, KEPT_NS, KEY, LakeRecord, OpenedLake, change_record, open_record
+from lakefs_fuse.store.lake_record import (
+    FEATURES,
+    FORMAT_2,
+    KEPT_NS,
+    KEY,
+    LakeRecord,
+    OpenedLake,
+    change_record,
+    open_record,
+)
 from lakefs_fuse.store.open import open_store
+from lakefs_fuse.store.probe import PROBES
 from lakefs_fuse.store.protocol import NetworkStore
 from tests.fakes import FakeClock
 from tests.faults import faulty
@@ -67,6 +77,26 @@ def test_open_record_fresh_record_costs_one_get() -> None:
     assert asked.requests == ["get"]
     assert again == first
     assert list(asked.store.objects) == [KEY]
+
+
+def test_open_record_new_lake_has_every_feature() -> None:
+    asked = Asked(MemoryStore())
+    asked.store.give("data/plain", b"of another program")
+    asked.store.give(f"{PROBES}0123/a", b"another mount probes")
+    opened = asked.open()
+    assert set(asked.record()["features_to_read"]) == FEATURES
+    assert opened.has_levels
+    assert opened.commit_format == 2
+
+
+@pytest.mark.parametrize("key", [".lakefs/commits/17979cfe362a0000-87315d86.zip", ".lakefs/index/0/manifest"])
+def test_open_record_lake_of_an_older_program_gets_no_feature(key: str) -> None:
+    asked = Asked(MemoryStore())
+    asked.store.give(key, b"written before there were records")
+    opened = asked.open()
+    assert asked.record()["features_to_read"] == []
+    assert not opened.has_levels
+    assert opened.commit_format == 1
 
 
 @pytest.mark.parametrize("what", ["expired", "endpoint", "questions", "from the future"])
