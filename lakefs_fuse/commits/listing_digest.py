@@ -54,7 +54,8 @@ class DigestName(NamedTuple):
 
 
 class Digest(msgspec.Struct, frozen=True, array_like=True):
-    """What a digest says of consecutive buckets: how long its LIST took, numbers of commits, and sums of hashes."""
+    """What a digest says of consecutive buckets: numbers of commits, and sums of hashes. ``took_ns`` before its PUT the
+    LIST began."""
 
     took_ns: int
     counts: list[int]
@@ -111,10 +112,10 @@ class BucketSums:
             bucket -= 1
         return min(bucket, last) << BUCKET_BITS
 
-    def digest(self, first: int, end: int, took_ns: int) -> Digest:
-        """Of the buckets from one time up to another."""
+    def digest(self, first: int, end: int) -> Digest:
+        """Of the buckets from one time up to another, in no time."""
         pairs = [self._of.get(bucket, (0, 0)) for bucket in range(first >> BUCKET_BITS, end >> BUCKET_BITS)]
-        return Digest(took_ns, [count for count, _ in pairs], [total for _, total in pairs])
+        return Digest(0, [count for count, _ in pairs], [total for _, total in pairs])
 
     def differences(self, digest: Digest, first: int, since: int) -> list[tuple[int, int]]:
         """Ranges of time from ``since`` on in which a digest, of buckets from ``first`` on, says something else."""

@@ -38,6 +38,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import trio
+from msgspec.structs import replace
 
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.apply_record import Doubt
@@ -48,7 +49,7 @@ from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.hints import Hints
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S, CONFIRM_S, WINDOW_NS
 from lakefs_fuse.commits.idleness import Idleness
-from lakefs_fuse.commits.listing_digest import BUCKET_BITS, BucketSums, DigestName, bucket_start
+from lakefs_fuse.commits.listing_digest import BUCKET_BITS, BucketSums, Digest, DigestName, bucket_start
 from lakefs_fuse.commits.record import ObjectRef, Record
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
@@ -131,13 +132,15 @@ class _Listed:
 @dataclass(slots=True)
 class _Look:
     """Commits to apply, the oldest first. ``began_s``: what was visible then is among them or applied, but for a
-    shallow look. ``past``: with what is found in effect, polls are past this time; None where that is not known."""
+    shallow look. ``past``: with what is found in effect, polls are past this time; None where that is not known.
+    ``digest``: what was listed, for others, and the time from which on."""
 
     found: list[Found]
     is_deep: bool
     began_s: float
     took_s: float
     past: int | None
+    digest: tuple[int, Digest] | None = None
 
 
 class Poller:
@@ -326,7 +329,7 @@ class Poller:
         self._metrics.polls += 1
         count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
         give_up_at = trio.current_time() + DOUBT_S_MAX
-        commits = self._applier.commits
+        commits, first_look = self._applier.commits, look
         while True:
             found = [item for item in look.found if item[0] <= until]
             done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
@@ -352,6 +355,7 @@ class Poller:
             self._deep_due_s = trio.current_time() + late_s
         if done:
             commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
+        await self._publish_digest(first_look)
         return count
 
     def _list_again(self, first: Found) -> None:
@@ -409,7 +413,7 @@ class Poller:
             self._metrics.deep_polls += 1
             self._is_long = listed.pages > 1
             if for_others and self._is_long:
-                await self._publish_digest(since, newest, took_s)
+                look.digest = since, self._sums.digest(since, bucket_start(max(0, newest - DIGEST_AGE_S * NS)))
         elif (name := self._log.digests.newest_of_others(listed.others)) and name.first <= window:
             await self._compare(look, name, window, known)
         if look.found:
@@ -453,11 +457,12 @@ class Poller:
             self._sums.replace(since, until, listed.commits)
         return listed
 
-    async def _publish_digest(self, since: int, newest: int, took_s: float) -> None:
-        """What the deep listing that has just ended showed; others compare that."""
-        end = bucket_start(max(0, newest - DIGEST_AGE_S * NS))
-        digest = self._sums.digest(since, end, int(took_s * NS))
-        await self._log.digests.write(self._clock.now(), newest, since, digest)
+    async def _publish_digest(self, look: _Look) -> None:
+        """What a deep look showed, for others to compare. The time since its LIST began counts as part of that LIST."""
+        if look.digest is not None and look.past is not None:
+            first, digest = look.digest
+            took_ns = int((trio.current_time() - look.began_s) * NS)
+            await self._log.digests.write(self._clock.now(), look.past, first, replace(digest, took_ns=took_ns))
 
     async def _compare(self, look: _Look, name: DigestName, window: int, known: set[str]) -> None:
         """Make a shallow look as good as the deep one of which a digest tells: list what differs."""

@@ -33,7 +33,7 @@ from lakefs_fuse.errors import AccessDenied
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from tests.commits.committing import Daemon, Site
 from tests.commits.nodes import at
-from tests.memory_store import Failures
+from tests.memory_store import Failures, Request, When
 
 REFRESH_S = 5.0
 WINDOW_S = 120
@@ -263,6 +263,25 @@ def test_shallow_poll_applies_again_what_was_forgotten(tmp_path: Path, monkeypat
     run.go(main)
 
 
+def test_digest_is_put_when_what_was_listed_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, writers=20, followers=1)
+    late, waiting = list[str](), list[int]()
+
+    def count_waiting(request: Request, when: When) -> None:
+        if when == "before" and request.what == "put" and request.key.endswith(SUFFIX):
+            waiting.append(sum(key not in run.followers[0].applied_s for key in late))
+
+    async def main() -> None:
+        run.site.store.hook = count_waiting
+        for _ in range(24):
+            late.append(run.writers.commit(run.site.clock.seconds - 70))
+            await run.go_on(REFRESH_S)
+
+    run.go(main)
+    assert waiting
+    assert not any(waiting)
+
+
 @pytest.mark.parametrize("how", ["gone", "no digest", "other sums", "other numbers", "too many buckets"])
 def test_digest_that_is_wrong_costs_requests_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     run = Run(tmp_path, monkeypatch, writers=20, followers=2)
@@ -321,7 +340,7 @@ def test_differences_of_sums_are_ranges_of_time() -> None:
     one, two = BucketSums(), BucketSums()
     one.replace(first, None, keys)
     two.replace(first, None, [*keys[:20], *keys[21:]])
-    digest = one.digest(first, end, 5)
+    digest = one.digest(first, end)
     assert sum(digest.counts) == 60
     assert one.differences(digest, first, first) == []
     start = bucket_start(at(20))
