@@ -78,19 +78,26 @@ def forward_proxy(server: Server, *, tunnel_to: int = 0, password: bool = False)
         yield seen
 
 
-@contextlib.contextmanager
-def encrypted(server: Server, directory: Path) -> Iterator[tuple[int, Path]]:
-    """The server behind TLS: a port, and the certificate of `HOST` to trust."""
+def make_certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    """A certificate of this ``subjectAltName`` and its key, in a new directory."""
+    directory.mkdir()
     certificate, key = directory / "certificate.pem", directory / "key.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-days", "2", "-subj", f"/CN={HOST}", "-addext", f"subjectAltName=DNS:{HOST}"),
+            *("-days", "2", "-subj", "/CN=test", "-addext", f"subjectAltName={name}"),
             *("-addext", "basicConstraints=critical,CA:FALSE", "-keyout", str(key), "-out", str(certificate)),
         ],
         check=True,
         capture_output=True,
     )
+    return certificate, key
+
+
+@contextlib.contextmanager
+def encrypted(server: Server, directory: Path) -> Iterator[tuple[int, Path]]:
+    """The server behind TLS: a port, and the certificate of `HOST` to trust."""
+    certificate, key = make_certificate(directory / "store", f"DNS:{HOST}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
 

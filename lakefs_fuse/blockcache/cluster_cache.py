@@ -60,13 +60,13 @@ class ClusterCache:
         if answer.is_whole:
             answer.put_unproven()
             if await self._threads.run(proof.holds, answer.data):
-                self._proofs.conclude(proof, holds=True)
-                return Fetched(answer.data, answer.meta(trusted=self._proofs.are_trusting)), ()
+                self._proofs.record_result(proof, holds=True)
+                return Fetched(answer.data, answer.meta(trusted=self._proofs.trusts_proxies)), ()
             self._count_damaged(version, start, end)
         self._metrics.fallbacks += 1
         fetched, wrong = await self._from_store(version, start, end)
         if answer.is_whole and fetched.data == answer.data:
-            self._proofs.conclude(proof, holds=False)
+            self._proofs.record_result(proof, holds=False)
         return fetched, wrong
 
     async def _proof(self, version: Version, start: int, end: int) -> Proof | None:

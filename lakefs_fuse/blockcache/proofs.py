@@ -120,7 +120,7 @@ class Proofs:
         pack_sums: Callable[[Version], Awaitable[PackSums]] | None,
         md5_etags: bool,
     ) -> None:
-        self.are_trusting = pack_sums is None
+        self.trusts_proxies = pack_sums is None
         self._is_pack, self._wrong_members, self._pack_sums = is_pack, wrong_members, pack_sums
         self._refuted = 0 if md5_etags else REFUTED_MAX
         self._packs: OrderedDict[Version, PackSums | None] = OrderedDict()
@@ -136,9 +136,9 @@ class Proofs:
             return None if sums is None else sums.proof(start, end)
         if self._refuted < REFUTED_MAX and (start, end) == (0, version.size) and _MD5.fullmatch(version.etag):
             return Md5Proof(version.etag)
-        return Trust(None) if self.are_trusting else None
+        return Trust(None) if self.trusts_proxies else None
 
-    def conclude(self, proof: Proof, *, holds: bool) -> None:
+    def record_result(self, proof: Proof, *, holds: bool) -> None:
         """A proof held, or the store itself answers bytes of which it does not."""
         if isinstance(proof, Md5Proof) and self._refuted < REFUTED_MAX:
             self._refuted = 0 if holds else self._refuted + 1

@@ -57,8 +57,9 @@ def node(make_lake: LakeMaker, store: CountedStore, tmp_path: Path) -> Iterator[
 
         def mount(*options: str, token: str = TOKEN) -> Lake:
             directory = tmp_path / f"node-{time.monotonic_ns()}"
-            url = "--endpoint-url", store.server.url, "--region", "us-east-1", "--refresh", "1h"
-            lake = Lake(writer.outside, writer.source, directory, *url, *options)
+            url = "--endpoint-url", store.server.url, "--region", "us-east-1"
+            polls = () if "--immutable" in options else ("--refresh", "1h")
+            lake = Lake(writer.outside, writer.source, directory, *url, *polls, *options)
             lake.env["LAKEFS_CLUSTER_CACHE_TOKEN"] = token
             stack.callback(lake.close)
             return lake.mount()
@@ -112,7 +113,8 @@ def factors(store: CountedStore, lakes: list[Lake]) -> dict[str, float]:
 def test_four_mounts_that_trust_the_cache_fetch_the_dataset_once(
     node: Maker, store: CountedStore, proxy: Nginx
 ) -> None:
-    lakes = [node("--cluster-cache", proxy.url, "--trust-cluster-cache") for _ in range(4)]
+    modes: list[tuple[str, ...]] = [(), (), ("--read-only",), ("--immutable",)]
+    lakes = [node("--cluster-cache", proxy.url, "--trust-cluster-cache", *mode) for mode in modes]
     found = factors(store, lakes)
     assert found["all"] <= 1.1, found
     assert sum(counters(lake)["hits"] for lake in lakes) > 0
@@ -163,10 +165,16 @@ def test_mount_whose_proxy_fails_reads_on(node: Maker, proxy: Nginx, number: sig
 
 def test_mounts_whose_proxy_is_killed_while_they_read_show_no_error(node: Maker, proxy: Nginx) -> None:
     lakes = [node("--cluster-cache", proxy.url) for _ in range(2)]
-    killing = threading.Timer(0.3, proxy.signal, [signal.SIGKILL])
+
+    def kill() -> None:
+        eventually(lambda: proxy.bytes_kept() > 0, "the proxy is used")
+        proxy.signal(signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
     killing.start()
     read_at_once(lakes)
     killing.join()
+    assert any(counters(lake)["failures"] for lake in lakes)
 
 
 def test_mount_whose_proxy_changes_bytes_shows_none_of_them(node: Maker, store: CountedStore) -> None:

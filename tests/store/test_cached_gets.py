@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from lakefs_fuse.store.s3 import fast_path
 from lakefs_fuse.store.s3.access import CACHE_TOKEN, connect
 from lakefs_fuse.store.s3.fast_path import CachedGets
 from lakefs_fuse.store.s3.store import S3Store
-from tests.forward_proxy import HOST, encrypted
+from tests.forward_proxy import HOST, encrypted, make_certificate
 from tests.nginx import TOKEN, nginx
 from tests.servers import Server, s3_client
 from tests.store.lakes import s3_config
@@ -257,21 +256,6 @@ def test_store_that_answers_ranges_with_200_has_no_cached_gets() -> None:
         store.close()
 
 
-def make_certificate(directory: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 and its key."""
-    certificate, key = directory / "proxy.pem", directory / "proxy.key"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-days", "2", "-subj", "/CN=proxy", "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-addext", "basicConstraints=critical,CA:FALSE", "-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
-
-
 def test_nginx_with_a_certificate_passes_requests_on_to_a_store_with_one(
     seaweed: Server, new_bucket: Callable[[Server], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +266,7 @@ def test_nginx_with_a_certificate_passes_requests_on_to_a_store_with_one(
     answer = client.put_object(Bucket=config.source.bucket, Key=f"{config.source.prefix}key", Body=BODY)
     client.close()
     etag = answer["ETag"].strip('"')
-    certificate, key = make_certificate(tmp_path)
+    certificate, key = make_certificate(tmp_path / "proxy", "IP:127.0.0.1")
     with encrypted(seaweed, tmp_path) as (port, store_certificate):
         changes = {
             "/etc/ssl/certs/ca-certificates.crt": str(store_certificate),
