@@ -6,6 +6,7 @@ each owner increments from one thread, so no increment is lost; `StoreMetrics` b
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 
 import msgspec
@@ -20,6 +21,14 @@ REQUEST_KINDS = ("get", "put", "part", "list", "head", "copy", "delete", "other"
 """Kinds of store request. ``part`` is UploadPart; creating, completing and aborting an upload are ``other``."""
 
 
+LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the buckets that latencies are counted in; one more bucket has what is above."""
+
+
+def no_latencies() -> list[int]:
+    return [0] * (len(LATENCY_BOUNDS_S) + 1)
+
+
 @dataclass(slots=True)
 class StoreMetrics:
     """Requests are attempts that left this machine, retries included; bytes are payload, headers not included."""
@@ -32,6 +41,57 @@ class StoreMetrics:
     bytes_written: int = 0
     latency_s_sum: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REQUEST_KINDS, 0.0))
     latency_s_max: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REQUEST_KINDS, 0.0))
+    latency_counts: dict[str, list[int]] = field(
+        default_factory=lambda: {kind: no_latencies() for kind in REQUEST_KINDS}
+    )
+    """By kind, in the buckets of LATENCY_BOUNDS_S."""
+
+
+@dataclass(slots=True)
+class ReadMetrics:
+    """READ requests, by where their bytes were when they came: in memory (also what was fetched ahead), on the local
+    disk (cache and staging), in the store. Of the seconds from a request to its answer the waits for the last two are
+    counted; the rest is the daemon's own. An OPEN that fetches what the first READ needs waits here, too."""
+
+    count: int = 0
+    seconds: float = 0.0
+    bytes_of_memory: int = 0
+    bytes_of_disk: int = 0
+    bytes_of_store: int = 0
+    waited_disk_s: float = 0.0
+    waited_store_s: float = 0.0
+    latency_counts: list[int] = field(default_factory=no_latencies)
+
+    def count_read(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.latency_counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+
+    def add_waits(self, opening: ReadMetrics) -> None:
+        """An OPEN fetched what the first READ needs, and waited."""
+        self.seconds += opening.waited_store_s + opening.waited_disk_s
+        self.waited_store_s += opening.waited_store_s
+        self.waited_disk_s += opening.waited_disk_s
+
+    def add(self, other: ReadMetrics) -> None:
+        self.count += other.count
+        self.seconds += other.seconds
+        self.bytes_of_memory += other.bytes_of_memory
+        self.bytes_of_disk += other.bytes_of_disk
+        self.bytes_of_store += other.bytes_of_store
+        self.waited_disk_s += other.waited_disk_s
+        self.waited_store_s += other.waited_store_s
+        self.latency_counts = [a + b for a, b in zip(self.latency_counts, other.latency_counts, strict=True)]
+
+    def as_dict(self) -> dict[str, object]:
+        disk_s, store_s = self.waited_disk_s, self.waited_store_s
+        return {
+            "count": self.count,
+            "seconds": self.seconds,
+            "bytes": {"memory": self.bytes_of_memory, "disk": self.bytes_of_disk, "store": self.bytes_of_store},
+            "waited_s": {"store": store_s, "disk": disk_s, "daemon": max(0.0, self.seconds - store_s - disk_s)},
+            "latency_counts": list(self.latency_counts),
+        }
 
 
 @dataclass(slots=True)
@@ -180,6 +240,8 @@ class Metrics:
 
     upcalls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UPCALLS, 0))
     store: StoreMetrics = field(default_factory=StoreMetrics)
+    reads: dict[str, ReadMetrics] = field(default_factory=dict)
+    """By the glob of the path rule that holds for the file; empty where none does."""
     cache: CacheMetrics = field(default_factory=CacheMetrics)
     cluster_cache: ClusterCacheMetrics = field(default_factory=ClusterCacheMetrics)
     upload: UploadMetrics = field(default_factory=UploadMetrics)
@@ -188,9 +250,20 @@ class Metrics:
     hints: HintMetrics = field(default_factory=HintMetrics)
     writeback: WriteBackMetrics = field(default_factory=WriteBackMetrics)
 
+    def reads_of(self, glob: str) -> ReadMetrics:
+        """The counters of READ requests for files of a rule, made when first asked for."""
+        return self.reads.setdefault(glob, ReadMetrics())
+
+    def _reads(self) -> dict[str, object]:
+        total = ReadMetrics()
+        for each in self.reads.values():
+            total.add(each)
+        return {**total.as_dict(), "by_rule": {glob: each.as_dict() for glob, each in self.reads.items()}}
+
     def as_dict(self) -> dict[str, object]:
         """Nested plain values: ``stats --json`` before gauges are added."""
         values = asdict(self)
+        values["reads"] = self._reads()
         store = values["store"]
         store["bytes"] = {"read": store.pop("bytes_read"), "written": store.pop("bytes_written")}
         return values

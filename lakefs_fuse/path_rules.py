@@ -12,8 +12,9 @@ publish = "10s"              # store a file so often while it is being written; 
 ```
 
 For each setting the last rule that matches and says something about it wins; where none does, the mount's own option
-holds. In a glob ``*`` and ``?`` stay within a component, ``[a-z]`` and ``[!a-z]`` are one character, and ``**`` as a
-whole component is any number of components: ``ckpt/**`` is everything below ``ckpt``, ``**/*.json`` every JSON file.
+holds. `stats` counts READ requests by the last rule that matches, and a rule may be there for that alone. In a glob
+``*`` and ``?`` stay within a component, ``[a-z]`` and ``[!a-z]`` are one character, and ``**`` as a whole component is
+any number of components: ``ckpt/**`` is everything below ``ckpt``, ``**/*.json`` every JSON file.
 
 The file is read once, by the command line, into `config.Rule`s that travel in the mount's configuration; `Rules` is
 their compiled form. `Rules` is immutable but for a bounded cache of answers, and may be asked from any thread.
@@ -67,6 +68,7 @@ class _Settings(NamedTuple):
     durability: str
     exclusive_create: str
     publish_s: float
+    glob: str = ""
 
 
 class Rules:
@@ -112,21 +114,26 @@ class Rules:
         """The interval at which the file at ``path`` is stored while it is being written; 0 is never."""
         return self._merged(path).publish_s
 
+    def glob_of(self, path: str) -> str:
+        """The last rule that matches, by its glob; empty where none does."""
+        return self._merged(path).glob
+
     def pack_for(self, path: str) -> PackPolicy:
         """How the file at ``path`` is packed."""
         return self._merged(path).pack
 
     def _merge(self, path: str) -> _Settings:
         mode, threshold_bytes = self._default.pack.mode, self._default.pack.threshold_bytes
-        _, durability, exclusive_create, publish_s = self._default
+        _, durability, exclusive_create, publish_s, glob = self._default
         for pattern, rule in self._rules:
             if pattern.fullmatch(path):
+                glob = rule.path
                 mode = rule.pack or mode
                 threshold_bytes = threshold_bytes if rule.pack_threshold_bytes is None else rule.pack_threshold_bytes
                 durability = rule.durability or durability
                 exclusive_create = rule.exclusive_create or exclusive_create
                 publish_s = publish_s if rule.publish_s is None else rule.publish_s
-        return _Settings(PackPolicy(mode, threshold_bytes), durability, exclusive_create, publish_s)
+        return _Settings(PackPolicy(mode, threshold_bytes), durability, exclusive_create, publish_s, glob)
 
 
 # -- the file --------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from lakefs_fuse.errors import FileError, LakeError
 
 
 class PendingBlock:
-    """One block of a load. Has ``data`` or ``error`` once ``ready`` is set."""
+    """One block of a load. Has ``data`` or ``error`` once ``ready`` is set, since ``ready_s``."""
 
-    __slots__ = ("asked", "data", "done", "error", "ready", "wrong")
+    __slots__ = ("asked", "data", "done", "error", "is_local", "ready", "ready_s", "wrong")
 
     def __init__(self, done: trio.Event, asked: bool) -> None:
         # Not the load itself: a cycle would keep the bytes until the collector comes by.
@@ -27,21 +27,23 @@ class PendingBlock:
         """Set when the block is also on disk, or will not be."""
         self.asked = asked
         """Whether a reader waited for it when the load began; else it is readahead."""
-        self.ready = trio.Event()
+        self.ready, self.ready_s = trio.Event(), 0.0
+        self.is_local = False
+        """The cache disk had it."""
         self.data: memoryview | None = None
         self.error: BaseException | None = None
         self.wrong: Spans = ()
         """Ranges of the version whose bytes do not have their sum, in this block or in others."""
 
-    def resolve(self, data: memoryview, wrong: Spans = ()) -> None:
+    def resolve(self, data: memoryview, wrong: Spans = (), *, is_local: bool = False) -> None:
         """Wake the waiters with the bytes."""
-        self.data, self.wrong = data, wrong
+        self.data, self.wrong, self.is_local, self.ready_s = data, wrong, is_local, trio.current_time()
         self.ready.set()
 
     def fail(self, error: BaseException) -> None:
         """Wake the waiters with an error, unless they got an answer."""
         if not self.ready.is_set():
-            self.error = error
+            self.error, self.ready_s = error, trio.current_time()
             self.ready.set()
 
     async def wait(self) -> memoryview:

@@ -35,7 +35,7 @@ from lakefs_fuse.blockcache.prefetch import ObjectPrefetch
 from lakefs_fuse.blockcache.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.blockcache.verified_get import BlockGetter, Getter, Spans, UnverifiedGet
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
-from lakefs_fuse.metrics import CacheMetrics
+from lakefs_fuse.metrics import CacheMetrics, ReadMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
 from lakefs_fuse.sync.byte_budget import ByteBudget
 
@@ -76,7 +76,7 @@ class BlockReader:
     ) -> None:
         self._source = verified or UnverifiedGet(client)
         self._disk, self._cache = disk, disk.blocks
-        self._metrics = metrics
+        self._metrics, self._uncounted = metrics, ReadMetrics()
         self._nursery = nursery
         self._blind_blocks_max = max(1, memory_blocks // 4)
         self._learned = learned
@@ -97,37 +97,49 @@ class BlockReader:
 
     async def read(
         self, version: Version, offset: int, length: int, readahead: Readahead | None = None, *, jumps: bool = False,
-        around: bool = False,
+        around: bool = False, reads: ReadMetrics | None = None,
     ) -> bytes | memoryview:  # fmt: skip
         """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them, or the
         disk has them at once. ``jumps``: the next read is as likely anywhere else as behind this one. ``around``: the
-        rest of the block is about to be read.
+        rest of the block is about to be read. ``reads`` counts where the bytes were, and the waits for them.
 
         Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error.
         """
         end = min(offset + length, version.size)
         if offset >= end:
             return b""
+        reads = reads or self._uncounted
         first, stop = offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         if stop - first == 1:
             block = self._recent.get(version, first)
             if block is not None:
                 self._metrics.hits += 1
+                reads.bytes_of_memory += end - offset
                 if readahead is not None:
                     self._ahead(version, readahead, offset, length)
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
         jumps = jumps or (readahead is not None and not readahead.reads_on)
         if jumps and not around and self._in_parts(version, first, stop, readahead):
+            began_s = trio.current_time()
             part = await self._disk.read_part(version, offset, end)
+            reads.waited_disk_s += trio.current_time() - began_s
             if part is not None:
                 self._metrics.hits += stop - first
+                reads.bytes_of_disk += end - offset
                 if readahead is not None:
                     self._ahead(version, readahead, offset, length)
                 return part
         found = self._gather(version, first, stop, readahead, jumps)
         if readahead is not None:
             self._ahead(version, readahead, offset, length)
-        blocks = [await item.wait() if isinstance(item, PendingBlock) else item for item in found]
+        blocks = list[memoryview]()
+        for index, item in enumerate(found, first):
+            wanted = min(end, (index + 1) * BLOCK_BYTES) - max(offset, index * BLOCK_BYTES)
+            if isinstance(item, PendingBlock):
+                blocks.append(await _wait(item, wanted, reads))
+            else:
+                reads.bytes_of_memory += wanted
+                blocks.append(item)
         for item in found:
             if isinstance(item, PendingBlock) and any(at < end and offset < stop_at for at, stop_at in item.wrong):
                 raise FileError(errno.EIO, f"{version.key}: bytes {offset} to {end} do not have their sum")
@@ -291,7 +303,7 @@ class BlockReader:
                 if load.for_memory:
                     self._recent.put(load.version, index, [view])
                 self._metrics.hits += pending.asked
-                pending.resolve(view)
+                pending.resolve(view, is_local=True)
         absent = [data is None for data in blocks]
         if load.readahead is not None:
             load.readahead.set_local(not any(absent))
@@ -336,3 +348,21 @@ class BlockReader:
         if len(fetched.data) != end - start:
             raise StoreError(f"{version.key}: the store answered {len(fetched.data)} bytes of {end - start}")
         return fetched, wrong
+
+
+async def _wait(block: PendingBlock, wanted: int, reads: ReadMetrics) -> memoryview:
+    """The block, of which ``wanted`` bytes are read. Raises FileError with the errno of what failed."""
+    began_s = trio.current_time()
+    try:
+        data = await block.wait()
+    finally:
+        waited_s = max(0.0, block.ready_s - began_s)  # what follows is this task's wait for its turn
+        if block.is_local:
+            reads.waited_disk_s += waited_s
+        else:
+            reads.waited_store_s += waited_s
+    if block.is_local:
+        reads.bytes_of_disk += wanted
+    else:
+        reads.bytes_of_store += wanted
+    return data

@@ -239,7 +239,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
 
 
 _OF_WRITING = (
-    "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "rules", "delete_after_s", "durability",
+    "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "delete_after_s", "durability",
     "writeback_delay_s", "publish_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
     "maintenance",
 )  # fmt: skip

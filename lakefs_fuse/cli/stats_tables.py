@@ -46,6 +46,7 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         _head(values),
         _store(values, before, interval_s),
         _cache(values),
+        *_reads(values, before, interval_s),
         *_cluster_cache(values),
         _writing(values),
         *_write_back(values),
@@ -117,6 +118,28 @@ def _cache(values: Values) -> Text:
         f"{ratio} ({hits:,.0f} hits, {misses:,.0f} misses), {format_bytes(number(values, 'cache', 'bytes'))} on disk, "
         f"{number(values, 'cache', 'damaged'):,.0f} damaged blocks fetched again",
     )
+
+
+def _reads(values: Values, before: Values | None, interval_s: float) -> list[RenderableType]:
+    """What programs waited for in reads; with ``before``, for how much of each second since then."""
+    if not number(values, "reads", "count"):
+        return []
+    now = [] if before is None else ["waiting now"]
+    table = _table("reads", "", "count", "bytes", "store", "disk", "daemon", *now)
+    by_rule = section(values, "reads", "by_rule")
+    rows = {"all": section(values, "reads"), **{glob: by_rule[glob] for glob in by_rule if glob}}
+    for name, counts in rows.items():
+        sources, waited = section(counts, "bytes"), section(counts, "waited_s")
+        rate = []
+        if before is not None:
+            earlier = section(before, "reads") if name == "all" else section(before, "reads", "by_rule").get(name, {})
+            rate = [f"{(number(counts, 'seconds') - number(earlier, 'seconds')) / interval_s:,.2f} s/s"]
+        waits = (format_duration(number(waited, source)) for source in ("store", "disk", "daemon"))
+        read = format_bytes(sum(number(sources, source) for source in sources))
+        table.add_row(name, f"{number(counts, 'count'):,.0f}", read, *waits, *rate)
+    sources = section(values, "reads", "bytes")
+    line = ", ".join(f"{format_bytes(number(sources, source))} from {source}" for source in sources)
+    return [table, Text(line)]
 
 
 def _cluster_cache(values: Values) -> list[RenderableType]:

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeGuard, TypeVar
@@ -59,7 +60,7 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
-from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.metrics import LATENCY_BOUNDS_S, StoreMetrics
 from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.store.protocol import (
     Body,
@@ -447,6 +448,7 @@ class StoreClient:
                 metrics.requests[kind] += 1
                 metrics.latency_s_sum[kind] += took_s
                 metrics.latency_s_max[kind] = max(metrics.latency_s_max[kind], took_s)
+                metrics.latency_counts[kind][bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
 
     async def _run_shielded(self, kind: str, work: Callable[[], T]) -> T:
         """Run a write without a body; a cancellation counts when it has ended, or after `abandon_requests`."""

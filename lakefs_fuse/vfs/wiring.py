@@ -28,7 +28,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
-from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.metrics import Metrics, ReadMetrics
 from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
@@ -301,7 +301,12 @@ class Assembly:
         )  # fmt: skip
         renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation)
         attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)
-        open_publisher = OpenFilePublisher(Rules.of(config), io.publish, ground.nursery)
+        rules, metrics = Rules.of(config), ground.metrics
+
+        def reads_of(path: str) -> ReadMetrics:
+            return metrics.reads_of(rules.glob_of(path))
+
+        open_publisher = OpenFilePublisher(rules, io.publish, ground.nursery)
         new_files = NewFiles(config, ground.database, namespace, drafts, io, self._group_commit, clock)
         return Filesystem(
             config,
@@ -310,7 +315,7 @@ class Assembly:
             attributes,
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
             Directories(namespace, files, names, unlinker, renames, clock),
-            Handles(namespace, files, attributes, io, new_files, open_publisher, clock),
+            Handles(namespace, files, attributes, io, new_files, open_publisher, clock, reads_of),
             Durability(config, files, io, names, writeback, self.recovery, self.deletions),
         )
 

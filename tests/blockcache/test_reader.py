@@ -17,7 +17,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.environment.clock import Clock, SystemClock
 from lakefs_fuse.errors import AccessDenied, FileError, Unavailable
-from lakefs_fuse.metrics import CacheMetrics
+from lakefs_fuse.metrics import CacheMetrics, ReadMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
 from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, for_tasks, make_cache
 
@@ -38,7 +38,7 @@ class Lake:
 
     def restart(self, **options: int) -> None:
         """What a new daemon on the same cache directory has."""
-        self.metrics = CacheMetrics()
+        self.metrics, self.reads = CacheMetrics(), ReadMetrics()
         self.cache: BlockCache = make_cache(self.directory, self.metrics, clock=self.clock)
         self.store.gets.clear()
         self.learned: list[ObjectMeta] = []
@@ -51,8 +51,13 @@ class Lake:
             **options,  # type: ignore[arg-type]
         )
 
-    async def read(self, offset: int, length: int, readahead: Readahead | None = None, **how: bool) -> bytes:
-        return bytes(await self.reader.read(self.version, offset, length, readahead, **how))
+    async def read(
+        self, offset: int, length: int, readahead: Readahead | None = None, *, jumps: bool = False, around: bool = False
+    ) -> bytes:
+        data = await self.reader.read(
+            self.version, offset, length, readahead, jumps=jumps, around=around, reads=self.reads
+        )
+        return bytes(data)
 
     async def idle(self) -> None:
         """Until nothing is in flight any more."""
@@ -84,6 +89,45 @@ async def test_ranges_are_cut_at_the_end_and_come_from_memory_the_second_time(tm
         assert len(lake.store.gets) == 3
         assert (lake.metrics.hits, lake.metrics.misses, lake.metrics.prefetched_blocks) == (3, 3, 0)
         assert isinstance(await lake.reader.read(lake.version, 0, 100), memoryview), "no copy"
+
+
+async def test_reads_are_counted_by_where_the_bytes_were_and_what_they_waited_for(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        lake.store.gate = trio.Event()
+
+        async def open_gate() -> None:
+            await trio.sleep(0.2)
+            assert lake.store.gate is not None
+            lake.store.gate.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(open_gate)
+            await lake.read(100, MIB)
+        reads = lake.reads
+        assert (reads.bytes_of_store, reads.bytes_of_disk, reads.bytes_of_memory) == (MIB, 0, 0)
+        assert 0.19 <= reads.waited_store_s < 5
+        assert reads.waited_disk_s == 0
+        waited_s = reads.waited_store_s
+        await lake.read(MIB, 1000)
+        assert (reads.bytes_of_store, reads.bytes_of_memory) == (MIB, 1000)
+        await lake.idle()
+        lake.cache.close()
+        lake.restart()
+        await lake.read(0, 1000)
+        await lake.read(5, 100, Readahead(), jumps=True)
+        assert (lake.reads.bytes_of_store, lake.reads.bytes_of_disk, lake.reads.bytes_of_memory) == (0, 1000, 100)
+        assert lake.reads.waited_disk_s > 0
+        assert lake.reads.waited_store_s == 0
+        assert reads.waited_store_s == waited_s
+
+
+async def test_read_that_fails_waited_for_the_store(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        lake.store.fail_with = AccessDenied("no")
+        with pytest.raises(FileError):
+            await lake.read(0, 1000)
+        assert lake.reads.waited_store_s > 0
+        assert lake.reads.bytes_of_store == 0
 
 
 async def test_adjacent_blocks_are_one_get_up_to_a_bound(tmp_path: Path) -> None:

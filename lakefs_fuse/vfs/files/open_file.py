@@ -17,6 +17,7 @@ import trio
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.metrics import ReadMetrics
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace import attributes
@@ -257,6 +258,7 @@ class Handle:
     file: OpenFile
     writable: bool
     readahead: Readahead
+    reads: ReadMetrics
     opener: int = 0
     """Thread that opened it; 0 where that is not known."""
     closed_by_opener: bool = False

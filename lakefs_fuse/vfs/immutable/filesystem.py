@@ -34,7 +34,8 @@ from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
-from lakefs_fuse.metrics import Metrics, Unfinished
+from lakefs_fuse.metrics import Metrics, ReadMetrics, Unfinished
+from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.product import XATTR_LOCATION, XATTR_STATE, XATTR_VERSION
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
@@ -66,6 +67,7 @@ class Reading:
     entry: Entry
     extent: Extent | None
     readahead: Readahead
+    reads: ReadMetrics
 
 
 class ImmutableFilesystem:
@@ -78,6 +80,7 @@ class ImmutableFilesystem:
         disk = AsyncBlockCache(lake.cache, nursery, lake.node.threads, lake.node.clock)
         self._reader = BlockReader(lake.client, disk, lake.metrics.cache, nursery, verified=verified)
         self._late = LateObjects(lake.node.clock.wall_ns, lake.config.store.retry_timeout_s, read_only=True)
+        self._rules = Rules.of(lake.config)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
         self._gone = self._refreshes = 0
         self._refreshing = trio.Lock()
@@ -208,7 +211,13 @@ class ImmutableFilesystem:
     async def read(self, inode: int, offset: int, length: int, *, around: bool = False) -> Buffer:
         """With ``around`` all of the block that it begins in is fetched. Raises FileError: ESTALE where the version
         is gone, else the errno of the store's error."""
-        reading = self._reading(inode)
+        reading, began_s = self._reading(inode), trio.current_time()
+        try:
+            return await self._read(reading, offset, length, around)
+        finally:
+            reading.reads.count_read(trio.current_time() - began_s)
+
+    async def _read(self, reading: Reading, offset: int, length: int, around: bool) -> Buffer:
         extent = reading.extent
         if extent is None or offset >= extent.size:
             return b""
@@ -219,7 +228,7 @@ class ImmutableFilesystem:
         while True:
             try:
                 return await self._reader.read(
-                    extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around
+                    extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around, reads=reading.reads
                 )
             except FileError as error:
                 if error.errno == errno.ESTALE and self._late.is_expected(reading.entry, error):
@@ -236,7 +245,11 @@ class ImmutableFilesystem:
             entry = self.entry(inode)
             if entry.is_dir:
                 raise FileError(errno.EISDIR)
-            reading = self._readings[inode] = Reading(entry, extent_of(self._state.tree, entry), Readahead())
+            path = os.fsdecode(b"/".join(self._state.tree.path(entry.inode) or ()))
+            path = path.removeprefix(f"{self._lake.path}/" if self._lake.path else "")
+            reads = self.metrics.reads_of(self._rules.glob_of(path))
+            extent = extent_of(self._state.tree, entry)
+            reading = self._readings[inode] = Reading(entry, extent, Readahead(), reads)
             if len(self._readings) > READINGS_MAX:
                 self._readings.popitem(last=False)
         self._readings.move_to_end(inode)

@@ -15,6 +15,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.metrics import ReadMetrics
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import READING, Handle, OpenFile
@@ -42,9 +43,12 @@ class Handles:
         new_files: NewFiles,
         open_publisher: OpenFilePublisher,
         clock: Clock,
+        reads_of: Callable[[str], ReadMetrics],
     ) -> None:
+        """``reads_of`` answers the counters of READ requests for a path."""
+        self._reads_of = reads_of
         self._ns, self.files, self._attributes, self._io, self._clock = namespace, files, attributes, io, clock
-        self.new_files, self.lending = new_files, Lending(files, namespace, io, attributes.entry)
+        self.new_files, self.lending = new_files, Lending(files, namespace, io, attributes.entry, reads_of)
         self._open_publisher = open_publisher
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
@@ -52,7 +56,7 @@ class Handles:
     def _new_handle(self, file: OpenFile, writable: bool, opener: int) -> int:
         number, self._handle_next = self._handle_next, self._handle_next + 1
         number |= 0 if writable else READING
-        handle = self._handles[number] = Handle(file, writable, Readahead(), opener)
+        handle = self._handles[number] = Handle(file, writable, Readahead(), self._reads_of(file.key), opener)
         handle.is_direct = writable and self._open_publisher.watch(file)
         return number
 
@@ -86,7 +90,7 @@ class Handles:
                 await self._io.truncate(file, 0)
                 file.written(self._clock.wall_ns())
             elif not writable and file.draft is None:
-                await self._io.check_version(file.entry)
+                await self._io.check_version(file.entry, self._reads_of(file.key))
         except BaseException:
             await self._io.release(file, writer=writable)
             raise
@@ -117,7 +121,7 @@ class Handles:
 
     def hold(self, file: OpenFile, number: int, opener: int, *, closed_by_opener: bool = False) -> None:
         """A writer's handle that was given out elsewhere, and is counted already."""
-        self._handles[number] = Handle(file, True, Readahead(), opener, closed_by_opener)
+        self._handles[number] = Handle(file, True, Readahead(), self._reads_of(file.key), opener, closed_by_opener)
 
     def is_handle(self, number: int) -> bool:
         return number in self._handles
@@ -126,7 +130,7 @@ class Handles:
         if number & LENT:
             return await self.lending.read(number, offset, length)
         handle = self.handle(number)
-        return await self._io.read(handle.file, offset, length, handle.readahead)
+        return await self._io.read(handle.file, offset, length, handle.readahead, handle.reads)
 
     async def write(self, number: int, offset: int, data: Buffer, *, kills_privileges: bool = False) -> int:
         file = self.handle(number).file

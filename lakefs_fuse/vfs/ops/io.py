@@ -27,6 +27,7 @@ from lakefs_fuse.blockcache.readahead import WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.metrics import ReadMetrics
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.upload.draft import Draft, DraftEnded
@@ -72,12 +73,25 @@ class FileIO:
 
     # -- reading
 
-    async def read(self, file: OpenFile, offset: int, length: int, readahead: Readahead) -> Buffer:
+    async def read(self, file: OpenFile, offset: int, length: int, readahead: Readahead, reads: ReadMetrics) -> Buffer:
+        """``reads`` counts the request; a file that is being written is read from the local disk there."""
+        began_s = trio.current_time()
+        try:
+            return await self._read(file, offset, length, readahead, reads)
+        finally:
+            reads.count_read(trio.current_time() - began_s)
+
+    async def _read(self, file: OpenFile, offset: int, length: int, readahead: Readahead, reads: ReadMetrics) -> Buffer:
         while file.draft is not None:
+            began_s = trio.current_time()
             try:
-                return await file.draft.read(offset, length)
+                data = await file.draft.read(offset, length)
             except DraftEnded:
                 await self._wait_published(file)
+                continue
+            reads.waited_disk_s += trio.current_time() - began_s
+            reads.bytes_of_disk += len(data)
+            return data
         wait: Wait | None = None
         while True:
             extent = file.extent
@@ -86,7 +100,9 @@ class FileIO:
             length = min(length, extent.size - offset)
             begin, ahead = extent.offset + offset, readahead if extent.is_whole else None
             try:
-                return await self._reader.read(extent.version, begin, length, ahead, jumps=not extent.is_whole)
+                return await self._reader.read(
+                    extent.version, begin, length, ahead, jumps=not extent.is_whole, reads=reads
+                )
             except FileError as error:
                 if error.errno != errno.ESTALE:
                     raise
@@ -190,12 +206,12 @@ class FileIO:
 
     # -- the version that an OPEN is pinned to
 
-    async def check_version(self, entry: Entry | None) -> None:
+    async def check_version(self, entry: Entry | None, reads: ReadMetrics) -> None:
         """Begin to read a file of which nothing is cached. Raises FileError(ESTALE) where its object was replaced; then
         the name has another inode, of the version that is there now, of which the first bytes are cached."""
         first: Entry | None = entry
         for _ in range(REPLACED_MAX):
-            if entry is None or await self._is_current(entry):
+            if entry is None or await self._is_current(entry, reads):
                 break
             if await self._is_elsewhere(entry):
                 return
@@ -212,15 +228,18 @@ class FileIO:
         now = self._ns.tree.entry(entry.inode)
         return now is not None and (now.place, now.offset, now.etag) != (entry.place, entry.offset, entry.etag)
 
-    async def _is_current(self, entry: Entry) -> bool:
+    async def _is_current(self, entry: Entry, reads: ReadMetrics) -> bool:
         """False only where the store said so."""
         if self._is_worth_a_get(entry):
+            opening = ReadMetrics()
             try:
                 with trio.move_on_after(WAIT_S_MAX):
-                    await self._reader.read(self._version(entry), 0, 1, Readahead())
+                    await self._reader.read(self._version(entry), 0, 1, Readahead(), reads=opening)
             except FileError as error:
                 # READ waits for an object that is late, and answers any other error.
                 return error.errno != errno.ESTALE or self._late.is_expected(entry, error)
+            finally:
+                reads.add_waits(opening)
         return True
 
     async def renew(self, entry: Entry) -> Entry | None:

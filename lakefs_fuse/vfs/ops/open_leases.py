@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.metrics import ReadMetrics
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import READING, OpenFile, OpenState
@@ -28,10 +29,17 @@ READAHEADS_MAX = 1024
 class Lending:
     """See the module's head."""
 
-    def __init__(self, files: FileTable, namespace: Namespace, io: FileIO, entry: Callable[[int], Entry]) -> None:
-        """``entry`` is what is known of an inode; raises FileError(ESTALE)."""
-        self._files, self._ns, self._io, self._entry = files, namespace, io, entry
-        self._readaheads: OrderedDict[int, Readahead] = OrderedDict()
+    def __init__(
+        self,
+        files: FileTable,
+        namespace: Namespace,
+        io: FileIO,
+        entry: Callable[[int], Entry],
+        reads_of: Callable[[str], ReadMetrics],
+    ) -> None:
+        """``entry`` is what is known of an inode; raises FileError(ESTALE). ``reads_of``: see `Handles`."""
+        self._files, self._ns, self._io, self._entry, self._reads_of = files, namespace, io, entry, reads_of
+        self._read: OrderedDict[int, tuple[Readahead, ReadMetrics]] = OrderedDict()
 
     def allowed_s(self, file: OpenFile) -> float:
         """For how many seconds a file that is open may be opened for reading without asking; 0 where it may not."""
@@ -44,16 +52,18 @@ class Lending:
         inode = inode_of(handle)
         file = self._files.acquire(self._entry(inode), writer=False)
         try:
-            return await self._io.read(file, offset, length, self._readahead(inode))
+            return await self._io.read(file, offset, length, *self._reading(file))
         finally:
             await self._io.release(file, writer=False)
 
-    def _readahead(self, inode: int) -> Readahead:
-        readahead = self._readaheads.setdefault(inode, Readahead())
-        self._readaheads.move_to_end(inode)
-        if len(self._readaheads) > READAHEADS_MAX:
-            self._readaheads.popitem(last=False)
-        return readahead
+    def _reading(self, file: OpenFile) -> tuple[Readahead, ReadMetrics]:
+        inode = file.entry.inode
+        if inode not in self._read:
+            self._read[inode] = Readahead(), self._reads_of(file.key)
+        self._read.move_to_end(inode)
+        if len(self._read) > READAHEADS_MAX:
+            self._read.popitem(last=False)
+        return self._read[inode]
 
     async def release(self, handle: int) -> None:
         """Of a handle whose lease was revoked."""
