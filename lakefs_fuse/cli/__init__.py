@@ -25,6 +25,7 @@ MODULES = {
     "gc": "lake_commands",
     "ingest": "lake_commands",
     "log": "log",
+    "metrics": "metrics",
     "mount": "mount",
     "orphans": "daemon_commands",
     "pack": "lake_commands",
