@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Never
@@ -54,8 +54,7 @@ class Platter:
             self._fold()
 
     def _fold(self) -> None:
-        for steps in self._log[: self._synced]:
-            _apply(self._durable, steps)
+        _apply(self._durable, self._log[: self._synced])
         del self._log[: self._synced]
         self._synced = 0
 
@@ -71,7 +70,7 @@ class Platter:
         if any(_overlaps(step, first, last) for steps in self._log[self._synced :] for step in steps):
             self._synced = len(self._log)
         self._fold()
-        _apply(self._durable, ((rows, b"", b""),))
+        _apply(self._durable, [((rows, b"", b""),)])
 
     def kill(self) -> Platter:
         """The platter as the death of the process leaves it: with every write."""
@@ -83,20 +82,29 @@ class Platter:
 
     def _after(self, writes: int) -> Platter:
         rows = self._durable.copy()
-        for steps in self._log[:writes]:
-            _apply(rows, steps)
+        _apply(rows, self._log[:writes])
         return Platter(rows)
 
 
-def _apply(rows: dict[bytes, bytes], steps: tuple[Step, ...]) -> None:
-    for written, begin, end in steps:
-        for key, value in written.items():
-            if value is None:
-                rows.pop(key, None)
-            else:
-                rows[key] = value
-        for key in [key for key in rows if begin <= key < end] if end else ():
-            del rows[key]
+def _apply(rows: dict[bytes, bytes], writes: Sequence[tuple[Step, ...]]) -> None:
+    """All ranges that are deleted are looked for in one pass through the rows."""
+    later: dict[bytes, bytes | None] = {}
+    ranges: list[tuple[bytes, bytes]] = []
+    for written, begin, end in itertools.chain.from_iterable(writes):
+        later.update(written)
+        if end:
+            later |= dict.fromkeys([key for key in later if begin <= key < end])
+            ranges.append((begin, end))
+    if ranges:
+        ranges.sort()
+        begins = [begin for begin, _ in ranges]
+        ends = [*itertools.accumulate((end for _, end in ranges), max)]
+        later = {key: None for key in rows if (at := bisect_right(begins, key)) and key < ends[at - 1]} | later
+    for key, value in later.items():
+        if value is None:
+            rows.pop(key, None)
+        else:
+            rows[key] = value
 
 
 def _overlaps(step: Step, first: bytes, last: bytes) -> bool:

@@ -29,7 +29,7 @@ from tests.simulation.trace import describe_put
 NS = 1_000_000_000
 COMMITS, INDEX = ".lakefs/commits/", ".lakefs/index/"
 PAGE_KEYS_MAX = 40
-"""Small, so that listings have several pages, between which others write."""
+"""Names in a page of LIST: few, so that listings have several pages, between which others write."""
 
 
 class NextRequest(Exception):
@@ -71,6 +71,7 @@ class SimulatedStore:
         """Each object as LIST shows it."""
         self.copies: set[str] = set()
         """Keys whose object was made by a copy inside the store."""
+        self.page_keys_max = PAGE_KEYS_MAX
         self._keys: list[str] = []
         self._clock_ns = clock_ns
         self._serial = 0
@@ -174,7 +175,7 @@ class SimulatedStore:
         at = max(bisect.bisect_left(self._keys, prefix), bisect.bisect_right(self._keys, begin))
         objects: list[ObjectMeta] = []
         prefixes: list[str] = []
-        last, most = "", min(keys_max, PAGE_KEYS_MAX)
+        last, most = "", min(keys_max, self.page_keys_max)
         while at < len(self._keys) and (key := self._keys[at]).startswith(prefix):
             if len(objects) + len(prefixes) == most:
                 return ListPage(objects, prefixes, last)
