@@ -49,7 +49,9 @@ OWN_AGAIN = 512
 """A mount repeats its own commits a second time, so many in one bundle: mounts to come fetch fewer."""
 OWN_DELAY_S = 1.5
 """Between the first bundle's worth of own commits and the bundle: commits of that time go into it too."""
-KEYS_MAX = 16
+KEYS_MAX = 64
+"""A mount knows the names of so many of its last bundles, so that it takes none of them for another mount's: more than a
+repeater puts before they are too old to count (`poller.REPEATER_AGE_NS`)."""
 SUFFIX = ".bundle"
 """Of the name of a bundle."""
 MIXED = "0" * 8
@@ -303,23 +305,26 @@ class BundleWriter:
         """Forget what was gathered."""
         self._copies, self._bytes = {}, 0
 
-    async def write(self, *, keep: bool = False) -> None:
-        """Store a bundle of what was gathered. With ``keep`` the next one has the newest of that as well, as far as
-        REPEATED_SPAN_NS and REPEATED_BYTES_MAX allow. Raises nothing: it is a copy."""
+    async def write(self, *, keep: bool = False) -> str:
+        """Store a bundle of what was gathered; answers its key, empty where there is none. With ``keep`` the next one
+        has the newest of that as well, as far as REPEATED_SPAN_NS and REPEATED_BYTES_MAX allow. Raises nothing: it is a
+        copy."""
         copies = sorted(self._copies.values(), key=lambda copy: copy.key)
         has_new, self._has_new = self._has_new, False
         self.clear()
         if keep and copies:
             self._keep(copies)
         if len(copies) < 2 or not has_new or self.is_refused:
-            return
+            return ""
         key = bundle_key(copies, self._writer)
         try:
             self.keys.append(key)
             await self._client.put(key, msgspec.msgpack.encode(copies))
             self.written += 1
+            return key
         except AccessDenied as error:
             log.info("no bundles are written: %s", error)
             self.is_refused = True
         except LakeError as error:
             log.info("a bundle of %d commits is not written: %s", len(copies), error)
+        return ""

@@ -199,15 +199,17 @@ class CommitLog:
         self._repeater_s = trio.current_time()
         self._own = [own for own in self._own if commit_time(own[0].key) > until]
 
-    async def repeat(self) -> None:
-        """As the repeater, store a bundle of what was fetched and what this mount has committed since the last."""
+    async def repeat(self) -> int:
+        """As the repeater, store a bundle of what was fetched and what this mount has committed since the last. Answers
+        the time of the newest commit in it, 0 where none was stored."""
         self._repeater_s = trio.current_time()
         if self.fetched:
             self.fetched.move_to(self.repeated)
         for meta, body, _ in self._own:
             self.repeated.add(meta, body)
         self._own = []
-        await self.repeated.write(keep=True)
+        key = await self.repeated.write(keep=True)
+        return commit_time(key) if key else 0
 
     async def put_record(self, record: Record) -> ObjectRef:
         """Store a commit without members. Raises StoreError kinds."""

@@ -97,6 +97,9 @@ REPEAT_S = 1.0
 """Interval of a repeater's polls, and of its bundles."""
 REPEATER_S = 4.0
 """A repeater is there if a new bundle of one was shown since the last poll, or so long ago."""
+RIVAL_POLLS, RESIGNATION = 3, 1 / 4
+"""A repeater that so many polls in a row have shown new bundles of others gives up with this probability. A mount that
+catches up with what others commit puts one."""
 REPEATER_AGE_NS = 30 * NS
 """A bundle whose last commit is older is not of a repeater that goes on."""
 REPEAT_WAIT_S = REPEAT_S + 0.5
@@ -183,6 +186,8 @@ class Poller:
         """When a new bundle of another repeater was shown, and the newest commit in it."""
         self._repeats_since, self._counts = 0, list[tuple[float, int]]()
         """As the repeater: the newest commit in its first bundle, and when how many were applied."""
+        self._rivals = 0
+        """Polls in a row that have shown new bundles of others."""
         self._found_before = 0
         """The newest commit that the last poll in the background found, applied or left to a repeater."""
         self._sums = BucketSums()
@@ -280,7 +285,7 @@ class Poller:
             again = await self._look(is_deep=look.is_deep)
             if until is None and again.found and not self._is_cheap(again) and self._repeated_until(again) is None:
                 self.is_repeater = self._log.fetched is not None and not self._log.repeated.is_refused
-                self._repeats_since, self._counts = 0, []
+                self._repeats_since, self._rivals, self._counts = 0, 0, []
             await self._apply_found(began_s, again, math.inf if self.is_repeater else shown)
 
     def _is_cheap(self, look: _Look) -> bool:
@@ -295,23 +300,26 @@ class Poller:
         return max(self._repeated, before)
 
     def _note_repeaters(self, metas: Iterable[ObjectMeta]) -> None:
-        """LIST showed these bundles. Of two repeaters the one that began later gives up."""
+        """LIST showed these bundles. Of several repeaters all but the one whose first bundle is the oldest give up; where
+        they do not see which that is, they do so by chance, until there is one."""
         mixed = [bundle for meta in metas if (bundle := parse_bundle(meta)) is not None and bundle.writer == MIXED]
         own = {*self._log.repeated.keys, *(self._log.fetched.keys if self._log.fetched else ())}
         since = max(self._repeated, self._clock.wall_ns() - REPEATER_AGE_NS)
         new = [bundle.last for bundle in mixed if bundle.last > since and bundle.meta.key not in own]
+        self._rivals = self._rivals + 1 if new else 0
         if not new:
             return
         self._repeated, self._repeater_s = max(new), trio.current_time()
         self._log.record_repeater(self._repeated)
-        if self.is_repeater and (min(new), self._rng.random()) < (self._repeats_since, 0.5):
+        resigns = self._rivals >= RIVAL_POLLS and self._rng.random() < RESIGNATION
+        if self.is_repeater and (resigns or min(new) < self._repeats_since):
             self.is_repeater = False
             self._log.repeated.clear()
 
     async def _repeat(self, count: int) -> None:
         """After each poll of the repeater, which has applied ``count`` commits."""
-        await self._log.repeat()
-        self._repeats_since = self._repeats_since or self._shown
+        newest = await self._log.repeat()
+        self._repeats_since = self._repeats_since or newest
         now_s = trio.current_time()
         self._counts = [each for each in self._counts if now_s - each[0] < FEW_SPAN_S] + [(now_s, count)]
         is_long = now_s - self._counts[0][0] > FEW_SPAN_S - 2 * REPEAT_S

@@ -203,6 +203,27 @@ async def until(done: Callable[[], bool], seconds: float = 60.0) -> None:
             await trio.sleep(0.02)
 
 
+async def test_repeaters_that_write_themselves_give_up_until_one_is_left(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """What they commit between a LIST and their bundle is newer than what the LIST showed."""
+    lake = Lake(tmp_path, followers=6)
+
+    def repeaters() -> list[Follower]:
+        return [follower for follower in lake.followers if follower.poller.is_repeater]
+
+    with lake.stack:
+        async with trio.open_nursery() as nursery:
+            for follower in lake.followers:
+                nursery.start_soon(lake.write, follower.daemon.log, 6.0)
+                nursery.start_soon(lake.run, follower)
+            for follower in lake.followers:
+                follower.poller.is_repeater = True
+            await until(lambda: all(follower.daemon.log.repeated.written for follower in lake.followers))
+            await until(lambda: len(repeaters()) == 1, 20.0)
+            nursery.cancel_scope.cancel()
+
+
 async def test_repeater_that_dies_is_replaced_and_one_with_little_to_do_gives_up(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
