@@ -50,8 +50,8 @@ OWN_AGAIN = 512
 OWN_DELAY_S = 1.5
 """Between the first bundle's worth of own commits and the bundle: commits of that time go into it too."""
 KEYS_MAX = 64
-"""A mount knows the names of so many of its last bundles, so that it takes none of them for another mount's: more than a
-repeater puts before they are too old to count (`poller.REPEATER_AGE_NS`)."""
+"""A mount knows the names of so many of its last bundles, so that it takes none of them for another mount's: more than
+a repeater puts before they are too old to count (`poller.REPEATER_AGE_NS`)."""
 SUFFIX = ".bundle"
 """Of the name of a bundle."""
 MIXED = "0" * 8

@@ -300,8 +300,8 @@ class Poller:
         return max(self._repeated, before)
 
     def _note_repeaters(self, metas: Iterable[ObjectMeta]) -> None:
-        """LIST showed these bundles. Of several repeaters all but the one whose first bundle is the oldest give up; where
-        they do not see which that is, they do so by chance, until there is one."""
+        """LIST showed these bundles. Of several repeaters all but the one whose first bundle is the oldest give up;
+        where they do not see which that is, they do so by chance, until there is one."""
         mixed = [bundle for meta in metas if (bundle := parse_bundle(meta)) is not None and bundle.writer == MIXED]
         own = {*self._log.repeated.keys, *(self._log.fetched.keys if self._log.fetched else ())}
         since = max(self._repeated, self._clock.wall_ns() - REPEATER_AGE_NS)

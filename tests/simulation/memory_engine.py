@@ -93,13 +93,14 @@ def _apply(rows: dict[bytes, bytes], writes: Sequence[tuple[Step, ...]]) -> None
     for written, begin, end in itertools.chain.from_iterable(writes):
         later.update(written)
         if end:
-            later |= dict.fromkeys([key for key in later if begin <= key < end])
+            later.update({key: None for key in later if begin <= key < end})
             ranges.append((begin, end))
     if ranges:
         ranges.sort()
         begins = [begin for begin, _ in ranges]
         ends = [*itertools.accumulate((end for _, end in ranges), max)]
-        later = {key: None for key in rows if (at := bisect_right(begins, key)) and key < ends[at - 1]} | later
+        there = [key for key in rows if (at := bisect_right(begins, key)) and key < ends[at - 1]]
+        later = {**dict.fromkeys(there), **later}
     for key, value in later.items():
         if value is None:
             rows.pop(key, None)
