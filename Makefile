@@ -15,6 +15,7 @@
 #   make simulate        20 seeds of each profile      make simulate SEEDS=1000 FIRST=20 PROFILE=mixed NODES=3
 #   make simulate-one SEED=7 PROFILE=mixed             one seed, with what each node and the store did
 #   make simulate-mutants                              how soon deliberate defects are found
+#   make scale                                         what one lake serves: measures, and makes docs/guide/scale.md
 
 STORE ?= file
 PYTEST ?=
@@ -34,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/kernel/native/*.c)
 
 .PHONY: demo bench check test test-long lint unit short setup clean \
-	simulate simulate-one simulate-mutants
+	simulate simulate-one simulate-mutants scale
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -65,6 +66,11 @@ simulate-one: $(VENV)/.installed-test
 
 simulate-mutants: $(VENV)/.installed-test
 	$(BIN)/python -m tests.simulation mutants --seeds $(or $(SEEDS),50) --name "$(MUTANT)"
+
+scale: $(VENV)/.installed-test
+	$(BIN)/python -m scripts.scale run --nodes 3 --writers 1 --commits 0.2 --seconds 200
+	$(BIN)/python -m scripts.scale run --nodes 24 --writers 2 --commits 0.5 --seconds 60
+	$(BIN)/python -m scripts.scale --write
 
 bench: $(VENV)/.installed-bench
 	$(RUN) -m scripts.bench $(BENCH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scripts.scale import page
 from scripts.scale.load import Load, measure
 from scripts.scale.model import Lake, Rate
 
@@ -42,3 +43,14 @@ def test_model_agrees_with_mounts_in_virtual_time(load: Load) -> None:
 def test_model_of_more_nodes_never_costs_less() -> None:
     costs = [Lake(nodes=nodes, writers=4, commits_s=4).total().usd_month for nodes in (3, 24, 100, 1000, 10_000)]
     assert costs == sorted(costs)
+
+
+def test_page_has_what_the_script_prints() -> None:
+    assert page.PAGE.read_text() == page.written(), "run python -m scripts.scale --write"
+
+
+def test_nodes_max_is_where_the_log_asks_for_what_a_partition_takes() -> None:
+    lake = Lake(nodes=1, writers=4, commits_s=1.0)
+    nodes = page.nodes_max(lake)
+    log = Lake(nodes=nodes, writers=4, commits_s=1.0).log()
+    assert log.gets + log.lists == pytest.approx(5500, rel=0.001)
