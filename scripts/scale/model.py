@@ -132,7 +132,7 @@ class Lake:
     def rates(self) -> dict[str, Rate]:
         """By traffic; all of it is about `.lakefs/commits/`, but for listings, most of mounts, and a part of
         maintenance."""
-        polls_s, (lists, gets) = self.nodes / self.poll_s, self.poll()
+        polls_s, (lists, gets) = (self.nodes - self.has_repeater) / self.poll_s, self.poll()
         others_s = self.commits_s * (1 - 1 / max(1, self.nodes))
         idle_s = self.idle / max(IDLE_REFRESH_S, self.refresh_s)
         size = COMMIT_BYTES * self.commits_s
@@ -145,7 +145,8 @@ class Lake:
         }
         if self.has_repeater:
             bundle = min(size * REPEATER_BUNDLE_S, REPEATED_BYTES_MAX + size * REPEAT_S)
-            rates["repeater"] = Rate(self.commits_s, 1 / REPEAT_S, 1 / REPEAT_S, size, bundle / REPEAT_S)
+            bundles_s = min(1 / REPEAT_S, self.commits_s / 2)
+            rates["repeater"] = Rate(others_s, 1 / REPEAT_S, bundles_s, size, bundle * bundles_s)
         else:
             in_bundle = OWN_BUNDLE_COMMITS if self._is_quick else SLOW_BUNDLE_COMMITS
             rates["own bundles"] = Rate(puts=self.commits_s / in_bundle, sent=size)
