@@ -38,14 +38,17 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def read_runs() -> list[Run]:
     """The recorded ones, the smallest first."""
     lines = RUNS.read_bytes().splitlines() if RUNS.exists() else []
-    return sorted((msgspec.json.decode(line, type=Run) for line in lines),
-                  key=lambda run: (run.gets_s > 0, run.load.nodes, run.load.idle, run.load.commits_s))  # fmt: skip
+    return _sorted(msgspec.json.decode(line, type=Run) for line in lines)
 
 
 def record(run: Run) -> None:
     """In place of a recorded one of the same load."""
     kept = [other for other in read_runs() if (other.load, other.gets_s) != (run.load, run.gets_s)]
-    RUNS.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in [*kept, run]))
+    RUNS.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in _sorted([*kept, run])))
+
+
+def _sorted(runs: Iterable[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: (run.gets_s > 0, run.load.nodes, run.load.idle, run.load.commits_s))
 
 
 def lake_of(run: Run) -> Lake:
