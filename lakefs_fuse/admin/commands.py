@@ -106,6 +106,7 @@ async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protoco
             commits_max=args.commits_max,
             ahead_ns=lambda: ahead_ns,
             database=database,
+            has_levels=work.levels,
         )
         due = await inspector.inspect()
         collects = due.collection and args.may_delete

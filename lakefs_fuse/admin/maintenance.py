@@ -33,6 +33,9 @@ INTERVAL_S = 3600.0
 """Mean time between two inspections of a mount. Tests lower it, and with it the day."""
 COMMITS_MAX = 2000
 """Newer than the newest index: a fresh mount fetches them, with a GET each at worst, within seconds."""
+LEVELS_COMMITS_MAX = 300
+"""The same in a lake with levels of the index, where a fold costs what changed: a fresh mount fetches these commits in
+bundles, and sends 100 requests at most in all."""
 NAMES_PER_COMMIT = 1000
 """A fold reads and writes all names, unless the lake has levels of the index, so a lake of many names is folded after
 more commits: some 100 KB for each commit."""
@@ -97,7 +100,8 @@ class Due:
 
 class Inspector:
     """Finds out what a lake is due for. ``ahead_ns`` is by how much the store's clock is ahead; ``interval_s`` is
-    INTERVAL_S and ``commits_max`` COMMITS_MAX, but in tests; ``database`` is what the mount folds with."""
+    INTERVAL_S and ``commits_max`` LEVELS_COMMITS_MAX or COMMITS_MAX, but in tests; ``database`` is what the mount folds
+    with."""
 
     def __init__(
         self,
@@ -108,8 +112,10 @@ class Inspector:
         commits_max: int,
         ahead_ns: Callable[[], int] = lambda: 0,
         database: FoldDatabase | None = None,
+        has_levels: bool = False,
     ) -> None:
         self._client, self._clock, self._ahead_ns, self._database = client, clock, ahead_ns, database
+        self._has_levels = has_levels
         self.interval_s, self.commits_max = interval_s, commits_max
         self.day_ns = int(interval_s * INTERVALS_PER_DAY * NS)
         self.index: Manifest | None = None
@@ -154,12 +160,17 @@ class Inspector:
                     break
 
     @property
+    def commits_until_due(self) -> int:
+        """After so many more commits the lake is due for a fold, as far as is known."""
+        return self._backlog_max - self.backlog
+
+    @property
     def _folded(self) -> int:
         return 0 if self.index is None else self.index.newest
 
     @property
     def _backlog_max(self) -> int:
-        names = 0 if self.index is None else self.index.names
+        names = 0 if self.index is None or self._has_levels else self.index.names
         return self._patience * max(self.commits_max, min(names // NAMES_PER_COMMIT, BACKLOG_MAX))
 
     @property

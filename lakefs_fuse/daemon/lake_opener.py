@@ -81,7 +81,7 @@ async def open_lake(
                 fs = parts.filesystem
                 maintain, section = _no_maintenance, _no_section
                 if config.maintenance == "auto" and not config.read_only:
-                    tasks = _maintenance_of(config, client, metrics, node, parts.cache.evict)
+                    tasks = _maintenance_of(config, client, metrics, node, parts.cache.evict, opened.has_levels)
                     maintain, section = tasks.run, tasks.statistics
                 else:
                     await trio.to_thread.run_sync(_fold_database_of(config).remove)
@@ -110,7 +110,12 @@ def _fold_database_of(config: MountConfig) -> FoldDatabase:
 
 
 def _maintenance_of(
-    config: MountConfig, client: StoreClient, metrics: Metrics, node: Node, evict: Callable[[int], int]
+    config: MountConfig,
+    client: StoreClient,
+    metrics: Metrics,
+    node: Node,
+    evict: Callable[[int], int],
+    has_levels: bool,
 ) -> Maintenance:
     directory = Path(config.cache_dir).absolute() / "maintenance"
 
@@ -126,12 +131,13 @@ def _maintenance_of(
         client,
         node.clock,
         interval_s=maintenance.INTERVAL_S,
-        commits_max=maintenance.COMMITS_MAX,
+        commits_max=maintenance.LEVELS_COMMITS_MAX if has_levels else maintenance.COMMITS_MAX,
         ahead_ns=lambda: int(metrics.commits.clock_offset_s * NS),
         database=database,
+        has_levels=has_levels,
     )
     worker = BackgroundWorker(config.store, directory, make_room, upload_bytes_s_max=config.upload_bytes_s_max)
-    return Maintenance(inspector, worker, node.random.stream("maintenance"), database)
+    return Maintenance(inspector, worker, node.random.stream("maintenance"), database, lambda: metrics.commits.applied)
 
 
 def _log_opened(config: MountConfig, opened: OpenedLake) -> None:

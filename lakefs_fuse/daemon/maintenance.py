@@ -1,10 +1,11 @@
-"""Maintenance by a mount: looks about once an hour what its lake is due for, and has a worker do it.
+"""Maintenance by a mount: looks about once an hour what its lake is due for, or when so many commits have been seen
+since that a fold is due, and has a worker do it.
 
 What always holds:
 
 * *spread evenly*: the times between two looks are drawn from an exponential distribution, so those of many mounts are
   spread evenly however they were started, and so are those of mounts that live for minutes. None is shorter than a
-  sixtieth of the mean;
+  sixtieth of the mean. Of mounts that see as many commits as make a fold due, one in LOOKING_SHARE looks each minute;
 * *one at a time*: the worker holds the maintenance lease, and finds out again what is due when it has it;
 * *the mount never waits*: what is more than a few requests happens in another process, at the lowest priority;
 * *no failure is repeated every hour*: the next run is due after twice as long each time, a day at most, and of a row of
@@ -33,6 +34,7 @@ from lakefs_fuse.errors import EXIT_BUSY, EXIT_INTERRUPTED, CacheError, LakeErro
 NS = 1_000_000_000
 INTERVAL_SHARE_MIN = 1 / 60
 """Of the mean interval, the shortest."""
+LOOKING_SHARE = 20
 ROOM_BYTES_MIN = 64 << 20
 """For the database of a small lake."""
 INDEX_COPIES = 3
@@ -63,11 +65,13 @@ class Maintenance:
         worker: Worker,
         rng: random.Random,
         database: FoldDatabase,
+        commits_seen: Callable[[], int],
         *,
         sleep: Callable[[float], Awaitable[None]] = trio.sleep,
     ) -> None:
         self._inspector, self._worker, self._rng, self._sleep = inspector, worker, rng, sleep
-        self._database = database
+        """``commits_seen`` counts the commits of all nodes that were applied here."""
+        self._database, self._commits_seen = database, commits_seen
         self._inspected_ns: int | None = None
         self._due, self._due_since_ns, self._warned_ns = Due(), 0, 0
         self._runs = self._failures = 0
@@ -77,14 +81,25 @@ class Maintenance:
     async def run(self) -> None:
         """Look, and do what is due, for as long as the mount lives."""
         await self._worker.clear()
-        mean_s = self._inspector.interval_s
-        shortest_s = mean_s * INTERVAL_SHARE_MIN
         while True:
-            await self._sleep(shortest_s + self._rng.expovariate(1 / (mean_s - shortest_s)))
+            await self.wait()
             try:
                 await self.look()
             except Exception:
                 log.exception("maintenance")
+
+    async def wait(self) -> None:
+        """Until the next look."""
+        seen, mean_s = self._commits_seen(), self._inspector.interval_s
+        shortest_s = mean_s * INTERVAL_SHARE_MIN
+        more_s = self._rng.expovariate(1 / (mean_s - shortest_s))
+        await self._sleep(shortest_s)
+        while more_s > 0:
+            is_due = self._commits_seen() - seen > self._inspector.commits_until_due
+            if is_due and (self._database.exists() or not self._rng.randrange(LOOKING_SHARE)):
+                return
+            await self._sleep(min(shortest_s, more_s))
+            more_s -= shortest_s
 
     async def look(self) -> None:
         """Find out what is due, and have it done. Raises nothing of the store, the disk or the worker."""

@@ -19,7 +19,7 @@ import trio
 
 from lakefs_fuse.admin.commands import run_maintenance
 from lakefs_fuse.admin.fold_database import FoldDatabase
-from lakefs_fuse.admin.maintenance import COMMITS_MAX, INTERVAL_S, Inspector
+from lakefs_fuse.admin.maintenance import INTERVAL_S, LEVELS_COMMITS_MAX, Inspector
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.index.index import INDEX
 from lakefs_fuse.commits.record import COMMITS
@@ -218,9 +218,16 @@ class MountedNode(SimulatedNode):
                     self.world.engines)  # fmt: skip
         directory = self.world.scratch / name
         database = FoldDatabase(directory / "folded")
-        inspector = Inspector(client, self.clock, interval_s=INTERVAL_S, commits_max=COMMITS_MAX, database=database)
+        inspector = Inspector(
+            client, self.clock, interval_s=INTERVAL_S, commits_max=LEVELS_COMMITS_MAX, database=database,
+            has_levels=True,
+        )  # fmt: skip
         await Maintenance(
-            inspector, _Worker(client, node, directory), streams.stream("maintenance"), database, sleep=trio.sleep
+            inspector,
+            _Worker(client, node, directory),
+            streams.stream("maintenance"),
+            database,
+            lambda: self.lake.metrics.commits.applied,
         ).run()
 
 

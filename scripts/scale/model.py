@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lakefs_fuse.admin.maintenance import COMMITS_MAX, INTERVAL_S
+from lakefs_fuse.admin.maintenance import INTERVAL_S, LEVELS_COMMITS_MAX
 from lakefs_fuse.commits.bundles import REPEATED_BYTES_MAX, REPEATED_SPAN_NS
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.idleness import IDLE_REFRESH_S
@@ -24,6 +24,7 @@ from lakefs_fuse.commits.poller import (
     REPEAT_S,
     SHALLOW_KEYS,
 )
+from lakefs_fuse.daemon.maintenance import INTERVAL_SHARE_MIN
 from scripts.scale.prices import MONTH_S, usd
 
 NS = 1_000_000_000
@@ -158,7 +159,7 @@ class Lake:
                 self.nodes / each_s, pages / each_s, 1 / each_s, self.nodes * digest / each_s, digest / each_s
             )
         rates["listings"] = Rate(lists=self.nodes * self.directories / self.ttl_s)
-        folds_s = self.commits_s / max(COMMITS_MAX, min(self.names // 1000, 20_000))
+        folds_s = min(self.commits_s / LEVELS_COMMITS_MAX, INTERVAL_SHARE_MIN / INTERVAL_S)
         rates["maintenance"] = Rate(
             gets=2 * self.commits_s, lists=(self.nodes + self.idle) / INTERVAL_S + folds_s * FOLD_REQUESTS,
             puts=3 * folds_s, received=2 * size, sent=size / 4,

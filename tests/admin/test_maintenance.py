@@ -103,6 +103,16 @@ async def test_fold_is_due_when_commits_are_many(store: MemoryStore, clock: Cloc
     assert (await inspector.inspect(), inspector.backlog) == (FOLD, COMMITS_MAX + 1)
 
 
+async def test_commits_that_make_a_fold_due_grow_with_the_names_unless_there_are_levels(
+    store: MemoryStore, clock: Clock
+) -> None:
+    client = store_client(store, store.capabilities, retry_timeout_s=0)
+    for has_levels, most in ((False, 1000), (True, COMMITS_MAX)):
+        inspector = Inspector(client, clock, interval_s=HOUR_S, commits_max=COMMITS_MAX, has_levels=has_levels)
+        inspector.index = manifest_of(1_000_000)
+        assert inspector.commits_until_due == most
+
+
 async def test_fold_and_first_collection_are_due_when_a_commit_is_a_day_old(store: MemoryStore, clock: Clock) -> None:
     inspector = inspector_of(store, clock)
     give_commits(store, clock, 1)
