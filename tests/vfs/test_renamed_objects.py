@@ -78,6 +78,36 @@ async def test_who_hears_of_a_rename_while_it_replaces_the_file_says_so_when_it_
             await until_shown(two, path, b"second")
 
 
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_file_whose_commit_fails_after_its_object_is_stored_is_committed_later(
+    tmp_path: Path, durability: str
+) -> None:
+    """It lies below `.lakefs/objects/`, so others find it by that commit alone: no sync succeeds before it."""
+    store, clock, nothing = MemoryStore(), Clock(), lambda _request, _when: None
+    async with lake(
+        store, tmp_path / "cache", clock=clock, pack="never", durability=durability, retry_timeout_s=0.0
+    ) as m:
+        await m.write("f", b"first")
+        await m.rename("f", "g")
+        await m.sync()
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, b"second")
+        store.hook = Failures(
+            lambda request: request.what == "put" and request.key.startswith(COMMITS), Unavailable("away"), count=1000
+        )
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await m.fs.fsync(handle)
+        await m.fs.write(handle, 6, b", and more")
+        with pytest.raises(Unavailable):
+            await m.fs.fsync(handle)
+        store.hook = nothing
+        await m.close(handle)
+        await m.fs.make_durable()
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert await other.tree() == {"f": b"second, and more", "g": b"first"}
+
+
 async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stored_stays_away(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):

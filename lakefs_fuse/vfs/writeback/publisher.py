@@ -138,6 +138,8 @@ class ObjectWriter:
         self._rules, self._shown, self._poll = Rules.of(config), attributes.shown(config), poll
         self._storing_plain = 0
         """Files that are being stored as plain objects: those that close meanwhile are not alone."""
+        self._untold: dict[str, int] = {}
+        """Paths of stored versions that others do not find without a commit, and the journaled changes that it has."""
 
     @property
     def are_names_held(self) -> bool:
@@ -152,6 +154,8 @@ class ObjectWriter:
         """
         if self._committer.unsure is not None:  # these bytes may hit what a rename that seemed to fail has taken away
             await self._committer.reconcile()
+        for path in list(self._untold):  # which comes before this version
+            await self.commit_location(path)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy = self._rules.pack_for(file.key)
         plan, removed = await self._plan(file, draft, policy, alone=alone)
@@ -208,6 +212,13 @@ class ObjectWriter:
         target.key, target.path = plan.key, plan.path
         target.if_absent, target.expected = plan.if_absent, plan.expected
         return plan, removed
+
+    async def commit_location(self, path: str) -> None:
+        """The commit that others need to find what was stored last for a path is in the store. Raises LakeError; then
+        the change stays journaled."""
+        if self._untold.get(path) in self._committer.journal.changes:
+            await self._committer.flush()
+        self._untold.pop(path, None)
 
     async def store_pack(
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
@@ -290,7 +301,7 @@ class ObjectWriter:
             dated_s = self._date_again(meta, dated_s)
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=replaced)
             if key != path or replaced:  # or who replaces this next does not hear of what it has replaced
-                await self._committer.flush()
+                self._untold[path] = self._committer.journal.newest
             row = self._ns.tree.entry(entry.inode)
             entry = row or entry
         elif key == path and not published.is_superseded:
@@ -488,6 +499,8 @@ class Publisher:
             await self._drain_before(file)
         if file.draft is not None:
             await self._publish(file, file.draft)
+        else:
+            await self._writer.commit_location(file.key)
 
     async def publish_version(self, item: AcknowledgedVersion) -> None:
         """Publish an acknowledged version by itself. Raises LakeError."""
@@ -513,9 +526,17 @@ class Publisher:
                 published = [Publication(file, draft, stored)]
                 older = self._record(published)
             reached("publish.noted")
+            untold: LakeError | None = None
+            try:
+                await self._writer.commit_location(owner.key)
+            except LakeError as error:
+                log.warning("%s is stored, and a later commit says so: %s", owner.key, error)
+                untold = error
             await self._finish(published, older)
         if not file.handles:
             self._files.forget_if_idle(file)
+        if untold is not None and item is None:
+            raise untold
 
     async def publish_pack(self, items: list[AcknowledgedVersion]) -> bool:
         """Publish acknowledged versions in one pack; False where none could be. Raises LakeError, and then none is."""
