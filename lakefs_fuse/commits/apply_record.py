@@ -334,12 +334,21 @@ class Application:
         """A later removal ended what the record puts: a file elsewhere unless it hides the very object that the
         removal names, a plain object if it is the one named or is not there any more."""
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
+            if tombstone.when_gone(self._etag_back(step.operation)) > self._stamp:
+                return True
             is_hiding = bool(etag) and tombstone.when_gone(etag) >= tombstone.stamp
             is_removed = tombstone.floor > self._stamp or (tombstone.stamp > self._stamp and not is_hiding)
             return is_removed or tombstone.has_replaced(self._stamp, etag)
         is_there = self._outdated.get(step.operation.path) != etag
         survives = is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
         return tombstone.newest > self._stamp and not survives
+
+    def _etag_back(self, operation: Operation) -> str:
+        """Of the object at its own key to which a file is renamed back; empty where the operation is another."""
+        if not isinstance(operation, Put):
+            return ""
+        is_own = self._is_own(operation.path, operation.object, operation.offset, operation.size)
+        return self._ref(operation.object).etag if is_own else ""
 
     def _is_named(self, step: _Step, current: Entry, hides: str) -> bool:
         """The operation names the plain object that is known, but is older: who told of that one later had not seen

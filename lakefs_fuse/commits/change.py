@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
+from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
 from lakefs_fuse.meta.rows import Deletion
 
 BeforeSending = Callable[[str], Awaitable[None]]
@@ -33,9 +33,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Says where a file is that was acknowledged before what is held."""
 
     def mentions(self, key: str) -> bool:
-        """A name is said to be the object at ``key``, or to be it no more though it has another path."""
-        own = (each.path for each in self.operations if isinstance(each, Put) and each.object == OWN)
-        return key in own or key in self.leaving() or any(ref.key == key for ref in self.objects[1:])
+        """It says which bytes the file at ``key`` has, or that a name is the object there, or is it no more though it
+        has another path."""
+        named = (each.path for each in self.operations if isinstance(each, Put))
+        return key in named or key in self.leaving() or any(ref.key == key for ref in self.objects[1:])
 
     def leaving(self) -> list[str]:
         """Keys of doomed objects that had the bytes of a name at another path."""

@@ -878,6 +878,17 @@ def test_object_that_a_file_elsewhere_has_replaced_does_not_come_back(tmp_path: 
         assert (n.found("f").place, n.found("f").etag) == (0, "e1"), "who knew of that put the same bytes again"
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_file_that_is_renamed_back_and_removed_is_gone_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
+    back = Put("f", 1, 0, 1, 0o644, 0, 0, 0)
+    operations: list[Operation] = [told("e1"), Remove("f", hides="e1"), back, Remove("f", hides="e1")]
+    with node(tmp_path) as n:
+        for number in order:
+            change = Change(operations=[operations[number]], objects=[ObjectRef(), ObjectRef("f", "e1", 1)])
+            n.commit(20 + number, change=change, writer=f"0000000{number}")
+        assert n.find("f") is None
+
+
 @pytest.mark.parametrize(("other", "shown"), [(Remove("f", by_date=True), "nothing"), (put("f", 8), 8), (None, 9)])
 @pytest.mark.parametrize("seconds", [15, 20.5])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2)])

@@ -108,6 +108,31 @@ async def test_file_whose_commit_fails_after_its_object_is_stored_is_committed_l
             assert await other.tree() == {"f": b"second, and more", "g": b"first"}
 
 
+async def test_version_stored_after_a_journaled_rename_is_not_older_than_that(tmp_path: Path) -> None:
+    """Another node replaces it before the commit of the rename, which says that the name has other bytes."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", durability="writeback", writeback_delay_s=0.0) as (
+        one,
+        two,
+    ):
+        await one.write("d", b"first")
+        await one.write("e", b"renamed")
+        await one.rename("d", "f")
+        await one.fs.make_durable()
+        await two.poll()
+        await one.rename("e", "f")
+        await rewrite(one, "f", b"second")
+        await until(lambda: "f" in store.objects)
+        clock.advance(TTL_S + 5)
+        assert await two.read("f") == b"second"
+        await rewrite(two, "f", b"third")
+        await two.fs.make_durable()
+        await one.fs.make_durable()
+        await one.poll()
+        await two.poll()
+        assert await one.tree() == await two.tree() == {"f": b"third"}
+
+
 async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stored_stays_away(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
