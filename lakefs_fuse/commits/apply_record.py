@@ -345,7 +345,7 @@ class Application:
 
     def _etag_back(self, operation: Operation) -> str:
         """Of the object at its own key to which a file is renamed back; empty where the operation is another."""
-        if not isinstance(operation, Put):
+        if not isinstance(operation, Put) or operation.object == OWN:
             return ""
         is_own = self._is_own(operation.path, operation.object, operation.offset, operation.size)
         return self._ref(operation.object).etag if is_own else ""
@@ -484,7 +484,11 @@ class Application:
                 is_lost = step.tombstone.when_gone(place.etag) == self._stamp  # beside what was pending here
                 rest = without(step.tombstone, place.etag, again) if is_again or is_lost else step.tombstone
                 dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
-                step.tombstone = bury(msgspec.structs.replace(rest, floor=0), etag=place.etag, dated_s=dated_s)
+                dated = rest.dated
+                if self._etag_back(step.operation):  # no date says that an earlier removal is of what is back
+                    dated = tuple(each for each in dated if each[0] != place.etag)
+                rest = msgspec.structs.replace(rest, floor=0, dated=dated)
+                step.tombstone = bury(rest, etag=place.etag, dated_s=dated_s)
         if step.tombstone != before:
             self._changes.tombstones[step.raw] = step.tombstone
 

@@ -32,7 +32,7 @@ from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge
-from tests.commits.nodes import NS, Node, archive, at, node, plain, put
+from tests.commits.nodes import NS, START_S, Node, archive, at, node, plain, put
 from tests.tiers import examples
 
 WRITERS = ("0000000a", "0000000b", "0000000c")
@@ -878,15 +878,24 @@ def test_object_that_a_file_elsewhere_has_replaced_does_not_come_back(tmp_path: 
         assert (n.found("f").place, n.found("f").etag) == (0, "e1"), "who knew of that put the same bytes again"
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_file_that_is_renamed_back_and_removed_is_gone_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
-    back = Put("f", 1, 0, 1, 0o644, 0, 0, 0)
-    operations: list[Operation] = [told("e1"), Remove("f", hides="e1"), back, Remove("f", hides="e1")]
+@pytest.mark.parametrize("dated_s", [0, START_S + 5])
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_file_that_is_renamed_back_is_gone_if_it_is_removed_later(
+    tmp_path: Path, is_removed: bool, dated_s: int
+) -> None:
+    """In any order, and whichever node removed the object before that, whatever its date."""
+    kinds = 5 if is_removed else 4
     with node(tmp_path) as n:
-        for number in order:
-            change = Change(operations=[operations[number]], objects=[ObjectRef(), ObjectRef("f", "e1", 1)])
-            n.commit(20 + number, change=change, writer=f"0000000{number}")
-        assert n.find("f") is None
+        for order in itertools.permutations(range(kinds)):
+            path = "".join(map(str, order))
+            removal = Remove(path, hides="e1", dated_s=dated_s)
+            own = Put(path, OWN, 0, 1, 0o644, 0, 0, 0, hides="e1")
+            back = Put(path, 1, 0, 1, 0o644, 0, 0, 0)
+            operations: list[Operation] = [own, removal, removal, back, removal]
+            for number in order:
+                change = Change(operations=[operations[number]], objects=[ObjectRef(), ObjectRef(path, "e1", 1)])
+                n.commit(20 + number, change=change, writer=f"0000000{number}")
+            assert (n.find(path) is None) is is_removed, path
 
 
 @pytest.mark.parametrize(("other", "shown"), [(Remove("f", by_date=True), "nothing"), (put("f", 8), 8), (None, 9)])
