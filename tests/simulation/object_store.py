@@ -32,6 +32,10 @@ PAGE_KEYS_MAX = 40
 """Names in a page of LIST: few, so that listings have several pages, between which others write."""
 
 
+LOOK_NS = 5 * NS
+"""A DELETE follows the look that it is decided by within so long."""
+
+
 class NextRequest(Exception):
     """The first request was answered; ``call`` is the second."""
 
@@ -63,6 +67,8 @@ class SimulatedStore:
         self.trace: Callable[[str], None] | None = None
         self.arrived: Callable[[str, bytes], None] = lambda key, data: None
         """Called when the request that stores an object has come, whatever becomes of it."""
+        self.deleted_unseen: Callable[[str, bytes], None] = lambda key, data: None
+        """Called when a version was deleted that was stored after its deleter had looked at the key, just before."""
         self.sender = ""
         """Of the request that is being carried out."""
         self.senders: dict[str, str] = {}
@@ -75,6 +81,10 @@ class SimulatedStore:
         self._keys: list[str] = []
         self._clock_ns = clock_ns
         self._serial = 0
+        self._stored: Counter[str] = Counter()
+        """How many versions a key has had."""
+        self._seen: dict[tuple[str, str], dict[int, int]] = {}
+        """By sender and key: how many it had when the sender looked, by time."""
 
     def _note(self, what: str, key: str, detail: str = "") -> None:
         self.requests[what] += 1
@@ -94,7 +104,17 @@ class SimulatedStore:
         self._listed[key] = ObjectMeta(key, len(data), etag, now_ns)
         self.versions[key, etag] = data
         self.senders[key] = self.sender
+        self._stored[key] += 1
+        self._seen.pop((self.sender, key), None)
         return meta
+
+    def _look(self, key: str) -> None:
+        self._seen[self.sender, key] = {**self._looks(key), self._clock_ns(): self._stored[key]}
+
+    def _looks(self, key: str) -> dict[int, int]:
+        """What the sender has seen just before."""
+        since_ns = self._clock_ns() - LOOK_NS
+        return {at_ns: seen for at_ns, seen in self._seen.get((self.sender, key), {}).items() if at_ns > since_ns}
 
     def remove(self, key: str) -> None:
         """Delete an object, whoever asks for it."""
@@ -117,6 +137,7 @@ class SimulatedStore:
 
     def head(self, key: str) -> ObjectMeta:
         self._note("head", key)
+        self._look(key)
         return self._found(key)[1]
 
     def put(
@@ -146,6 +167,9 @@ class SimulatedStore:
         self._note("delete", key, f"if {etag}")
         if etag is not None and key in self.objects:
             self._found(key, etag)
+        is_checked = etag is not None or not self.capabilities.delete_if_match
+        if key in self.objects and is_checked and any(seen < self._stored[key] for seen in self._looks(key).values()):
+            self.deleted_unseen(key, self.objects[key][0])
         self.remove(key)
 
     def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
@@ -187,6 +211,7 @@ class SimulatedStore:
                 at = bisect.bisect_left(self._keys, last + "\U0010ffff", at)
             else:
                 objects.append(self._listed[key])
+                self._look(key)
                 last, at = key, at + 1
         return ListPage(objects, prefixes, None)
 

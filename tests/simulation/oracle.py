@@ -16,7 +16,8 @@ plain objects are changed in place, so of two nodes that had not seen each other
 * a rename and a write in place leave the new bytes under the new name (*carried*), whenever they are stored, if the
   write has not succeeded yet (*stored late*);
 * a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
-* a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE (*unchecked*).
+* a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE, and where the
+  same bytes are written again, between a look and the DELETE (*unchecked*).
 
 Some defects are known, and are counted in `Oracle.known` in place of being reported, unless the oracle is strict:
 
@@ -138,6 +139,8 @@ class Oracle:
         self.applied: dict[tuple[str, bytes], set[bytes]] = {}
         """By node and bytes: what the node had applied under the name when its first request with the bytes came to the
         store, as a plain object."""
+        self.deleted_unseen: set[tuple[str, bytes]] = set()
+        """Plain objects, by path and bytes, that were stored between the look of their deleter and its DELETE."""
         self.ever: dict[str, set[bytes]] = defaultdict(set)
         """All bytes that were ever at a path, since the beginning."""
         self.met: Counter[str] = Counter()
@@ -151,6 +154,7 @@ class Oracle:
         self.seen.clear()
         self.disturbed.clear()
         self.applied.clear()
+        self.deleted_unseen.clear()
         names = list(nodes)
         for path, data in tree.items():
             version = self.put(path, data, "everybody", frozenset())
@@ -334,6 +338,9 @@ class Oracle:
     def _may_be_removed(self, version: Version, tree: Mapping[str, bytes]) -> bool:
         if any(tree.get(path) == version.data for path in self._along(version)):
             self.met["moved along"] += 1
+            return True
+        if version.is_plain and (version.path, version.data) in self.deleted_unseen:
+            self.met["unchecked"] += 1
             return True
         for removal in self.removals[version.path]:
             if removal.is_withdrawn:

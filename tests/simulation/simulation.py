@@ -142,6 +142,7 @@ class Simulation:
             is_named=lambda path: self._newest(path) is not None,
         )
         self.store.arrived = self._arrived
+        self.store.deleted_unseen = lambda key, data: self.oracle.deleted_unseen.add((key, data))
         self._views = Views(self.oracle)
         self._nodes: list[SimulatedNode] = []
         self._pending: dict[tuple[str, int, int], Version] = {}
@@ -774,6 +775,8 @@ class Simulation:
         shown = self._shown(node, old)
         if entry is not None and not shown and (data := node.row_bytes(entry)) is not None:
             shown = self.oracle.carrying(old, data)  # of what is being written, too, if it came here with a rename
+        if entry is not None and entry.is_dir and not self.oracle.versions.get(old):
+            self._register_implied(node, call, old, new)
         if entry is None or not shown or any((old, version) in registered for version in shown):
             return
         registered |= {(old, version) for version in shown}
@@ -789,6 +792,12 @@ class Simulation:
         self._remove(call, node, old, shown, is_rename=True)
         if self._pending_in(node, entry.inode) in shown:
             self._pending[node.name, node.lives, entry.inode] = moved
+
+    def _register_implied(self, node: SimulatedNode, call: _Call, old: str, new: str) -> None:
+        """A directory is moved that was there only because another program put something into it: now it is made."""
+        if all(version.operation != call.number for version in self.oracle.versions.get(new, ())):
+            call.doubtful.add(self._put(call, node, new, DIRECTORY, self._shown(node, new)))
+            call.doubtful.add(self._remove(call, node, old, frozenset(), is_rename=True))
 
     def _register_moved(
         self, node: SimulatedNode, call: _Call, old: str, new: str, registered: set[tuple[str, Version]]

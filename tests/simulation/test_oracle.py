@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from lakefs_fuse.store.protocol import Capabilities
+from tests.simulation.object_store import LOOK_NS, SimulatedStore
 from tests.simulation.oracle import CONFLICT, DIRECTORY, PROGRAM, Oracle, Version
 from tests.simulation.views import Views
+
+START_NS = 1_700_000_000 * 1_000_000_000
 
 
 @pytest.mark.parametrize("removers", [("n0", "n1"), ("n0", "n0")])
@@ -156,3 +160,24 @@ def test_file_that_an_exchange_brings_goes_with_a_removal_of_what_its_node_had_r
     for each in (renamed, replacing, exchanged, brought, moved):
         each.is_certain = True
     assert not oracle.check({"g": b"second", "h": b"first"})
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_equal_bytes_that_are_stored_between_a_look_and_the_deletion_are_lost(is_seen: bool) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    now_ns = START_NS
+    store = SimulatedStore(Capabilities(name="simulated", delete_if_match=True), lambda: now_ns)
+    store.deleted_unseen = lambda key, data: oracle.deleted_unseen.add((key, data))
+    store.sender = "n1"
+    meta = store.put("f", b"bytes")
+    store.head("f")
+    store.sender = "n0"
+    store.put("f", b"bytes")
+    put = oracle.put("f", b"bytes", "n0", frozenset())
+    put.is_plain = put.is_certain = True
+    store.sender = "n1"
+    if is_seen:
+        now_ns += LOOK_NS
+        store.head("f")
+    store.delete("f", etag=meta.etag)
+    assert bool(oracle.check({})) == is_seen
