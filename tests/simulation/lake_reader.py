@@ -222,6 +222,9 @@ class _Grave:
             return self
         return replace(self, dated={**self.dated, etag: dated})
 
+    def undated(self, etag: str) -> _Grave:
+        return replace(self, dated={known: at for known, at in self.dated.items() if known != etag})
+
     def without(self, etag: str, order: _Order | None = None) -> _Grave:
         """Without this ETag, and without those that went with a commit."""
         return replace(self, gone={known: at for known, at in self.gone.items() if known != etag and at != order})
@@ -590,7 +593,8 @@ class _State:
         is_back = place is not None and place.key == path and not place.offset
         is_elsewhere = known is not None and not known.is_at_own_key(path)
         is_older = known is not None and known.order > order and not self._names(order, operation, known)
-        if is_older or grave.elsewhere > order:
+        is_ended = is_back and place is not None and grave.gone.get(place.etag, _BEFORE_ALL) > order
+        if is_older or is_ended or grave.elsewhere > order:
             if is_back and place is not None:
                 later = known.order if is_elsewhere and known is not None else grave.floor
                 if later > order:
@@ -609,7 +613,7 @@ class _State:
         if is_back and place is not None:
             if is_elsewhere and known is not None:
                 self._bury_replaced(path, known, place.etag)
-            self.graves[path] = self._grave(path).without(place.etag).without_floor()
+            self.graves[path] = self._grave(path).without(place.etag).without_floor().undated(place.etag)
             return True
         if known is not None and known.own_etag(path) not in ("", hides):
             grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
