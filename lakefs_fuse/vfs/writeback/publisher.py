@@ -154,8 +154,9 @@ class ObjectWriter:
         """
         if self._committer.unsure is not None:  # these bytes may hit what a rename that seemed to fail has taken away
             await self._committer.reconcile()
-        for path in list(self._untold):  # which comes before this version
-            await self.commit_location(path)
+        if self._committer.error is not None:
+            for path in list(self._untold):  # which comes before this version
+                await self.commit_location(path)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy = self._rules.pack_for(file.key)
         plan, removed = await self._plan(file, draft, policy, alone=alone)
