@@ -598,10 +598,10 @@ async def test_replay_of_a_stored_file_that_another_node_replaced_gives_the_name
         assert (await m.found("d/file")).inode != ours.inode
 
 
-@pytest.mark.parametrize("is_removed", [True, False])
+@pytest.mark.parametrize(("is_replaced", "is_removed"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("pack", ["never", "always"])
 async def test_replay_of_stored_bytes_that_another_node_saw_and_replaced_leaves_what_that_says(
-    tmp_path: Path, pack: str, is_removed: bool
+    tmp_path: Path, pack: str, is_replaced: bool, is_removed: bool
 ) -> None:
     """The bytes are still there, and hidden: the row of their writer does not name them again."""
     store, dead = MemoryStore(), tmp_path / "dead"
@@ -615,11 +615,11 @@ async def test_replay_of_stored_bytes_that_another_node_saw_and_replaced_leaves_
         await m.write("file", noise(1, 100))
         await stored(m)
     async with lake(store, tmp_path / "theirs", pack="always", delete_after_s=3600.0) as theirs:
-        if is_removed:
-            assert await theirs.names() == ["file"]
-            await theirs.unlink("file")
-        else:
+        assert await theirs.names() == ["file"]
+        if is_replaced:
             await rewrite(theirs, "file", b"theirs")
+        if is_removed:
+            await theirs.unlink("file")
         await theirs.fs.sync_names()
     expected = {} if is_removed else {"file": b"theirs"}
     async with writing_back(store, dead, pack=pack) as m:

@@ -172,18 +172,19 @@ class Replay:
 
     def _tell_late(self, item: AcknowledgedVersion) -> None:
         """Attributes that were set while the pack was on its way, or since: as the record has them, and as the row had.
-        Where another node has removed the name since, the row goes. Raises CacheError."""
+        Where another node has removed the name since, the row goes, whichever version it was by then. Raises
+        CacheError."""
         file, record = item.file, item.draft.record()
         late, file.late_xattrs = file.late_xattrs, None
         row = self._ns.tree.entry(file.entry.inode)
         extent = None if row is None else self._ns.extent(row)
-        if row is None or extent is None or extent.version.key != record.commit:
-            return  # what is newer has told its own; what is being written may never come to it
-        if file.versions == [file] and self._ns.is_removed(row):
+        if row is not None and file.versions == [file] and self._ns.is_removed(row):
             batch = Batch()
             self._remove_row(batch, row)
             self._db.commit(batch)
             return
+        if row is None or extent is None or extent.version.key != record.commit:
+            return  # what is newer has told its own; what is being written may never come to it
         wanted = attributes.learn(row, record.metadata)
         if not late and not self._ns.tree.xattrs(row.inode):
             late = None
