@@ -195,6 +195,31 @@ async def test_renamed_file_whose_base_was_replaced_leaves_the_key_to_the_other(
         await m.unlink("mine")
 
 
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("size", [3, LARGE])
+async def test_exclusive_creation_takes_the_name_of_an_object_that_counts_as_removed(
+    tmp_path: Path, size: int, durability: str
+) -> None:
+    """Another program put it there before the removal of a renamed file, which names no object but is the later one."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never", durability=durability) as m:
+        await m.write("a", b"before")
+        await m.rename("a", "lock")
+        await m.fs.make_durable()
+        clock.advance(5)
+        store.give("lock", b"theirs")
+        clock.advance(5)
+        await m.unlink("lock")
+        await m.fs.make_durable()
+        handle = await m.create("lock", os.O_RDWR | os.O_EXCL)
+        await m.fs.write(handle, 0, noise(1, size))
+        await m.close(handle)
+        await m.fs.make_durable()
+        assert store.data("lock") == noise(1, size)
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"lock": noise(1, size)}
+
+
 async def test_exclusive_creation_asks_the_store(tmp_path: Path) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path) as m:

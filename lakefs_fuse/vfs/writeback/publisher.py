@@ -16,6 +16,7 @@ Any other plain object is announced with the next commit.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -31,7 +32,7 @@ from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import CacheError, LakeError, Overtaken, StagingFull, StoreError
+from lakefs_fuse.errors import CacheError, FileError, LakeError, Overtaken, StagingFull, StoreError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
@@ -170,11 +171,22 @@ class ObjectWriter:
                 return self._retire(before, await self._plain(file, draft, plan, removed))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
+            except FileError as error:
+                if error.errno != errno.EEXIST or not await self._is_free(draft, plan):
+                    raise
+                draft.target.if_absent = False
             there = await draft.uploader.client.find(plan.key)
             await self._poll()  # after the look: a rename of what is there is in effect
             etag = "" if there is None else there.etag
             plan, removed = await self._plan(file, draft, policy, alone=True, there=etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
+
+    async def _is_free(self, draft: Draft, plan: PublishPlan) -> bool:
+        """What lies at the key of a file that was created with O_EXCL counts as removed by its date, so nobody has its
+        name."""
+        removed = self._ns.tree.tombstones.get(plan.key.encode())
+        there = await draft.uploader.client.find(plan.key) if plan.if_absent and removed is not None else None
+        return there is not None and removed is not None and removed.hides(there.etag, there.mtime_ns)
 
     async def _plan(
         self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool, there: str | None = None
