@@ -16,6 +16,7 @@ from lakefs_fuse.blockcache.readahead import WHOLE_BYTES_MAX
 from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.product import PLACEHOLDER
+from lakefs_fuse.store.client import SILENT_S_MIN
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import namespace as namespace_module
 from lakefs_fuse.vfs.namespace import subtree_listing
@@ -658,9 +659,10 @@ async def test_a_list_under_way_undoes_nothing(
             nursery.start_soon(m.fs.opendir, ROOT_INODE)
             await reached(pause.reached)
             # The kernel's own cache answers its lookups meanwhile.
-            m.parts.namespace.fresh_s = lambda directory, **_: TTL_S  # type: ignore[method-assign]
-            await change(m)
-            del m.parts.namespace.fresh_s
+            m.parts.namespace.answer_fresh_s = lambda directory, name, **_: TTL_S  # type: ignore[method-assign]
+            with trio.fail_after(SILENT_S_MIN / 2):  # It does not wait until the store counts as away.
+                await change(m)
+            del m.parts.namespace.answer_fresh_s
             pause.resume()
         assert await m.names() == names
         if change is overwrite:

@@ -744,7 +744,8 @@ async def test_an_unlink_just_before(tmp_path: Path, size: int) -> None:
     store = MemoryStore()
     pause = Pause(lambda request: request.what in ("put", "upload_part"))
     store.hook = pause
-    async with writing_back(store, tmp_path / "cache", delay_s=NEVER_S if size < PART else 0.0, pack="always") as m:
+    delay_s, pack = (NEVER_S, "always") if size < PART else (0.0, "never")
+    async with writing_back(store, tmp_path / "cache", delay_s=delay_s, pack=pack) as m:
         await m.write("gone", noise(1, size))
         if size > PART:
             await reached(pause.reached)
