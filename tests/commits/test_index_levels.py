@@ -246,12 +246,12 @@ async def test_fold_costs_what_changed(opener: Opener, store: MemoryStore) -> No
 
 async def test_base_is_written_again_when_increments_are_a_share_of_it(opener: Opener, store: MemoryStore) -> None:
     """So all objects are little more than what a base would be, and the base is written once in many folds."""
-    folder, rng = opener("folder"), random.Random(1)
-    folder.fill(b"data", 20_000)
+    folder, rng, names = opener("folder"), random.Random(1), sized(8000, 20_000)
+    folder.fill(b"data", names)
     bases, ratios = 0, []
     live = (await folder.fold()).bytes
     for _ in range(60):
-        folder.touch(b"data", rng.sample(range(20_000), 500))
+        folder.touch(b"data", rng.sample(range(names), names // 40))
         manifest = await folder.fold()
         bases += not manifest.increments
         ratios.append(sum(len(data) for key, (data, _) in store.objects.items() if INDEX in key) / live)

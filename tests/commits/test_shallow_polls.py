@@ -34,23 +34,26 @@ from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from tests.commits.committing import Daemon, Site
 from tests.commits.nodes import at
 from tests.memory_store import Failures, Request, When
+from tests.tiers import sized
 
 REFRESH_S = 5.0
 WINDOW_S = 120
+SHARE = sized(5, 1)
+"""There are so many times fewer writers, keys in a page, and keys that are listed again: polls take the same pages."""
 PAGE_KEYS = 1000
 
 
 class Writers:
     """Commits that appear in a store; polls see their names, and each page counts."""
 
-    def __init__(self, site: Site, count: int) -> None:
-        self.site, self.keys, self.pages = site, list[str](), 0
-        self._count, self._chance, self._made_s = count, random.Random(0), 0
+    def __init__(self, site: Site, count: int, page_keys: int) -> None:
+        self.site, self.keys, self.pages, self.count = site, list[str](), 0, count
+        self._page_keys, self._chance, self._made_s = page_keys, random.Random(0), 0
 
     def commit_until(self, seconds: float) -> None:
         """Each writer commits once a second, at its own moment."""
         while self._made_s + 1 <= seconds:
-            for writer in range(self._count):
+            for writer in range(self.count):
                 self.commit(self._made_s + self._chance.random(), writer)
             self._made_s += 1
 
@@ -66,9 +69,9 @@ class Writers:
         digests = [meta for key, (_, meta) in self.site.store.objects.items() if key.endswith(SUFFIX) and key > start]
         commits = [ObjectMeta(key, 300, "etag", 0) for key in self.keys[bisect.bisect_right(self.keys, start) :]]
         shown = sorted([*commits, *digests], key=lambda meta: meta.key)
-        for first in range(0, max(1, len(shown)), PAGE_KEYS):
+        for first in range(0, max(1, len(shown)), self._page_keys):
             self.pages += 1
-            yield ListPage(shown[first : first + PAGE_KEYS], [], None)
+            yield ListPage(shown[first : first + self._page_keys], [], None)
 
 
 class Follower:
@@ -109,11 +112,15 @@ def _names_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """Followers of some writers, in turns; the clock of the test is the only one."""
+    """Followers of some writers, in turns; the clock of the test is the only one. ``share`` is as `SHARE`."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, writers: int, followers: int) -> None:
+    def __init__(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, writers: int, followers: int, *, share: int = SHARE
+    ) -> None:
         self.site, self.clock, self.stack = Site(root), MockClock(), ExitStack()
-        self.writers = Writers(self.site, writers)
+        self.writers = Writers(self.site, writers // share, PAGE_KEYS // share)
+        for name in ("OVERLAP_KEYS_MIN", "SHALLOW_KEYS"):
+            monkeypatch.setattr(poller_module, name, getattr(poller_module, name) // share)
         monkeypatch.setattr(CommitLog, "list_since", lambda _, time_ns: self.writers.list_since(time_ns))
         self.site.clock.seconds = WINDOW_S
         self.writers.commit_until(WINDOW_S)
@@ -153,14 +160,14 @@ def test_pages_of_a_poll_do_not_grow_with_the_writers(tmp_path: Path, monkeypatc
         assert mean(run.pages(12)) <= 1.3, run.pages(12)
         assert 1 <= len(run.digests()) <= 8
         for follower in run.followers:
-            assert len(follower.applied_s) >= len(run.writers.keys) - 50 * REFRESH_S - 50
+            assert len(follower.applied_s) >= len(run.writers.keys) - run.writers.count * (REFRESH_S + 1)
 
     run.go(main)
 
 
 def test_pages_of_500_writers_are_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 s have 2.5 pages, the window has 63. One mount in all lists that every 20 to 40 s."""
-    run = Run(tmp_path, monkeypatch, writers=500, followers=1)
+    run = Run(tmp_path, monkeypatch, writers=500, followers=1, share=sized(20, 1))
 
     async def main() -> None:
         (follower,) = run.followers
@@ -168,7 +175,7 @@ def test_pages_of_500_writers_are_what_is_new(tmp_path: Path, monkeypatch: pytes
         follower.poller._deep_due_s = 1e9  # noqa: SLF001 - it is another one's turn
         await run.go_on(60)
         assert mean(follower.pages[-12:]) <= 3, follower.pages[-12:]
-        assert len(follower.applied_s) >= len(run.writers.keys) - 500 * REFRESH_S - 500
+        assert len(follower.applied_s) >= len(run.writers.keys) - run.writers.count * (REFRESH_S + 1)
 
     run.go(main)
 
@@ -257,7 +264,7 @@ def test_shallow_poll_applies_again_what_was_forgotten(tmp_path: Path, monkeypat
         now_s = run.site.clock.seconds
         follower.daemon.applier.commits.forget_after(at(now_s - 60))
         await run.go_on(REFRESH_S)
-        assert len(follower.applied_s) >= 60 * 20
+        assert len(follower.applied_s) >= 60 * run.writers.count
         assert follower.pages[-1] == 2
 
     run.go(main)
