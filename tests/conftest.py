@@ -5,6 +5,7 @@ A store is started once a session, when the first test asks for it.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_integration(item.path.relative_to(tests), getattr(item, "fixturenames", ()), parameters):
             item.add_marker(INTEGRATION)
     items.sort(key=lambda item: item.get_closest_marker(INTEGRATION) is None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The modules and items of all tests are a million objects, which each full collection would look at again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
