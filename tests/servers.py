@@ -125,8 +125,6 @@ def seaweedfs(directory: Path) -> Iterator[Server]:
 VOLUMES_MAX = 100_000
 """The default is what the disk has room for if all volumes were full. Each bucket of a long run reserves two volumes of
 64 MiB, so that after some hundred buckets no volume was left to grow, and every PUT was answered with 500."""
-QUICK = ("-master.electionTimeout=1s", "-volume.preStopSeconds=0")
-"""The only master of one that starts again need not wait for others, nor a volume server that stops."""
 
 
 class StoppableStore:
@@ -140,7 +138,7 @@ class StoppableStore:
 
     def start(self) -> Server:
         """Answers when the store does."""
-        server, self._process = self._running.enter_context(_seaweedfs(self._directory, self._ports, *QUICK))
+        server, self._process = self._running.enter_context(_seaweedfs(self._directory, self._ports))
         return server
 
     def stop(self) -> None:
@@ -178,7 +176,7 @@ def _sockets_of(ports: list[int]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+def _seaweedfs(directory: Path, ports: list[int]) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     directory.mkdir(parents=True, exist_ok=True)
     identity = {
         "name": "test",
@@ -218,7 +216,9 @@ def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tup
         "-s3.port.lance=0",
         f"-s3.localSocket={directory}/s3.sock",
         f"-s3.config={config}",
-        *options,
+        # A master that is the only one need not wait for others, nor a volume server that stops.
+        "-master.electionTimeout=1s",
+        "-volume.preStopSeconds=0",
     ]
     server = Server("seaweedfs", f"http://127.0.0.1:{port}", filer=f"127.0.0.1:{filer_port}")
     try:
