@@ -15,10 +15,9 @@ import pytest
 
 from tests.faults import faulty
 from tests.forward_proxy import forward_proxy
-from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import MIB, Lake, eventually, noise
+from tests.mount.lakes import MIB, Lake, eventually, noise, s3_lake
 from tests.nginx import TOKEN, CountedStore, Nginx, counted, nginx
-from tests.servers import Server
+from tests.servers import Server, make_bucket
 
 PACKED = {f"packed/{number:03}": noise(30_000 + 500 * number, number) for number in range(120)}
 PLAIN = {f"plain/{number}": noise(700_000 + 300_000 * number, 1000 + number) for number in range(9)}
@@ -40,19 +39,28 @@ def proxy(store: CountedStore, tmp_path: Path) -> Iterator[Nginx]:
         yield proxy
 
 
-@pytest.fixture
-def node(make_lake: LakeMaker, store: CountedStore, tmp_path: Path) -> Iterator[Maker]:
-    """Mount the dataset on another node: ``node(*options)``. ``files`` are all that there is."""
+@pytest.fixture(scope="module")
+def writer(dev_fuse: Path, seaweed: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
+    """The lake with the dataset, which no test changes; not mounted."""
+    bucket = f"cluster-{random.SystemRandom().getrandbits(48):012x}"
+    make_bucket(seaweed, bucket)
     options = "--pack", "always", "--durability", "writeback", "--writeback-delay", "1m"
-    writer = make_lake("seaweedfs", *options, through=store.server).mount()
-    (writer.path / "packed").mkdir()
-    for name, data in PACKED.items():
-        (writer.path / name).write_bytes(data)
-    writer.sync()
-    for name, data in (PLAIN | LARGE).items():
-        writer.outside.replace(name, data)
-    writer.umount()
-    assert any(size > 4 * MIB for key, size in writer.outside.objects().items() if key.endswith(PACK)), "in pieces"
+    with s3_lake(seaweed, bucket, tmp_path_factory.mktemp("writer"), *options) as lake:
+        lake.mount()
+        (lake.path / "packed").mkdir()
+        for name, data in PACKED.items():
+            (lake.path / name).write_bytes(data)
+        lake.sync()
+        for name, data in (PLAIN | LARGE).items():
+            lake.outside.replace(name, data)
+        lake.umount()
+        assert any(size > 4 * MIB for key, size in lake.outside.objects().items() if key.endswith(PACK)), "in pieces"
+        yield lake
+
+
+@pytest.fixture
+def node(writer: Lake, store: CountedStore, tmp_path: Path) -> Iterator[Maker]:
+    """Mount the dataset on another node: ``node(*options)``."""
     with ExitStack() as stack:
 
         def mount(*options: str, token: str = TOKEN) -> Lake:
