@@ -17,8 +17,8 @@ from tests.mount.lakes import Directory, Lake, eventually, hasten_maintenance, i
 from tests.servers import Server
 from tests.tiers import sized
 
-COMMITS_MAX = 100
-COMMITS = sized(150, 500)
+COMMITS_MAX = sized(40, 100)
+COMMITS = sized(60, 500)
 BEGINS_S_MAX = 60.0
 
 
@@ -81,7 +81,7 @@ def await_worker(lake: Lake) -> int:
     return workers(lake)[0]
 
 
-@pytest.mark.parametrize("store", ["seaweedfs", "file"])
+@pytest.mark.parametrize("store", ["seaweedfs", pytest.param("file", marks=pytest.mark.long)])
 def test_lake_is_folded_and_collected_by_itself(make_lake: LakeMaker, patched: Callable[..., Lake], store: str) -> None:
     lake = patched(make_lake(store), interval_s=0.05).mount()
     make_commits(lake)
