@@ -324,6 +324,7 @@ def test_stored_objects_are_ignored_by_a_program_that_does_not_know_them() -> No
     assert len(msgspec.msgpack.decode(raw, type=Before).operations) == 1
 
 
+@pytest.mark.parametrize("kept_as", ["bytes"], indirect=True)
 def test_large_record_takes_little_more_memory_than_its_bytes() -> None:
     """In a process of its own, whose peak is nothing else's."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120)
