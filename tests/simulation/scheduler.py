@@ -156,7 +156,7 @@ def run(main: Callable[[], Awaitable[T]], seed: str) -> T:
     before = [(names, name, names[name]) for names, name, _ in replaced]
     for names, name, value in replaced:
         names[name] = value
-    was_enabled = gc.isenabled()
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
     gc.freeze()  # what is there before the run is not looked through after it
     try:
@@ -165,6 +165,7 @@ def run(main: Callable[[], Awaitable[T]], seed: str) -> T:
         for names, name, value in before:
             names[name] = value
         gc.collect()
-        gc.unfreeze()
+        if not was_frozen:  # else by who runs the tests, for all of them
+            gc.unfreeze()
         if was_enabled:
             gc.enable()

@@ -18,11 +18,15 @@ from tests.tiers import sized
 
 FRESH = 25
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
-SEEDS = [(profile, seed) for profile, seeds in (("turns", 8), ("mixed", 8), ("foreign", 5)) for seed in range(seeds)]
+SEEDS = [
+    (profile, seed)
+    for profile, seeds in (("turns", sized(4, 8)), ("mixed", sized(5, 8)), ("foreign", sized(3, 5)))
+    for seed in range(seeds)
+]
 TWICE = [
     ("turns", 3),
-    *[("mixed", seed) for seed in range(sized(2, 7))],
-    *[("crash", seed) for seed in range(sized(4, 12))],
+    *[("mixed", seed) for seed in range(sized(1, 7))],
+    *[("crash", seed) for seed in range(sized(2, 12))],
 ]
 """Nodes die in the last ones."""
 PROGRAM = """
