@@ -228,7 +228,7 @@ async def test_a_store_that_comes_back_gets_everything_in_order(tmp_path: Path) 
         assert told(m)["waiting_because"]
         outage.away = False
         await stored(m)
-        assert made_visible(store)[-20:] == names
+        assert [key for key in made_visible(store) if key in names][-20:] == names
         assert not told(m)["waiting_because"]
 
 
