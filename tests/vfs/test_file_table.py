@@ -542,7 +542,7 @@ async def test_close_whose_answer_was_lost_leaves_the_version_that_replaced_it(t
     """Another node read what was stored, and replaced it: both nodes have its version, and no commit says otherwise."""
     store = MemoryStore(Capabilities(name="memory", put_if_match=True, complete_if_match=True))
     replaced, mine, theirs = trio.Event(), noise(1, size), noise(2, size)
-    async with two_lakes(store, tmp_path) as (one, two), trio.open_nursery() as nursery:
+    async with two_lakes(store, tmp_path, retry_timeout_s=20.0) as (one, two), trio.open_nursery() as nursery:
         await one.write("file", b"before")
         await one.setattr("file", mode=stat.S_IFREG | 0o600)  # commits name the file from here on
         await one.sync()
