@@ -51,7 +51,8 @@ class StoreMetrics:
 class ReadMetrics:
     """READ requests, by where their bytes were when they came: in memory (also what was fetched ahead), on the local
     disk (cache and staging), in the store. Of the seconds from a request to its answer the waits for the last two are
-    counted; the rest is the daemon's own. An OPEN that fetches what the first READ needs waits here, too."""
+    counted; the rest is the daemon's own. An OPEN that fetches what the first READ needs waits here, too. A request is
+    counted when it ends, so that no value goes down."""
 
     count: int = 0
     seconds: float = 0.0
@@ -60,9 +61,13 @@ class ReadMetrics:
     bytes_of_store: int = 0
     waited_disk_s: float = 0.0
     waited_store_s: float = 0.0
+    waited_daemon_s: float = 0.0
     latency_counts: list[int] = field(default_factory=no_latencies)
 
-    def count_read(self, seconds: float) -> None:
+    def count_read(self, request: ReadMetrics, seconds: float) -> None:
+        """Count a request that took so long, and what it counted itself."""
+        request.waited_daemon_s = max(0.0, seconds - request.waited_disk_s - request.waited_store_s)
+        self._add(request)
         self.count += 1
         self.seconds += seconds
         self.latency_counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
@@ -73,23 +78,27 @@ class ReadMetrics:
         self.waited_store_s += opening.waited_store_s
         self.waited_disk_s += opening.waited_disk_s
 
-    def add(self, other: ReadMetrics) -> None:
-        self.count += other.count
-        self.seconds += other.seconds
+    def _add(self, other: ReadMetrics) -> None:
         self.bytes_of_memory += other.bytes_of_memory
         self.bytes_of_disk += other.bytes_of_disk
         self.bytes_of_store += other.bytes_of_store
         self.waited_disk_s += other.waited_disk_s
         self.waited_store_s += other.waited_store_s
+        self.waited_daemon_s += other.waited_daemon_s
+
+    def add(self, other: ReadMetrics) -> None:
+        """Add the counters of other requests."""
+        self._add(other)
+        self.count += other.count
+        self.seconds += other.seconds
         self.latency_counts = [a + b for a, b in zip(self.latency_counts, other.latency_counts, strict=True)]
 
     def as_dict(self) -> dict[str, object]:
-        disk_s, store_s = self.waited_disk_s, self.waited_store_s
         return {
             "count": self.count,
             "seconds": self.seconds,
             "bytes": {"memory": self.bytes_of_memory, "disk": self.bytes_of_disk, "store": self.bytes_of_store},
-            "waited_s": {"store": store_s, "disk": disk_s, "daemon": max(0.0, self.seconds - store_s - disk_s)},
+            "waited_s": {"store": self.waited_store_s, "disk": self.waited_disk_s, "daemon": self.waited_daemon_s},
             "latency_counts": list(self.latency_counts),
         }
 

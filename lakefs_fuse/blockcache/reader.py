@@ -356,7 +356,7 @@ async def _wait(block: PendingBlock, wanted: int, reads: ReadMetrics) -> memoryv
     try:
         data = await block.wait()
     finally:
-        waited_s = max(0.0, block.ready_s - began_s)  # what follows is this task's wait for its turn
+        waited_s = max(0.0, (block.ready_s or trio.current_time()) - began_s)  # then this task waits for its turn
         if block.is_local:
             reads.waited_disk_s += waited_s
         else:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
 from lakefs_fuse.cli.terminal import progress_bar
 from lakefs_fuse.control import protocol
-from lakefs_fuse.control.client import ControlClient, connect
+from lakefs_fuse.control.client import SILENCE_S_MAX, ControlClient, connect
 from lakefs_fuse.control.mounts import Mount, is_dead, mount_at, mount_of
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.supervision import supervisor_of
@@ -20,11 +20,11 @@ FILES_SHOWN_MAX = 20
 """Files that a message lists by name."""
 
 
-def open_daemon(mountpoint: str) -> ControlClient:
+def open_daemon(mountpoint: str, *, silence_s_max: float = SILENCE_S_MAX) -> ControlClient:
     """A connection to the daemon that serves ``mountpoint``. Raises LakeError if there is none."""
     point = real_mountpoint(mountpoint)
     mounted = mount_at(point)
-    client = connect_to_owner(point, mounted)
+    client = connect_to_owner(point, mounted, silence_s_max=silence_s_max)
     if client is not None:
         return client
     supervisor = supervisor_of(point, owner_of(mounted))
@@ -41,12 +41,14 @@ def open_daemon(mountpoint: str) -> ControlClient:
     raise LakeError(f"{point} is a mount of another program ({mounted.source}, {mounted.fstype}): name a lake's mount")
 
 
-def connect_to_owner(point: str, mounted: Mount | None) -> ControlClient | None:
+def connect_to_owner(
+    point: str, mounted: Mount | None, *, silence_s_max: float = SILENCE_S_MAX
+) -> ControlClient | None:
     """A connection to the daemon of a mount, None if no daemon answers. Raises LakeError for another user's mount."""
     uid, owner = os.geteuid(), owner_of(mounted)
     if uid not in (0, owner):
         raise LakeError(f"the mount {point} belongs to uid {owner}: run this as that user or as root")
-    return connect(point, owner=owner)
+    return connect(point, owner=owner, silence_s_max=silence_s_max)
 
 
 def owner_of(mounted: Mount | None) -> int:

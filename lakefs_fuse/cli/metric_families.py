@@ -1,12 +1,14 @@
 """The counters of daemons as Prometheus metrics: `FAMILIES` is every metric, with the place of its value in `stats`.
 
 What always holds: names and labels are final once released, for alerts rely on them. Each sample has the label
-``mountpoint``. A value that a mount does not report (an immutable one has no uploads) has no sample.
+``mountpoint``. A value that a mount does not report (an immutable one has no staging) has no sample. A daemon that
+hangs does not keep others from answering: all are asked at the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -108,7 +110,8 @@ class MountCollector(Collector):
         self._mountpoints, self._ask = mountpoints, ask
 
     def collect(self) -> Iterator[Metric]:
-        asked = {mountpoint: self._ask(mountpoint) for mountpoint in self._mountpoints}
+        with ThreadPoolExecutor(len(self._mountpoints)) as threads:
+            asked = dict(zip(self._mountpoints, threads.map(self._ask, self._mountpoints), strict=True))
         up = GaugeMetricFamily(UP, "1 if the daemon of the mount answers", labels=[MOUNTPOINT])
         info = GaugeMetricFamily(INFO, "1, with what is mounted", labels=[MOUNTPOINT, "source", "version"])
         found = {mountpoint: values for mountpoint, values in asked.items() if values is not None}

@@ -15,11 +15,15 @@ from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError, LakeError
 
+SCRAPE_S_MAX = 5.0
+"""A daemon that takes longer is down; Prometheus gives up a scrape after 10 s."""
+
 
 @click.command("metrics", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("mountpoints", "The directory of each mount.", nargs=-1, required=True, type=click.Path(readable=False))
 @option("--listen", metavar="ADDR:PORT", help="Serve them at http://ADDR:PORT/metrics until interrupted, for scrapes "
-        "by Prometheus. The page tells who may reach it what is mounted, and nothing that is in files.")  # fmt: skip
+        "by Prometheus. Anyone who can reach the address sees what is mounted and how much it is used, but no names or "
+        "contents of files.")  # fmt: skip
 def metrics(mountpoints: tuple[str, ...], listen: str | None) -> None:
     """Print the counters of mounts in Prometheus's text format.
 
@@ -42,7 +46,7 @@ def _text(mountpoints: tuple[str, ...]) -> str:
 
 
 def _ask(mountpoint: str) -> dict[str, object]:
-    with open_daemon(mountpoint) as client:
+    with open_daemon(mountpoint, silence_s_max=SCRAPE_S_MAX) as client:
         return client.statistics()
 
 
@@ -64,7 +68,7 @@ def _serve(mountpoints: tuple[str, ...], address: str, port: int) -> None:
     try:
         server, _ = start_http_server(port, address, registry_of(mountpoints, _try_ask))
     except OSError as error:
-        raise ConfigError(f"--listen: {address}:{port} cannot be listened at: {error.strerror}") from error
+        raise ConfigError(f"--listen: cannot listen on {address}:{port}: {error.strerror}") from error
     host = f"[{address}]" if ":" in address else address
     click.echo(f"serving http://{host}:{server.server_port}/metrics")
     signal.sigwait(ends)

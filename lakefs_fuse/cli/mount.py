@@ -123,7 +123,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "pack, at most 64MiB. Raise it for datasets of larger small files.")  # fmt: skip
 @option("--rules", type=click.Path(), metavar="FILE", group=DURABILITY, help="TOML file that sets pack, "
         "pack-threshold, durability, publish, exclusive-create and keep-newest by path (docs/operations.md). Use it "
-        "where paths need different settings.")  # fmt: skip
+        "where paths need different settings. `stats` and `metrics` count reads by rule, on immutable mounts as "
+        "well.")  # fmt: skip
 @_setting("--orphans", "orphans", type=click.Choice(["keep", "finish", "abort"]), group=DURABILITY,
         help="What to do at mount with files that a dead daemon left unfinished: keep them for `lakefs-fuse orphans`, "
         "finish (store) or abort (delete) them.")  # fmt: skip

@@ -54,8 +54,8 @@ class DigestName(NamedTuple):
 
 
 class Digest(msgspec.Struct, frozen=True, array_like=True):
-    """What a digest says of consecutive buckets: numbers of commits, and sums of hashes. ``took_ns`` before its PUT the
-    LIST began."""
+    """What a digest says of consecutive buckets: numbers of commits, and sums of hashes. ``took_ns``: how long
+    before its PUT the LIST began."""
 
     took_ns: int
     counts: list[int]
@@ -113,7 +113,7 @@ class BucketSums:
         return min(bucket, last) << BUCKET_BITS
 
     def digest(self, first: int, end: int) -> Digest:
-        """Of the buckets from one time up to another, in no time."""
+        """The digest of the buckets from one time up to another; the caller sets ``took_ns``."""
         pairs = [self._of.get(bucket, (0, 0)) for bucket in range(first >> BUCKET_BITS, end >> BUCKET_BITS)]
         return Digest(0, [count for count, _ in pairs], [total for _, total in pairs])
 

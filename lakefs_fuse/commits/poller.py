@@ -98,8 +98,8 @@ REPEAT_S = 1.0
 REPEATER_S = 4.0
 """A repeater is there if a new bundle of one was shown since the last poll, or so long ago."""
 RIVAL_POLLS, RESIGNATION = 3, 1 / 4
-"""A repeater that so many polls in a row have shown new bundles of others gives up with this probability. A mount that
-catches up with what others commit puts one."""
+"""A repeater that so many polls in a row have shown new bundles of others gives up with this probability. Not at the
+first: a mount that catches up with what others commit puts one, too."""
 REPEATER_AGE_NS = 30 * NS
 """A bundle whose last commit is older is not of a repeater that goes on."""
 REPEAT_WAIT_S = REPEAT_S + 0.5
@@ -282,7 +282,7 @@ class Poller:
                 self._list_again(look.found[0])
         await trio.sleep(REPEAT_WAIT_S if until is not None else BUNDLE_WAIT_S + self._rng.random() * ELECTION_S)
         async with self._lock:
-            again = await self._look(is_deep=look.is_deep)
+            again = await self._look(is_deep=look.is_deep, for_others=look.digest is not None)
             if until is None and again.found and not self._is_cheap(again) and self._repeated_until(again) is None:
                 self.is_repeater = self._log.fetched is not None and not self._log.repeated.is_refused
                 self._repeats_since, self._rivals, self._counts = 0, 0, []

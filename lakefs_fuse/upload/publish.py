@@ -261,7 +261,8 @@ class Append(msgspec.Struct, frozen=True):
 
 
 def _find_append(draft: Draft) -> Append | None:
-    """How a file is sent that changed behind its first 5 MiB alone; None where parts of the layout serve as well."""
+    """How a file is sent that changed behind its first 5 MiB alone; None where parts of the layout serve as well, or
+    have begun to be sent because the new bytes fill one."""
     if draft.base is None or draft.spills.used or draft.upload_intent_ns:
         return None
     capabilities, layout = draft.uploader.client.capabilities, draft.uploader.layout
@@ -289,12 +290,15 @@ async def _send_append(draft: Draft, upload_id: str, append: Append) -> list[Par
         number, (start, end) = part
         async with uploader.slots.slot():
             if (start, end) == append.copied:
-                refs[number] = await uploader.client.upload_part_copy(
-                    key, upload_id, number, base.version.key, base.offset + start, base.offset + end,
-                    etag=base.version.etag,
-                )  # fmt: skip
-                uploader.metrics.parts_copied += 1
-                return
+                try:
+                    refs[number] = await uploader.client.upload_part_copy(
+                        key, upload_id, number, base.version.key, base.offset + start, base.offset + end,
+                        etag=base.version.etag,
+                    )  # fmt: skip
+                    uploader.metrics.parts_copied += 1
+                    return
+                except (NotFound, PreconditionFailed):  # the store has the base no longer, but the cache may
+                    await draft.fill(start, end)
             with draft.file.held():
                 body = FileSlice(draft.file.fd, start, end - start)
                 refs[number] = await uploader.client.upload_part(key, upload_id, number, body)

@@ -16,7 +16,7 @@ from lakefs_fuse.cli import run
 from lakefs_fuse.cli.metric_families import FAMILIES, INFO, UP, full_name, registry_of
 from lakefs_fuse.cli.metrics import parse_address
 from lakefs_fuse.errors import ConfigError
-from lakefs_fuse.metrics import LATENCY_BOUNDS_S, Metrics
+from lakefs_fuse.metrics import LATENCY_BOUNDS_S, Metrics, ReadMetrics
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -61,9 +61,8 @@ def test_metrics_values_are_those_of_stats() -> None:
     metrics.store.latency_counts["get"][:3] = [1, 0, 2]
     metrics.store.latency_s_sum["get"] = 0.012
     reads = metrics.reads_of("train/**")
-    reads.bytes_of_store, reads.waited_store_s, reads.waited_disk_s = 4096, 0.2, 0.05
-    reads.count_read(0.3)
-    metrics.reads_of("").count_read(60.0)
+    reads.count_read(ReadMetrics(bytes_of_store=4096, waited_store_s=0.2, waited_disk_s=0.05), 0.3)
+    metrics.reads_of("").count_read(ReadMetrics(), 60.0)
     found = samples_of(text_of(lake=values_of(metrics)))
     assert found[UP] == {(): 1}
     assert found[INFO] == {(("source", "s3://bucket/lake"), ("version", "1")): 1}
@@ -99,7 +98,7 @@ def test_metrics_of_a_mount_that_is_down_beside_one_that_is_not() -> None:
 
 def test_promtool_accepts_the_text() -> None:
     metrics = Metrics()
-    metrics.reads_of('odd "glob"\\**').count_read(1.0)
+    metrics.reads_of('odd "glob"\\**').count_read(ReadMetrics(), 1.0)
     text = text_of(lake=values_of(metrics))
     command = ["promtool", "check", "metrics"]
     done = subprocess.run(command, check=False, input=text, capture_output=True, text=True)

@@ -390,13 +390,14 @@ class Lake:
 
 MAINTENANCE_PATCH = """
 from lakefs_fuse.admin import maintenance
-maintenance.INTERVAL_S, maintenance.COMMITS_MAX = {interval_s}, {commits_max}
+maintenance.INTERVAL_S = {interval_s}
+maintenance.COMMITS_MAX = maintenance.LEVELS_COMMITS_MAX = {commits_max}
 """
 
 
 def hasten_maintenance(lake: Lake, directory: Path, *, interval_s: float, commits_max: int) -> Lake:
     """A mount looks about every ``interval_s``, not every hour, and 24 of these are a day; a fold is due after so many
-    commits, not after 2,000. ``directory`` is for a file that the program imports."""
+    commits, not after 300. ``directory`` is for a file that the program imports."""
     patch = MAINTENANCE_PATCH.format(interval_s=interval_s, commits_max=commits_max)
     (directory / "sitecustomize.py").write_text(patch)
     lake.env["PYTHONPATH"] = str(directory)

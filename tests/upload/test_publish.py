@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.blockcache.cache_file import block_hash
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import AccessDenied, FileError, NotCarriedOut, NotFound, StoreError, Superseded, Unavailable
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
@@ -535,6 +536,7 @@ APPENDS = {
     "from the end of a part": (32 * MIB, 33 * MIB, 1 * MIB, 2),
     "a part that has not 5 MiB": (35 * MIB, 36 * MIB, 4 * MIB, 2),
     "less than 5 MiB": (4 * MIB, 5 * MIB, 5 * MIB, 0),
+    "more than a part": (15 * MIB, 35 * MIB, 35 * MIB, 0),
 }
 
 
@@ -584,6 +586,30 @@ async def test_append_that_failed_is_sent_again(tmp_path: Path, what_fails: str,
         assert b.store.data("file") == data
         assert b.store.uploads == {}
         draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+async def test_append_whose_base_is_gone_sends_what_the_cache_has_of_it(tmp_path: Path, how: str) -> None:
+    data = noise("gone", 7 * MIB)
+    async with bench(tmp_path, spans=WIDE, staging_bytes_max=256 * MIB) as b:
+        draft = b.draft(base=b.give("other", data[: 6 * MIB]))
+        draft.uploader.reader = CachedBase(data[: 6 * MIB])
+        await draft.write(6 * MIB, data[6 * MIB :])
+        b.store.delete("other") if how == "deleted" else b.give("other", b"another version")
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        draft.close(unlink=True)
+
+
+class CachedBase:
+    """Reads of a base that the cache has."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def read(self, _: Version, offset: int, length: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return self._data[offset : offset + length]
 
 
 async def test_append_where_parts_cannot_be_copied_sends_the_file(tmp_path: Path) -> None:

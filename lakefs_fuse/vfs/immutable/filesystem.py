@@ -211,13 +211,13 @@ class ImmutableFilesystem:
     async def read(self, inode: int, offset: int, length: int, *, around: bool = False) -> Buffer:
         """With ``around`` all of the block that it begins in is fetched. Raises FileError: ESTALE where the version
         is gone, else the errno of the store's error."""
-        reading, began_s = self._reading(inode), trio.current_time()
+        reading, request, began_s = self._reading(inode), ReadMetrics(), trio.current_time()
         try:
-            return await self._read(reading, offset, length, around)
+            return await self._read(reading, offset, length, around, request)
         finally:
-            reading.reads.count_read(trio.current_time() - began_s)
+            reading.reads.count_read(request, trio.current_time() - began_s)
 
-    async def _read(self, reading: Reading, offset: int, length: int, around: bool) -> Buffer:
+    async def _read(self, reading: Reading, offset: int, length: int, around: bool, reads: ReadMetrics) -> Buffer:
         extent = reading.extent
         if extent is None or offset >= extent.size:
             return b""
@@ -228,7 +228,7 @@ class ImmutableFilesystem:
         while True:
             try:
                 return await self._reader.read(
-                    extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around, reads=reading.reads
+                    extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around, reads=reads
                 )
             except FileError as error:
                 if error.errno == errno.ESTALE and self._late.is_expected(reading.entry, error):

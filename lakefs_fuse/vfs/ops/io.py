@@ -75,11 +75,11 @@ class FileIO:
 
     async def read(self, file: OpenFile, offset: int, length: int, readahead: Readahead, reads: ReadMetrics) -> Buffer:
         """``reads`` counts the request; a file that is being written is read from the local disk there."""
-        began_s = trio.current_time()
+        request, began_s = ReadMetrics(), trio.current_time()
         try:
-            return await self._read(file, offset, length, readahead, reads)
+            return await self._read(file, offset, length, readahead, request)
         finally:
-            reads.count_read(trio.current_time() - began_s)
+            reads.count_read(request, trio.current_time() - began_s)
 
     async def _read(self, file: OpenFile, offset: int, length: int, readahead: Readahead, reads: ReadMetrics) -> Buffer:
         while file.draft is not None:
