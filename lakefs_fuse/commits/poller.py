@@ -104,6 +104,8 @@ REPEATER_AGE_NS = 30 * NS
 """A bundle whose last commit is older is not of a repeater that goes on."""
 REPEAT_WAIT_S = REPEAT_S + 0.5
 WAITING_REFRESH_S = 5.0
+DOUBTS_AT_ONCE = 128
+"""Operations between two turns of the loop while it is asked what a commit may hide: 8 ms of CPU at most."""
 """A mount that polls at longer intervals polls again after REPEAT_WAIT_S for what it left to the repeater."""
 FEW_SPAN_S, FEW_COMMITS = 10.0, 10
 """A repeater that has so few commits in such a time gives up."""
@@ -595,7 +597,7 @@ class Poller:
         for number, doubt in enumerate(self._applier.doubts(record), 1):
             if doubt is not None:
                 doubts.append(doubt)
-            if not number % OPERATIONS_AT_ONCE:
+            if not number % DOUBTS_AT_ONCE:
                 await trio.lowlevel.checkpoint()
                 self._applier.paths.forget_paths()
         if doubts:

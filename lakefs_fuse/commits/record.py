@@ -35,7 +35,7 @@ STORED_MAX = 1024
 LAZY_BYTES_MIN = 1 << 20
 """Records from this size on keep their operations as bytes."""
 ENCODED_AT_ONCE = 4096
-"""Operations; 2 ms. More are encoded one by one, so that a thread which does that lets the others run."""
+"""Operations; 2 ms. More are encoded so many at a time, so that a thread which does that lets the others run."""
 KEY_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 TARGET_BYTES_MAX = 4095
@@ -256,7 +256,12 @@ def encode(record: Record, format: int = 1) -> bytes:
     operations: list[Operation] | msgspec.Raw = list(record.operations)
     if count > ENCODED_AT_ONCE:
         header = struct.pack(">BI", 0xDD, count) if count > 0xFFFF else struct.pack(">BH", 0xDC, count)
-        operations = msgspec.Raw(header + b"".join(map(msgspec.msgpack.Encoder().encode, record.operations)))
+        encode_one, pieces = msgspec.msgpack.Encoder().encode, [header]
+        pieces += (  # other threads wait for the interpreter during each of these
+            b"".join(map(encode_one, record.operations[at : at + ENCODED_AT_ONCE]))
+            for at in range(0, count, ENCODED_AT_ONCE)
+        )
+        operations = msgspec.Raw(b"".join(pieces))
     fields = {**msgspec.structs.asdict(record), "operations": operations, "format": max(record.format, format)}
     return msgspec.msgpack.encode(_Written(**fields))
 

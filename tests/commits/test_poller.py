@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,8 @@ import pytest
 import trio
 
 from lakefs_fuse.commits import poller
+from lakefs_fuse.commits.applier import Applier
+from lakefs_fuse.commits.apply_record import Doubt
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.commit_log import CommitLog
@@ -90,6 +93,35 @@ async def test_poll_reads_rows_once_for_a_page(tmp_path: Path, monkeypatch: pyte
             assert await a.poller.poll() == 0
             needed.append(reads)
         assert needed[0] == needed[1]
+
+
+async def test_poll_asks_what_a_large_commit_hides_in_short_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are answered between them."""
+    site, turns, count, asked = Site(tmp_path), 0, 5000, Counter[int]()
+    doubts = Applier.doubts
+
+    def counted(applier: Applier, record: Record) -> Iterator[Doubt | None]:
+        for doubt in doubts(applier, record):
+            asked[turns] += 1
+            yield doubt
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    monkeypatch.setattr(Applier, "doubts", counted)
+    with site.daemon("a") as a:
+        commit_also(site, 1, {}, *(Remove(f"f{number}", hides="e" * 32) for number in range(count)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take_turns)
+            assert await a.poller.poll() == 1
+            nursery.cancel_scope.cancel()
+    assert asked.total() == count
+    assert max(asked.values()) <= 256
 
 
 @pytest.mark.parametrize("forget", ["forget_all", "forget_since", "forget_after"])
