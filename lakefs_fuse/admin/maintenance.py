@@ -161,8 +161,10 @@ class Inspector:
 
     @property
     def commits_until_due(self) -> int:
-        """After so many more commits the lake is due for a fold, as far as is known."""
-        return self._backlog_max - self.backlog
+        """After so many more commits the lake is due for a fold, as far as is known; where it is due already, and not
+        folded, after as many as make it due."""
+        most = self._backlog_max
+        return most - self.backlog if self.backlog <= most else most
 
     @property
     def _folded(self) -> int:

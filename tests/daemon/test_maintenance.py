@@ -149,6 +149,18 @@ async def test_mount_that_folded_looks_when_enough_commits_were_seen(
     assert max(waits) == pytest.approx((COMMITS_MAX + 1) * HOUR_S * INTERVAL_SHARE_MIN)
 
 
+async def test_mount_whose_lake_cannot_be_folded_looks_once_an_hour(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    (tmp_path / "folded").mkdir()
+    node = Node(store, clock, directory=tmp_path / "folded")
+    node.worker.answer = protocol.Failed(message="no room")
+    assert (await node.look())["due"]
+    assert len(node.worker.asked) == 1
+    waits = [await node.wait_s() for _ in range(200)]
+    assert sum(waits) / len(waits) > HOUR_S / 2
+
+
 async def test_other_mounts_look_within_minutes_of_enough_commits_but_not_together(
     store: MemoryStore, clock: Clock
 ) -> None:
