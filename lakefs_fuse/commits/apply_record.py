@@ -423,7 +423,7 @@ class Application:
             self._bury(step, etag=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:
             self._bury(step, etag=place.etag, at=self._when_ended(tombstone.floor))
-        else:
+        elif current is None or not current.is_plain or current.etag != place.etag:  # else the row says it
             self._end_older(step, self._stamp)
 
     def _end_older(self, step: _Step, stamp: int) -> None:

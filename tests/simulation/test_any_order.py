@@ -209,6 +209,15 @@ def test_bytes_that_a_record_tells_twice_to_be_there_again_are_the_file(tmp_path
     assert {names[case.path] for case in cases} == {"a"}
 
 
+def test_file_that_replaced_an_object_stays_when_that_is_told_of_twice(tmp_path: Path) -> None:
+    """Its writer hears of its own commit before that is answered, or two nodes have stored the same bytes."""
+    kinds = (("packed", "a"), ("own", "a"), ("own", "a"))
+    cases = [Case(kinds, order, None, str(number)) for number, order in enumerate(itertools.permutations(range(3)))]
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {f"packed {time_of(0)}"}
+
+
 @pytest.mark.parametrize("commits", [1, 2])
 def test_commit_that_is_applied_twice_shows_what_it_shows_once(tmp_path: Path, commits: int) -> None:
     cases, numbers = [], itertools.count()
