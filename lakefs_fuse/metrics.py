@@ -106,7 +106,8 @@ class ReadMetrics:
 @dataclass(slots=True)
 class CacheMetrics:
     """The block cache. A hit or miss is one block that a reader needs; ``fetched_whole`` counts objects prefetched
-    because they are read in random order; ``wrong_sums`` counts responses whose bytes did not match their sum."""
+    because they are read in random order; ``bypasses`` counts ranges that were read past a cache in which everything is
+    in use; ``wrong_sums`` counts responses whose bytes did not match their sum."""
 
     hits: int = 0
     misses: int = 0
@@ -114,6 +115,7 @@ class CacheMetrics:
     evicted_bytes: int = 0
     prefetched_blocks: int = 0
     fetched_whole: int = 0
+    bypasses: int = 0
     wrong_sums: int = 0
 
 

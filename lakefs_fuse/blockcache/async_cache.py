@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import trio
 
+from lakefs_fuse.blockcache.admission import AdmissionPolicy
 from lakefs_fuse.blockcache.cache import WRITES_AT_ONCE, BlockCache
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
@@ -41,6 +42,7 @@ SMALL_WRITE_BYTES_MAX = BLOCK_BYTES // 2
 
 @dataclass(slots=True)
 class _Gathered:
+    is_jumping: bool
     runs: list[tuple[Version, int, Sequence[memoryview]]] = field(default_factory=list)
     bytes_total: int = 0
     full: trio.Event = field(default_factory=trio.Event)
@@ -56,7 +58,8 @@ class AsyncBlockCache:
         self._nursery, self._threads = nursery, threads
         self._reading = trio.CapacityLimiter(READING_THREADS_MAX)
         self._writing = trio.CapacityLimiter(WRITING_THREADS_MAX)
-        self._gathering: _Gathered | None = None
+        self._gathering: dict[bool, _Gathered] = {}
+        self.admission = AdmissionPolicy()
 
     async def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
         """As `BlockCache.read_part`. No checkpoint where the disk answers at once."""
@@ -89,20 +92,23 @@ class AsyncBlockCache:
     async def _read(self, call: Callable[[], T]) -> T:
         return await self._threads.run(call, limiter=self._reading)
 
-    async def write(self, version: Version, first: int, blocks: Sequence[memoryview]) -> None:
-        """Write adjacent blocks; they are on the disk, or the disk refused them, when this returns."""
+    async def write(
+        self, version: Version, first: int, blocks: Sequence[memoryview], *, is_jumping: bool = False
+    ) -> None:
+        """Write adjacent blocks; they are on the disk, or the disk refused them, when this returns. ``is_jumping``: for
+        a reader that jumps, for whom nothing is evicted that is in use (`admission`)."""
         size = sum(map(len, blocks))
         if size > SMALL_WRITE_BYTES_MAX:
-            await self._write([(version, first, blocks)])
+            await self._write([(version, first, blocks)], is_jumping)
             return
-        gathered = self._gathering
+        gathered = self._gathering.get(is_jumping)
         if gathered is None:
-            gathered = self._gathering = _Gathered()
+            gathered = self._gathering[is_jumping] = _Gathered(is_jumping)
             self._nursery.start_soon(self._write_gathered, gathered)
         gathered.runs.append((version, first, blocks))
         gathered.bytes_total += size
         if gathered.bytes_total >= GATHER_BYTES_MAX:
-            self._gathering = None
+            del self._gathering[is_jumping]
             gathered.full.set()
         await gathered.done.wait()
 
@@ -112,13 +118,18 @@ class AsyncBlockCache:
                 with trio.move_on_after(GATHER_S):
                     await gathered.full.wait()
             finally:
-                if self._gathering is gathered:
-                    self._gathering = None
-            await self._write(gathered.runs)
+                if self._gathering.get(gathered.is_jumping) is gathered:
+                    del self._gathering[gathered.is_jumping]
+            await self._write(gathered.runs, gathered.is_jumping)
         except Exception:  # the blocks are fetched again; an error would end the nursery, which others share
             _log.exception("writing %d files to the cache", len(gathered.runs))
         finally:
             gathered.done.set()
 
-    async def _write(self, runs: Sequence[tuple[Version, int, Sequence[memoryview]]]) -> None:
-        await self._threads.run(self.blocks.write_runs, runs, limiter=self._writing)
+    async def _write(self, runs: Sequence[tuple[Version, int, Sequence[memoryview]]], is_jumping: bool) -> None:
+        spared_s = self.admission.spared_s if is_jumping else 0.0
+        has_place = await self._threads.run(
+            partial(self.blocks.write_runs, runs, spared_s=spared_s), limiter=self._writing
+        )
+        if is_jumping:
+            self.admission.kept(has_place=has_place)

@@ -212,20 +212,23 @@ class BlockCache:
                     return [expected != 0 for expected in file.hashes(first, stop)]
         return [False] * (stop - first)
 
-    def write_runs(self, runs: Sequence[tuple[Version, int, Sequence[Buffer]]]) -> None:
+    def write_runs(self, runs: Sequence[tuple[Version, int, Sequence[Buffer]]], *, spared_s: float = 0) -> bool:
         """Keep runs of adjacent blocks, each from its first block on, if there is room; an error of the disk ends it.
-        Raises ValueError where a length is not the block's."""
+        With ``spared_s`` nothing is evicted that was used so lately: False where only that could make room. Raises
+        ValueError where a length is not the block's."""
         if not self.writable:
-            return
+            return True
         wanted = sum(
             sum(-(-len(data) // ALIGN_BYTES) * ALIGN_BYTES for data in blocks)
             + (ALIGN_BYTES if version.blocks == 1 else INDEX_BYTES)
             for version, _, blocks in runs
         )
         try:
-            if not self.files.reserve(wanted):
+            if not self.files.reserve(wanted, spared_s=spared_s):
+                if spared_s:
+                    return False
                 self._health.no_room("nothing more to evict")
-                return
+                return True
             try:
                 for version, first, blocks in runs:
                     self._write_run(version, first, blocks)
@@ -236,6 +239,7 @@ class BlockCache:
             self._health.failed(error)
             if self._health.state is CacheState.FULL:
                 self.evict(wanted)  # a quota, which free space does not show: make room for the next attempt
+        return True
 
     def _write_run(self, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
         with self.files.writing(version) as file:

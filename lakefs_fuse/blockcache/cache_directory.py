@@ -372,15 +372,16 @@ class CacheDirectory:
 
     # -- space
 
-    def reserve(self, wanted: int) -> bool:
-        """Reserve room for a write until `unreserve`, evicting where needed; False where that is not enough."""
+    def reserve(self, wanted: int, *, spared_s: float = 0) -> bool:
+        """Reserve room for a write until `unreserve`, evicting where needed, but for what was used in the last
+        ``spared_s``; False where that is not enough."""
         if self._reserve(wanted):
             return True
         with self._files_lock:
             if self._reserve(wanted):
                 return True
             slack = min(SLACK_BYTES_MAX, self.bytes_max // 64)
-            self._evict(self._excess(wanted, wanted) + slack)
+            self._evict(self._excess(wanted, wanted) + slack, spared_s)
             return self._reserve(wanted)
 
     def unreserve(self, wanted: int) -> None:
@@ -463,11 +464,14 @@ class CacheDirectory:
         with self._lock:
             return digest in self._pins
 
-    def _evict(self, wanted: int) -> int:
-        """Under the files lock: free at least ``wanted`` bytes if there is so much to free."""
-        freed = 0
+    def _evict(self, wanted: int, spared_s: float = 0) -> int:
+        """Under the files lock: free at least ``wanted`` bytes if there is so much to free. With ``spared_s`` only of
+        files that were not used for so long, as far as one sample after the other has some."""
+        freed, latest_ns = 0, (self._clock.wall_ns() - int(spared_s * NS) if spared_s else None)
         while freed < wanted:
             victims = eviction.oldest(self._root, self._rng, self._pinned)
+            if latest_ns is not None:
+                victims = [victim for victim in victims if victim.used_ns <= latest_ns]
             if not victims:
                 break
             for victim in victims:

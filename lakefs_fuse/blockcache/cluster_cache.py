@@ -45,7 +45,15 @@ class ClusterCache:
         self._metrics, self._threads = metrics, threads
 
     async def get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
-        """See `BlockGetter`; ``start`` is where a block begins, ``end`` where one ends."""
+        """See `BlockGetter`. A range that begins or ends inside a block costs all of that block, which other nodes want,
+        too."""
+        first, stop = start // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, version.size)
+        if (first, stop) != (start, end):
+            fetched, wrong = await self._get_blocks(version, first, stop)
+            return Fetched(memoryview(fetched.data)[start - first : end - first], fetched.meta), wrong
+        return await self._get_blocks(version, start, end)
+
+    async def _get_blocks(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
         proof = await self._proof(version, start, end)
         if proof is None:
             return await self._from_store(version, start, end)

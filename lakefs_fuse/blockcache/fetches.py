@@ -60,7 +60,7 @@ class PendingBlock:
 class Load:
     """Blocks [first, stop) of a version; ``done`` is set when all of it is over, writing to disk too."""
 
-    __slots__ = ("blocks", "done", "first", "for_memory", "readahead", "scattered", "version")
+    __slots__ = ("blocks", "done", "first", "for_memory", "is_kept", "readahead", "scattered", "version")
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Load:
         *,
         scattered: bool = False,
         for_memory: bool = True,
+        is_kept: bool = True,
     ) -> None:
         self.version = version
         self.first = first
@@ -83,6 +84,8 @@ class Load:
         """A jumping reader asked for it."""
         self.for_memory = for_memory
         """Whether to keep it in memory too; else it goes to the cache disk only."""
+        self.is_kept = is_kept
+        """Whether it goes to the cache disk."""
 
     @property
     def stop(self) -> int:

@@ -1,6 +1,7 @@
 """Any bytes of an object version: from memory, from the block cache, or from the store in as few GETs as pay off.
 
-What is read here and there of a large object is read from the cache disk as it is asked for, not by the block.
+What is read here and there of a large object is read from the cache disk as it is asked for, not by the block; and from
+the store, too, where the cache is full and all of it in use (`admission`).
 
 What always holds:
 
@@ -45,6 +46,8 @@ MEMORY_BLOCKS = 48
 FETCH_BLOCKS_MAX = PIECE_BYTES // BLOCK_BYTES
 INFLIGHT_BYTES_MAX = 64 << 20
 ENSURE_SPAN_BYTES = 32 << 20
+HEADER_BYTES = 320
+"""Fetched before a file of a pack that is read past the cache: its header has its sum (`verified_get`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class BlockReader:
         self._recent = RecentBlocks(memory_blocks * BLOCK_BYTES)
         self._budget = ByteBudget(inflight_bytes_max)
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
+        self._bypassing: dict[tuple[Version, int, int], PendingBlock] = {}
+        """Ranges on their way past the cache."""
         self._whole = ObjectPrefetch(self._cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
 
     def statistics(self) -> ReaderStatistics:
@@ -97,11 +102,12 @@ class BlockReader:
 
     async def read(
         self, version: Version, offset: int, length: int, readahead: Readahead | None = None, *, jumps: bool = False,
-        around: bool = False, reads: ReadMetrics | None = None,
+        around: bool = False, within: tuple[int, int] | None = None, reads: ReadMetrics | None = None,
     ) -> bytes | memoryview:  # fmt: skip
         """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them, or the
-        disk has them at once. ``jumps``: the next read is as likely anywhere else as behind this one. ``around``: the
-        rest of the block is about to be read. ``reads`` counts where the bytes were, and the waits for them.
+        disk has them at once. ``jumps``: the next read is as likely anywhere else as behind this one; so it is where
+        the bytes are of a file that is a part of the version, ``within`` its begin and end. ``around``: the rest of the
+        block is about to be read. ``reads`` counts where the bytes were, and the waits for them.
 
         Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error.
         """
@@ -118,7 +124,7 @@ class BlockReader:
                 if readahead is not None:
                     self._ahead(version, readahead, offset, length)
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
-        jumps = jumps or (readahead is not None and not readahead.reads_on)
+        jumps = jumps or within is not None or (readahead is not None and not readahead.reads_on)
         if jumps and not around and self._in_parts(version, first, stop, readahead):
             began_s = trio.current_time()
             part = await self._disk.read_part(version, offset, end)
@@ -129,7 +135,13 @@ class BlockReader:
                 if readahead is not None:
                     self._ahead(version, readahead, offset, length)
                 return part
-        found = self._gather(version, first, stop, readahead, jumps)
+        is_kept = not jumps or self._is_at_hand(version, first, stop) or self._admits(version, offset)
+        if not is_kept and version.size > (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX):
+            if within is not None and within[1] - within[0] <= BLOCK_BYTES:
+                return (await self._bypass(version, *within, end, reads))[offset - within[0] : end - within[0]]
+            if offset or within is not None:  # else a handle begins to read on
+                return await self._bypass(version, offset, end, end, reads)
+        found = self._gather(version, first, stop, readahead, jumps, is_kept)
         if readahead is not None:
             self._ahead(version, readahead, offset, length)
         blocks = list[memoryview]()
@@ -150,6 +162,12 @@ class BlockReader:
     def may_have(self, version: Version) -> bool:
         """Whether the first block is in memory, or some block may be on disk."""
         return (version, 0) in self._recent or self._cache.may_have(version)
+
+    async def is_fetched_by_block(self, version: Version, index: int) -> bool:
+        """The block is at hand, or would be kept: reading all of it costs a jumping reader nothing more."""
+        if self._is_at_hand(version, index, index + 1) or self._disk.admission.is_open:
+            return True
+        return all(await self._disk.has_blocks(version, index, index + 1))
 
     async def ensure(self, version: Version, start: int, end: int) -> bool:
         """Bring bytes [start, end) into the cache on disk; False where it would not keep all of them.
@@ -203,11 +221,19 @@ class BlockReader:
         """Whether to read just the bytes wanted of blocks [first, stop) from the disk."""
         if not self._cache.may_have(version) or version.size <= (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX):
             return False
+        return not self._is_at_hand(version, first, stop)
+
+    def _is_at_hand(self, version: Version, first: int, stop: int) -> bool:
+        """Some of the blocks are in memory, or on their way."""
         keys = [(version, index) for index in range(first, stop)]
-        return not any(key in self._pending or key in self._recent for key in keys)
+        return any(key in self._pending or key in self._recent for key in keys)
+
+    def _admits(self, version: Version, offset: int) -> bool:
+        self._disk.admission.read(version, offset)
+        return self._disk.admission.admits()
 
     def _gather(
-        self, version: Version, first: int, stop: int, readahead: Readahead | None, scattered: bool
+        self, version: Version, first: int, stop: int, readahead: Readahead | None, scattered: bool, is_kept: bool
     ) -> list[memoryview | PendingBlock]:
         """Each block, or the pending load of it; counts hits, and starts loads of missing blocks."""
         found: list[memoryview | PendingBlock | None] = []
@@ -221,7 +247,8 @@ class BlockReader:
                 self._metrics.hits += 1
         if missing:
             for run in self._missing(version, *self._span(version, first, stop, readahead)):
-                self._start(Load(version, *run, range(first, stop), scattered=scattered), room_taken=False)
+                load = Load(version, *run, range(first, stop), scattered=scattered, is_kept=is_kept)
+                self._start(load, room_taken=False)
         return [item or self._pending[version, index] for index, item in enumerate(found, first)]
 
     def _span(self, version: Version, first: int, stop: int, readahead: Readahead | None) -> tuple[int, int]:
@@ -335,8 +362,70 @@ class BlockReader:
             block.resolve(view, wrong)
         if self._learned is not None and fetched.meta.metadata is not None:
             self._learned(fetched.meta)
-        if self._cache.writable and not wrong:
-            await self._disk.write(version, first, views)
+        if self._cache.writable and load.is_kept and not wrong:
+            await self._disk.write(version, first, views, is_jumping=load.scattered)
+
+    # -- past the cache
+
+    async def _bypass(self, version: Version, start: int, stop: int, end: int, reads: ReadMetrics) -> memoryview:
+        """Bytes [start, stop), of which those before ``end`` are wanted now: from the cache disk where it has all
+        blocks, else just these from the store. Kept in memory for a while, as blocks are."""
+        kept = self._recent.get(version, ~start)
+        if kept is not None and len(kept) >= end - start:
+            self._metrics.hits += 1
+            reads.bytes_of_memory += end - start
+            return kept
+        key = (version, start, stop)
+        pending = self._bypassing.get(key)
+        if pending is None:
+            pending = self._bypassing[key] = PendingBlock(trio.Event(), asked=True)
+            self._nursery.start_soon(self._run_bypass, key, pending)
+        data = await _wait(pending, end - start, reads)
+        if any(at < stop and start < stop_at for at, stop_at in pending.wrong):
+            raise FileError(errno.EIO, f"{version.key}: bytes {start} to {stop} do not have their sum")
+        return data
+
+    async def _run_bypass(self, key: tuple[Version, int, int], pending: PendingBlock) -> None:
+        """Resolve or fail. Raises nothing but Cancelled."""
+        version, start, stop = key
+        error: BaseException = FileError(errno.EIO, "the mount is ending")
+        try:
+            blocks = await self._from_disk_bypassing(version, start, stop)
+            if blocks is not None:
+                pending.resolve(blocks, is_local=True)
+                self._metrics.hits += 1
+                return
+            self._metrics.misses += 1
+            self._metrics.bypasses += 1
+            begin = max(0, start - HEADER_BYTES)
+            await self._budget.acquire(stop - begin)
+            try:
+                fetched, wrong = await self._get(version, begin, stop)
+                data = memoryview(fetched.data).toreadonly()[start - begin :]
+                if not wrong:
+                    self._recent.put(version, ~start, [data])
+                pending.resolve(data, wrong)
+            finally:
+                self._budget.release(stop - begin)
+        except LakeError as failed:
+            error = failed
+        except Exception as unexpected:
+            _log.exception("reading %s", version.key)
+            error = unexpected
+        finally:
+            pending.fail(error)
+            pending.done.set()
+            del self._bypassing[key]
+
+    async def _from_disk_bypassing(self, version: Version, start: int, stop: int) -> memoryview | None:
+        if not self._cache.may_have(version):
+            return None
+        first = start // BLOCK_BYTES
+        blocks = await self._disk.read_blocks(version, first, -(-stop // BLOCK_BYTES), parts_to_come=True)
+        if any(block is None for block in blocks):
+            return None
+        data = memoryview(b"".join(block for block in blocks if block is not None))
+        return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     async def _get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
         try:

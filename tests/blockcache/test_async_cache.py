@@ -28,9 +28,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     write = BlockCache.write_runs
 
-    def counted(cache: BlockCache, runs: Sequence[tuple[Version, int, Sequence[bytes]]]) -> None:
+    def counted(cache: BlockCache, runs: Sequence[tuple[Version, int, Sequence[bytes]]], *, spared_s: float) -> bool:
         found.append(len(runs))
-        write(cache, runs)
+        return write(cache, runs, spared_s=spared_s)
 
     monkeypatch.setattr(BlockCache, "write_runs", counted)
     return found
@@ -102,7 +102,7 @@ async def test_who_waits_hears_of_it_when_the_mount_ends(tmp_path: Path, monkeyp
 async def test_an_error_is_told_to_nobody_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
     cache = make_cache(tmp_path)

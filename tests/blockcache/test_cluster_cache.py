@@ -448,6 +448,17 @@ async def test_trusted_cluster_cache_asks_the_store_for_nothing() -> None:
         assert made.directories_read == 0
 
 
+@pytest.mark.parametrize("trusting", [True, False])
+async def test_cluster_cache_is_asked_for_whole_blocks_of_which_a_part_is_wanted(trusting: bool) -> None:
+    async with cluster(trusting=trusting) as made:
+        pack, files = put_pack(made, *[150_000] * 40)
+        begin, end = files[10]
+        await made.read_right(pack, begin - 100, end)
+        first, stop = begin // MIB, -(-end // MIB)
+        assert sorted(made.proxy.asked) == [(PACK, at * MIB, (at + 1) * MIB) for at in range(first, stop)]
+        await made.read_right(pack, pack.size - 5000, pack.size - 10)
+
+
 async def test_trusted_cluster_cache_whose_answer_contradicts_itself_asks_the_store() -> None:
     async with cluster(trusting=True) as made:
         pack, files = put_pack(made, *[150_000] * 40)

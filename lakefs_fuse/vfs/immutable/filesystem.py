@@ -223,12 +223,13 @@ class ImmutableFilesystem:
             return b""
         length = min(length, extent.size - offset)
         ahead = reading.readahead if extent.is_whole else None
+        within = None if extent.is_whole else (extent.offset, extent.offset + extent.size)
         begin = extent.offset + offset
         wait: Wait | None = None
         while True:
             try:
                 return await self._reader.read(
-                    extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around, reads=reads
+                    extent.version, begin, length, ahead, within=within, around=around, reads=reads
                 )
             except FileError as error:
                 if error.errno == errno.ESTALE and self._late.is_expected(reading.entry, error):
@@ -280,8 +281,9 @@ class ImmutableFilesystem:
             and each.offset + each.size <= stop
             and 0 < each.size <= BESIDE_BYTES_MAX
         ]
-        data = await self._reader.read(reading.extent.version, start, BLOCK_BYTES) if found else b""
-        view = memoryview(data)
+        if not found or not await self._reader.is_fetched_by_block(reading.extent.version, index):
+            return []
+        view = memoryview(await self._reader.read(reading.extent.version, start, BLOCK_BYTES))
         return [(each.inode, view[each.offset - start : each.offset - start + each.size]) for each in found]
 
     def _log_gone(self, extent: Extent) -> None:

@@ -98,11 +98,12 @@ class FileIO:
             if extent is None or offset >= extent.size:
                 return b""
             length = min(length, extent.size - offset)
-            begin, ahead = extent.offset + offset, readahead if extent.is_whole else None
+            begin = extent.offset + offset
             try:
-                return await self._reader.read(
-                    extent.version, begin, length, ahead, jumps=not extent.is_whole, reads=reads
-                )
+                if extent.is_whole:
+                    return await self._reader.read(extent.version, begin, length, readahead, reads=reads)
+                within = (extent.offset, extent.offset + extent.size)
+                return await self._reader.read(extent.version, begin, length, within=within, reads=reads)
             except FileError as error:
                 if error.errno != errno.ESTALE:
                     raise
