@@ -45,7 +45,7 @@ class ClusterCache:
         self._metrics, self._threads = metrics, threads
 
     async def get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
-        """See `BlockGetter`. A range that begins or ends inside a block costs all of that block: others want it, too."""
+        """See `BlockGetter`. A range that ends inside a block costs all of that block: others want it, too."""
         first, stop = start // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, version.size)
         if (first, stop) != (start, end):
             fetched, wrong = await self._get_blocks(version, first, stop)
