@@ -246,6 +246,32 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class WarmMetrics:
+    """Warms of the block cache. ``fetched_bytes`` came from the store for them; ``last_error`` ended the last one that
+    failed."""
+
+    finished: int = 0
+    failed: int = 0
+    fetched_bytes: int = 0
+    last_error: str = ""
+
+
+@dataclass(slots=True)
+class Warming:
+    """How far one warm is: of its files those that are local, and of the bytes that are missing those that came. The
+    totals grow while ``stage`` is ``counting``, are final when it is ``fetching``; before that it is ``waiting``."""
+
+    stage: str = "waiting"
+    files_done: int = 0
+    files_total: int = 0
+    bytes_total: int = 0
+    unfit_bytes: int = 0
+    """So much disk space is missing; files are left out for it."""
+    fetch_bytes_done: int = 0
+    fetch_bytes_total: int = 0
+
+
+@dataclass(slots=True)
 class Metrics:
     """All counters of one daemon."""
 
@@ -260,6 +286,7 @@ class Metrics:
     commits: CommitMetrics = field(default_factory=CommitMetrics)
     hints: HintMetrics = field(default_factory=HintMetrics)
     writeback: WriteBackMetrics = field(default_factory=WriteBackMetrics)
+    warm: WarmMetrics = field(default_factory=WarmMetrics)
 
     def reads_of(self, glob: str) -> ReadMetrics:
         """The counters of READ requests for files of a rule, made when first asked for."""

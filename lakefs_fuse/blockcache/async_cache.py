@@ -21,7 +21,7 @@ import trio
 from lakefs_fuse.blockcache.admission import AdmissionPolicy
 from lakefs_fuse.blockcache.cache import WRITES_AT_ONCE, BlockCache
 from lakefs_fuse.blockcache.disk_latency import Promptness
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet, Version
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.threads import Threads
 
@@ -33,6 +33,8 @@ READING_THREADS_MAX = 8
 WRITING_THREADS_MAX = WRITES_AT_ONCE
 SMALL_READ_BYTES_MAX = 256 << 10
 """Larger reads always go to a thread."""
+INSPECTED_AT_ONCE = 256
+"""Files whose indexes one call of a thread reads: about 10 ms."""
 GATHER_S = 0.02
 GATHER_BYTES_MAX = 4 * BLOCK_BYTES
 """Written by one thread at a time, about."""
@@ -88,6 +90,18 @@ class AsyncBlockCache:
         if not self.blocks.may_have(version):
             return [False] * (stop - first)
         return await self._read(partial(self.blocks.has_blocks, version, first, stop))
+
+    async def inspect(self, versions: Sequence[Version], *, is_use: bool) -> list[tuple[BlockSet, int]]:
+        """As `BlockCache.inspect`, a bounded number of files to a step."""
+        answer = list[tuple[BlockSet, int]]()
+        for at in range(0, len(versions), INSPECTED_AT_ONCE):
+            some = versions[at : at + INSPECTED_AT_ONCE]
+            if any(map(self.blocks.may_have, some)):
+                answer += await self._read(partial(self.blocks.inspect, some, is_use=is_use))
+            else:
+                answer += [(0, 0)] * len(some)
+                await trio.lowlevel.checkpoint()
+        return answer
 
     async def _read(self, call: Callable[[], T]) -> T:
         return await self._threads.run(call, limiter=self._reading)

@@ -27,7 +27,7 @@ from typing import TypeVar
 from lakefs_fuse.blockcache.cache_directory import CacheDirectory
 from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, CacheFile, Layout, block_hash
 from lakefs_fuse.blockcache.health import CacheHealth, CacheState
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet, Version
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import CacheError
@@ -43,6 +43,12 @@ INDEX_BYTES = 4 * ALIGN_BYTES
 """Room that a write reserves for what it adds to a large file's header and hashes."""
 WRITES_AT_ONCE = 2
 """Writes under way, each with its reservation, that may meet the bound together."""
+
+
+def _room(version: Version, blocks: Sequence[Buffer]) -> int:
+    """Disk space that adjacent blocks may take up."""
+    data = sum(-(-len(block) // ALIGN_BYTES) * ALIGN_BYTES for block in blocks)
+    return data + (ALIGN_BYTES if version.blocks == 1 else INDEX_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,17 +218,23 @@ class BlockCache:
                     return [expected != 0 for expected in file.hashes(first, stop)]
         return [False] * (stop - first)
 
+    def inspect(self, versions: Sequence[Version], *, is_use: bool) -> list[tuple[BlockSet, int]]:
+        """As `CacheDirectory.inspect`, of each version; nothing where the disk fails."""
+        answer = list[tuple[BlockSet, int]]()
+        if self.readable:
+            with self._recording_failure():
+                for version in versions:
+                    answer.append(self.files.inspect(version, is_use=is_use))
+        return answer + [(0, 0)] * (len(versions) - len(answer))
+
     def write_runs(self, runs: Sequence[tuple[Version, int, Sequence[Buffer]]], *, spared_s: float = 0) -> bool:
         """Keep runs of adjacent blocks, each from its first block on, if there is room; an error of the disk ends it.
         With ``spared_s`` nothing is evicted that was used so lately: False where only that could make room. Raises
         ValueError where a length is not the block's."""
         if not self.writable:
             return True
-        wanted = sum(
-            sum(-(-len(data) // ALIGN_BYTES) * ALIGN_BYTES for data in blocks)
-            + (ALIGN_BYTES if version.blocks == 1 else INDEX_BYTES)
-            for version, _, blocks in runs
-        )
+        reserved = [_room(version, blocks) for version, _, blocks in runs]
+        wanted, left = sum(reserved), sum(reserved)
         try:
             if not self.files.reserve(wanted, spared_s=spared_s):
                 if spared_s:
@@ -230,21 +242,19 @@ class BlockCache:
                 self._health.no_room("nothing more to evict")
                 return True
             try:
-                for version, first, blocks in runs:
-                    self._write_run(version, first, blocks)
+                for (version, first, blocks), room in zip(runs, reserved, strict=True):
+                    with self.files.writing(version, reserved=room) as file:
+                        left -= room
+                        for place, data in enumerate(blocks):
+                            file.write_block(first + place, data)
             finally:
-                self.files.unreserve(wanted)
+                self.files.unreserve(left)
             self._health.write_worked()
         except OSError as error:
             self._health.failed(error)
             if self._health.state is CacheState.FULL:
                 self.evict(wanted)  # a quota, which free space does not show: make room for the next attempt
         return True
-
-    def _write_run(self, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
-        with self.files.writing(version) as file:
-            for place, data in enumerate(blocks):
-                file.write_block(first + place, data)
 
     def adopt(self, path: str | Path, version: Version, hashes: Sequence[int]) -> bool:
         """Make a file that holds the version's bytes (or holes, where ``hashes`` has 0) the version's cache file.
@@ -275,6 +285,15 @@ class BlockCache:
             return False
 
     # -- space
+
+    @property
+    def capacity_bytes(self) -> int:
+        """As `CacheDirectory.capacity_bytes`; 0 where the disk fails."""
+        try:
+            return self.files.capacity_bytes
+        except OSError as error:
+            self._health.failed(error)
+            return 0
 
     def has_room(self, versions: Sequence[Version]) -> bool:
         """Whether all blocks of these versions fit without anything being evicted; False while not all is counted."""

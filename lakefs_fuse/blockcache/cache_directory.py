@@ -33,7 +33,7 @@ import msgspec
 
 from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
-from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.object_version import BlockSet, Version
 from lakefs_fuse.blockcache.presence_filter import PresenceFilter
 from lakefs_fuse.environment import local_disk
 from lakefs_fuse.environment.clock import Clock
@@ -48,6 +48,8 @@ TOUCH_S = 60.0
 """A file's time of use is written at most so often."""
 SLACK_BYTES_MAX = 256 << 20
 """A write that finds no room makes so much more (or 1/64 of the cache), not to be back at once."""
+WRITTEN_BYTES_MAX = 32 << 20
+"""Bytes that are being written count twice against the free space of the disk: as reserved, and as written."""
 SCAN_DIRECTORIES = 16
 """Counted under one hold of the locks; of those that exist."""
 _USAGE_NAME, _PRESENCE_NAME = "usage", "presence"
@@ -97,6 +99,7 @@ class CacheDirectory:
         self._lock = threading.Lock()
         self._open: OrderedDict[bytes, CacheFile] = OrderedDict()
         self._pins: dict[bytes, int] = {}
+        self._spared_since_ns: int | None = None
         self._presence = PresenceFilter()
         self._presence_known = False
         self._bytes_used = 0
@@ -148,6 +151,17 @@ class CacheDirectory:
             if not self._pins[digest]:
                 del self._pins[digest]
 
+    def spare_since(self, since_ns: int | None) -> None:
+        """Do not evict what is used since this time (wall clock); None ends that."""
+        self._spared_since_ns = since_ns
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the files may take up if all others go: the bound, or what the disk has room for."""
+        with self._lock:
+            free = self._disk.free_bytes(self._root) - self._free_bytes_min - WRITTEN_BYTES_MAX
+            return min(self.bytes_max, max(0, self.bytes_used + free))
+
     def count_damaged(self) -> None:
         """A block or file was found damaged."""
         with self._lock:
@@ -193,9 +207,25 @@ class CacheDirectory:
         with _locked_nowait(self._files_lock):
             return self._open_file(version)
 
+    def inspect(self, version: Version, *, is_use: bool) -> tuple[BlockSet, int]:
+        """Blocks of the version that are here, by the index of its file, and when they were last used (wall clock in
+        ns). ``is_use``: now. The file stays closed. Raises OSError."""
+        if not self.may_have(version):
+            return 0, 0
+        file = CacheFile.open_quietly(eviction.file_path(self._root, name_digest(version)), version)
+        if file is None:
+            return 0, 0
+        try:
+            if is_use:
+                self._touch(file)
+            return file.block_set(), int(file.touched_s * NS)
+        finally:
+            file.close()
+
     @contextmanager
-    def writing(self, version: Version) -> Iterator[CacheFile]:
-        """The version's file for the block, made where there is none. Its size is counted again at the end."""
+    def writing(self, version: Version, *, reserved: int = 0) -> Iterator[CacheFile]:
+        """The version's file for the block, made where there is none. Its size is counted again at the end, in place of
+        the ``reserved`` bytes."""
         file = self._acquire_open(version, name_digest(version))
         if file is None:
             with self._files_lock:
@@ -203,7 +233,7 @@ class CacheDirectory:
         try:
             yield file
         finally:
-            self._account(file)
+            self._account(file, reserved)
             self._release(file)
 
     def adopt(self, path: str, version: Version, hashes: Sequence[int]) -> None:
@@ -385,7 +415,7 @@ class CacheDirectory:
             return self._reserve(wanted)
 
     def unreserve(self, wanted: int) -> None:
-        """End a reservation: the file that was written has been counted."""
+        """End a reservation of what was not written."""
         with self._lock:
             self._bytes_reserved -= wanted
 
@@ -437,8 +467,9 @@ class CacheDirectory:
         if eviction.directory_number(digest) < self._counted_up_to:
             self._bytes_used += change
 
-    def _account(self, file: CacheFile) -> None:
+    def _account(self, file: CacheFile, reserved: int) -> None:
         with self._lock:
+            self._bytes_reserved -= reserved
             if not file.dead:
                 self._count(file.digest, file.set_allocated(local_disk.allocated_bytes(file.fd)))
 
@@ -460,16 +491,17 @@ class CacheDirectory:
             self._bytes_reserved += wanted
             return True
 
-    def _pinned(self, digest: bytes) -> bool:
+    def _is_spared(self, candidate: eviction.Candidate) -> bool:
         with self._lock:
-            return digest in self._pins
+            since_ns = self._spared_since_ns
+            return candidate.digest in self._pins or (since_ns is not None and candidate.used_ns >= since_ns)
 
     def _evict(self, wanted: int, spared_s: float = 0) -> int:
         """Under the files lock: free at least ``wanted`` bytes if there is so much to free. With ``spared_s`` only of
         files that were not used for so long, as far as one sample after the other has some."""
         freed, latest_ns = 0, (self._clock.wall_ns() - int(spared_s * NS) if spared_s else None)
         while freed < wanted:
-            victims = eviction.oldest(self._root, self._rng, self._pinned)
+            victims = eviction.oldest(self._root, self._rng, self._is_spared)
             if latest_ns is not None:
                 victims = [victim for victim in victims if victim.used_ns <= latest_ns]
             if not victims:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet, Version
 from lakefs_fuse.environment import local_disk as disk
 from lakefs_fuse.store.protocol import Buffer
 
@@ -253,6 +253,14 @@ class CacheFile:
             return cls(fd, layout, version, digest)
 
     @classmethod
+    def open_quietly(cls, path: str, version: Version) -> CacheFile | None:
+        """As `open`; a damaged file is none. Raises OSError."""
+        try:
+            return cls.open(path, version, b"")
+        except DamagedFile:
+            return None
+
+    @classmethod
     def create(cls, path: str, version: Version, digest: bytes, now_s: float) -> CacheFile:
         """A new file without any block, and its directory. Raises OSError; then there is no file."""
         try:
@@ -308,6 +316,11 @@ class CacheFile:
     def hashes(self, first: int, stop: int) -> tuple[int, ...]:
         """Of blocks [first, stop), which must exist; 0 = absent. Raises OSError."""
         return read_hashes(self.fd, self.layout, first, stop)
+
+    def block_set(self) -> BlockSet:
+        """Blocks that are there. Raises OSError."""
+        digits = "".join("1" if expected else "0" for expected in reversed(self.hashes(0, self.layout.blocks)))
+        return int(digits, 2)
 
     def read_block(self, index: int, expected: int) -> tuple[bytes | None, bool]:
         """The block if its hash is ``expected``; and whether it is damaged. Raises OSError."""

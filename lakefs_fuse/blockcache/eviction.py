@@ -98,11 +98,11 @@ def files(path: str, number: int) -> Iterator[Candidate]:
                 yield Candidate(found.st_mtime_ns, disk.stat_allocated_bytes(found), entry.path, digest)
 
 
-def oldest(root: str, rng: random.Random, spared: Callable[[bytes], bool]) -> list[Candidate]:
+def oldest(root: str, rng: random.Random, spared: Callable[[Candidate], bool]) -> list[Candidate]:
     """The next files to evict, oldest first; none where all are ``spared``. Raises OSError."""
     sample: list[Candidate] = []
     for number, path in directories(root, rng.randrange(FAN_OUT)):
-        sample += (candidate for candidate in files(path, number) if not spared(candidate.digest))
+        sample += (candidate for candidate in files(path, number) if not spared(candidate))
         if len(sample) >= SAMPLE_FILES:
             break
     sample.sort(key=lambda candidate: candidate.used_ns)

@@ -19,7 +19,7 @@ from lakefs_fuse.errors import FileError, LakeError
 class PendingBlock:
     """One block of a load. Has ``data`` or ``error`` once ``ready`` is set, since ``ready_s``."""
 
-    __slots__ = ("asked", "data", "done", "error", "is_local", "ready", "ready_s", "wrong")
+    __slots__ = ("asked", "claimed", "data", "done", "error", "is_local", "ready", "ready_s", "wrong")
 
     def __init__(self, done: trio.Event, asked: bool) -> None:
         # Not the load itself: a cycle would keep the bytes until the collector comes by.
@@ -27,6 +27,8 @@ class PendingBlock:
         """Set when the block is also on disk, or will not be."""
         self.asked = asked
         """Whether a reader waited for it when the load began; else it is readahead."""
+        self.claimed = False
+        """A task other than the one that began the load waits for it, or is about to."""
         self.ready, self.ready_s = trio.Event(), 0.0
         self.is_local = False
         """The cache disk had it."""
@@ -34,6 +36,11 @@ class PendingBlock:
         self.error: BaseException | None = None
         self.wrong: Spans = ()
         """Ranges of the version whose bytes do not have their sum, in this block or in others."""
+
+    def claim(self) -> PendingBlock:
+        """Say that another task than the one that began the load wants the block."""
+        self.claimed = True
+        return self
 
     def resolve(self, data: memoryview, wrong: Spans = (), *, is_local: bool = False) -> None:
         """Wake the waiters with the bytes."""
@@ -60,7 +67,7 @@ class PendingBlock:
 class Load:
     """Blocks [first, stop) of a version; ``done`` is set when all of it is over, writing to disk too."""
 
-    __slots__ = ("blocks", "done", "first", "for_memory", "is_kept", "readahead", "scattered", "version")
+    __slots__ = ("blocks", "done", "first", "for_memory", "is_kept", "readahead", "scattered", "scope", "version")
 
     def __init__(
         self,
@@ -78,6 +85,8 @@ class Load:
         self.first = first
         self.done = trio.Event()
         self.blocks = [PendingBlock(self.done, index in asked) for index in range(first, stop)]
+        self.scope = trio.CancelScope()
+        """Cancelled where nobody wants the blocks any more."""
         self.readahead = readahead
         """The plan this load belongs to, which learns whether the cache disk had it."""
         self.scattered = scattered

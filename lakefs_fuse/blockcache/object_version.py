@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeAlias
+
 import msgspec
 
 BLOCK_BYTES = 1 << 20
@@ -35,3 +38,42 @@ class Extent(msgspec.Struct, frozen=True):
     @property
     def is_whole(self) -> bool:
         return not self.offset and self.size == self.version.size
+
+    @property
+    def block_set(self) -> BlockSet:
+        """The blocks that have some of the bytes."""
+        return block_range(self.offset // BLOCK_BYTES, -(-(self.offset + self.size) // BLOCK_BYTES)) if self.size else 0
+
+    def bytes_in(self, blocks: BlockSet) -> int:
+        """How many of the bytes these blocks have."""
+        first, missing = self.offset // BLOCK_BYTES, self.block_set & ~blocks
+        end, absent = self.offset + self.size, 0
+        for index in indexes(missing >> first):
+            at = (first + index) * BLOCK_BYTES
+            absent += min(end, at + BLOCK_BYTES) - max(self.offset, at)
+        return self.size - absent
+
+
+BlockSet: TypeAlias = int
+"""Blocks of one version as the bits of a number: block 0 is the lowest."""
+
+
+def block_range(first: int, stop: int) -> BlockSet:
+    """Blocks [first, stop)."""
+    return (1 << stop) - (1 << first)
+
+
+def indexes(blocks: BlockSet) -> Iterator[int]:
+    """Of the blocks of a set, in ascending order."""
+    digits = f"{blocks:b}"[::-1]
+    at = digits.find("1")
+    while at >= 0:
+        yield at
+        at = digits.find("1", at + 1)
+
+
+def set_bytes(version: Version, blocks: BlockSet) -> int:
+    """Bytes of these blocks of a version, of which the last one may be short."""
+    last = version.blocks - 1
+    short = last >= 0 and blocks >> last & 1
+    return blocks.bit_count() * BLOCK_BYTES - (version.blocks * BLOCK_BYTES - version.size if short else 0)

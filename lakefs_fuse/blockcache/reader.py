@@ -78,7 +78,8 @@ class BlockReader:
         verified: BlockGetter | None = None,
     ) -> None:
         self._source = verified or UnverifiedGet(client)
-        self._disk, self._cache = disk, disk.blocks
+        self.disk = self._disk = disk
+        self._cache = disk.blocks
         self._metrics, self._uncounted = metrics, ReadMetrics()
         self._nursery = nursery
         self._blind_blocks_max = max(1, memory_blocks // 4)
@@ -88,7 +89,7 @@ class BlockReader:
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
         self._bypassing: dict[tuple[Version, int, int], PendingBlock] = {}
         """Ranges on their way past the cache."""
-        self._whole = ObjectPrefetch(self._cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
+        self._whole = ObjectPrefetch(self._cache, metrics, nursery, self.fill, FETCH_BLOCKS_MAX)
 
     def statistics(self) -> ReaderStatistics:
         """Gauges of this moment."""
@@ -191,29 +192,48 @@ class BlockReader:
                 pending = [self._pending.get((version, index)) for index in range(first, stop)]
                 for block in pending:
                     if block is not None:
-                        await block.wait()
+                        await block.claim().wait()
                         await block.done.wait()
             else:
                 if not all(await self._disk.has_blocks(version, first, stop)):
                     return False
         return True
 
-    async def _fill(self, version: Version, first: int, stop: int) -> None:
-        """Bring the missing blocks of [first, stop) to the cache disk, or wait for the loads that do. Raises
-        LakeError."""
+    async def fill(self, version: Version, first: int, stop: int) -> None:
+        """Bring the missing blocks of [first, stop) to the cache disk, or wait for the loads that do. A caller that is
+        cancelled ends its loads, unless others wait for them. Raises LakeError."""
         present = await self._disk.has_blocks(version, first, stop)
         others = [self._pending.get((version, index)) for index in range(first, stop)]
         absent = [not here and (version, index) not in self._pending for index, here in enumerate(present, first)]
         loads = [Load(version, *run, range(0), for_memory=False) for run in runs(first, absent, FETCH_BLOCKS_MAX)]
         for load in loads:
             self._start(load, room_taken=False)
-        for load in loads:
-            await load.done.wait()
-            for block in load.blocks:
-                await block.wait()
         for other in others:
             if other is not None:
-                await other.done.wait()
+                other.claim()
+        try:
+            for load in loads:
+                await load.done.wait()
+                for block in load.blocks:
+                    await block.wait()
+            for other in others:
+                if other is not None:
+                    await other.done.wait()
+        except trio.Cancelled:
+            for load in loads:
+                self._abandon(load)
+            raise
+
+    def _abandon(self, load: Load) -> None:
+        """End a load that nobody else waits for. The next reader of its blocks begins another."""
+        if not load.done.is_set() and not any(block.claimed for block in load.blocks):
+            self._forget(load)
+            load.scope.cancel()
+
+    def _forget(self, load: Load) -> None:
+        for index, block in enumerate(load.blocks, load.first):
+            if self._pending.get((load.version, index)) is block:
+                del self._pending[load.version, index]
 
     # -- planning
 
@@ -244,6 +264,8 @@ class BlockReader:
             if item is None:
                 missing = True
             else:
+                if isinstance(item, PendingBlock):
+                    item.claim()
                 self._metrics.hits += 1
         if missing:
             for run in self._missing(version, *self._span(version, first, stop, readahead)):
@@ -271,7 +293,7 @@ class BlockReader:
         return list(runs(first, wanted, FETCH_BLOCKS_MAX))
 
     def _start(self, load: Load, *, room_taken: bool) -> None:
-        self._nursery.start_soon(self._run, load, room_taken)
+        self._nursery.start_soon(self._run_in_scope, load, room_taken)
         for index, block in enumerate(load.blocks, load.first):
             self._pending[load.version, index] = block
 
@@ -292,6 +314,10 @@ class BlockReader:
             self._start(load, room_taken=True)
 
     # -- loading
+
+    async def _run_in_scope(self, load: Load, room_taken: bool) -> None:
+        with load.scope:
+            await self._run(load, room_taken)
 
     async def _run(self, load: Load, room_taken: bool) -> None:
         """Resolve or fail all blocks of a load. Raises nothing but Cancelled."""
@@ -315,8 +341,7 @@ class BlockReader:
             load.fail(load.first, load.stop, error)
             if room_taken:
                 self._budget.release(load.bytes_total)
-            for index in range(load.first, load.stop):
-                del self._pending[load.version, index]
+            self._forget(load)
             load.done.set()
 
     async def _from_disk(self, load: Load) -> list[bool]:

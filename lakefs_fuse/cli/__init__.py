@@ -19,6 +19,7 @@ from lakefs_fuse.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LakeE
 from lakefs_fuse.product import PROGRAM
 
 MODULES = {
+    "cache": "cache",
     "checkpoint": "checkpoint",
     "flush": "daemon_commands",
     "fsck": "lake_commands",

@@ -46,6 +46,7 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         _head(values),
         _store(values, before, interval_s),
         _cache(values),
+        *_warming(values),
         *_reads(values, before, interval_s),
         *_cluster_cache(values),
         _writing(values),
@@ -118,6 +119,21 @@ def _cache(values: Values) -> Text:
         f"{ratio} ({hits:,.0f} hits, {misses:,.0f} misses), {format_bytes(number(values, 'cache', 'bytes'))} on disk, "
         f"{number(values, 'cache', 'damaged'):,.0f} damaged blocks fetched again",
     )
+
+
+def _warming(values: Values) -> list[Text]:
+    """The warm that runs now."""
+    warm = section(values, "warm")
+    if not warm.get("running"):
+        return []
+    return [
+        Text.assemble(
+            ("warming: ", "bold"),
+            f"{number(warm, 'files_done'):,.0f} of {number(warm, 'files_total'):,.0f} files, "
+            f"{format_bytes(number(warm, 'fetch_bytes_done'))} of {format_bytes(number(warm, 'fetch_bytes_total'))}; "
+            f"{number(warm, 'waiting'):,.0f} wait for their turn",
+        )
+    ]
 
 
 def _reads(values: Values, before: Values | None, interval_s: float) -> list[RenderableType]:

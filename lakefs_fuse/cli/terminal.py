@@ -70,13 +70,21 @@ class _ShownBar(Bar):
 
 
 @contextmanager
-def progress_bar() -> Iterator[Bar]:
-    """A bar that appears with its first update and disappears at the end."""
+def progress_bar(*, remaining: bool = False) -> Iterator[Bar]:
+    """A bar that appears with its first update and disappears at the end, with the time since then, or that is left."""
     if not is_watched():
         yield Bar()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),
@@ -84,7 +92,7 @@ def progress_bar() -> Iterator[Bar]:
         TextColumn("{task.fields[files]}"),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
-        TimeElapsedColumn(),
+        TimeRemainingColumn() if remaining else TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield _ShownBar(progress)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -69,8 +69,39 @@ class ControlClient:
         """The mounted lake and how its store is reached."""
         return _expect(protocol.StoreOf, self.call(protocol.GetStore()))
 
+    def select(self, paths: Iterable[tuple[str, str]]) -> None:
+        """Name the paths that the next request about the cache is for, with their globs. Raises LakeError, for a daemon
+        that knows no such request, too."""
+        some, size = list[tuple[str, str]](), 0
+        for each in paths:
+            length = len(protocol.encode(protocol.SelectPaths((each,))))
+            if size + length > protocol.REQUEST_BYTES_MAX:
+                self._select(some)
+                some, size = [], 0
+            some.append(each)
+            size += length
+        if some:
+            self._select(some)
+
+    def _select(self, paths: Sequence[tuple[str, str]]) -> None:
+        try:
+            self.call(protocol.SelectPaths(tuple(paths)))
+        except LakeError as error:
+            if not str(error).startswith(protocol.UNKNOWN_REQUEST):
+                raise
+            raise LakeError(
+                f"the daemon of {self._mountpoint} is of an earlier version, which knows no requests about the cache: "
+                "unmount it and mount it again"
+            ) from error
+
     def follow(
-        self, request: protocol.MakeDurable | protocol.WaitEnd | protocol.Refresh | protocol.WaitPath
+        self,
+        request: protocol.MakeDurable
+        | protocol.WaitEnd
+        | protocol.Refresh
+        | protocol.WaitPath
+        | protocol.WarmCache
+        | protocol.ListCache,
     ) -> Iterator[protocol.Reply]:
         """Send a request before returning; `Progress` replies, then one other, which ends the iteration."""
         self._send(request)

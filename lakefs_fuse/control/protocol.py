@@ -1,8 +1,10 @@
 """Messages of the control socket: one JSON object per line, in both directions.
 
-A connection carries requests one after another. `MakeDurable`, `Refresh`, `WaitPath` and `WaitEnd` are answered by any
-number of `Progress` lines and then one other; every other request by one line. *Bounded lines*: both sides bound their
-length. Both ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
+A connection carries requests one after another. `MakeDurable`, `Refresh`, `WaitPath`, `WaitEnd`, `WarmCache`,
+`ListCache` and `EvictCache` are answered by any number of `Progress` lines and then one other; every other request by
+one line. The last three are about the paths that `SelectPaths` named before on the connection. *Bounded lines*: both
+sides bound their length. Both ends belong to one installation, so no version is negotiated; `Hello` has the version for
+users.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ REQUEST_BYTES_MAX = 64 * 1024
 REPLY_BYTES_MAX = 16 * 1024 * 1024
 FILES_MAX = 1000
 """Unfinished files named in one reply; counts are always complete."""
+SELECTED_MAX = 100_000
+"""Paths of one request about the cache: about 20 MB while it runs."""
+UNKNOWN_REQUEST = "not a control request"
+"""The message of a daemon that does not know a request begins so."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -72,6 +78,30 @@ class WaitEnd(msgspec.Struct, frozen=True, tag="wait_end"):
     """Answered when the mount has ended and the daemon has drained, or ended draining."""
 
 
+class SelectPaths(msgspec.Struct, frozen=True, tag="select_paths"):
+    """Add to the selection of the next request about the cache: paths relative to the mount's root, each with a glob
+    below it, or an empty text for the path itself."""
+
+    paths: tuple[tuple[str, str], ...]
+
+
+class WarmCache(msgspec.Struct, frozen=True, kw_only=True, tag="warm_cache"):
+    """Bring the selection into the cache. ``partial``: as much as fits; ``background``: answered when it is known to
+    fit. `Progress`, then `Statistics` of what came of it. A client that disconnects ends it."""
+
+    bytes_s_max: int = 0
+    partial: bool = False
+    background: bool = False
+
+
+class StopWarming(msgspec.Struct, frozen=True, tag="stop_warming"):
+    """End the warms in the background. Answered by `Statistics` with their number."""
+
+
+class ListCache(msgspec.Struct, frozen=True, tag="list_cache"):
+    """How much of each path of the selection is in the cache. `Progress` without numbers, then `Statistics`."""
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Asks for `Hello`."""
 
@@ -89,6 +119,10 @@ Request = (
     | AbortOrphan
     | Refresh
     | WaitPath
+    | SelectPaths
+    | WarmCache
+    | StopWarming
+    | ListCache
     | Unmount
     | WaitEnd
     | Ping
@@ -132,11 +166,15 @@ class UnfinishedFiles(msgspec.Struct, frozen=True, tag="files"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Bytes in the store, of bytes known to be needed (which grows while a file is being written)."""
+    """Bytes in the store, of bytes known to be needed (which grows while a file is being written); of a warm bytes that
+    came, of those that were missing, and its ``stage`` (`metrics.Warming`)."""
 
     bytes_done: int
     bytes_total: int
     files_left: int
+    files_total: int = 0
+    stage: str = ""
+    unfit_bytes: int = 0
 
 
 NOTHING = Progress(bytes_done=0, bytes_total=0, files_left=0)
@@ -172,7 +210,7 @@ def decode_request(line: bytes) -> Request:
     try:
         return _requests.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LakeError(f"not a control request: {error}") from error
+        raise LakeError(f"{UNKNOWN_REQUEST}: {error}") from error
 
 
 def decode_reply(line: bytes) -> Reply:

@@ -26,7 +26,7 @@ from lakefs_fuse import __version__
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control import protocol
 from lakefs_fuse.errors import LakeError, MountError
-from lakefs_fuse.metrics import Unfinished
+from lakefs_fuse.metrics import Unfinished, Warming
 
 CLIENTS_MAX = 16
 """Connections, but for those that wait for a name."""
@@ -47,9 +47,21 @@ PAUSE_SHARE = 20
 log = logging.getLogger(__name__)
 
 
+class CacheView(Protocol):
+    """What the control socket asks of a filesystem's cache; paths are those of `protocol.SelectPaths`."""
+
+    async def warm_paths(
+        self, paths: Sequence[tuple[str, str]], progress: Warming, *, bytes_s_max: int, partial: bool, background: bool
+    ) -> dict[str, object]: ...
+    async def list_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]: ...
+    def stop(self) -> int: ...
+
+
 class FilesystemView(Protocol):
     """What the control socket reads and requests from a filesystem."""
 
+    @property
+    def residency(self) -> CacheView: ...
     def statistics(self) -> dict[str, object]: ...
     def unfinished(self) -> Sequence[Unfinished]: ...
     async def make_durable(self, path: str = "") -> None: ...
@@ -162,17 +174,29 @@ class ControlServer:
             log.warning("control connection of uid %d refused", uid)
             await self._refuse(stream, "this mount belongs to another user")
             return
-        lines = LineReader(stream)
+        lines, selection = LineReader(stream), list[tuple[str, str]]()
         while (line := await lines.next_line()) is not None:
             try:
                 request = protocol.decode_request(line)
             except LakeError as error:
                 await self._refuse(stream, str(error))
                 return
-            await self._answer(stream, request)
+            if isinstance(request, protocol.SelectPaths):
+                selection += request.paths
+                if len(selection) > protocol.SELECTED_MAX:
+                    await self._refuse(stream, f"more than {protocol.SELECTED_MAX} paths: name their directories")
+                    return
+                await self._send(stream, protocol.Done())
+            else:
+                await self._answer(stream, request, selection)
+                selection.clear()
 
-    async def _answer(self, stream: trio.SocketStream, request: protocol.Request) -> None:
+    async def _answer(
+        self, stream: trio.SocketStream, request: protocol.Request, selection: Sequence[tuple[str, str]]
+    ) -> None:
         match request:
+            case protocol.WarmCache() | protocol.ListCache():
+                await self._ask_cache(stream, request, selection)
             case protocol.MakeDurable(path):
                 await self._make_durable(stream, path.strip("/"))
             case protocol.WaitEnd():
@@ -209,6 +233,8 @@ class ControlServer:
                 await self._fs.finish_orphan(id, incomplete=incomplete)
             case protocol.AbortOrphan(id):
                 await self._fs.abort_orphan(id)
+            case protocol.StopWarming():
+                return protocol.Statistics({"stopped": self._fs.residency.stop()})
             case protocol.Unmount():
                 self._request_unmount()
             case protocol.Ping():
@@ -255,6 +281,40 @@ class ControlServer:
             return protocol.Statistics(await self._fs.refresh(request.path.strip("/"), recursive=request.recursive))
 
         await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))
+
+    async def _ask_cache(
+        self,
+        stream: trio.SocketStream,
+        request: protocol.WarmCache | protocol.ListCache,
+        paths: Sequence[tuple[str, str]],
+    ) -> None:
+        """A client that disconnects cancels it."""
+        progress, cache = Warming(), self._fs.residency
+
+        async def work() -> protocol.Reply:
+            if isinstance(request, protocol.ListCache):
+                return protocol.Statistics(await cache.list_paths(paths))
+            return protocol.Statistics(
+                await cache.warm_paths(
+                    paths,
+                    progress,
+                    bytes_s_max=request.bytes_s_max,
+                    partial=request.partial,
+                    background=request.background,
+                )
+            )
+
+        def measure() -> protocol.Progress:
+            return protocol.Progress(
+                bytes_done=progress.fetch_bytes_done,
+                bytes_total=progress.fetch_bytes_total,
+                files_left=progress.files_total - progress.files_done,
+                files_total=progress.files_total,
+                stage=progress.stage,
+                unfit_bytes=progress.unfit_bytes,
+            )
+
+        await self._send(stream, await self._work(stream, request, work, measure))
 
     async def _wait_path(self, stream: trio.SocketStream, request: protocol.WaitPath) -> None:
         """Wait for a name; a client that disconnects, and the end of the mount, cancel it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator, Mapping
 
-from lakefs_fuse.config import MountConfig
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import pack_entry
 from lakefs_fuse.metrics import Unfinished
@@ -25,6 +24,7 @@ from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.ops.handles import Handles
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
 from lakefs_fuse.vfs.path_waits import PathWaits
+from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.status import Status
 
 
@@ -33,7 +33,6 @@ class Filesystem:
 
     def __init__(
         self,
-        config: MountConfig,
         status: Status,
         namespace: Namespace,
         attributes: Attributes,
@@ -41,8 +40,9 @@ class Filesystem:
         directories: Directories,
         handles: Handles,
         durability: Durability,
+        residency: Residency,
     ) -> None:
-        self.config, self.metrics = config, status.metrics
+        self.config, self.metrics, self.residency = attributes.config, status.metrics, residency
         self.namespace, self.events, self.database = namespace, namespace.events, namespace.database
         self._ns, self._status, self._files = namespace, status, handles.files
         self._attributes, self._xattrs, self._directories = attributes, xattrs, directories
@@ -59,7 +59,7 @@ class Filesystem:
         self.make_durable, self.sync_names = durability.make_durable, durability.sync_names
         self.finish_orphan, self.abort_orphan = durability.finish_orphan, durability.abort_orphan
         self.look_again = durability.poll
-        self.wait_path = PathWaits(namespace, handles.files, xattrs.version, config.refresh_s).wait
+        self.wait_path = PathWaits(namespace, handles.files, xattrs.version, self.config.refresh_s).wait
         self.listing_fresh_s, self.more_names = namespace.listing_fresh_s, namespace.wait_for_more
         self.knows_holes_in = handles.files.holes.any_in
         self.files_in_use: Mapping[int, OpenFile] = handles.files.by_inode

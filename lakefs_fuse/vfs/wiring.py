@@ -59,6 +59,8 @@ from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
 from lakefs_fuse.vfs.pinning.pinner import Pinner, Units
+from lakefs_fuse.vfs.residency.lake_names import LakeNames
+from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.orphans import Recovery
@@ -308,8 +310,11 @@ class Assembly:
 
         open_publisher = OpenFilePublisher(rules, io.publish, ground.nursery)
         new_files = NewFiles(config, ground.database, namespace, drafts, io, self._group_commit, clock)
+        self.residency = Residency(
+            LakeNames(namespace, files), self._reader, ground.nursery, ground.clock_ns, metrics.warm,
+            lambda: self.pinner.kept.bytes,
+        )  # fmt: skip
         return Filesystem(
-            config,
             Status(ground.metrics, self._sections(), files, self.recovery, self.committer, writeback, clock),
             namespace,
             attributes,
@@ -317,6 +322,7 @@ class Assembly:
             Directories(namespace, files, names, unlinker, renames, clock),
             Handles(namespace, files, attributes, io, new_files, open_publisher, clock, reads_of),
             Durability(config, files, io, names, writeback, self.recovery, self.deletions),
+            self.residency,
         )
 
     def _sections(self) -> dict[str, Callable[[], Mapping[str, object]]]:
@@ -330,6 +336,7 @@ class Assembly:
             "commits": lambda: commit_section(metrics, self.committer, self.deletions, objects),
             "staging": lambda: staging_section(self.staging, namespace),
             "kept": self.pinner.statistics,
+            "warm": self.residency.statistics,
             "capabilities": lambda: dataclasses.asdict(ground.client.capabilities),
         }
 

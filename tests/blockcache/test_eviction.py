@@ -198,3 +198,17 @@ def test_an_empty_cache_is_counted_with_few_calls(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     cache.scan()
     assert calls <= 300
+
+
+def test_write_that_was_counted_is_not_reserved_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one writer finds no room because the bytes of another count twice for a moment."""
+    cache = make_cache(tmp_path, bytes_max=3 * MIB)
+    unreserve, found = cache.files.unreserve, list[bool]()
+
+    def look(wanted: int) -> None:
+        found.append(cache.has_room([version(1, MIB)]))
+        unreserve(wanted)
+
+    monkeypatch.setattr(cache.files, "unreserve", look)
+    write(cache, 0, MIB)
+    assert found == [True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ import trio
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control.server import ControlServer, serve_control
 from lakefs_fuse.errors import FileError, LakeError, NotFound
-from lakefs_fuse.metrics import Unfinished
+from lakefs_fuse.metrics import Unfinished, Warming
 
 
 @dataclass
@@ -31,6 +31,36 @@ class FakeFile:
     parts_done: int = 0
     bytes_done: int = 0
     missing: int = 0
+
+
+@dataclass
+class FakeCache:
+    """Answers from its fields; a warm goes on until the test sets ``finish``."""
+
+    warmed: list[tuple[str, str]] = field(default_factory=list)
+    finish: trio.Event = field(default_factory=trio.Event)
+    was_cancelled: bool = False
+    error: LakeError | None = None
+
+    async def warm_paths(
+        self, paths: Sequence[tuple[str, str]], progress: Warming, *, bytes_s_max: int, partial: bool, background: bool
+    ) -> dict[str, object]:
+        self.warmed += paths
+        progress.stage, progress.files_total, progress.fetch_bytes_total = "fetching", len(paths), bytes_s_max
+        try:
+            await self.finish.wait()
+        except trio.Cancelled:
+            self.was_cancelled = True
+            raise
+        if self.error is not None:
+            raise self.error
+        return {"files": len(paths), "partial": partial, "background": background}
+
+    async def list_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
+        return {"paths": [{"path": path} for path, _ in paths]}
+
+    def stop(self) -> int:
+        return 3
 
 
 @dataclass
@@ -51,6 +81,7 @@ class FakeFilesystem:
     there: set[str] = field(default_factory=set)
     waited: list[str] = field(default_factory=list)
     """Paths that are waited for."""
+    residency: FakeCache = field(default_factory=FakeCache)
 
     def statistics(self) -> dict[str, object]:
         if self.explode:

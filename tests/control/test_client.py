@@ -137,3 +137,30 @@ def test_candidates_prefer_what_does_not_depend_on_the_environment(monkeypatch: 
     ]
     assert runtime.candidate_directories(0)[0] == Path("/run/lakefs-fuse")
     assert Path("/xdg/lakefs-fuse") not in runtime.candidate_directories(uid if uid != 1234 else 4321)
+
+
+def test_selection_of_many_paths_is_sent_in_bounded_lines(runtime_dir: Path) -> None:
+    fs = FakeFilesystem()
+    fs.residency.finish.set()
+    paths = [(f"{'d' * 200}/{number}", "") for number in range(2000)]
+    with serving_in_thread(fs, runtime.server_socket_path("/mnt/lake")):
+        client = connect("/mnt/lake")
+        assert client is not None
+        with client:
+            client.select(paths)
+            *_, reply = client.follow(protocol.WarmCache(partial=True))
+            assert reply == protocol.Statistics({"files": 2000, "partial": True, "background": False})
+            assert fs.residency.warmed == paths
+            client.select([("a", "*.bin")])
+            *_, reply = client.follow(protocol.ListCache())
+            assert reply == protocol.Statistics({"paths": [{"path": "a"}]}), "the selection before is over"
+            assert client.call(protocol.StopWarming()) == protocol.Statistics({"stopped": 3})
+
+
+def test_a_daemon_that_does_not_know_the_request_is_of_an_earlier_version() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, ControlClient(ours, "/mnt/lake") as client:
+        unknown = protocol.Failed(message="not a control request: Invalid value 'select_paths' - at `$.type`")
+        theirs.sendall(protocol.encode(unknown))
+        with pytest.raises(LakeError, match=r"/mnt/lake is of an earlier version.*mount it again"):
+            client.select([("a", "")])

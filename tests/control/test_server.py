@@ -341,3 +341,35 @@ async def test_wait_ends_with_the_mount(socket_path: Path) -> None:
                 pass
         assert reply == protocol.Failed(message="the mount has ended")
         assert (await follow(stream, protocol.WaitPath("f")))[-1] == reply
+
+
+async def test_warm_shows_progress_and_a_client_that_leaves_ends_it(socket_path: Path) -> None:
+    fs = FakeFilesystem()
+    async with talking_to(make_server(fs), socket_path) as stream:
+        assert await ask(stream, protocol.SelectPaths((("a", ""), ("b", "*")))) == protocol.Done()
+        await stream.send_all(protocol.encode(protocol.WarmCache(bytes_s_max=5)))
+        seen = protocol.decode_reply(await read_line(stream))
+        while not isinstance(seen, protocol.Progress) or seen.stage != "fetching":
+            seen = protocol.decode_reply(await read_line(stream))
+        assert (seen.files_left, seen.files_total, seen.bytes_total) == (2, 2, 5)
+        await stream.aclose()
+        with trio.fail_after(10):
+            while not fs.residency.was_cancelled:
+                await trio.sleep(0.01)
+
+
+async def test_warm_that_fails_says_why(socket_path: Path) -> None:
+    fs = FakeFilesystem()
+    fs.residency.error = ConfigError("no such glob")
+    fs.residency.finish.set()
+    async with talking_to(make_server(fs), socket_path) as stream:
+        *_, failed = await follow(stream, protocol.WarmCache())
+        assert failed == protocol.Failed(message="no such glob", exit_code=2)
+
+
+async def test_selection_is_bounded(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "SELECTED_MAX", 3)
+    async with talking_to(make_server(FakeFilesystem()), socket_path) as stream:
+        assert await ask(stream, protocol.SelectPaths((("a", ""),) * 3)) == protocol.Done()
+        refused = await ask(stream, protocol.SelectPaths((("b", ""),)))
+        assert refused == protocol.Failed(message="more than 3 paths: name their directories")

@@ -42,11 +42,13 @@ from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.files.verification import block_getter
+from lakefs_fuse.vfs.immutable.state_names import StateNames
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of, version_of
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
+from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.status import cache_section
 
 NS = 1_000_000_000
@@ -79,6 +81,9 @@ class ImmutableFilesystem:
         verified = block_getter(lake.config, lake.client, lake.metrics, nursery, lake.node.threads)
         disk = AsyncBlockCache(lake.cache, nursery, lake.node.threads, lake.node.clock)
         self._reader = BlockReader(lake.client, disk, lake.metrics.cache, nursery, verified=verified)
+        self.residency = Residency(
+            StateNames(lambda: self._state), self._reader, nursery, lake.node.clock.wall_ns, lake.metrics.warm
+        )
         self._late = LateObjects(lake.node.clock.wall_ns, lake.config.store.retry_timeout_s, read_only=True)
         self._rules = Rules.of(lake.config)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
@@ -104,9 +109,7 @@ class ImmutableFilesystem:
         """Raises FileError(ESTALE) where the state has no such inode."""
         number = self._inode(inode)
         if number == ROOT_INODE:
-            at_ns = self._state.note.at_ns
-            flags = Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN
-            return Entry(ROOT_INODE, 0, b"", ROOT_INODE, flags, mtime_ns=at_ns, ctime_ns=at_ns)
+            return self._state.root
         entry = self._state.tree.entry(number)
         if entry is None:
             raise FileError(errno.ESTALE)
@@ -352,6 +355,7 @@ class ImmutableFilesystem:
             **self.metrics.as_dict(),
             "cache": cache_section(self.metrics, self._lake.cache),
             "reader": dataclasses.asdict(self._reader.statistics()),
+            "warm": self.residency.statistics(),
             "namespace": {
                 **dataclasses.asdict(self.metrics.namespace),
                 "rocksdb": self._state.database.statistics(),

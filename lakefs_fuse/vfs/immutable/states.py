@@ -33,7 +33,7 @@ from lakefs_fuse.errors import CacheError, LakeError, MountError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import SingleRow
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
@@ -112,6 +112,12 @@ class State:
     database: Database
     tree: Tree
     note: Note
+
+    @property
+    def root(self) -> Entry:
+        """The root of the lake, which has no row."""
+        at_ns, flags = self.note.at_ns, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN
+        return Entry(ROOT_INODE, 0, b"", ROOT_INODE, flags, mtime_ns=at_ns, ctime_ns=at_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Attributes:
         inodes: UnlinkedInodes,
         clock: Clock,
     ) -> None:
-        self._config, self._client, self._ns, self._clock = config, client, namespace, clock
+        self.config, self._client, self._ns, self._clock = config, client, namespace, clock
         self._files, self._drafts, self._io, self._names, self._inodes = drafts.files, drafts, io, names, inodes
 
     def entry(self, inode: int) -> Entry:
@@ -125,14 +125,14 @@ class Attributes:
             return
         if meta is not None and (extent is None or extent.version.etag == meta.etag):
             self._files.learn(now, meta)
-        elif self._config.allow_other:  # the version there now decides whether another user is refused
+        elif self.config.allow_other:  # the version there now decides whether another user is refused
             await self._io.renew(now)
 
     def attribute_fresh_s(self, entry: Entry) -> float:
         """For how many seconds the attributes of an entry may be remembered."""
         inode = entry.inode
         if inode == ROOT_INODE or self._files.get(inode) is not None or self.is_unlinked(inode):
-            return self._config.metadata_ttl_s
+            return self.config.metadata_ttl_s
         return max(self._ns.listing_fresh_s(entry.parent), self._ns.answer_fresh_s(entry.parent, entry.name))
 
     async def setattr(self, inode: int, change: AttributeChange, handle: int | None = None) -> Entry:
@@ -182,12 +182,12 @@ class Attributes:
         return await self.setattr(entry.inode, AttributeChange(kills_privileges=True))
 
     def _mode(self, entry: Entry) -> int:
-        return file_type_and_mode(entry, self._config) & PERMISSIONS
+        return file_type_and_mode(entry, self.config) & PERMISSIONS
 
     def _changed(self, entry: Entry, change: AttributeChange) -> Entry:
         """Only differences count: the defaults that an unset attribute shows are not a change when they are set."""
         now: dict[str, int] = {}
-        mode = self._config.dir_mode if entry.is_dir else self._config.file_mode
+        mode = self.config.dir_mode if entry.is_dir else self.config.file_mode
         shown = {"mode": mode, "uid": self.default_uid, "gid": self.default_gid}
         for name, default in shown.items():
             wanted = getattr(change, name)
@@ -228,20 +228,20 @@ class Attributes:
 
     @property
     def default_uid(self) -> int:
-        return os.getuid() if self._config.uid is None else self._config.uid
+        return os.getuid() if self.config.uid is None else self.config.uid
 
     @property
     def default_gid(self) -> int:
-        return os.getgid() if self._config.gid is None else self._config.gid
+        return os.getgid() if self.config.gid is None else self.config.gid
 
     def refuse_read_only(self) -> None:
         """Raises FileError(EROFS)."""
-        if self._config.read_only:
+        if self.config.read_only:
             raise FileError(errno.EROFS)
 
     def is_setgid(self, directory: Entry) -> bool:
         """What is made in the directory gets its group, and directories that bit as well."""
-        return bool(file_type_and_mode(directory, self._config) & stat.S_ISGID)
+        return bool(file_type_and_mode(directory, self.config) & stat.S_ISGID)
 
     def gid_of(self, entry: Entry) -> int:
         return self.default_gid if entry.gid == UNSET else entry.gid

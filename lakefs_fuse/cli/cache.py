@@ -1,0 +1,283 @@
+"""`lakefs-fuse cache`: which bytes of the lake are on this node, by path.
+
+The commands resolve paths to mounts and ask each daemon over its control socket (`vfs/residency` does the work). A list
+of names costs no request to the mount: only the directories in it are resolved.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import click
+
+from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
+from lakefs_fuse.cli.parameters import RATE, format_bytes, format_duration
+from lakefs_fuse.cli.store_options import json_option
+from lakefs_fuse.cli.terminal import Bar, is_watched, print_json, print_tables, progress_bar
+from lakefs_fuse.control import protocol
+from lakefs_fuse.control.mounts import read_mounts
+from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
+
+LINE_S = 10.0
+"""Period of the lines about progress where standard error is no terminal."""
+MAGIC = re.compile(r"[*?[]")
+
+Decorated = TypeVar("Decorated", bound=Callable[..., object])
+Selection = dict[str, list[tuple[str, str]]]
+"""Paths and globs by mountpoint, as `protocol.SelectPaths` has them."""
+
+
+@click.group("cache")
+def cache() -> None:
+    """Fetch files into the local cache ahead of use, and see what is there.
+
+    \b
+      lakefs-fuse cache warm /mnt/lake/imagenet
+      lakefs-fuse cache ls '/mnt/lake/imagenet/*'
+
+    PATH is a file or directory in a mount; a directory stands for everything below it. A quoted glob is expanded by the
+    mount: * and ? stay within a name, ** is any number of directories, and names that begin with a dot need the dot.
+    """
+
+
+def selection_options(command: Decorated) -> Decorated:
+    """Add PATH… and the options that select files."""
+    command = option(
+        "--files-from", metavar="FILE", help="Also the paths in FILE, one a line; - is standard input. They are not "
+        "taken for globs, and relative ones start at the working directory.",
+    )(command)  # fmt: skip
+    command = option("-0", "--null", is_flag=True, help="Paths in FILE end with NUL instead of newline.")(command)
+    return argument("paths", "Files, directories or quoted globs in a mount.", nargs=-1)(command)
+
+
+@cache.command("warm", cls=GroupedCommand, context_settings=SETTINGS)
+@selection_options
+@option("--limit", type=RATE, metavar="RATE", help="Maximum bytes a second from the store, such as 50M.  "
+        "[default: no limit]")  # fmt: skip
+@option("--as-much-as-fits", is_flag=True, help="Where the cache has no room for all, fetch what fits, in the order of "
+        "the paths, instead of nothing.")  # fmt: skip
+@option("--background", is_flag=True, help="Return when it is known to fit. The daemon continues; `cache ls` and "
+        "`stats` show how far it is.")  # fmt: skip
+@option("--stop", is_flag=True, help="End the fetches in the background of the mount that PATH is in.")
+def warm(
+    paths: tuple[str, ...],
+    files_from: str | None,
+    null: bool,
+    limit: float | None,
+    as_much_as_fits: bool,
+    background: bool,
+    stop: bool,
+) -> None:
+    """Fetch files into the cache, so that reading them asks the store for nothing.
+
+    What is there is not fetched again: after an interruption, the same command fetches the rest. Ctrl-C ends it. If not
+    all of it fits into --cache-size, nothing is fetched, and exit code 1. Files that are warm are evicted like others
+    when the cache needs room later.
+    """
+    selection = select(paths, files_from, null)
+    if stop:
+        for mountpoint in selection:
+            with open_daemon(mountpoint) as client:
+                client.select([])
+                reply = client.call(protocol.StopWarming())
+            count = reply.values.get("stopped", 0) if isinstance(reply, protocol.Statistics) else 0
+            click.echo(f"{mountpoint}: {count} stopped")
+        return
+    request = protocol.WarmCache(
+        bytes_s_max=max(1, int(limit)) if limit else 0, partial=as_much_as_fits, background=background
+    )
+    for mountpoint, selected in selection.items():
+        _warm(mountpoint, selected, request)
+
+
+@cache.command("ls", cls=GroupedCommand, context_settings=SETTINGS)
+@selection_options
+@json_option
+def list_cache(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: bool) -> None:
+    """Show how much of each path is in the cache, and when that was last used.
+
+    A directory is one line with the sums of what is below it. Bytes that wait for their upload count as local.
+    """
+    found = [
+        (mountpoint, _ask(mountpoint, selected, protocol.ListCache()))
+        for mountpoint, selected in select(paths, files_from, null).items()
+    ]
+    if as_json:
+        print_json([{"mountpoint": mountpoint, **values} for mountpoint, values in found])
+    else:
+        for mountpoint, values in found:
+            _print_list(mountpoint, values)
+
+
+# -- which files
+
+
+def select(paths: Sequence[str], files_from: str | None, null: bool) -> Selection:
+    """What a command is about. Raises LakeError for a path in no mount, ConfigError for what cannot be a path."""
+    if null and files_from is None:
+        raise click.UsageError("-0 says how the paths in a file end: give --files-from too")
+    selection: Selection = {}
+    for path in paths:
+        mountpoint, relative, pattern = _locate_glob(path)
+        selection.setdefault(mountpoint, []).append((checked_text(relative), checked_text(pattern)))
+    for mountpoint, relative in _locate_all(_read_names(files_from, null)) if files_from is not None else ():
+        selection.setdefault(mountpoint, []).append((checked_text(relative), ""))
+    if not selection:
+        raise click.UsageError("no path is given: name files, directories or globs, or give --files-from")
+    return selection
+
+
+def _locate_glob(path: str) -> tuple[str, str, str]:
+    """Mountpoint, path in it and glob below that. A path that exists is no glob."""
+    magic = MAGIC.search(path)
+    if magic is None or os.path.lexists(path):
+        return *locate(path), ""
+    fixed, slash, rest = path[: magic.start()].rpartition("/")
+    pattern = os.path.normpath((rest if slash else path[: magic.start()]) + path[magic.start() :])
+    if pattern.startswith(".."):
+        raise ConfigError(f"{path}: .. behind a glob: write the path that is meant")
+    return *locate(fixed or slash or "."), pattern
+
+
+def _read_names(file: str, null: bool) -> Iterator[str]:
+    try:
+        if file == "-":
+            data = sys.stdin.buffer.read()
+        else:
+            with open(file, "rb") as source:
+                data = source.read()
+    except OSError as error:
+        raise ConfigError(f"--files-from {file}: {error.strerror or error}") from error
+    for line in data.split(b"\0" if null else b"\n"):
+        if line:
+            yield os.fsdecode(line)
+
+
+def _locate_all(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """As `locate`, of many names: each directory is resolved once, and the last component not at all."""
+    mountpoints = {mount.mountpoint for mount in read_mounts()}
+    known: dict[str, tuple[str, str]] = {}
+    for path in names:
+        parent, _, name = path.rstrip("/").rpartition("/")
+        parent = "/" if path.startswith("/") and not parent else parent or "."
+        if name in ("", ".", "..") or os.path.join(parent, name) in mountpoints:
+            yield locate(path)
+            continue
+        if parent not in known:
+            known[parent] = locate(parent)
+        mountpoint, directory = known[parent]
+        yield mountpoint, f"{directory}/{name}" if directory else name
+
+
+# -- asking
+
+
+def _ask(mountpoint: str, selected: list[tuple[str, str]], request: protocol.ListCache) -> dict[str, object]:
+    with open_daemon(mountpoint) as client:
+        client.select(selected)
+        *_, reply = client.follow(request)
+    return _values(reply)
+
+
+def _values(reply: protocol.Reply) -> dict[str, object]:
+    if isinstance(reply, protocol.Failed):
+        raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
+    assert isinstance(reply, protocol.Statistics)
+    return reply.values
+
+
+def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.WarmCache) -> None:
+    reply: protocol.Reply = protocol.Done()
+    with open_daemon(mountpoint) as client:
+        client.select(selected)
+        with progress_bar(remaining=True) as bar:
+            shown = _Shown(bar)
+            for reply in client.follow(request):
+                if isinstance(reply, protocol.Progress):
+                    shown.show(reply)
+    values = _values(reply)
+    files, size, fetched = _number(values, "files"), _number(values, "bytes"), _number(values, "fetched_bytes")
+    if request.background:
+        click.echo(
+            f"{mountpoint}: fetching what is missing of {files:,} files, {format_bytes(size)}, in the background"
+        )
+        return
+    left_out, gone = _number(values, "left_out_files"), _number(values, "gone_files")
+    kept = format_bytes(size - _number(values, "left_out_bytes"))
+    click.echo(
+        f"{mountpoint}: {files - left_out - gone:,} files, {kept} are in the cache; {format_bytes(fetched)} fetched"
+    )
+    if left_out:
+        click.echo(f"{left_out:,} files, {format_bytes(_number(values, 'left_out_bytes'))}, did not fit")
+    if gone:
+        raise LakeError(f"{gone:,} files were replaced or removed in the store meanwhile: run the same command again")
+
+
+class _Shown:
+    """Progress of a warm: on a bar, or as a line now and then where there is no terminal."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._began_s = self._line_s = time.monotonic()
+        self._has_told = False
+
+    def show(self, progress: protocol.Progress) -> None:
+        if progress.stage == "waiting":
+            self._bar.update("waiting for another warm", 0, None, "")
+            return
+        if progress.stage != "fetching":
+            self._bar.update("counting", 0, None, f"{progress.files_total:,} files")
+            self._began_s = time.monotonic()
+            return
+        if progress.unfit_bytes and not self._has_told:
+            self._has_told = True
+            self._bar.note(f"{format_bytes(progress.unfit_bytes)} do not fit into the cache: they are left out")
+        done = f"{progress.files_total - progress.files_left:,} of {progress.files_total:,} files"
+        self._bar.update("warming", progress.bytes_done, progress.bytes_total, done)
+        now_s = time.monotonic()
+        if not is_watched() and now_s - self._line_s >= LINE_S:
+            self._line_s = now_s
+            rate = progress.bytes_done / max(0.001, now_s - self._began_s)
+            left = f", {format_duration((progress.bytes_total - progress.bytes_done) / rate)} left" if rate else ""
+            self._bar.note(
+                f"{done}, {format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}, "
+                f"{format_bytes(rate)}/s{left}"
+            )
+
+
+def _number(values: dict[str, Any], key: str) -> int:
+    return int(values.get(key, 0))
+
+
+# -- printing
+
+
+def _print_list(mountpoint: str, values: dict[str, Any]) -> None:
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    table = Table(Column("path", overflow="fold"), box=None, pad_edge=False)
+    for name in ("files", "size", "local", "", "last used"):
+        table.add_column(name, justify="right")
+    for row in values["paths"]:
+        size, local = row["bytes"], row["local_bytes"]
+        share = "100 %" if local >= size else f"{100 * local / size:.1f} %"
+        used = datetime.fromtimestamp(row["used_s"], UTC).isoformat(timespec="seconds") if row["used_s"] else "-"
+        path = os.path.join(mountpoint, row["path"]) if row["path"] else mountpoint
+        table.add_row(Text(path), f"{row['files']:,}", format_bytes(size), format_bytes(local), share, used)
+    print_tables(table)
+    warm = values["warm"]
+    if warm["running"]:
+        click.echo(
+            f"warming: {warm['files_done']:,} of {warm['files_total']:,} files, "
+            f"{format_bytes(warm['fetch_bytes_done'])} of {format_bytes(warm['fetch_bytes_total'])}"
+        )
+    elif warm["last_error"]:
+        click.echo(f"the last warm that failed: {warm['last_error']}")

@@ -1,0 +1,1 @@
+"""Which bytes of the lake are on this node: warming, eviction and pins by path."""

@@ -1,0 +1,57 @@
+"""The names of a mount that may change, for a selection of files."""
+
+from __future__ import annotations
+
+from array import array
+
+from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.sync.nursery import for_each
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.tree_walk import LISTINGS_AT_ONCE
+from lakefs_fuse.vfs.residency.selection import pages
+
+
+class LakeNames:
+    """See `selection.Names`. Directories are listed where their listing is older than the TTL."""
+
+    def __init__(self, namespace: Namespace, files: FileTable) -> None:
+        self._ns, self._files = namespace, files
+
+    @property
+    def tree(self) -> Tree:
+        return self._ns.tree
+
+    @property
+    def root(self) -> Entry:
+        return self._ns.root
+
+    async def lookup(self, directory: Entry, name: bytes) -> Entry | None:
+        entry, _ = await self._ns.lookup(directory.inode, name)
+        return entry
+
+    async def prepare(self, directory: Entry) -> None:
+        """One level of directories after another; memory holds the numbers of one level."""
+        for listener in self._ns.events.names_requested:
+            listener()
+        level = array("Q", [directory.inode])
+        while level:
+            below = array("Q")
+
+            async def list_one(inode: int, below: array[int] = below) -> None:
+                if self._ns.fresh_s(inode) <= 0:
+                    await self._ns.ensure_listed(inode, strictly=False)
+                async for page in pages(self.tree, inode):
+                    below.extend(child.inode for child in page if child.is_dir)
+
+            await for_each(level, list_one, min(LISTINGS_AT_ONCE, len(level)))
+            level = below
+
+    def size(self, entry: Entry) -> int:
+        file = self._files.get(entry.inode)
+        return entry.size if file is None else file.current.size
+
+    def extent(self, entry: Entry) -> Extent | None:
+        return None if self._files.is_dirty(entry) else self._ns.extent(entry)

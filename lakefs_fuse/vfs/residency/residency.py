@@ -1,0 +1,345 @@
+"""Warming and inspection of the block cache by path: what `lakefs-fuse cache` asks of a mount.
+
+A warm walks its files twice: once to count what is missing and whether it fits, once to fetch it, some thousand objects
+at a time, so that memory does not grow with the number of files. It begins only if all of it fits into the cache beside
+what cannot be evicted, or is told to take as much as fits. One warm runs at a time, the others wait for their turn.
+
+What always holds (*a warm evicts nothing of its own*): while it runs, what was used since it began is not evicted, and
+that includes what it found in the cache. Parts of the daemon call `Residency.warm`; tasks of its trio loop. A crash
+leaves the blocks that were fetched, and a second warm asks for the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import trio
+
+from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, Layout
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet, Extent, Version, set_bytes
+from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.blockcache.warmer import Pace, Warmer, with_rest_of_packs
+from lakefs_fuse.errors import CacheError, LakeError
+from lakefs_fuse.metrics import Warming, WarmMetrics
+from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, expand, files, without_repetitions
+
+OBJECTS_AT_ONCE = 4096
+"""Objects whose blocks are planned and fetched together: about 3 MB of memory."""
+FILES_AT_ONCE = 8192
+"""Files that are inspected together."""
+ROWS_MAX = 50_000
+"""Paths in one answer, which is bounded."""
+MARGIN_BYTES = 4 << 20
+"""Of the capacity, for the indexes of files that are written at the same time."""
+SINCE_NS = 61 * 1_000_000_000
+"""A file that was used in the last minute is not marked as used again (`cache_directory.TOUCH_S`)."""
+log = logging.getLogger(__name__)
+
+
+class WarmOptions(msgspec.Struct, frozen=True):
+    """``bytes_s_max`` limits the rate (0: no limit); ``is_partial``: take as much as fits; ``is_background``: answer
+    when it is known to fit."""
+
+    bytes_s_max: int = 0
+    is_partial: bool = False
+    is_background: bool = False
+
+
+class PathResidency(msgspec.Struct, frozen=True):
+    """What of a path is on this node. ``used_s``: when any of it was last read or written there, since 1970; 0 for
+    never."""
+
+    path: str
+    kind: str
+    files: int
+    bytes: int
+    local_bytes: int
+    used_s: float
+
+
+@dataclass(slots=True)
+class _Share:
+    """The part of one object that a batch wants."""
+
+    blocks: BlockSet = 0
+    files: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Parts of objects; memory does not depend on how many files are in one pack."""
+
+    shares: dict[Version, _Share] = field(default_factory=dict)
+
+    def add(self, extent: Extent) -> None:
+        share = self.shares.get(extent.version)
+        if share is None:
+            share = self.shares[extent.version] = _Share()
+        share.blocks |= extent.block_set
+        share.files += 1
+        share.bytes += extent.size
+
+    def wanted(self) -> dict[Version, BlockSet]:
+        return with_rest_of_packs({version: share.blocks for version, share in self.shares.items()})
+
+
+@dataclass(slots=True)
+class _Job:
+    """One warm. ``room_bytes`` is what is left of the capacity."""
+
+    options: WarmOptions
+    progress: Warming
+    pace: Pace
+    room_bytes: int = 0
+    selection: Sequence[Selected] = ()
+    fetched_bytes: int = 0
+    left_out_files: int = 0
+    left_out_bytes: int = 0
+    gone_files: int = 0
+
+    def summary(self) -> dict[str, object]:
+        return {
+            "files": self.progress.files_total,
+            "bytes": self.progress.bytes_total,
+            "fetched_bytes": self.fetched_bytes,
+            "left_out_files": self.left_out_files,
+            "left_out_bytes": self.left_out_bytes,
+            "gone_files": self.gone_files,
+        }
+
+
+def disk_bytes(version: Version, blocks: BlockSet) -> int:
+    """Disk space of these blocks in the cache, with the index of their file."""
+    layout = Layout.for_size(version.size)
+    absent = version.blocks - blocks.bit_count()
+    return max(ALIGN_BYTES, layout.disk_bytes_max - absent * BLOCK_BYTES)
+
+
+class Residency:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        names: Names,
+        reader: BlockReader,
+        nursery: trio.Nursery,
+        clock_ns: Callable[[], int],
+        metrics: WarmMetrics,
+        reserved_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``reserved_bytes`` of the cache are kept by others."""
+        self._names, self._nursery, self._clock_ns, self._metrics = names, nursery, clock_ns, metrics
+        self._disk, self._cache, self._warmer = reader.disk, reader.disk.blocks, Warmer(reader)
+        self._reserved_bytes = reserved_bytes
+        self._turn = trio.Semaphore(1)
+        self._waiting = 0
+        self._running: Warming | None = None
+        self._scopes = dict[trio.CancelScope, None]()
+        """Of the warms in the background."""
+
+    def statistics(self) -> dict[str, object]:
+        """Nested plain values; names are final once released."""
+        running = Warming() if self._running is None else self._running
+        return {
+            **dataclasses.asdict(self._metrics),
+            "running": self._running is not None,
+            "waiting": self._waiting,
+            **dataclasses.asdict(running),
+        }
+
+    # -- warming
+
+    async def warm(
+        self, selection: Sequence[tuple[str, str]], options: WarmOptions, progress: Warming | None = None
+    ) -> dict[str, object]:
+        """Bring the files of the selection (see `Selected`) into the cache; what came of it. Raises LakeError:
+        FileError where a path does not exist, CacheError where not all of it fits, errors of the store."""
+        job = _Job(
+            options, progress or Warming(), Pace(options.bytes_s_max), selection=await without_repetitions(selection)
+        )
+        self._waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            self._begin(job)
+            await self._survey(job)
+        except BaseException as error:
+            self._end(job, error)
+            raise
+        if options.is_background:
+            self._nursery.start_soon(self._fetch_in_background, job)
+        else:
+            await self._fetch(job)
+        return job.summary()
+
+    def stop(self) -> int:
+        """End the warms in the background; how many there were."""
+        count = len(self._scopes)
+        for scope in self._scopes:
+            scope.cancel()
+        return count
+
+    def _begin(self, job: _Job) -> None:
+        self._running, job.progress.stage = job.progress, "counting"
+        self._cache.files.spare_since(self._clock_ns() - SINCE_NS)
+
+    def _end(self, job: _Job, error: BaseException | None) -> None:
+        self._running, job.progress.stage = None, "ended"
+        self._cache.files.spare_since(None)
+        self._turn.release()
+        if error is None:
+            self._metrics.finished += 1
+        elif isinstance(error, LakeError):
+            self._metrics.failed += 1
+            self._metrics.last_error = str(error)
+
+    async def _survey(self, job: _Job) -> None:
+        """Count what is wanted and what of it is missing. Raises LakeError: CacheError where it does not fit."""
+        progress, wanted_bytes = job.progress, 0
+        async for batch in self._batches(job):
+            wanted = batch.wanted()
+            missing = await self._warmer.missing(wanted)
+            wanted_bytes += sum(disk_bytes(version, blocks) for version, blocks in wanted.items())
+            for version, share in batch.shares.items():
+                progress.files_total += share.files
+                progress.bytes_total += share.bytes
+                if version not in missing:
+                    progress.files_done += share.files
+            progress.fetch_bytes_total += sum(set_bytes(version, blocks) for version, blocks in missing.items())
+        job.room_bytes = self._cache.capacity_bytes - MARGIN_BYTES - self._reserved_bytes()
+        progress.unfit_bytes = max(0, wanted_bytes - job.room_bytes)
+        if progress.unfit_bytes and not job.options.is_partial:
+            raise CacheError(
+                f"{wanted_bytes >> 20} MiB of {progress.files_total} files do not fit: the cache has room for "
+                f"{max(0, job.room_bytes) >> 20} MiB (--cache-size, less what is pinned, and the free space of its "
+                "disk). Nothing was fetched: name fewer files, or use --as-much-as-fits"
+            )
+
+    async def _fetch_in_background(self, job: _Job) -> None:
+        with trio.CancelScope() as scope:
+            self._scopes[scope] = None
+            try:
+                await self._fetch(job)
+            except LakeError as error:
+                log.warning("warming in the background ended: %s", error)
+            except Exception:
+                log.exception("warming in the background")
+            finally:
+                del self._scopes[scope]
+
+    async def _fetch(self, job: _Job) -> None:
+        job.progress.stage, failure = "fetching", None
+        try:
+            async for batch in self._batches(job):
+                await self._fetch_batch(job, batch)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self._end(job, failure)
+
+    async def _fetch_batch(self, job: _Job, batch: _Batch) -> None:
+        wanted, progress = batch.wanted(), job.progress
+        for version in list(wanted):
+            cost = disk_bytes(version, wanted[version])
+            if cost > job.room_bytes:
+                del wanted[version]
+                job.left_out_files += batch.shares[version].files
+                job.left_out_bytes += batch.shares[version].bytes
+            else:
+                job.room_bytes -= cost
+        missing = await self._warmer.missing(wanted)
+        left = {version: set_bytes(version, blocks) for version, blocks in missing.items()}
+
+        def fetched(version: Version, count: int) -> None:
+            job.fetched_bytes += count
+            self._metrics.fetched_bytes += count
+            first = min(count, left[version])  # what was not kept comes twice
+            left[version] -= first
+            progress.fetch_bytes_done += first
+            if first and not left[version]:
+                progress.files_done += batch.shares[version].files
+
+        gone = await self._warmer.fetch(missing, job.pace, fetched)
+        job.gone_files += sum(batch.shares[version].files for version in gone)
+
+    async def _batches(self, job: _Job) -> AsyncIterator[_Batch]:
+        """The stored bytes of the selection. The first walk raises FileError where some of it does not exist."""
+        batch = _Batch()
+        async for top in expand(self._names, job.selection, strictly=job.progress.stage == "counting"):
+            async for found in files(self._names, top):
+                extent = self._names.extent(found.entry)
+                if extent is None or not extent.size:
+                    continue
+                batch.add(extent)
+                if len(batch.shares) >= OBJECTS_AT_ONCE:
+                    yield batch
+                    batch = _Batch()
+        if batch.shares:
+            yield batch
+
+    # -- what the control socket asks
+
+    async def warm_paths(
+        self, paths: Sequence[tuple[str, str]], progress: Warming, *, bytes_s_max: int, partial: bool, background: bool
+    ) -> dict[str, object]:
+        """As `warm`, of paths with globs."""
+        options = WarmOptions(bytes_s_max, is_partial=partial, is_background=background)
+        return await self.warm(paths, options, progress)
+
+    async def list_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
+        """As `list`, with the state of the cache and of the warms."""
+        rows = await self.list(paths)
+        found = self._cache.statistics()
+        return {
+            "paths": [msgspec.to_builtins(row) for row in rows],
+            "cache": {"bytes": found.bytes_used, "bytes_max": found.bytes_max},
+            "warm": self.statistics(),
+        }
+
+    # -- inspection
+
+    async def list(self, selection: Sequence[tuple[str, str]]) -> list[PathResidency]:
+        """A row for each path, and for each that a glob matches. Raises LakeError."""
+        rows = list[PathResidency]()
+        async for top in expand(self._names, selection):
+            rows.append(await self._inspect(top))
+            if len(rows) > ROWS_MAX:
+                raise CacheError(f"more than {ROWS_MAX} paths: name the directories that hold them")
+        return rows
+
+    async def _inspect(self, top: Found) -> PathResidency:
+        count = size = local = used_ns = 0
+        some = list[Extent]()
+
+        async def add_some() -> None:
+            nonlocal local, used_ns
+            versions = list(dict.fromkeys(extent.version for extent in some))
+            found = dict(zip(versions, await self._disk.inspect(versions, is_use=False), strict=True))
+            for extent in some:
+                blocks, at_ns = found[extent.version]
+                here = extent.bytes_in(blocks)
+                local += here
+                used_ns = max(used_ns, at_ns if here else 0)
+            some.clear()
+
+        async for file in files(self._names, top):
+            count += 1
+            extent = self._names.extent(file.entry)
+            size += (current := self._names.size(file.entry))
+            if extent is None:
+                local += current  # in staging
+            elif extent.size:
+                some.append(extent)
+            if len(some) >= FILES_AT_ONCE:
+                await add_some()
+        await add_some()
+        kind = "directory" if top.entry.is_dir else "symlink" if top.entry.is_symlink else "file"
+        return PathResidency(top.path, kind, count, size, local, used_ns / 1e9)

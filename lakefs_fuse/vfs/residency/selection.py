@@ -1,0 +1,209 @@
+"""Files by path and by shell glob, as the names of a mount have them now.
+
+A glob follows the shell: ``*`` and ``?`` stay within a component, neither they nor ``**`` match a name that begins with
+a dot unless the pattern has the dot, and ``**`` as a whole component is any number of directories. A path, or what a
+glob matches, stands for everything below it where it is a directory. Symbolic links have no bytes and are left out.
+
+Memory holds one page of names for each level of the walk. Tasks of one trio loop; other requests run between pages.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+import trio
+
+from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.path_rules import translate
+
+PAGE_NAMES = 512
+"""Names read in one step, in a few milliseconds."""
+MISSING_SHOWN_MAX = 10
+
+
+class Selected(NamedTuple):
+    """A path of the mount, without slashes at its ends; ``pattern`` is a glob below it, or empty."""
+
+    path: str
+    pattern: str = ""
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, self))
+
+
+class Names(Protocol):
+    """The names of a mount."""
+
+    @property
+    def tree(self) -> Tree: ...
+
+    @property
+    def root(self) -> Entry:
+        """The directory at the mountpoint."""
+
+    async def lookup(self, directory: Entry, name: bytes) -> Entry | None: ...
+
+    async def prepare(self, directory: Entry) -> None:
+        """All names below the directory are in the tree when this returns. Raises LakeError."""
+
+    def size(self, entry: Entry) -> int:
+        """Of a file as it is now, also where it is being written."""
+
+    def extent(self, entry: Entry) -> Extent | None:
+        """Where the bytes of a file are in the store; None where its newest bytes are not there, or it has none.
+        Raises FileError."""
+
+
+class Found(NamedTuple):
+    """A name by its path in the mount."""
+
+    path: str
+    entry: Entry
+
+
+async def without_repetitions(selection: Iterable[tuple[str, str]]) -> list[Selected]:
+    """The selection without what is below another path of it."""
+    unique = dict.fromkeys(map(Selected._make, selection))
+    whole, left = {each.path for each in unique if not each.pattern}, list[Selected]()
+    for number, each in enumerate(unique, 1):
+        if not any(above in whole for above in _above(each)):
+            left.append(each)
+        if number % PAGE_NAMES == 0:
+            await trio.lowlevel.checkpoint()
+    return left
+
+
+def _above(selected: Selected) -> Iterable[str]:
+    """Paths of directories that hold it."""
+    if selected.pattern:
+        yield selected.path
+    path = selected.path
+    while path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+async def find(names: Names, path: str) -> Entry | None:
+    """What is at a path; None where there is nothing."""
+    entry = names.root
+    for name in path.split("/") if path else ():
+        found = await names.lookup(entry, name.encode("utf-8", "surrogateescape")) if entry.is_dir else None
+        if found is None:
+            return None
+        entry = found
+    return entry
+
+
+async def expand(names: Names, selection: Iterable[tuple[str, str]], *, strictly: bool = True) -> AsyncIterator[Found]:
+    """What the selection names, each path once for each of its entries. Raises LakeError; ``strictly``, FileError
+    (ENOENT) at the end, where some of it does not exist or matches nothing."""
+    missing = []
+    for selected in map(Selected._make, selection):
+        entry, is_there = await find(names, selected.path), False
+        if entry is not None and entry.is_symlink:
+            raise FileError(errno.EINVAL, f"{selected.path} is a symbolic link: name what it points to")
+        if entry is not None and not selected.pattern:
+            is_there = True
+            yield Found(selected.path, entry)
+        elif entry is not None and entry.is_dir:
+            await names.prepare(entry)
+            async for found in _matches(names, Found(selected.path, entry), _compile(selected.pattern)):
+                is_there = True
+                yield found
+        if not is_there:
+            missing.append(f"{selected} {'matches nothing' if selected.pattern else 'does not exist'}")
+    if missing and strictly:
+        more = f", and {len(missing) - MISSING_SHOWN_MAX} more" if len(missing) > MISSING_SHOWN_MAX else ""
+        raise FileError(errno.ENOENT, ", ".join(missing[:MISSING_SHOWN_MAX]) + more)
+
+
+async def files(names: Names, top: Found) -> AsyncIterator[Found]:
+    """The files at and below a name."""
+    if top.entry.is_dir:
+        await names.prepare(top.entry)
+    async for found in _files(names, top):
+        yield found
+
+
+async def _files(names: Names, top: Found) -> AsyncIterator[Found]:
+    waiting = [top]
+    while waiting:
+        each = waiting.pop()
+        if not each.entry.is_dir:
+            if not each.entry.is_symlink:
+                yield each
+            continue
+        async for child in _children(names, each):
+            if child.entry.is_dir:
+                waiting.append(child)
+            elif not child.entry.is_symlink:
+                yield child
+
+
+async def _children(names: Names, directory: Found) -> AsyncIterator[Found]:
+    prefix = f"{directory.path}/" if directory.path else ""
+    async for page in pages(names.tree, directory.entry.inode):
+        for entry in page:
+            if not entry.flags & Flag.SHADOWED:
+                yield Found(prefix + entry.name.decode("utf-8", "surrogateescape"), entry)
+
+
+async def pages(tree: Tree, directory: int) -> AsyncIterator[list[Entry]]:
+    """The entries of a directory, some at a time; what comes or goes between two pages may be missed."""
+    after = 0
+    while page := list(islice(tree.children(directory, after), PAGE_NAMES)):
+        yield page
+        after = page[-1].cookie
+        await trio.lowlevel.checkpoint()
+
+
+ANY_DEPTH = None
+"""The component ``**``."""
+_Component = re.Pattern[str] | None
+
+
+def _compile(pattern: str) -> list[_Component]:
+    """Raises ConfigError for a glob that is none."""
+    translate(pattern)
+    return [ANY_DEPTH if part == "**" else re.compile(_component(part), re.DOTALL) for part in pattern.split("/")]
+
+
+def _component(glob: str) -> str:
+    return translate(glob) if glob.startswith(".") else rf"(?!\.){translate(glob)}"
+
+
+async def _matches(names: Names, top: Found, pattern: Sequence[_Component]) -> AsyncIterator[Found]:
+    """Each name below ``top`` that the pattern matches, once; nothing below one that matches."""
+    waiting = [(top, frozenset({0}))]
+    while waiting:
+        directory, states = waiting.pop()
+        async for child in _children(names, directory):
+            name = child.path.rpartition("/")[2]
+            after = _step(pattern, states, name)
+            if len(pattern) in after:
+                yield child
+            elif after and child.entry.is_dir:
+                waiting.append((child, after))
+
+
+def _step(pattern: Sequence[_Component], states: frozenset[int], name: str) -> frozenset[int]:
+    """Places in the pattern that a path is at with one more component; the end is a match."""
+    after = set[int]()
+    for place in states:
+        while place < len(pattern) and pattern[place] is ANY_DEPTH:
+            if not name.startswith("."):
+                after.add(place)
+                if place == len(pattern) - 1:
+                    after.add(len(pattern))
+            place += 1
+        part = pattern[place] if place < len(pattern) else None
+        if part is not None and part.fullmatch(name):
+            after.add(place + 1)
+    return frozenset(after)
