@@ -103,6 +103,13 @@ class AsyncBlockCache:
                 await trio.lowlevel.checkpoint()
         return answer
 
+    async def drop(self, versions: Sequence[tuple[Version, BlockSet]]) -> list[int | None]:
+        """As `BlockCache.drop`, a bounded number of files to a step."""
+        answer = list[int | None]()
+        for at in range(0, len(versions), INSPECTED_AT_ONCE):
+            answer += await self._read(partial(self.blocks.drop, versions[at : at + INSPECTED_AT_ONCE]))
+        return answer
+
     async def _read(self, call: Callable[[], T]) -> T:
         return await self._threads.run(call, limiter=self._reading)
 

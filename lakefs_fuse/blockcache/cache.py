@@ -308,6 +308,14 @@ class BlockCache:
             self._health.failed(error)
             return 0
 
+    def drop(self, versions: Sequence[tuple[Version, BlockSet]]) -> list[int | None]:
+        """As `CacheDirectory.drop`, of each version; 0 where the disk fails."""
+        answer = list[int | None]()
+        with self._recording_failure():
+            for version, blocks in versions:
+                answer.append(self.files.drop(version, blocks) if self.files.may_have(version) else 0)
+        return answer + [0] * (len(versions) - len(answer))
+
     def scan(self) -> None:
         """Count the space in use, unless the last `close` left the count. Reads and writes may go on."""
         with self._recording_failure():

@@ -5,7 +5,7 @@ What always holds:
 * memory does not grow with the number of files: at most ``FILES_OPEN_MAX`` idle descriptors, one eviction sample, and
   bits that tell most files which are not there (`presence`);
 * a file counts with the disk space it takes up, from the moment its directory was scanned;
-* files of pinned (open) versions are not evicted.
+* files of pinned (open) versions are not evicted, nor blocks that are kept.
 
 Calls block and are for worker threads, many at once; `pin`, `unpin`, `reading_now` and the gauges are quick enough for
 the trio thread. Two locks, always taken in this order: ``_files_lock`` (creating, replacing, removing files; held
@@ -50,6 +50,8 @@ SLACK_BYTES_MAX = 256 << 20
 """A write that finds no room makes so much more (or 1/64 of the cache), not to be back at once."""
 WRITTEN_BYTES_MAX = 32 << 20
 """Bytes that are being written count twice against the free space of the disk: as reserved, and as written."""
+KEPT_EXAMINED_MAX = 256
+"""Files with kept blocks whose others are looked for at a time: about 10 ms."""
 SCAN_DIRECTORIES = 16
 """Counted under one hold of the locks; of those that exist."""
 _USAGE_NAME, _PRESENCE_NAME = "usage", "presence"
@@ -99,6 +101,7 @@ class CacheDirectory:
         self._lock = threading.Lock()
         self._open: OrderedDict[bytes, CacheFile] = OrderedDict()
         self._pins: dict[bytes, int] = {}
+        self._kept: dict[bytes, BlockSet] = {}
         self._spared_since_ns: int | None = None
         self._presence = PresenceFilter()
         self._presence_known = False
@@ -150,6 +153,16 @@ class CacheDirectory:
             self._pins[digest] -= 1
             if not self._pins[digest]:
                 del self._pins[digest]
+
+    def keep(self, blocks: dict[bytes, BlockSet]) -> None:
+        """Do not evict these blocks, by the name digests of their versions, in place of those before. Lost with the
+        process."""
+        with self._lock:
+            self._kept = blocks
+
+    def kept_blocks(self, version: Version) -> BlockSet:
+        """The blocks of a version that `keep` was told of."""
+        return self._kept.get(name_digest(version), 0)
 
     def spare_since(self, since_ns: int | None) -> None:
         """Do not evict what is used since this time (wall clock); None ends that."""
@@ -274,6 +287,8 @@ class CacheDirectory:
                 file = self._open.pop(source, None)
                 if file is not None:  # its readers and writers go on: the bytes are the same
                     file.mark_removed()
+                if source in self._kept:
+                    self._kept[target] = self._kept.pop(source)
                 self._count(source, -(file.accounted_bytes if file is not None else allocated))
                 self._count(target, allocated)
             if file is not None and file.is_idle:
@@ -494,7 +509,9 @@ class CacheDirectory:
     def _is_spared(self, candidate: eviction.Candidate) -> bool:
         with self._lock:
             since_ns = self._spared_since_ns
-            return candidate.digest in self._pins or (since_ns is not None and candidate.used_ns >= since_ns)
+            if candidate.digest in self._pins or candidate.digest in self._kept:
+                return True
+            return since_ns is not None and candidate.used_ns >= since_ns
 
     def _evict(self, wanted: int, spared_s: float = 0) -> int:
         """Under the files lock: free at least ``wanted`` bytes if there is so much to free. With ``spared_s`` only of
@@ -505,6 +522,7 @@ class CacheDirectory:
             if latest_ns is not None:
                 victims = [victim for victim in victims if victim.used_ns <= latest_ns]
             if not victims:
+                freed += self._evict_beside_kept(wanted - freed)
                 break
             for victim in victims:
                 if freed < wanted:
@@ -512,6 +530,42 @@ class CacheDirectory:
         with self._lock:
             self._metrics.evicted_bytes += freed
         return freed
+
+    def _evict_beside_kept(self, wanted: int) -> int:
+        """Free blocks that are not kept, of some files of which others are."""
+        freed, digests = 0, list(self._kept)
+        start = self._rng.randrange(len(digests)) if digests and self._spared_since_ns is None else len(digests)
+        for digest in digests[start : start + KEPT_EXAMINED_MAX]:
+            with self._lock:
+                is_pinned = digest in self._pins
+            if freed < wanted and not is_pinned:
+                freed += self._drop(digest, ~self._kept[digest])
+        return freed
+
+    def drop(self, version: Version, blocks: BlockSet) -> int | None:
+        """Remove these blocks, unless they are kept, and give their space back: how much; None where the version is
+        pinned. Raises OSError."""
+        digest = name_digest(version)
+        with self._files_lock:
+            with self._lock:
+                if digest in self._pins:
+                    return None
+                blocks &= ~self._kept.get(digest, 0)
+            freed = self._drop(digest, blocks)
+            with self._lock:
+                self._metrics.evicted_bytes += freed
+            return freed
+
+    def _drop(self, digest: bytes, blocks: BlockSet) -> int:
+        """Under the files lock; answers bytes freed."""
+        path = eviction.file_path(self._root, digest)
+        before = local_disk.allocated_bytes(path) if os.path.exists(path) else 0
+        if not before or not eviction.punch_blocks(path, blocks):
+            return self._remove(digest) if before else 0
+        with self._lock:
+            now, file = local_disk.allocated_bytes(path), self._open.get(digest)
+            self._count(digest, file.set_allocated(now) if file else now - before)
+        return before - now
 
     def _evict_one(self, victim: eviction.Candidate) -> int:
         if victim.allocated_bytes > eviction.LARGE_BYTES and eviction.punch_range(victim, self._rng):

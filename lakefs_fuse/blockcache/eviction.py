@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lakefs_fuse.blockcache.cache_file import DamagedFile, punch, read_hashes, read_layout
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
+from lakefs_fuse.blockcache.fetches import runs
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet
 from lakefs_fuse.environment import local_disk as disk
 
 FAN_OUT = 1 << 12
@@ -125,6 +126,25 @@ def punch_range(candidate: Candidate, rng: random.Random) -> bool:
             if any(read_hashes(fd, layout, start, stop)):
                 return punch(fd, layout, start, stop)
         return False
+    except DamagedFile:
+        return False
+    finally:
+        os.close(fd)
+
+
+def punch_blocks(path: str, blocks: BlockSet) -> bool:
+    """Give back the space of these blocks of a file; False, without a change, where no other block is in it, so that
+    the file may go. Raises OSError."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        layout, _ = read_layout(fd)
+        here = [expected != 0 for expected in read_hashes(fd, layout, 0, layout.blocks)]
+        gone = [is_here and blocks >> index & 1 == 1 for index, is_here in enumerate(here)]
+        if gone == here:
+            return False
+        for first, stop in runs(0, gone, layout.blocks):
+            punch(fd, layout, first, stop)
+        return True
     except DamagedFile:
         return False
     finally:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import trio
 
 from lakefs_fuse.blockcache.cache import CacheState
+from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, Layout
 from lakefs_fuse.blockcache.fetches import runs
 from lakefs_fuse.blockcache.health import FULL_RETRY_S
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet, Version, block_range
@@ -66,6 +67,13 @@ def with_rest_of_packs(wanted: Wanted) -> dict[Version, BlockSet]:
         version: block_range(0, version.blocks) if blocks.bit_count() >= MOST_OF_PACK * version.blocks else blocks
         for version, blocks in wanted.items()
     }
+
+
+def disk_bytes(version: Version, blocks: BlockSet) -> int:
+    """Disk space of these blocks in the cache, with the index of their file."""
+    layout = Layout.for_size(version.size)
+    absent = version.blocks - blocks.bit_count()
+    return max(ALIGN_BYTES, layout.disk_bytes_max - absent * BLOCK_BYTES)
 
 
 class Warmer:

@@ -30,16 +30,20 @@ LINE_S = 10.0
 MAGIC = re.compile(r"[*?[]")
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
+EVICT_SKIPS = {"pinned_files": "they are pinned", "open_files": "they, or others in their pack, are open or kept by "
+               "keep-newest", "dirty_files": "their newest bytes are not in the store"}  # fmt: skip
+"""Counts in the answer to `protocol.EvictCache`."""
 Selection = dict[str, list[tuple[str, str]]]
 """Paths and globs by mountpoint, as `protocol.SelectPaths` has them."""
 
 
 @click.group("cache")
 def cache() -> None:
-    """Fetch files into the local cache ahead of use, and see what is there.
+    """Fetch files into the local cache ahead of use, keep or evict them, and see what is there.
 
     \b
       lakefs-fuse cache warm /mnt/lake/imagenet
+      lakefs-fuse cache pin /mnt/lake/tokenizer
       lakefs-fuse cache ls '/mnt/lake/imagenet/*'
 
     PATH is a file or directory in a mount; a directory stands for everything below it. A quoted glob is expanded by the
@@ -57,14 +61,22 @@ def selection_options(command: Decorated) -> Decorated:
     return argument("paths", "Files, directories or quoted globs in a mount.", nargs=-1)(command)
 
 
+limit_option = option(
+    "--limit", type=RATE, metavar="RATE", help="Maximum bytes a second from the store, such as 50M.  "
+    "[default: no limit]",
+)  # fmt: skip
+background_option = option(
+    "--background", is_flag=True, help="Return when it is known to fit. The daemon continues; `cache ls` and `stats` "
+    "show how far it is.",
+)  # fmt: skip
+
+
 @cache.command("warm", cls=GroupedCommand, context_settings=SETTINGS)
 @selection_options
-@option("--limit", type=RATE, metavar="RATE", help="Maximum bytes a second from the store, such as 50M.  "
-        "[default: no limit]")  # fmt: skip
+@limit_option
 @option("--as-much-as-fits", is_flag=True, help="Where the cache has no room for all, fetch what fits, in the order of "
         "the paths, instead of nothing.")  # fmt: skip
-@option("--background", is_flag=True, help="Return when it is known to fit. The daemon continues; `cache ls` and "
-        "`stats` show how far it is.")  # fmt: skip
+@background_option
 @option("--stop", is_flag=True, help="End the fetches in the background of the mount that PATH is in.")
 def warm(
     paths: tuple[str, ...],
@@ -90,23 +102,69 @@ def warm(
             count = reply.values.get("stopped", 0) if isinstance(reply, protocol.Statistics) else 0
             click.echo(f"{mountpoint}: {count} stopped")
         return
-    request = protocol.WarmCache(
-        bytes_s_max=max(1, int(limit)) if limit else 0, partial=as_much_as_fits, background=background
-    )
+    request = protocol.WarmCache(bytes_s_max=_rate(limit), partial=as_much_as_fits, background=background)
     for mountpoint, selected in selection.items():
         _warm(mountpoint, selected, request)
 
 
+@cache.command("pin", cls=GroupedCommand, context_settings=SETTINGS)
+@selection_options
+@limit_option
+@background_option
+def pin(paths: tuple[str, ...], files_from: str | None, null: bool, limit: float | None, background: bool) -> None:
+    """Fetch files into the cache, and never evict them.
+
+    A pin is of the path: of a directory all files below it are pinned, those that come later included, and of a file
+    that is replaced the new version. A glob pins what it matches now. Pins stay over restarts of the mount. They may
+    take up three quarters of --cache-size, less what keep-newest reserves; if there is no room, nothing is pinned, and
+    exit code 1.
+    """
+    request = protocol.WarmCache(bytes_s_max=_rate(limit), background=background, pin=True)
+    for mountpoint, selected in select(paths, files_from, null).items():
+        _warm(mountpoint, selected, request)
+
+
+@cache.command("unpin", cls=GroupedCommand, context_settings=SETTINGS)
+@selection_options
+def unpin(paths: tuple[str, ...], files_from: str | None, null: bool) -> None:
+    """End the pins at and below paths; their bytes stay in the cache until it needs room.
+
+    PATH need not exist any more. What is pinned with a directory above it cannot be unpinned alone.
+    """
+    for mountpoint, selected in select(paths, files_from, null).items():
+        values = _ask(mountpoint, selected, protocol.UnpinCache())
+        pins = values["pins"]
+        left = f"{pins['paths']:,} are left, {format_bytes(pins['disk_bytes'])}"
+        click.echo(f"{mountpoint}: {_number(values, 'unpinned'):,} pins ended; {left}")
+
+
+@cache.command("evict", cls=GroupedCommand, context_settings=SETTINGS)
+@selection_options
+def evict(paths: tuple[str, ...], files_from: str | None, null: bool) -> None:
+    """Remove files from the cache, and give their disk space back at once.
+
+    Pinned files, files that are open, and bytes that are not in the store yet stay. A block of 1 MiB of a pack goes
+    with all that is in it. The kernel's page cache stays as it is.
+    """
+    for mountpoint, selected in select(paths, files_from, null).items():
+        values = _ask(mountpoint, selected, protocol.EvictCache())
+        click.echo(f"{mountpoint}: {format_bytes(_number(values, 'freed_bytes'))} freed")
+        for key, why in EVICT_SKIPS.items():
+            if count := _number(values, key):
+                click.echo(f"{count:,} files stay: {why}")
+
+
 @cache.command("ls", cls=GroupedCommand, context_settings=SETTINGS)
 @selection_options
+@option("--pinned", is_flag=True, help="Show the pins at and below PATH instead.")
 @json_option
-def list_cache(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: bool) -> None:
-    """Show how much of each path is in the cache, and when that was last used.
+def list_cache(paths: tuple[str, ...], files_from: str | None, null: bool, pinned: bool, as_json: bool) -> None:
+    """Show how much of each path is in the cache, whether it is pinned, and when it was last used.
 
     A directory is one line with the sums of what is below it. Bytes that wait for their upload count as local.
     """
     found = [
-        (mountpoint, _ask(mountpoint, selected, protocol.ListCache()))
+        (mountpoint, _ask(mountpoint, selected, protocol.ListCache(pinned)))
         for mountpoint, selected in select(paths, files_from, null).items()
     ]
     if as_json:
@@ -114,6 +172,10 @@ def list_cache(paths: tuple[str, ...], files_from: str | None, null: bool, as_js
     else:
         for mountpoint, values in found:
             _print_list(mountpoint, values)
+
+
+def _rate(limit: float | None) -> int:
+    return max(1, int(limit)) if limit else 0
 
 
 # -- which files
@@ -179,14 +241,14 @@ def _locate_all(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 # -- asking
 
 
-def _ask(mountpoint: str, selected: list[tuple[str, str]], request: protocol.ListCache) -> dict[str, object]:
+def _ask(mountpoint: str, selected: list[tuple[str, str]], request: protocol.CacheRequest) -> dict[str, Any]:
     with open_daemon(mountpoint) as client:
         client.select(selected)
         *_, reply = client.follow(request)
     return _values(reply)
 
 
-def _values(reply: protocol.Reply) -> dict[str, object]:
+def _values(reply: protocol.Reply) -> dict[str, Any]:
     if isinstance(reply, protocol.Failed):
         raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
     assert isinstance(reply, protocol.Statistics)
@@ -264,15 +326,21 @@ def _print_list(mountpoint: str, values: dict[str, Any]) -> None:
     from rich.text import Text
 
     table = Table(Column("path", overflow="fold"), box=None, pad_edge=False)
-    for name in ("files", "size", "local", "", "last used"):
+    for name in ("files", "size", "local", "", "pinned", "last used"):
         table.add_column(name, justify="right")
     for row in values["paths"]:
         size, local = row["bytes"], row["local_bytes"]
         share = "100 %" if local >= size else f"{100 * local / size:.1f} %"
         used = datetime.fromtimestamp(row["used_s"], UTC).isoformat(timespec="seconds") if row["used_s"] else "-"
         path = os.path.join(mountpoint, row["path"]) if row["path"] else mountpoint
-        table.add_row(Text(path), f"{row['files']:,}", format_bytes(size), format_bytes(local), share, used)
+        sizes = format_bytes(size), format_bytes(local), share
+        table.add_row(Text(path), f"{row['files']:,}", *sizes, row["pinned"], used)
     print_tables(table)
+    pins = values["pins"]
+    if pins["paths"]:
+        refused = f"; {format_bytes(pins['refused_bytes'])} have no room" if pins["refused_bytes"] else ""
+        taken = f"{format_bytes(pins['disk_bytes'])} of {format_bytes(pins['limit_bytes'])}"
+        click.echo(f"pins: {pins['paths']:,}, {taken}{refused}")
     warm = values["warm"]
     if warm["running"]:
         click.echo(

@@ -1,10 +1,9 @@
 """Messages of the control socket: one JSON object per line, in both directions.
 
-A connection carries requests one after another. `MakeDurable`, `Refresh`, `WaitPath`, `WaitEnd`, `WarmCache`,
-`ListCache` and `EvictCache` are answered by any number of `Progress` lines and then one other; every other request by
-one line. The last three are about the paths that `SelectPaths` named before on the connection. *Bounded lines*: both
-sides bound their length. Both ends belong to one installation, so no version is negotiated; `Hello` has the version for
-users.
+A connection carries requests one after another. `MakeDurable`, `Refresh`, `WaitPath`, `WaitEnd` and `CacheRequest` are
+answered by any number of `Progress` lines and then one other; every other request by one line. A `CacheRequest` is
+about the paths that `SelectPaths` named before on the connection. *Bounded lines*: both sides bound their length. Both
+ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
 """
 
 from __future__ import annotations
@@ -86,12 +85,14 @@ class SelectPaths(msgspec.Struct, frozen=True, tag="select_paths"):
 
 
 class WarmCache(msgspec.Struct, frozen=True, kw_only=True, tag="warm_cache"):
-    """Bring the selection into the cache. ``partial``: as much as fits; ``background``: answered when it is known to
-    fit. `Progress`, then `Statistics` of what came of it. A client that disconnects ends it."""
+    """Bring the selection into the cache. ``pin``: and keep it there; ``partial``: as much as fits; ``background``:
+    answered when it is known to fit. `Progress`, then `Statistics` of what came of it. A client that disconnects ends
+    it."""
 
     bytes_s_max: int = 0
     partial: bool = False
     background: bool = False
+    pin: bool = False
 
 
 class StopWarming(msgspec.Struct, frozen=True, tag="stop_warming"):
@@ -99,7 +100,18 @@ class StopWarming(msgspec.Struct, frozen=True, tag="stop_warming"):
 
 
 class ListCache(msgspec.Struct, frozen=True, tag="list_cache"):
-    """How much of each path of the selection is in the cache. `Progress` without numbers, then `Statistics`."""
+    """How much of each path of the selection is in the cache; ``pinned``: of the pins at and below the paths.
+    `Progress` without numbers, then `Statistics`."""
+
+    pinned: bool = False
+
+
+class EvictCache(msgspec.Struct, frozen=True, tag="evict_cache"):
+    """Remove the blocks of the selection from the cache. `Progress` without numbers, then `Statistics` of that."""
+
+
+class UnpinCache(msgspec.Struct, frozen=True, tag="unpin_cache"):
+    """End the pins at and below the selection. `Progress` without numbers, then `Statistics` of that."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -110,6 +122,8 @@ class GetStore(msgspec.Struct, frozen=True, tag="get_store"):
     """Asks for `StoreOf`."""
 
 
+CacheRequest = WarmCache | ListCache | EvictCache | UnpinCache
+"""About what `SelectPaths` named."""
 Request = (
     GetStore
     | Stats
@@ -123,6 +137,8 @@ Request = (
     | WarmCache
     | StopWarming
     | ListCache
+    | EvictCache
+    | UnpinCache
     | Unmount
     | WaitEnd
     | Ping

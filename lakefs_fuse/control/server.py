@@ -47,13 +47,21 @@ PAUSE_SHARE = 20
 log = logging.getLogger(__name__)
 
 
+Paths = Sequence[tuple[str, str]]
+
+
 class CacheView(Protocol):
     """What the control socket asks of a filesystem's cache; paths are those of `protocol.SelectPaths`."""
 
     async def warm_paths(
-        self, paths: Sequence[tuple[str, str]], progress: Warming, *, bytes_s_max: int, partial: bool, background: bool
+        self, paths: Paths, progress: Warming, *, bytes_s_max: int, partial: bool, background: bool
     ) -> dict[str, object]: ...
-    async def list_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]: ...
+    async def pin_paths(
+        self, paths: Paths, progress: Warming, *, bytes_s_max: int, background: bool
+    ) -> dict[str, object]: ...
+    async def unpin_paths(self, paths: Paths) -> dict[str, object]: ...
+    async def evict_paths(self, paths: Paths) -> dict[str, object]: ...
+    async def list_paths(self, paths: Paths, *, pinned: bool) -> dict[str, object]: ...
     def stop(self) -> int: ...
 
 
@@ -191,11 +199,9 @@ class ControlServer:
                 await self._answer(stream, request, selection)
                 selection.clear()
 
-    async def _answer(
-        self, stream: trio.SocketStream, request: protocol.Request, selection: Sequence[tuple[str, str]]
-    ) -> None:
+    async def _answer(self, stream: trio.SocketStream, request: protocol.Request, selection: Paths) -> None:
         match request:
-            case protocol.WarmCache() | protocol.ListCache():
+            case protocol.WarmCache() | protocol.ListCache() | protocol.EvictCache() | protocol.UnpinCache():
                 await self._ask_cache(stream, request, selection)
             case protocol.MakeDurable(path):
                 await self._make_durable(stream, path.strip("/"))
@@ -282,27 +288,12 @@ class ControlServer:
 
         await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))
 
-    async def _ask_cache(
-        self,
-        stream: trio.SocketStream,
-        request: protocol.WarmCache | protocol.ListCache,
-        paths: Sequence[tuple[str, str]],
-    ) -> None:
+    async def _ask_cache(self, stream: trio.SocketStream, request: protocol.CacheRequest, paths: Paths) -> None:
         """A client that disconnects cancels it."""
-        progress, cache = Warming(), self._fs.residency
+        progress = Warming()
 
         async def work() -> protocol.Reply:
-            if isinstance(request, protocol.ListCache):
-                return protocol.Statistics(await cache.list_paths(paths))
-            return protocol.Statistics(
-                await cache.warm_paths(
-                    paths,
-                    progress,
-                    bytes_s_max=request.bytes_s_max,
-                    partial=request.partial,
-                    background=request.background,
-                )
-            )
+            return protocol.Statistics(await self._answer_about_cache(request, paths, progress))
 
         def measure() -> protocol.Progress:
             return protocol.Progress(
@@ -315,6 +306,22 @@ class ControlServer:
             )
 
         await self._send(stream, await self._work(stream, request, work, measure))
+
+    async def _answer_about_cache(
+        self, request: protocol.CacheRequest, paths: Paths, progress: Warming
+    ) -> dict[str, object]:
+        cache = self._fs.residency
+        match request:
+            case protocol.ListCache(pinned):
+                return await cache.list_paths(paths, pinned=pinned)
+            case protocol.EvictCache():
+                return await cache.evict_paths(paths)
+            case protocol.UnpinCache():
+                return await cache.unpin_paths(paths)
+            case protocol.WarmCache(bytes_s_max=rate, background=background, pin=True):
+                return await cache.pin_paths(paths, progress, bytes_s_max=rate, background=background)
+            case protocol.WarmCache(bytes_s_max=rate, background=background, partial=partial):
+                return await cache.warm_paths(paths, progress, bytes_s_max=rate, partial=partial, background=background)
 
     async def _wait_path(self, stream: trio.SocketStream, request: protocol.WaitPath) -> None:
         """Wait for a name; a client that disconnects, and the end of the mount, cancel it."""

@@ -60,6 +60,8 @@ from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
 from lakefs_fuse.vfs.pinning.pinner import Pinner, Units
 from lakefs_fuse.vfs.residency.lake_names import LakeNames
+from lakefs_fuse.vfs.residency.pinned_changes import PinnedChanges
+from lakefs_fuse.vfs.residency.pins import PinFile, Pins
 from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
@@ -310,8 +312,11 @@ class Assembly:
 
         open_publisher = OpenFilePublisher(rules, io.publish, ground.nursery)
         new_files = NewFiles(config, ground.database, namespace, drafts, io, self._group_commit, clock)
+        pin_file = PinFile(Path(config.cache_dir).absolute() / "pins", ground.node.disk)
+        pins = Pins(LakeNames(namespace, files, fresh=False), ground.cache, pin_file, self.pinner.reserved_bytes_max)
+        PinnedChanges(pins, namespace)
         self.residency = Residency(
-            LakeNames(namespace, files), self._reader, ground.nursery, ground.clock_ns, metrics.warm,
+            LakeNames(namespace, files), self._reader, ground.nursery, ground.clock_ns, metrics.warm, pins,
             lambda: self.pinner.kept.bytes,
         )  # fmt: skip
         return Filesystem(
@@ -337,6 +342,7 @@ class Assembly:
             "staging": lambda: staging_section(self.staging, namespace),
             "kept": self.pinner.statistics,
             "warm": self.residency.statistics,
+            "pins": self.residency.pins.statistics,
             "capabilities": lambda: dataclasses.asdict(ground.client.capabilities),
         }
 
@@ -381,6 +387,7 @@ class Assembly:
         nursery.start_soon(self._commits.poller.run)
         nursery.start_soon(self._commits.hints.run)
         nursery.start_soon(self.pinner.run)
+        nursery.start_soon(self.residency.run)
         if not self._ground.config.read_only:
             nursery.start_soon(self._scheduler.run)
             nursery.start_soon(self._commits.committer.run)

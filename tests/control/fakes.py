@@ -56,8 +56,19 @@ class FakeCache:
             raise self.error
         return {"files": len(paths), "partial": partial, "background": background}
 
-    async def list_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
-        return {"paths": [{"path": path} for path, _ in paths]}
+    async def pin_paths(
+        self, paths: Sequence[tuple[str, str]], progress: Warming, *, bytes_s_max: int, background: bool
+    ) -> dict[str, object]:
+        return {"pinned": len(paths)}
+
+    async def unpin_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
+        return {"unpinned": len(paths)}
+
+    async def evict_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
+        return {"evicted": len(paths)}
+
+    async def list_paths(self, paths: Sequence[tuple[str, str]], *, pinned: bool) -> dict[str, object]:
+        return {"paths": [{"path": path} for path, _ in paths], "pinned": pinned}
 
     def stop(self) -> int:
         return 3

@@ -153,7 +153,15 @@ def test_selection_of_many_paths_is_sent_in_bounded_lines(runtime_dir: Path) -> 
             assert fs.residency.warmed == paths
             client.select([("a", "*.bin")])
             *_, reply = client.follow(protocol.ListCache())
-            assert reply == protocol.Statistics({"paths": [{"path": "a"}]}), "the selection before is over"
+            assert reply == protocol.Statistics({"paths": [{"path": "a"}], "pinned": False})
+            requests: list[tuple[protocol.CacheRequest, str]] = [
+                (protocol.WarmCache(pin=True), "pinned"), (protocol.UnpinCache(), "unpinned"),
+                (protocol.EvictCache(), "evicted"),
+            ]  # fmt: skip
+            for request, name in requests:
+                client.select([("a", ""), ("b", "")])
+                *_, reply = client.follow(request)
+                assert reply == protocol.Statistics({name: 2})
             assert client.call(protocol.StopWarming()) == protocol.Statistics({"stopped": 3})
 
 

@@ -202,3 +202,54 @@ def test_warm_in_the_background_goes_on_and_can_be_stopped(make_lake: LakeMaker)
     eventually(lambda: not lake.stats()["warm"]["running"], "it ended", 5)  # type: ignore[index]
     cache(lake, "warm", "--background", f"{lake.path}/d")
     eventually(lambda: listed(lake, f"{lake.path}/d")[0]["local_bytes"] == 16 * MIB, "all of it is there")
+
+
+def test_pinned_files_stay_over_restarts_and_crashes(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--cache-size", "48M")
+    files = {f"{part}/{index}": noise(4 * MIB, index) for part in ("kept", "other") for index in range(8)}
+    for path, data in files.items():
+        lake.outside.replace(path, data)
+    lake.mount()
+    kept = {path: data for path, data in files.items() if path.startswith("kept/")}
+    said = cache(lake, "pin", f"{lake.path}/kept")
+    assert "8 files" in said
+    for again in (lake.remount, lake.kill):
+        again()
+        if again == lake.kill:
+            lake.mount()
+        read_all(lake, {path: data for path, data in files.items() if path.startswith("other/")})
+        fetched = gets(lake)
+        read_all(lake, kept)
+        assert gets(lake) == fetched
+    assert listed(lake, f"{lake.path}/kept")[0]["pinned"] == "yes"
+    assert "pins: 1, 32.0 MiB of 36.0 MiB" in cache(lake, "ls", "--pinned", str(lake.path))
+    assert "pins may take up 36 MiB" in cache(lake, "pin", f"{lake.path}/other", code=1)
+    assert "1 pins ended; 0 are left" in cache(lake, "unpin", f"{lake.path}/kept")
+    assert "is not pinned" in cache(lake, "unpin", f"{lake.path}/kept", code=2)
+
+
+def test_pin_in_an_immutable_mount_follows_a_refresh(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--immutable")
+    lake.outside.replace("d/a", noise(MIB, 1))
+    lake.mount()
+    cache(lake, "pin", f"{lake.path}/d")
+    lake.outside.replace("d/b", noise(MIB, 2))
+    assert lake.cli("refresh", str(lake.path)).returncode == 0
+    eventually(lambda: listed(lake, f"{lake.path}/d")[0]["local_bytes"] == 2 * MIB, "the new file is there")
+    assert lake.number("pins.files") == 2
+
+
+def test_evict_frees_the_disk_at_once_and_leaves_pins(make_lake: LakeMaker) -> None:
+    lake = make_lake("file")
+    for index in range(4):
+        lake.outside.replace(f"d/{index}", noise(4 * MIB, index))
+    lake.mount()
+    cache(lake, "warm", f"{lake.path}/d")
+    cache(lake, "pin", f"{lake.path}/d/0")
+    said = cache(lake, "evict", f"{lake.path}/d")
+    assert re.search(r"12\.\d MiB freed", said)
+    assert "1 files stay: they are pinned" in said
+    on_disk = sum(path.stat().st_blocks * 512 for path in lake.cache_dir.glob("blocks/*/*"))
+    assert 4 * MIB <= on_disk < 5 * MIB
+    assert lake.number("cache.bytes") == on_disk
+    assert (lake.path / "d/3").read_bytes() == noise(4 * MIB, 3)

@@ -24,7 +24,7 @@ def gets(store: MemoryStore) -> int:
 
 
 async def matched(node: Lake, path: str, pattern: str) -> list[str]:
-    return sorted(row.path for row in await node.fs.residency.list([(path, pattern)]))
+    return sorted(row.path for row in await node.fs.residency.inspect([(path, pattern)]))
 
 
 async def test_globs_match_as_in_a_shell(tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ async def test_warm_of_packed_plain_and_dirty_files(tmp_path: Path) -> None:
     async with lake(store, tmp_path / "node") as node:
         handle = await node.create("d/dirty")
         await node.fs.write(handle, 0, b"not in the store")
-        (before,) = await node.fs.residency.list([("d", "")])
+        (before,) = await node.fs.residency.inspect([("d", "")])
         assert (before.files, before.bytes, before.local_bytes) == (7, 5516, 16)
         progress = Warming()
         summary = await node.fs.residency.warm([("d", "")], WarmOptions(), progress)
         assert (summary["files"], summary["bytes"], summary["left_out_files"]) == (6, 5500, 0)
         assert (progress.files_done, progress.files_total, progress.stage) == (6, 6, "ended")
-        (after,) = await node.fs.residency.list([("d", "")])
+        (after,) = await node.fs.residency.inspect([("d", "")])
         assert after.local_bytes == after.bytes
         assert after.used_s > 0
         asked = gets(store)
@@ -97,7 +97,7 @@ async def test_warm_in_small_batches_is_the_same(tmp_path: Path, monkeypatch: py
     async with lake(store, tmp_path) as node:
         summary = await node.fs.residency.warm([("d", "")], WarmOptions())
         assert (summary["files"], summary["fetched_bytes"]) == (11, 1100)
-        (row,) = await node.fs.residency.list([("d", "")])
+        (row,) = await node.fs.residency.inspect([("d", "")])
         assert (row.files, row.local_bytes) == (11, 1100)
         assert gets(store) == 11
 

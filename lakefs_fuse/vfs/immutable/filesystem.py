@@ -48,6 +48,7 @@ from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of, version_of
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
+from lakefs_fuse.vfs.residency.pins import PinFile, Pins
 from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.status import cache_section
 
@@ -81,9 +82,9 @@ class ImmutableFilesystem:
         verified = block_getter(lake.config, lake.client, lake.metrics, nursery, lake.node.threads)
         disk = AsyncBlockCache(lake.cache, nursery, lake.node.threads, lake.node.clock)
         self._reader = BlockReader(lake.client, disk, lake.metrics.cache, nursery, verified=verified)
-        self.residency = Residency(
-            StateNames(lambda: self._state), self._reader, nursery, lake.node.clock.wall_ns, lake.metrics.warm
-        )
+        names = StateNames(lambda: self._state)
+        pins = Pins(names, lake.cache, PinFile(Path(lake.config.cache_dir).absolute() / "pins", lake.node.disk), 0)
+        self.residency = Residency(names, self._reader, nursery, lake.node.clock.wall_ns, lake.metrics.warm, pins)
         self._late = LateObjects(lake.node.clock.wall_ns, lake.config.store.retry_timeout_s, read_only=True)
         self._rules = Rules.of(lake.config)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
@@ -337,6 +338,7 @@ class ImmutableFilesystem:
         kept = [(inode, reading) for inode, reading in self._readings.items() if state.tree.entry(inode) is None]
         self._readings = OrderedDict(kept)
         self._refreshes += 1
+        self.residency.pins.mark_stale()
 
     def _describe(self) -> dict[str, object]:
         note = self._state.note
@@ -356,6 +358,7 @@ class ImmutableFilesystem:
             "cache": cache_section(self.metrics, self._lake.cache),
             "reader": dataclasses.asdict(self._reader.statistics()),
             "warm": self.residency.statistics(),
+            "pins": self.residency.pins.statistics(),
             "namespace": {
                 **dataclasses.asdict(self.metrics.namespace),
                 "rocksdb": self._state.database.statistics(),
@@ -407,6 +410,7 @@ async def open_immutable(
                 filesystem = ImmutableFilesystem(lake, states, state, nursery)
                 closing_last.callback(filesystem.close)
                 begin_counting(cache, nursery, node.threads)
+                nursery.start_soon(filesystem.residency.run)
                 try:
                     yield filesystem
                 finally:

@@ -144,6 +144,8 @@ class Pinner:
         self._refused = 0
         self._stale = trio.Event()
         self.kept = KeptStatistics()
+        self.reserved_bytes_max = bytes_max if units.any else 0
+        """What `keep-newest` may come to keep."""
 
     # -- what happens to files
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import trio
+
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
@@ -15,10 +17,11 @@ from lakefs_fuse.vfs.residency.selection import pages
 
 
 class LakeNames:
-    """See `selection.Names`. Directories are listed where their listing is older than the TTL."""
+    """See `selection.Names`. Directories are listed where their listing is older than the TTL; unless ``fresh``, only
+    where they never were, and names that are known are not asked for."""
 
-    def __init__(self, namespace: Namespace, files: FileTable) -> None:
-        self._ns, self._files = namespace, files
+    def __init__(self, namespace: Namespace, files: FileTable, *, fresh: bool = True) -> None:
+        self._ns, self._files, self._fresh = namespace, files, fresh
 
     @property
     def tree(self) -> Tree:
@@ -29,8 +32,8 @@ class LakeNames:
         return self._ns.root
 
     async def lookup(self, directory: Entry, name: bytes) -> Entry | None:
-        entry, _ = await self._ns.lookup(directory.inode, name)
-        return entry
+        entry = None if self._fresh else self.tree.child(directory.inode, name)
+        return entry or (await self._ns.lookup(directory.inode, name))[0]
 
     async def prepare(self, directory: Entry) -> None:
         """One level of directories after another; memory holds the numbers of one level."""
@@ -41,10 +44,11 @@ class LakeNames:
             below = array("Q")
 
             async def list_one(inode: int, below: array[int] = below) -> None:
-                if self._ns.fresh_s(inode) <= 0:
+                if self._ns.fresh_s(inode) <= 0 and (self._fresh or self.tree.listing(inode) is None):
                     await self._ns.ensure_listed(inode, strictly=False)
-                async for page in pages(self.tree, inode):
+                for page in pages(lambda: self.tree, inode):
                     below.extend(child.inode for child in page if child.is_dir)
+                    await trio.lowlevel.checkpoint()
 
             await for_each(level, list_one, min(LISTINGS_AT_ONCE, len(level)))
             level = below

@@ -1,4 +1,4 @@
-"""Warming and inspection of the block cache by path: what `lakefs-fuse cache` asks of a mount.
+"""Warming, inspection, eviction and pins of the block cache by path: what `lakefs-fuse cache` asks of a mount.
 
 A warm walks its files twice: once to count what is missing and whether it fits, once to fetch it, some thousand objects
 at a time, so that memory does not grow with the number of files. It begins only if all of it fits into the cache beside
@@ -13,19 +13,29 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import trio
 
-from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, Layout
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet, Extent, Version, set_bytes
+from lakefs_fuse.blockcache.object_version import BlockSet, Extent, Version, set_bytes
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.blockcache.warmer import Pace, Warmer, with_rest_of_packs
+from lakefs_fuse.blockcache.warmer import Pace, Warmer, disk_bytes, with_rest_of_packs
 from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.metrics import Warming, WarmMetrics
-from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, expand, files, without_repetitions
+from lakefs_fuse.vfs.residency.pins import Pins
+from lakefs_fuse.vfs.residency.selection import (
+    Found,
+    Names,
+    Selected,
+    find,
+    visit_files,
+    visit_matches,
+    without_repetitions,
+)
 
 OBJECTS_AT_ONCE = 4096
 """Objects whose blocks are planned and fetched together: about 3 MB of memory."""
@@ -37,21 +47,29 @@ MARGIN_BYTES = 4 << 20
 """Of the capacity, for the indexes of files that are written at the same time."""
 SINCE_NS = 61 * 1_000_000_000
 """A file that was used in the last minute is not marked as used again (`cache_directory.TOUCH_S`)."""
+RECHECK_S = 600.0
+"""What was removed or replaced without a notice is evictable so late at most."""
+DEBOUNCE_S = 1.0
+PAUSE_SHARE = 10
+"""After a walk of the pins nothing is walked for so many times as long."""
+RETRY_S = 60.0
 log = logging.getLogger(__name__)
 
 
 class WarmOptions(msgspec.Struct, frozen=True):
     """``bytes_s_max`` limits the rate (0: no limit); ``is_partial``: take as much as fits; ``is_background``: answer
-    when it is known to fit."""
+    when it is known to fit; ``is_for_pins``: what does not exist is no error, and listings need not be new."""
 
     bytes_s_max: int = 0
     is_partial: bool = False
     is_background: bool = False
+    is_for_pins: bool = False
 
 
 class PathResidency(msgspec.Struct, frozen=True):
-    """What of a path is on this node. ``used_s``: when any of it was last read or written there, since 1970; 0 for
-    never."""
+    """What of a path is on this node. ``kind`` is ``absent`` for a pin of what does not exist; ``used_s``: when any of
+    it was last read or written there, since 1970; 0 for never; ``pinned``: yes, partly (some of what is below it), no.
+    """
 
     path: str
     kind: str
@@ -59,6 +77,7 @@ class PathResidency(msgspec.Struct, frozen=True):
     bytes: int
     local_bytes: int
     used_s: float
+    pinned: str
 
 
 @dataclass(slots=True)
@@ -113,13 +132,6 @@ class _Job:
         }
 
 
-def disk_bytes(version: Version, blocks: BlockSet) -> int:
-    """Disk space of these blocks in the cache, with the index of their file."""
-    layout = Layout.for_size(version.size)
-    absent = version.blocks - blocks.bit_count()
-    return max(ALIGN_BYTES, layout.disk_bytes_max - absent * BLOCK_BYTES)
-
-
 class Residency:
     """See the module's head."""
 
@@ -130,12 +142,13 @@ class Residency:
         nursery: trio.Nursery,
         clock_ns: Callable[[], int],
         metrics: WarmMetrics,
+        pins: Pins,
         reserved_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``reserved_bytes`` of the cache are kept by others."""
+        """``reserved_bytes`` of the cache are kept by others than ``pins``."""
         self._names, self._nursery, self._clock_ns, self._metrics = names, nursery, clock_ns, metrics
         self._disk, self._cache, self._warmer = reader.disk, reader.disk.blocks, Warmer(reader)
-        self._reserved_bytes = reserved_bytes
+        self.pins, self._reserved_bytes = pins, reserved_bytes
         self._turn = trio.Semaphore(1)
         self._waiting = 0
         self._running: Warming | None = None
@@ -203,17 +216,21 @@ class Residency:
     async def _survey(self, job: _Job) -> None:
         """Count what is wanted and what of it is missing. Raises LakeError: CacheError where it does not fit."""
         progress, wanted_bytes = job.progress, 0
-        async for batch in self._batches(job):
+
+        async def count(batch: _Batch) -> None:
+            nonlocal wanted_bytes
             wanted = batch.wanted()
             missing = await self._warmer.missing(wanted)
-            wanted_bytes += sum(disk_bytes(version, blocks) for version, blocks in wanted.items())
+            wanted_bytes += sum(self._cost(version, blocks) for version, blocks in wanted.items())
             for version, share in batch.shares.items():
                 progress.files_total += share.files
                 progress.bytes_total += share.bytes
                 if version not in missing:
                     progress.files_done += share.files
             progress.fetch_bytes_total += sum(set_bytes(version, blocks) for version, blocks in missing.items())
-        job.room_bytes = self._cache.capacity_bytes - MARGIN_BYTES - self._reserved_bytes()
+
+        await self._visit_batches(job, count, strictly=not job.options.is_for_pins)
+        job.room_bytes = self._cache.capacity_bytes - MARGIN_BYTES - self._reserved_bytes() - self.pins.disk_bytes
         progress.unfit_bytes = max(0, wanted_bytes - job.room_bytes)
         if progress.unfit_bytes and not job.options.is_partial:
             raise CacheError(
@@ -221,6 +238,11 @@ class Residency:
                 f"{max(0, job.room_bytes) >> 20} MiB (--cache-size, less what is pinned, and the free space of its "
                 "disk). Nothing was fetched: name fewer files, or use --as-much-as-fits"
             )
+
+    def _cost(self, version: Version, blocks: BlockSet) -> int:
+        """Disk space of blocks that are not pinned: those have theirs."""
+        left = blocks & ~self.pins.blocks_of(version)
+        return disk_bytes(version, left) if left else 0
 
     async def _fetch_in_background(self, job: _Job) -> None:
         with trio.CancelScope() as scope:
@@ -237,8 +259,7 @@ class Residency:
     async def _fetch(self, job: _Job) -> None:
         job.progress.stage, failure = "fetching", None
         try:
-            async for batch in self._batches(job):
-                await self._fetch_batch(job, batch)
+            await self._visit_batches(job, partial(self._fetch_batch, job), strictly=False)
         except BaseException as error:
             failure = error
             raise
@@ -248,7 +269,7 @@ class Residency:
     async def _fetch_batch(self, job: _Job, batch: _Batch) -> None:
         wanted, progress = batch.wanted(), job.progress
         for version in list(wanted):
-            cost = disk_bytes(version, wanted[version])
+            cost = self._cost(version, wanted[version])
             if cost > job.room_bytes:
                 del wanted[version]
                 job.left_out_files += batch.shares[version].files
@@ -270,49 +291,120 @@ class Residency:
         gone = await self._warmer.fetch(missing, job.pace, fetched)
         job.gone_files += sum(batch.shares[version].files for version in gone)
 
-    async def _batches(self, job: _Job) -> AsyncIterator[_Batch]:
-        """The stored bytes of the selection. The first walk raises FileError where some of it does not exist."""
-        batch = _Batch()
-        async for top in expand(self._names, job.selection, strictly=job.progress.stage == "counting"):
-            async for found in files(self._names, top):
-                extent = self._names.extent(found.entry)
-                if extent is None or not extent.size:
-                    continue
-                batch.add(extent)
-                if len(batch.shares) >= OBJECTS_AT_ONCE:
-                    yield batch
-                    batch = _Batch()
+    async def _visit_batches(self, job: _Job, see: Callable[[_Batch], Awaitable[None]], *, strictly: bool) -> None:
+        """The stored bytes of the selection, OBJECTS_AT_ONCE objects at a time. Raises LakeError; ``strictly``, where
+        some of it does not exist."""
+        batch, names = _Batch(), self.pins.names if job.options.is_for_pins else self._names
+
+        def add(found: Found) -> Awaitable[None] | None:
+            nonlocal batch
+            extent = names.extent(found.entry)
+            if extent is None or not extent.size:
+                return None
+            batch.add(extent)
+            if len(batch.shares) < OBJECTS_AT_ONCE:
+                return None
+            full, batch = batch, _Batch()
+            return see(full)
+
+        await visit_matches(names, job.selection, lambda top: visit_files(names, top, add), strictly=strictly)
         if batch.shares:
-            yield batch
+            await see(batch)
 
     # -- what the control socket asks
 
     async def warm_paths(
         self, paths: Sequence[tuple[str, str]], progress: Warming, *, bytes_s_max: int, partial: bool, background: bool
     ) -> dict[str, object]:
-        """As `warm`, of paths with globs."""
+        """As `warm`."""
         options = WarmOptions(bytes_s_max, is_partial=partial, is_background=background)
         return await self.warm(paths, options, progress)
 
-    async def list_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
-        """As `list`, with the state of the cache and of the warms."""
-        rows = await self.list(paths)
+    async def pin_paths(
+        self, paths: Sequence[tuple[str, str]], progress: Warming, *, bytes_s_max: int, background: bool
+    ) -> dict[str, object]:
+        """Keep what is at these paths in the cache from now on, and warm it. Raises LakeError: what cannot be fetched
+        now stays pinned, and is fetched later."""
+        matched = list[str]()
+
+        async def add(found: Found) -> None:
+            matched.append(found.path)
+
+        await visit_matches(self._names, paths, add)
+        async with self._turn:
+            await self.pins.add(matched)
+        return await self.warm_paths(
+            [(path, "") for path in matched], progress, bytes_s_max=bytes_s_max, partial=False, background=background
+        )
+
+    async def unpin_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
+        """See `Pins.remove`."""
+        return {"unpinned": await self.pins.remove(paths), "pins": self.pins.statistics()}
+
+    async def evict_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
+        """Remove the blocks of files from the cache: none that is pinned, or of a version that is open."""
+        counts = {"files": 0, "freed_bytes": 0, "pinned_files": 0, "open_files": 0, "dirty_files": 0}
+        some = list[tuple[str, Extent]]()
+
+        def add(found: Found) -> Awaitable[None] | None:
+            extent = self._names.extent(found.entry)
+            counts["files"] += 1
+            counts["dirty_files"] += extent is None and self._names.size(found.entry) > 0
+            if extent is not None and extent.size:
+                some.append((found.path, extent))
+            return self._evict(some, counts) if len(some) >= FILES_AT_ONCE else None
+
+        selection = await without_repetitions(paths)
+        await visit_matches(self._names, selection, lambda top: visit_files(self._names, top, add))
+        await self._evict(some, counts)
+        return dict(counts)
+
+    async def _evict(self, some: list[tuple[str, Extent]], counts: dict[str, int]) -> None:
+        wanted = dict[Version, BlockSet]()
+        for _, extent in some:
+            wanted[extent.version] = wanted.get(extent.version, 0) | extent.block_set
+        freed = dict(zip(wanted, await self._disk.drop(list(wanted.items())), strict=True))
+        counts["freed_bytes"] += sum(each for each in freed.values() if each is not None)
+        for path, extent in some:
+            if self.pins.covering(path) is not None:
+                counts["pinned_files"] += 1
+            elif freed[extent.version] is None:
+                counts["open_files"] += 1
+        some.clear()
+
+    async def list_paths(self, paths: Sequence[tuple[str, str]], *, pinned: bool) -> dict[str, object]:
+        """As `inspect`, with the state of the cache and of the warms; ``pinned``: of the pins at and below paths."""
+        if pinned:
+            selected = dict.fromkeys(each for path, _ in paths for each in self.pins.below(path))
+            rows = [await self._row_of_pin(path) for path in selected]
+        else:
+            rows = await self.inspect(paths)
         found = self._cache.statistics()
         return {
             "paths": [msgspec.to_builtins(row) for row in rows],
             "cache": {"bytes": found.bytes_used, "bytes_max": found.bytes_max},
             "warm": self.statistics(),
+            "pins": self.pins.statistics(),
         }
+
+    async def _row_of_pin(self, path: str) -> PathResidency:
+        entry = await find(self._names, path)
+        if entry is None:
+            return PathResidency(path, "absent", 0, 0, 0, 0.0, "yes")
+        return await self._inspect(Found(path, entry))
 
     # -- inspection
 
-    async def list(self, selection: Sequence[tuple[str, str]]) -> list[PathResidency]:
+    async def inspect(self, selection: Sequence[tuple[str, str]]) -> list[PathResidency]:
         """A row for each path, and for each that a glob matches. Raises LakeError."""
         rows = list[PathResidency]()
-        async for top in expand(self._names, selection):
-            rows.append(await self._inspect(top))
-            if len(rows) > ROWS_MAX:
+
+        async def add(top: Found) -> None:
+            if len(rows) == ROWS_MAX:
                 raise CacheError(f"more than {ROWS_MAX} paths: name the directories that hold them")
+            rows.append(await self._inspect(top))
+
+        await visit_matches(self._names, selection, add)
         return rows
 
     async def _inspect(self, top: Found) -> PathResidency:
@@ -330,16 +422,54 @@ class Residency:
                 used_ns = max(used_ns, at_ns if here else 0)
             some.clear()
 
-        async for file in files(self._names, top):
+        def add(file: Found) -> Awaitable[None] | None:
+            nonlocal count, size, local
+            extent, current = self._names.extent(file.entry), self._names.size(file.entry)
             count += 1
-            extent = self._names.extent(file.entry)
-            size += (current := self._names.size(file.entry))
+            size += current
             if extent is None:
                 local += current  # in staging
             elif extent.size:
                 some.append(extent)
-            if len(some) >= FILES_AT_ONCE:
-                await add_some()
+            return add_some() if len(some) >= FILES_AT_ONCE else None
+
+        await visit_files(self._names, top, add)
         await add_some()
         kind = "directory" if top.entry.is_dir else "symlink" if top.entry.is_symlink else "file"
-        return PathResidency(top.path, kind, count, size, local, used_ns / 1e9)
+        pinned = "yes" if self.pins.covering(top.path) is not None else "partly" if self.pins.below(top.path) else "no"
+        return PathResidency(top.path, kind, count, size, local, used_ns / 1e9, pinned)
+
+    # -- pins
+
+    async def run(self) -> None:
+        """Keep what the pins mean, and fetch what of it is missing, until cancelled. The store is asked for names only
+        where some have changed."""
+        async with self._turn:
+            if len(self.pins) and await self._attempt(self.pins.settle):
+                self._cache.files.spare_since(None)
+        is_changed, took_s = False, 0.0
+        while True:
+            began_s = trio.current_time()
+            if len(self.pins) and not await self._attempt(partial(self._keep, is_changed)):
+                await trio.sleep(RETRY_S)
+                self.pins.mark_stale()
+            took_s, is_changed = trio.current_time() - began_s, False
+            with trio.move_on_after(RECHECK_S if len(self.pins) else math.inf):
+                await self.pins.wait_stale()
+                is_changed = True
+            await trio.sleep(max(DEBOUNCE_S, PAUSE_SHARE * took_s))
+
+    async def _keep(self, is_changed: bool) -> None:
+        await self.pins.settle(self._names if is_changed else None)
+        await self.warm([(path, "") for path in self.pins.paths], WarmOptions(is_partial=True, is_for_pins=True))
+
+    async def _attempt(self, call: Callable[[], Awaitable[object]]) -> bool:
+        """False where it is to be tried again."""
+        try:
+            await call()
+            return True
+        except LakeError as error:
+            log.warning("keeping what is pinned: %s", error)
+        except Exception:
+            log.exception("keeping what is pinned")
+        return False

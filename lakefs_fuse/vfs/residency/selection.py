@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -101,9 +101,15 @@ async def find(names: Names, path: str) -> Entry | None:
     return entry
 
 
-async def expand(names: Names, selection: Iterable[tuple[str, str]], *, strictly: bool = True) -> AsyncIterator[Found]:
-    """What the selection names, each path once for each of its entries. Raises LakeError; ``strictly``, FileError
-    (ENOENT) at the end, where some of it does not exist or matches nothing."""
+async def visit_matches(
+    names: Names,
+    selection: Iterable[tuple[str, str]],
+    see: Callable[[Found], Awaitable[object]],
+    *,
+    strictly: bool = True,
+) -> None:
+    """Await ``see`` for what the selection names, each path once for each of its entries. Raises LakeError;
+    ``strictly``, FileError(ENOENT) at the end, where some of it does not exist or matches nothing."""
     missing = []
     for selected in map(Selected._make, selection):
         entry, is_there = await find(names, selected.path), False
@@ -111,12 +117,14 @@ async def expand(names: Names, selection: Iterable[tuple[str, str]], *, strictly
             raise FileError(errno.EINVAL, f"{selected.path} is a symbolic link: name what it points to")
         if entry is not None and not selected.pattern:
             is_there = True
-            yield Found(selected.path, entry)
+            await see(Found(selected.path, entry))
         elif entry is not None and entry.is_dir:
             await names.prepare(entry)
-            async for found in _matches(names, Found(selected.path, entry), _compile(selected.pattern)):
+            for number, found in enumerate(_matches(names, Found(selected.path, entry), selected.pattern), 1):
                 is_there = True
-                yield found
+                await see(found)
+                if number % PAGE_NAMES == 0:
+                    await trio.lowlevel.checkpoint()
         if not is_there:
             missing.append(f"{selected} {'matches nothing' if selected.pattern else 'does not exist'}")
     if missing and strictly:
@@ -124,15 +132,19 @@ async def expand(names: Names, selection: Iterable[tuple[str, str]], *, strictly
         raise FileError(errno.ENOENT, ", ".join(missing[:MISSING_SHOWN_MAX]) + more)
 
 
-async def files(names: Names, top: Found) -> AsyncIterator[Found]:
-    """The files at and below a name."""
+async def visit_files(names: Names, top: Found, see: Callable[[Found], Awaitable[object] | None]) -> None:
+    """Call ``see`` with each file at and below a name, and await what it answers. Raises LakeError."""
     if top.entry.is_dir:
         await names.prepare(top.entry)
-    async for found in _files(names, top):
-        yield found
+    for number, found in enumerate(_files(names, top), 1):
+        waiting = see(found)
+        if waiting is not None:
+            await waiting
+        elif number % PAGE_NAMES == 0:
+            await trio.lowlevel.checkpoint()
 
 
-async def _files(names: Names, top: Found) -> AsyncIterator[Found]:
+def _files(names: Names, top: Found) -> Iterator[Found]:
     waiting = [top]
     while waiting:
         each = waiting.pop()
@@ -140,28 +152,28 @@ async def _files(names: Names, top: Found) -> AsyncIterator[Found]:
             if not each.entry.is_symlink:
                 yield each
             continue
-        async for child in _children(names, each):
+        for child in _children(names, each):
             if child.entry.is_dir:
                 waiting.append(child)
             elif not child.entry.is_symlink:
                 yield child
 
 
-async def _children(names: Names, directory: Found) -> AsyncIterator[Found]:
+def _children(names: Names, directory: Found) -> Iterator[Found]:
     prefix = f"{directory.path}/" if directory.path else ""
-    async for page in pages(names.tree, directory.entry.inode):
+    for page in pages(lambda: names.tree, directory.entry.inode):
         for entry in page:
             if not entry.flags & Flag.SHADOWED:
                 yield Found(prefix + entry.name.decode("utf-8", "surrogateescape"), entry)
 
 
-async def pages(tree: Tree, directory: int) -> AsyncIterator[list[Entry]]:
-    """The entries of a directory, some at a time; what comes or goes between two pages may be missed."""
+def pages(tree: Callable[[], Tree], directory: int) -> Iterator[list[Entry]]:
+    """The entries of a directory, some at a time. What comes or goes between two pages may be missed; the tree may be
+    another one then."""
     after = 0
-    while page := list(islice(tree.children(directory, after), PAGE_NAMES)):
+    while page := list(islice(tree().children(directory, after), PAGE_NAMES)):
         yield page
         after = page[-1].cookie
-        await trio.lowlevel.checkpoint()
 
 
 ANY_DEPTH = None
@@ -179,15 +191,14 @@ def _component(glob: str) -> str:
     return translate(glob) if glob.startswith(".") else rf"(?!\.){translate(glob)}"
 
 
-async def _matches(names: Names, top: Found, pattern: Sequence[_Component]) -> AsyncIterator[Found]:
-    """Each name below ``top`` that the pattern matches, once; nothing below one that matches."""
-    waiting = [(top, frozenset({0}))]
+def _matches(names: Names, top: Found, pattern: str) -> Iterator[Found]:
+    """Each name below ``top`` that the glob matches, once; nothing below one that matches. Raises ConfigError."""
+    compiled, waiting = _compile(pattern), [(top, frozenset({0}))]
     while waiting:
         directory, states = waiting.pop()
-        async for child in _children(names, directory):
-            name = child.path.rpartition("/")[2]
-            after = _step(pattern, states, name)
-            if len(pattern) in after:
+        for child in _children(names, directory):
+            after = _step(compiled, states, child.path.rpartition("/")[2])
+            if len(compiled) in after:
                 yield child
             elif after and child.entry.is_dir:
                 waiting.append((child, after))

@@ -1,0 +1,269 @@
+"""Paths whose bytes stay in the block cache: what `lakefs-fuse cache pin` asked for.
+
+A pin is of a path: whatever version is there is kept, and of a directory all files below it, those that come later
+included. The paths are in one file of the cache directory; what they mean is worked out from the names (`settle`), and
+the blocks are given to the cache, whose eviction spares them. So a version that was replaced is evictable as soon as
+the next `settle` has ended.
+
+What always holds: pinned blocks take up at most `limit_bytes` of the disk, so that a quarter of the cache serves
+everything else; what is beyond, because pinned directories grew, is not kept and counted in ``refused_bytes``. At most
+`OBJECTS_MAX` objects are pinned (*bounded memory*: 200 bytes each). A damaged line of the file loses that pin only, and
+no pin loses more than a fetch. Trio thread only; a crash leaves the file as it was before or after a change.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+import trio
+
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.cache_file import name_digest
+from lakefs_fuse.blockcache.object_version import BlockSet, Extent, Version
+from lakefs_fuse.blockcache.warmer import disk_bytes
+from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.errors import CacheError, ConfigError, FileError
+from lakefs_fuse.path_rules import translate
+from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, find, visit_files
+
+SHARE_MAX = 0.75
+"""Of the cache: the rest serves what is not pinned."""
+OBJECTS_MAX = 1 << 17
+PATHS_MAX = 10_000
+log = logging.getLogger(__name__)
+
+
+class PinFile:
+    """The pinned paths of a cache directory: a line for each, a CRC-32 and the path as JSON."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self._path, self._disk = path, disk
+
+    def load(self) -> list[str]:
+        """Paths in the order in which they were pinned; damaged lines are left out. Raises CacheError."""
+        paths = []
+        try:
+            lines = self._path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CacheError(f"{self._path} cannot be read: {error.strerror}") from error
+        for line in lines:
+            checksum, _, text = line.partition(b" ")
+            if checksum == _checksum(text):
+                paths.append(msgspec.json.decode(text, type=str))
+            else:
+                log.warning("%s: a pin is lost, because its line is damaged: %.80r", self._path, line)
+        return paths
+
+    def save(self, paths: Iterable[str]) -> None:
+        """Raises CacheError; then the file is as it was."""
+        texts = map(msgspec.json.encode, paths)
+        new = self._path.with_name(self._path.name + ".new")
+        try:
+            with new.open("wb") as file:
+                file.write(b"".join(_checksum(text) + b" " + text + b"\n" for text in texts))
+                file.flush()
+                self._disk.sync_data(file.fileno())
+            os.replace(new, self._path)
+        except OSError as error:
+            raise CacheError(f"the pins cannot be saved: {self._path}: {error.strerror}") from error
+
+
+def _checksum(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text)
+
+
+@dataclass(slots=True)
+class PinStatistics:
+    """``bytes`` of the pinned ``files``; they take up ``disk_bytes`` at most, of ``limit_bytes``. ``refused_bytes`` are
+    beyond that."""
+
+    paths: int = 0
+    files: int = 0
+    bytes: int = 0
+    disk_bytes: int = 0
+    limit_bytes: int = 0
+    refused_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The blocks of pinned files, by the digests of their objects."""
+
+    limit_bytes: int
+    kept: dict[bytes, BlockSet] = field(default_factory=dict)
+    found: PinStatistics = field(default_factory=PinStatistics)
+
+    def add(self, extent: Extent) -> None:
+        digest = name_digest(extent.version)
+        before = self.kept.get(digest, 0)
+        blocks = before | extent.block_set
+        cost = disk_bytes(extent.version, blocks) - (disk_bytes(extent.version, before) if before else 0)
+        if self.found.disk_bytes + cost > self.limit_bytes or (not before and len(self.kept) >= OBJECTS_MAX):
+            self.found.refused_bytes += extent.size
+            return
+        self.kept[digest] = blocks
+        self.found.disk_bytes += cost
+        self.found.files += 1
+        self.found.bytes += extent.size
+
+
+class Pins:
+    """See the module's head."""
+
+    def __init__(self, names: Names, cache: BlockCache, file: PinFile, reserved_bytes_max: int) -> None:
+        """``names`` need not be newer than the last listings; ``reserved_bytes_max`` of the cache may be kept by
+        others."""
+        self.names, self._cache, self._file, self._reserved_bytes_max = names, cache, file, reserved_bytes_max
+        self._paths = dict.fromkeys(file.load())
+        self._stale = trio.Event()
+        self.changed = list[Callable[[], object]]()
+        """Listeners, called when the paths are others."""
+        self._found = PinStatistics(paths=len(self._paths))
+        if self._paths:
+            cache.files.spare_since(0)  # all of it, until `settle` has found what is pinned
+            self.mark_stale()
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        return list(self._paths)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Disk space that pins may take up."""
+        return max(0, int(self._cache.capacity_bytes * SHARE_MAX) - self._reserved_bytes_max)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk space that is pinned."""
+        return self._found.disk_bytes
+
+    def statistics(self) -> dict[str, int]:
+        """Nested plain values; names are final once released."""
+        return {**asdict(self._found), "paths": len(self._paths), "limit_bytes": self.limit_bytes}
+
+    def blocks_of(self, version: Version) -> BlockSet:
+        """The pinned blocks of a version."""
+        return self._cache.files.kept_blocks(version)
+
+    def covering(self, path: str) -> str | None:
+        """The pin that a path is at or below."""
+        while True:
+            if path in self._paths:
+                return path
+            if not path:
+                return None
+            path = path.rpartition("/")[0]
+
+    def below(self, path: str) -> list[str]:
+        """Pins at and below a path."""
+        return [each for each in self._paths if not path or each == path or each.startswith(path + "/")]
+
+    # -- changes
+
+    def mark_stale(self, *_: object) -> None:
+        """Names at or below a pin may have changed."""
+        self._stale.set()
+
+    async def wait_stale(self) -> None:
+        await self._stale.wait()
+
+    async def add(self, paths: Iterable[str]) -> None:
+        """Pin paths, which exist. Raises CacheError, where there is no room for all of them, too; then nothing is
+        pinned that was not before."""
+        added = [path for path in dict.fromkeys(paths) if path not in self._paths]
+        if len(self._paths) + len(added) > PATHS_MAX:
+            raise CacheError(f"a mount has {PATHS_MAX} pins at most: pin the directories of these files")
+        everything = [*self._paths, *added]
+        plan = await self._plan(everything)
+        if plan.found.refused_bytes:
+            self._refuse(plan)
+        self._save(everything)
+        self._apply(plan)
+
+    def _save(self, paths: Sequence[str]) -> None:
+        self._file.save(paths)
+        self._paths = dict.fromkeys(paths)
+        self.mark_stale()
+        for listener in self.changed:
+            listener()
+
+    def _refuse(self, plan: _Plan) -> None:
+        if len(plan.kept) >= OBJECTS_MAX:
+            raise CacheError(
+                f"pins hold {OBJECTS_MAX} objects at most: move small files into packs (`lakefs-fuse pack`), or pin "
+                "fewer of them. Nothing was pinned"
+            )
+        limit, before = plan.limit_bytes >> 20, self._found.disk_bytes >> 20
+        raise CacheError(
+            f"{plan.found.refused_bytes >> 20} MiB do not fit: pins may take up {limit} MiB, which leaves a quarter of "
+            f"the cache for everything else, and others have {before} MiB of that. Nothing was pinned: raise "
+            "--cache-size, or `lakefs-fuse cache unpin` what is not needed"
+        )
+
+    async def remove(self, selection: Iterable[tuple[str, str]]) -> int:
+        """Unpin the pins at and below paths, and those that globs match; how many there were. Raises ConfigError for a
+        path without any."""
+        gone = set[str]()
+        for selected in map(Selected._make, selection):
+            matched = self._matched(selected)
+            if not matched:
+                above = self.covering(selected.path)
+                why = "is not pinned" if above is None else f"is pinned with {above or 'the whole mount'}: unpin that"
+                raise ConfigError(f"{selected} {why}")
+            gone.update(matched)
+        left = [path for path in self._paths if path not in gone]
+        self._save(left)
+        await self.settle()
+        return len(gone)
+
+    def _matched(self, selected: Selected) -> list[str]:
+        below = self.below(selected.path)
+        if not selected.pattern:
+            return below
+        pattern = re.compile(translate(selected.pattern), re.DOTALL)
+        return [path for path in below if pattern.fullmatch(path.removeprefix(selected.path).lstrip("/"))]
+
+    async def settle(self, names: Names | None = None) -> None:
+        """Keep what the pinned paths mean now, and nothing else; ``names`` may ask the store what that is. Raises
+        LakeError; then what was kept stays."""
+        self._stale = trio.Event()
+        plan = await self._plan(list(self._paths), names)
+        if plan.found.refused_bytes > self._found.refused_bytes:
+            log.warning(
+                "%d bytes of pinned paths are not kept: pins may take up %d MiB, three quarters of the cache",
+                plan.found.refused_bytes, plan.limit_bytes >> 20,
+            )  # fmt: skip
+        self._apply(plan)
+
+    def _apply(self, plan: _Plan) -> None:
+        self._cache.files.keep(plan.kept)
+        self._found = plan.found
+
+    async def _plan(self, paths: Iterable[str], names: Names | None = None) -> _Plan:
+        plan, names = _Plan(self.limit_bytes), names or self.names
+
+        def see(found: Found) -> None:
+            try:
+                extent = self.names.extent(found.entry)
+            except FileError:  # of an object that is not known here
+                return
+            if extent is not None and extent.size:
+                plan.add(extent)
+
+        for path in paths:
+            entry = await find(names, path)
+            if entry is not None:
+                await visit_files(names, Found(path, entry), see)
+        return plan

@@ -1,0 +1,286 @@
+"""Pins by path: what they keep, what they follow, what they refuse, and what is left of them after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import CacheError, ConfigError, FileError
+from lakefs_fuse.metrics import Warming
+from lakefs_fuse.vfs.residency import pins as pins_module
+from lakefs_fuse.vfs.residency import residency
+from lakefs_fuse.vfs.residency.pins import PinFile
+from lakefs_fuse.vfs.residency.residency import WarmOptions
+from tests.fakes import FakeDisk
+from tests.memory_store import MemoryStore
+from tests.vfs.lakes import Lake, lake, two_lakes
+
+MIB = 1 << 20
+CACHE_BYTES = 48 * MIB
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "DEBOUNCE_S", 0.01)
+    monkeypatch.setattr(residency, "PAUSE_SHARE", 0)
+
+
+def gets(store: MemoryStore) -> int:
+    return sum(request.what == "get" and not request.key.startswith(".lakefs/") for request in list(store.requests))
+
+
+def data(seed: int, size: int = 4 * MIB) -> bytes:
+    return bytes([seed]) * size
+
+
+async def pin(node: Lake, *paths: str) -> None:
+    selected = [(path, "") for path in paths]
+    await node.fs.residency.pin_paths(selected, Warming(), bytes_s_max=0, background=False)
+
+
+async def local(node: Lake, path: str) -> tuple[int, str]:
+    (row,) = await node.fs.residency.inspect([(path, "")])
+    return row.local_bytes, row.pinned
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(10):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+def evict_all(node: Lake) -> int:
+    return node.parts.cache.evict(1 << 40)
+
+
+async def test_pinned_files_stay_when_all_others_go(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for number in range(3):
+        store.give(f"d/{number}", data(number))
+    async with lake(store, tmp_path) as node:
+        await pin(node, "d/1")
+        await node.fs.residency.warm([("d", "")], WarmOptions())
+        assert evict_all(node) >= 8 * MIB
+        assert [await local(node, f"d/{number}") for number in range(3)] == [(0, "no"), (4 * MIB, "yes"), (0, "no")]
+        assert (await local(node, "d"))[1] == "partly"
+        assert (await node.fs.residency.unpin_paths([("d/1", "")]))["unpinned"] == 1
+        assert evict_all(node) >= 4 * MIB
+        assert await local(node, "d/1") == (0, "no")
+
+
+async def test_pin_of_a_packed_file_keeps_its_blocks_and_no_others(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "writer", pack="always", pack_threshold_bytes=8 * MIB) as writer:
+        await writer.mkdir("d")
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(writer.write, f"d/{number}", data(number))
+        await writer.sync()
+    async with lake(store, tmp_path / "node", cache_bytes_max=CACHE_BYTES) as node:
+        await pin(node, "d/1")
+        await node.fs.residency.warm([("d", "")], WarmOptions())
+        assert evict_all(node) > 0
+        assert await local(node, "d/1") == (4 * MIB, "yes")
+        assert (await local(node, "d"))[0] < 9 * MIB
+
+
+async def test_pin_of_a_directory_covers_what_comes_later(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        await one.mkdir("d")
+        await one.write("d/first", data(1))
+        await one.sync()
+        await two.poll()
+        await pin(two, "d")
+        await one.write("d/second", data(2))
+        await one.sync()
+        await two.fs.refresh("d")
+        statistics = two.fs.residency.pins.statistics
+        await until(lambda: statistics()["files"] == 2)
+        with trio.fail_after(10):
+            while await local(two, "d") != (8 * MIB, "yes"):
+                await trio.sleep(0.01)
+        await two.write("d/third", data(3))
+        await until(lambda: statistics()["files"] == 3)
+        evict_all(two)
+        assert await local(two, "d") == (12 * MIB, "yes")
+
+
+async def test_pin_follows_its_path_to_the_version_that_replaces_a_file(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        await one.write("f", data(1))
+        await one.sync()
+        await two.poll()
+        await pin(two, "f")
+        used = two.parts.cache.bytes_used
+        handle = await one.open("f", 2)
+        await one.fs.write(handle, 0, data(2))
+        await one.close(handle)
+        await one.sync()
+        await two.fs.refresh("")
+        assert await two.read("f") == data(2)
+        with trio.fail_after(10):
+            while await local(two, "f") != (4 * MIB, "yes") or two.parts.cache.bytes_used > used + MIB:
+                await trio.sleep(0.02)
+                evict_all(two)
+        assert two.fs.residency.pins.statistics()["bytes"] == 4 * MIB
+
+
+async def test_pins_outlive_a_restart_and_a_damaged_line_loses_only_itself(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for number in range(3):
+        store.give(f"{number}", data(number))
+    async with lake(store, tmp_path) as node:
+        await pin(node, "0", "1", "2")
+    file = tmp_path / "pins"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[1].replace(b'"1"', b'"7"') + lines[2])
+    async with lake(store, tmp_path) as node:
+        assert node.fs.residency.pins.paths == ["0", "2"]
+        await until(lambda: node.fs.residency.statistics()["finished"] == 1)
+        assert node.fs.residency.pins.statistics()["files"] == 2
+        asked = gets(store)
+        evict_all(node)
+        assert await local(node, "0") == await local(node, "2") == (4 * MIB, "yes")
+        assert await local(node, "1") == (0, "no")
+        assert gets(store) == asked
+
+
+async def test_pinned_bytes_that_are_lost_are_fetched_again(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("f", data(1))
+    async with lake(store, tmp_path) as node:
+        await pin(node, "f")
+    for path in tmp_path.glob("blocks/*/*"):
+        path.write_bytes(b"damaged")
+    async with lake(store, tmp_path) as node:
+        with trio.fail_after(10):
+            while (await local(node, "f"))[0] < 4 * MIB:
+                await trio.sleep(0.02)
+
+
+async def test_pin_that_leaves_less_than_a_quarter_is_refused(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for number in range(12):
+        store.give(f"d/{number:02}", data(number))
+    async with lake(store, tmp_path, cache_bytes_max=CACHE_BYTES) as node:
+        await pin(node, "d/00", "d/01")
+        refused = r"\d+ MiB do not fit: pins may take up 36 MiB.*others have 8 MiB of that.*Nothing was pinned"
+        with pytest.raises(CacheError, match=refused):
+            await pin(node, "d")
+        assert node.fs.residency.pins.paths == ["d/00", "d/01"]
+        assert gets(store) == 2
+        with pytest.raises(FileError, match="absent does not exist"):
+            await pin(node, "absent")
+        await pin(node, *(f"d/{number:02}" for number in range(8)))
+        await node.fs.residency.warm([("d/08", ""), ("d/09", "")], WarmOptions())
+        with pytest.raises(CacheError, match="do not fit"):
+            await node.fs.residency.warm([("d", "")], WarmOptions())
+        assert await local(node, "d") == (40 * MIB, "partly")
+
+
+async def test_directory_that_outgrows_the_limit_is_kept_in_part(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("d/0", data(0))
+    async with lake(store, tmp_path, cache_bytes_max=CACHE_BYTES) as node:
+        await pin(node, "d")
+        for number in range(1, 10):
+            await node.write(f"d/{number}", data(number))
+        statistics = node.fs.residency.pins.statistics
+        await until(lambda: statistics()["refused_bytes"] == 8 * MIB)
+        assert statistics()["files"] == 8
+        assert statistics()["disk_bytes"] <= statistics()["limit_bytes"] == 36 * MIB
+
+
+async def test_objects_and_paths_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins_module, "OBJECTS_MAX", 2)
+    monkeypatch.setattr(pins_module, "PATHS_MAX", 3)
+    store = MemoryStore()
+    for number in range(4):
+        store.give(f"d/{number}", b"x")
+    async with lake(store, tmp_path) as node:
+        with pytest.raises(CacheError, match="2 objects at most"):
+            await pin(node, "d")
+        with pytest.raises(CacheError, match="3 pins at most"):
+            await pin(node, *(f"d/{number}" for number in range(4)))
+
+
+async def test_unpin_of_what_is_not_a_pin_says_what_to_do(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for path in ("d/a", "d/b", "e/a"):
+        store.give(path, b"x")
+    async with lake(store, tmp_path) as node:
+        await pin(node, "d", "e/a")
+        unpin = node.fs.residency.unpin_paths
+        with pytest.raises(ConfigError, match="d/a is pinned with d: unpin that"):
+            await unpin([("d/a", "")])
+        with pytest.raises(ConfigError, match="x is not pinned"):
+            await unpin([("x", "")])
+        await node.unlink("d/a")
+        await node.unlink("d/b")
+        assert (await unpin([("", "*")]))["unpinned"] == 1
+        assert (await unpin([("", "")]))["unpinned"] == 1
+        assert (tmp_path / "pins").read_bytes() == b""
+
+
+async def test_evict_spares_what_is_pinned_open_or_dirty(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for name in ("pinned", "open", "other"):
+        store.give(f"d/{name}", data(len(name)))
+    async with lake(store, tmp_path) as node:
+        await pin(node, "d/pinned")
+        handle = await node.open("d/open")
+        dirty = await node.create("d/dirty")
+        await node.fs.write(dirty, 0, b"not in the store")
+        await node.fs.residency.warm([("d", "")], WarmOptions())
+        used = node.parts.cache.bytes_used
+        counts = await node.fs.residency.evict_paths([("d", "")])
+        freed = counts.pop("freed_bytes")
+        assert counts == {"files": 4, "pinned_files": 1, "open_files": 1, "dirty_files": 1}
+        assert isinstance(freed, int)
+        assert used - node.parts.cache.bytes_used == freed >= 4 * MIB
+        assert [(await local(node, f"d/{name}"))[0] for name in ("pinned", "open", "other", "dirty")] == [
+            4 * MIB, 4 * MIB, 0, 16,
+        ]  # fmt: skip
+        await node.close(handle)
+        await node.close(dirty)
+        assert await node.read("d/dirty") == b"not in the store"
+
+
+async def test_evict_of_one_packed_file_leaves_the_others(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "writer", pack="always", pack_threshold_bytes=8 * MIB) as writer:
+        await writer.mkdir("d")
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(writer.write, f"d/{number}", data(number))
+        await writer.sync()
+    async with lake(store, tmp_path / "node") as node:
+        await node.fs.residency.warm([("d", "")], WarmOptions())
+        before = node.parts.cache.bytes_used
+        freed = (await node.fs.residency.evict_paths([("d/1", "")]))["freed_bytes"]
+        assert isinstance(freed, int)
+        assert 4 * MIB <= freed <= 5 * MIB
+        assert node.parts.cache.bytes_used == before - freed
+        assert (await local(node, "d/1"))[0] == 0
+        assert (await local(node, "d"))[0] >= 6 * MIB
+        for number in range(3):
+            assert await node.read(f"d/{number}") == data(number)
+        await node.fs.residency.evict_paths([("d", "")])
+        assert (await local(node, "d"))[0] == 0
+        assert not list((tmp_path / "node" / "blocks").glob("*/*"))
+
+
+def test_pin_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
+    file = PinFile(tmp_path / "pins", FakeDisk())
+    assert file.load() == []
+    file.save(["a b", "é/ü", "x\ny"])
+    assert PinFile(tmp_path / "pins", FakeDisk()).load() == ["a b", "é/ü", "x\ny"]
+    (tmp_path / "pins.new").mkdir()
+    with pytest.raises(CacheError, match="cannot be saved"):
+        file.save([])
+    assert file.load() == ["a b", "é/ü", "x\ny"]
