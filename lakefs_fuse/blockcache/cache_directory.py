@@ -522,7 +522,7 @@ class CacheDirectory:
             if latest_ns is not None:
                 victims = [victim for victim in victims if victim.used_ns <= latest_ns]
             if not victims:
-                freed += self._evict_beside_kept(wanted - freed)
+                freed += 0 if spared_s else self._evict_beside_kept(wanted - freed)
                 break
             for victim in victims:
                 if freed < wanted:
