@@ -272,6 +272,18 @@ class Warming:
 
 
 @dataclass(slots=True)
+class UpcomingMetrics:
+    """Files that jobs named (`vfs.residency.upcoming_reads`): read ahead, with their ``bytes``; ``local`` already;
+    ``dropped`` because the job was faster; ``failed``."""
+
+    files: int = 0
+    bytes: int = 0
+    local: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
 class Metrics:
     """All counters of one daemon."""
 
@@ -287,6 +299,7 @@ class Metrics:
     hints: HintMetrics = field(default_factory=HintMetrics)
     writeback: WriteBackMetrics = field(default_factory=WriteBackMetrics)
     warm: WarmMetrics = field(default_factory=WarmMetrics)
+    upcoming: UpcomingMetrics = field(default_factory=UpcomingMetrics)
 
     def reads_of(self, glob: str) -> ReadMetrics:
         """The counters of READ requests for files of a rule, made when first asked for."""

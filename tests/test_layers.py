@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "kernel": FOUNDATION | {"meta", "vfs"},
     "control": FOUNDATION,
     "cli": FOUNDATION | {"path_rules", "checkpoints", "control"},
+    "torch": FOUNDATION | {"control"},
     "__main__": frozenset({"cli"}),
     "admin": FOUNDATION
     | {

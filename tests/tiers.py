@@ -23,6 +23,7 @@ INTEGRATION_MODULES = frozenset(
         "admin/test_gc.py",
         "admin/test_repack.py",
         "admin/test_snapshot.py",
+        "blockcache/test_admission.py",
         "blockcache/test_prefetch.py",
         "blockcache/test_reader.py",
         "blockcache/test_reader_pieces.py",

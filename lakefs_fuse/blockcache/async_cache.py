@@ -86,10 +86,16 @@ class AsyncBlockCache:
             return await self._read(partial(self.blocks.read_blocks, version, first, stop, parts_to_come=parts_to_come))
 
     async def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
-        """As `BlockCache.has_blocks`."""
+        """As `BlockCache.has_blocks`. No checkpoint where the disk answers at once."""
         if not self.blocks.may_have(version):
             return [False] * (stop - first)
-        return await self._read(partial(self.blocks.has_blocks, version, first, stop))
+        try:
+            if not self.latency.is_prompt:
+                raise BlockingIOError
+            with self.latency.timed():
+                return self.blocks.has_blocks_now(version, first, stop)
+        except BlockingIOError:
+            return await self._read(partial(self.blocks.has_blocks, version, first, stop))
 
     async def inspect(self, versions: Sequence[Version], *, is_use: bool) -> list[tuple[BlockSet, int]]:
         """As `BlockCache.inspect`, a bounded number of files to a step."""

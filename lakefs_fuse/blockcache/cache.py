@@ -212,11 +212,18 @@ class BlockCache:
 
     def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
         """Whether each of blocks [first, stop) is here, by the files' index; nothing is verified."""
-        if self.readable:
-            with self._recording_failure(), self.files.reading(version) as file:
-                if file is not None:
-                    return [expected != 0 for expected in file.hashes(first, stop)]
-        return [False] * (stop - first)
+        return self._has_blocks(partial(self.files.reading, version), first, stop)
+
+    def has_blocks_now(self, version: Version, first: int, stop: int) -> list[bool]:
+        """As `has_blocks`, for the trio thread and a prompt disk. Raises BlockingIOError where it would have to wait
+        for another thread."""
+        return self._has_blocks(partial(self.files.reading_now, version, prompt=True), first, stop)
+
+    def _has_blocks(
+        self, opened: Callable[[], AbstractContextManager[CacheFile | None]], first: int, stop: int
+    ) -> list[bool]:
+        found = self._read(opened, lambda file: [expected != 0 for expected in file.hashes(first, stop)])
+        return [False] * (stop - first) if found is None else found
 
     def inspect(self, versions: Sequence[Version], *, is_use: bool) -> list[tuple[BlockSet, int]]:
         """As `CacheDirectory.inspect`, of each version; nothing where the disk fails."""

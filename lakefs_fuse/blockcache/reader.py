@@ -31,7 +31,7 @@ from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.cache import CacheState
 from lakefs_fuse.blockcache.fetches import Load, PendingBlock, runs
 from lakefs_fuse.blockcache.memory_cache import RecentBlocks
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.blockcache.prefetch import ObjectPrefetch
 from lakefs_fuse.blockcache.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.blockcache.verified_get import BlockGetter, Getter, Spans, UnverifiedGet
@@ -163,6 +163,14 @@ class BlockReader:
     def may_have(self, version: Version) -> bool:
         """Whether the first block is in memory, or some block may be on disk."""
         return (version, 0) in self._recent or self._cache.may_have(version)
+
+    async def is_local(self, extent: Extent) -> bool:
+        """All bytes of it are in memory or on the cache disk, or some are on their way."""
+        version, first = extent.version, extent.offset // BLOCK_BYTES
+        stop = -(-(extent.offset + extent.size) // BLOCK_BYTES)
+        if self._is_at_hand(version, first, stop) or self._recent.get(version, ~extent.offset) is not None:
+            return True
+        return all(await self._disk.has_blocks(version, first, stop))
 
     async def is_fetched_by_block(self, version: Version, index: int) -> bool:
         """The block is at hand, or would be kept: reading all of it costs a jumping reader nothing more."""

@@ -114,6 +114,12 @@ class UnpinCache(msgspec.Struct, frozen=True, tag="unpin_cache"):
     """End the pins at and below the selection. `Progress` without numbers, then `Statistics` of that."""
 
 
+class ReadAhead(msgspec.Struct, frozen=True, tag="read_ahead"):
+    """Files that will be read next, in this order, by their paths in the mount. Answered at once by `Done`."""
+
+    paths: tuple[str, ...]
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Asks for `Hello`."""
 
@@ -139,6 +145,7 @@ Request = (
     | ListCache
     | EvictCache
     | UnpinCache
+    | ReadAhead
     | Unmount
     | WaitEnd
     | Ping

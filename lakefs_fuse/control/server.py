@@ -63,6 +63,7 @@ class CacheView(Protocol):
     async def evict_paths(self, paths: Paths) -> dict[str, object]: ...
     async def list_paths(self, paths: Paths, *, pinned: bool) -> dict[str, object]: ...
     def stop(self) -> int: ...
+    def read_ahead(self, paths: Sequence[str]) -> None: ...
 
 
 class FilesystemView(Protocol):
@@ -241,6 +242,8 @@ class ControlServer:
                 await self._fs.abort_orphan(id)
             case protocol.StopWarming():
                 return protocol.Statistics({"stopped": self._fs.residency.stop()})
+            case protocol.ReadAhead(paths):
+                self._fs.residency.read_ahead(paths)
             case protocol.Unmount():
                 self._request_unmount()
             case protocol.Ping():

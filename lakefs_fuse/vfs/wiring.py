@@ -63,6 +63,7 @@ from lakefs_fuse.vfs.residency.lake_names import LakeNames
 from lakefs_fuse.vfs.residency.pinned_changes import PinnedChanges
 from lakefs_fuse.vfs.residency.pins import PinFile, Pins
 from lakefs_fuse.vfs.residency.residency import Residency
+from lakefs_fuse.vfs.residency.upcoming_reads import UpcomingReads
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.orphans import Recovery
@@ -317,7 +318,7 @@ class Assembly:
         PinnedChanges(pins, namespace)
         self.residency = Residency(
             LakeNames(namespace, files), self._reader, ground.nursery, ground.clock_ns, metrics.warm, pins,
-            lambda: self.pinner.kept.bytes,
+            UpcomingReads(pins.names, self._reader, ground.nursery, metrics.upcoming), lambda: self.pinner.kept.bytes,
         )  # fmt: skip
         return Filesystem(
             Status(ground.metrics, self._sections(), files, self.recovery, self.committer, writeback, clock),
@@ -343,6 +344,7 @@ class Assembly:
             "kept": self.pinner.statistics,
             "warm": self.residency.statistics,
             "pins": self.residency.pins.statistics,
+            "upcoming": self.residency.upcoming.statistics,
             "capabilities": lambda: dataclasses.asdict(ground.client.capabilities),
         }
 

@@ -38,6 +38,7 @@ class FakeCache:
     """Answers from its fields; a warm goes on until the test sets ``finish``."""
 
     warmed: list[tuple[str, str]] = field(default_factory=list)
+    upcoming: list[str] = field(default_factory=list)
     finish: trio.Event = field(default_factory=trio.Event)
     was_cancelled: bool = False
     error: LakeError | None = None
@@ -72,6 +73,9 @@ class FakeCache:
 
     def stop(self) -> int:
         return 3
+
+    def read_ahead(self, paths: Sequence[str]) -> None:
+        self.upcoming += paths
 
 
 @dataclass

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.mount.conftest import STORES, LakeMaker
-from tests.mount.lakes import MIB, Lake, number, scale
+from tests.mount.lakes import MIB, Lake, eventually, number, scale
 
 IMAGES = scale("IMAGES", 500, short=200)
 CHECKPOINT_BYTES = scale("CHECKPOINT_MIB", 48) * MIB
@@ -103,7 +103,8 @@ for turn in range(3):
 
 LOADER = """
 import hashlib, os, sys, torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from lakefs_fuse.torch import ReadAhead, ReadAheadDataset
 class Images(Dataset):
     def __init__(self, root):
         self.paths = sorted(os.path.join(at, name) for at, _, names in os.walk(root) for name in names)
@@ -117,10 +118,15 @@ class Images(Dataset):
         pixels = torch.frombuffer(bytearray(data[8:3080]), dtype=torch.uint8).reshape(3, 32, 32)
         return pixels, number, len(data)
 images = Images(sys.argv[1])
+dataset, sampler = images, RandomSampler(images)
+if sys.argv[3] == "sampler":
+    sampler = ReadAhead(sampler, images.paths, ahead=64)
+if sys.argv[3] == "dataset":
+    dataset = ReadAheadDataset(images, images.paths)
 for epoch in range(2):
     torch.manual_seed(epoch)
     seen = []
-    for pixels, numbers, sizes in DataLoader(images, batch_size=16, shuffle=True, num_workers=4):
+    for pixels, numbers, sizes in DataLoader(dataset, batch_size=16, sampler=sampler, num_workers=4):
         seen += numbers.tolist()
     assert sorted(seen) == list(range(int(sys.argv[2]))), len(seen)
     print("epoch", flush=True)
@@ -227,7 +233,7 @@ def test_a_data_loader_with_four_workers(store: str, make_lake: LakeMaker) -> No
     lake = make_lake(store, "--refresh", "1h", "--metadata-ttl", "1h")
     put_images(lake)
     lake.mount()
-    with script(LOADER, str(lake.path / "train"), str(IMAGES)) as process:
+    with script(LOADER, str(lake.path / "train"), str(IMAGES), "") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "epoch\n"
         first = lake.stats()
@@ -241,3 +247,25 @@ def test_a_data_loader_with_four_workers(store: str, make_lake: LakeMaker) -> No
     lake.remount()
     assert all(path.read_bytes()[8:9] for path in (lake.path / "train" / "class-3").iterdir())
     assert lake.number("store.requests.get") == 0, "the cache outlives the daemon"
+
+
+@pytest.mark.parametrize("named_by", ["sampler", "dataset"])
+def test_a_data_loader_whose_files_are_read_ahead(named_by: str, make_lake: LakeMaker) -> None:
+    """Each file costs the store one request all the same, and the page cache serves no fewer of them."""
+    lake = make_lake("seaweedfs", "--refresh", "1h", "--metadata-ttl", "1h")
+    put_images(lake)
+    lake.mount()
+    with script(LOADER, str(lake.path / "train"), str(IMAGES), named_by) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "epoch\n"
+        first = lake.stats()
+        ask(process)
+        assert process.stdout.readline() == "epoch\n"
+        second = lake.stats()
+        ask(process)
+    assert number(first, "store.requests.get") == IMAGES
+    assert number(second, "store.requests.get") == IMAGES
+    named = 2 * IMAGES
+    eventually(lambda: lake.number("upcoming.files") + lake.number("upcoming.local") == named, "all files were named")
+    assert lake.number("upcoming.local") >= IMAGES
+    assert lake.number("upcoming.dropped") == lake.number("upcoming.failed") == 0

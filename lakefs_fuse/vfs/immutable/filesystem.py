@@ -50,6 +50,7 @@ from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
 from lakefs_fuse.vfs.residency.pins import PinFile, Pins
 from lakefs_fuse.vfs.residency.residency import Residency
+from lakefs_fuse.vfs.residency.upcoming_reads import UpcomingReads
 from lakefs_fuse.vfs.status import cache_section
 
 NS = 1_000_000_000
@@ -84,7 +85,10 @@ class ImmutableFilesystem:
         self._reader = BlockReader(lake.client, disk, lake.metrics.cache, nursery, verified=verified)
         names = StateNames(lambda: self._state)
         pins = Pins(names, lake.cache, PinFile(Path(lake.config.cache_dir).absolute() / "pins", lake.node.disk), 0)
-        self.residency = Residency(names, self._reader, nursery, lake.node.clock.wall_ns, lake.metrics.warm, pins)
+        upcoming = UpcomingReads(names, self._reader, nursery, lake.metrics.upcoming)
+        self.residency = Residency(
+            names, self._reader, nursery, lake.node.clock.wall_ns, lake.metrics.warm, pins, upcoming
+        )
         self._late = LateObjects(lake.node.clock.wall_ns, lake.config.store.retry_timeout_s, read_only=True)
         self._rules = Rules.of(lake.config)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
@@ -359,6 +363,7 @@ class ImmutableFilesystem:
             "reader": dataclasses.asdict(self._reader.statistics()),
             "warm": self.residency.statistics(),
             "pins": self.residency.pins.statistics(),
+            "upcoming": self.residency.upcoming.statistics(),
             "namespace": {
                 **dataclasses.asdict(self.metrics.namespace),
                 "rocksdb": self._state.database.statistics(),

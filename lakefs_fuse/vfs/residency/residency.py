@@ -36,6 +36,7 @@ from lakefs_fuse.vfs.residency.selection import (
     visit_matches,
     without_repetitions,
 )
+from lakefs_fuse.vfs.residency.upcoming_reads import UpcomingReads
 
 OBJECTS_AT_ONCE = 4096
 """Objects whose blocks are planned and fetched together: about 3 MB of memory."""
@@ -143,12 +144,14 @@ class Residency:
         clock_ns: Callable[[], int],
         metrics: WarmMetrics,
         pins: Pins,
+        upcoming: UpcomingReads,
         reserved_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """``reserved_bytes`` of the cache are kept by others than ``pins``."""
         self._names, self._nursery, self._clock_ns, self._metrics = names, nursery, clock_ns, metrics
         self._disk, self._cache, self._warmer = reader.disk, reader.disk.blocks, Warmer(reader)
-        self.pins, self._reserved_bytes = pins, reserved_bytes
+        self.pins, self.upcoming, self._reserved_bytes = pins, upcoming, reserved_bytes
+        self.read_ahead = upcoming.add
         self._turn = trio.Semaphore(1)
         self._waiting = 0
         self._running: Warming | None = None
