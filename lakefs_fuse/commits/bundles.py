@@ -43,8 +43,8 @@ OWN_COMMITS_MIN = 4
 Who polls each 5 s fetches fewer without a bundle."""
 OWN_SPAN_S = 10.0
 REPEATED_SPAN_NS, REPEATED_BYTES_MAX = 6_000_000_000, 512 << 10
-"""What a repeater's bundle has beside new commits: who polls each 5 s fetches one of five. Hundreds of writers make
-more than that in a second: then they fetch three."""
+"""What a bundle has beside new commits: who polls each 5 s fetches one of five. Hundreds of writers make more than that
+in a second: then they fetch three."""
 OWN_AGAIN = 512
 """A mount repeats its own commits a second time, so many in one bundle: mounts to come fetch fewer."""
 OWN_DELAY_S = 1.5
@@ -192,6 +192,10 @@ class BundleReader:
         self._bundles = self._commits = ()
         self._plan = _Plan((), ())
         self._wanted, self._copies, self._bytes = {}, {}, 0
+
+    def newest(self, writer: str) -> int:
+        """Until when bundles have what a writer commits; 0 where there are none."""
+        return max((bundle.last for bundle in self._bundles if bundle.writer in (writer, MIXED)), default=0)
 
     def gets(self, up_to: int) -> int:
         """How many GETs the commits take, as far as names tell; counted until there are more than ``up_to``."""

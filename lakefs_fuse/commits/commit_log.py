@@ -190,7 +190,7 @@ class CommitLog:
                 own.add(meta, body)
                 again.add(meta, body)
             self._own, self._has_several = [], trio.Event()
-            await own.write()
+            await own.write(keep=True)
             if again.is_full or again.commits >= OWN_AGAIN:
                 await again.write()
 

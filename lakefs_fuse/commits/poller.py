@@ -92,7 +92,8 @@ GETS_MAX = 4
 none it waits until the writers of all these commits have repeated them in a bundle."""
 BUNDLE_WAIT_S = OWN_DELAY_S + 0.3
 ELECTION_S = 1.5
-"""And up to so long, drawn by each mount. Who still finds no bundle becomes the repeater."""
+"""And up to so long, drawn by each mount. Who still finds no bundle becomes the repeater; not where all these commits
+are of one writer, which repeats them itself as long as it hears of no repeater."""
 REPEAT_S = 1.0
 """Interval of a repeater's polls, and of its bundles."""
 REPEATER_S = 4.0
@@ -146,6 +147,10 @@ class _Look:
     took_s: float
     past: int | None
     digest: tuple[int, Digest] | None = None
+
+    @property
+    def has_several_writers(self) -> bool:
+        return len({writer for _, writer, _ in self.found}) > 1
 
 
 class Poller:
@@ -266,7 +271,8 @@ class Poller:
 
     async def poll_in_background(self) -> None:
         """Apply what is new, as far as a shallow poll shows it. Where that takes fewer GETs, what was not shown by the
-        poll before is left to the next one."""
+        poll before is left to the next one; where all is of one writer, what it has not repeated in a bundle yet waits
+        for that."""
         began_s = trio.current_time()
         async with self._lock:
             look = await self._look_in_background()
@@ -276,19 +282,26 @@ class Poller:
                 await self._apply_found(began_s, look, math.inf)
                 return
             shown, until = look.found[-1][0], self._repeated_until(look)
+            has_repeater, wait_s = until is not None, REPEAT_WAIT_S
+            if until is None and not look.has_several_writers:
+                until, wait_s = self._log.bundles.newest(look.found[0][1]), BUNDLE_WAIT_S
             if until is not None:
-                await self._apply_found(began_s if until >= shown else -math.inf, look, until)
-                if until >= shown or self._interval_s() <= WAITING_REFRESH_S:
+                began_whole_s = began_s if until >= shown else -math.inf
+                await self._apply_found(began_whole_s, look, until, repeats=has_repeater)
+                if until >= shown or (has_repeater and self._interval_s() <= WAITING_REFRESH_S):
                     return
             else:
+                wait_s = BUNDLE_WAIT_S + self._rng.random() * ELECTION_S
                 self._list_again(look.found[0])
-        await trio.sleep(REPEAT_WAIT_S if until is not None else BUNDLE_WAIT_S + self._rng.random() * ELECTION_S)
+        await trio.sleep(wait_s)
         async with self._lock:
             again = await self._look(is_deep=look.is_deep, for_others=look.digest is not None)
-            if until is None and again.found and not self._is_cheap(again) and self._repeated_until(again) is None:
+            is_due = until is None and again.has_several_writers
+            if is_due and not self._is_cheap(again) and self._repeated_until(again) is None:
                 self.is_repeater = self._log.fetched is not None and not self._log.repeated.is_refused
                 self._repeats_since, self._rivals, self._counts = 0, 0, []
-            await self._apply_found(began_s, again, math.inf if self.is_repeater else shown)
+            repeats = has_repeater or again.has_several_writers
+            await self._apply_found(began_s, again, math.inf if self.is_repeater else shown, repeats=repeats)
 
     def _is_cheap(self, look: _Look) -> bool:
         """What was found takes GETS_MAX at most."""
@@ -334,15 +347,15 @@ class Poller:
         async with self._lock:
             return await self._apply_found(began_s, await self._look(is_deep=True), until)
 
-    async def _apply_found(self, began_s: float, look: _Look, until: float) -> int:
-        """Under the lock, what was just listed, up to the time ``until``."""
+    async def _apply_found(self, began_s: float, look: _Look, until: float, *, repeats: bool = True) -> int:
+        """Under the lock, what was just listed, up to the time ``until``. No bundle repeats it without ``repeats``."""
         self._metrics.polls += 1
         count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
         give_up_at = trio.current_time() + DOUBT_S_MAX
         commits, first_look = self._applier.commits, look
         while True:
             found = [item for item in look.found if item[0] <= until]
-            done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
+            done = await self._apply_all(found, wait=trio.current_time() < give_up_at, repeats=repeats)
             count += done
             if done == len(found):
                 break
@@ -506,13 +519,13 @@ class Poller:
                 len(ahead), (ahead[0][0] - self._clock.wall_ns()) / NS, ahead[0][2].key,
             )  # fmt: skip
 
-    async def _apply_all(self, found: Sequence[Found], *, wait: bool) -> int:
+    async def _apply_all(self, found: Sequence[Found], *, wait: bool, repeats: bool) -> int:
         """Answers how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
         if not found:
             if self.is_repeater:
                 await self._repeat(0)
             return 0
-        gets, fetched = 0, self._log.fetched
+        gets, fetched = 0, self._log.fetched if repeats else None
         try:
             for at in range(0, len(found), FETCHED_MAX):
                 some = found[at : at + FETCHED_MAX]

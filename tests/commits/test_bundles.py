@@ -335,6 +335,7 @@ async def test_own_commits_are_repeated_again_in_larger_bundles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_log, "OWN_AGAIN", 6 * OWN_COMMITS_MIN)
+    monkeypatch.setattr(bundles, "REPEATED_SPAN_NS", -1)
     site = Site(tmp_path)
     with site.daemon("one") as one:
         async with trio.open_nursery() as nursery:
