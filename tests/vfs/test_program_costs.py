@@ -1,0 +1,132 @@
+"""What the calls of everyday programs cost: requests to the store, whatever the time between them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.commits.record import COMMITS
+from tests.memory_store import MemoryStore
+from tests.mount.lakes import noise
+from tests.vfs.lakes import Lake, lake
+from tests.vfs.writing_back import NEVER_S, writing_back
+
+EXCLUSIVE = os.O_RDWR | os.O_EXCL
+FILES = 200
+DIRECTORIES = 8
+
+
+def kinds(store: MemoryStore, begin: int) -> Counter[str]:
+    return Counter(request.what for request in store.requests[begin:])
+
+
+async def unpack(m: Lake) -> None:
+    """As tar does: a name that must be new, bytes, times, and the modes of directories at the end."""
+    for number in range(FILES):
+        if number < DIRECTORIES:
+            await m.mkdir(f"d{number}")
+        path = f"d{number % DIRECTORIES}/f{number}"
+        handle = await m.create(path, EXCLUSIVE)
+        await m.fs.write(handle, 0, noise(300, number))
+        await m.setattr(path, mtime_ns=10**18 + number)
+        await m.close(handle)
+    for number in range(DIRECTORIES):
+        await m.setattr(f"d{number}", mode=0o700, mtime_ns=10**18)
+
+
+async def receive(m: Lake) -> None:
+    """As rsync does: a temporary name, which is renamed."""
+    for number in range(FILES):
+        folder = f"d{number % DIRECTORIES}"
+        if number < DIRECTORIES:
+            await m.mkdir(folder)
+        path, temporary = f"{folder}/f{number}", f"{folder}/.f{number}.Ab12Cd"
+        assert await m.lookup(path) is None
+        handle = await m.create(temporary, EXCLUSIVE)
+        await m.fs.write(handle, 0, noise(300, number))
+        await m.setattr(temporary, mode=0o600)
+        await m.close(handle)
+        await m.setattr(temporary, mode=0o644, mtime_ns=10**18 + number)
+        await m.rename(temporary, path)
+
+
+@pytest.mark.parametrize("program", [unpack, receive])
+async def test_small_files_of_a_program_under_writeback_share_packs(
+    tmp_path: Path, program: Callable[[Lake], Awaitable[None]]
+) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, pack="auto", delay_s=NEVER_S) as m:
+        assert await m.names() == []
+        before = len(store.requests)
+        await program(m)
+        await m.fs.make_durable()
+        spent = kinds(store, before)
+        assert spent["put"] <= 3, spent
+        assert set(spent) <= {"put", "get"}, spent
+        expected = {f"d{number}" for number in range(DIRECTORIES)}
+        assert set(await m.names()) == expected
+    async with lake(store, tmp_path / "other") as other:
+        assert len(await other.names("d0")) == FILES // DIRECTORIES
+        assert await other.read("d3/f3") == noise(300, 3)
+
+
+async def test_unpacking_costs_one_put_and_one_head_a_file(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path) as m:
+        assert await m.names() == []
+        before = len(store.requests)
+        await unpack(m)
+        spent = kinds(store, before)
+        assert spent["head"] == FILES, spent
+        assert spent["put"] <= 1.05 * FILES, spent
+        assert spent["list"] + spent["list_page"] == 0, spent
+
+
+async def test_line_appended_again_and_again_under_writeback_is_stored_once(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, pack="auto", delay_s=NEVER_S) as m:
+        assert await m.names() == []
+        await m.write("log", b"")
+        before = len(store.requests)
+        for number in range(100):
+            handle = await m.open("log", os.O_RDWR | os.O_APPEND)
+            await m.fs.write(handle, number, b"x")
+            await m.close(handle)
+        await m.fs.make_durable()
+        assert [request.key for request in store.requests[before:] if not request.key.startswith(COMMITS)] == ["log"]
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.read("log") == b"x" * 100
+
+
+@pytest.mark.parametrize(("journal", "more"), [("truncated", 0), ("removed", 1)])
+async def test_transaction_of_a_database_costs_one_put_for_each_fsync(tmp_path: Path, journal: str, more: int) -> None:
+    """As SQLite does, with the rollback journal beside the database. A removed one costs a commit more, because the
+    removal is committed before the next one is stored in its place."""
+    store, transactions, fsyncs = MemoryStore(), 10, 0
+    async with lake(store, tmp_path, delete_after_s=300.0) as m:
+        assert await m.names() == []
+        database = await m.create("db")
+        before = len(store.requests)
+        beside = await m.create("db-journal") if journal == "truncated" else 0
+        for number in range(transactions):
+            if journal == "removed":
+                beside = await m.create("db-journal")
+            for data in (b"pages", b"header and pages"):
+                await m.fs.write(beside, 0, data)
+                await m.fs.fsync(beside)
+            await m.fs.sync_names()
+            await m.fs.write(database, 0, b"%06d" % number)
+            await m.fs.fsync(database)
+            fsyncs += 4
+            if journal == "removed":
+                await m.close(beside)
+                await m.unlink("db-journal")
+            else:
+                await m.setattr("db-journal", size=0)
+        spent = kinds(store, before)
+        assert spent["put"] <= fsyncs + more * transactions, spent
+        await m.close(database)
