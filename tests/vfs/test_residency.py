@@ -12,7 +12,7 @@ from lakefs_fuse.errors import CacheError, ConfigError, FileError
 from lakefs_fuse.metrics import Warming
 from lakefs_fuse.vfs.residency import residency
 from lakefs_fuse.vfs.residency.residency import WarmOptions
-from lakefs_fuse.vfs.residency.selection import Selected, without_repetitions
+from lakefs_fuse.vfs.residency.selection import PAGE_NAMES, Selected, without_repetitions
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import Lake, lake
 
@@ -128,3 +128,43 @@ async def test_warm_that_cannot_fit_fetches_nothing(tmp_path: Path, monkeypatch:
             await node.fs.residency.warm([("a", "")], WarmOptions())
         summary = await node.fs.residency.warm([("a", "")], WarmOptions(is_partial=True))
         assert (summary["left_out_files"], summary["left_out_bytes"], gets(store)) == (1, 100, 0)
+
+
+async def test_directories_are_listed_once_and_not_again_within_the_ttl(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for number in range(20):
+        store.give(f"d/{number % 5}/{number}/file", b"x")
+
+    def lists() -> int:
+        return sum(request.what == "list" and not request.key.startswith(".lakefs/") for request in store.requests)
+
+    async with lake(store, tmp_path) as node:
+        before = lists()
+        assert len(await matched(node, "d", "**/file")) == 20
+        assert lists() - before <= 28
+        before = lists()
+        await node.fs.residency.warm([("d", "")], WarmOptions())
+        await node.fs.residency.inspect([("", "")])
+        assert lists() - before <= 1, "the root was not listed"
+
+
+async def test_walk_lets_other_tasks_run_though_nothing_matches(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for number in range(3 * PAGE_NAMES):
+        store.give(f"d/{number}", b"x")
+    async with lake(store, tmp_path) as node:
+        await node.fs.residency.inspect([("d", "")])
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            with pytest.raises(FileError, match="matches nothing"):
+                await matched(node, "", "**/absent")
+            assert turns >= 3
+            nursery.cancel_scope.cancel()

@@ -38,6 +38,9 @@ class StateNames:
             return None
         return self.tree.child(directory.inode, name)
 
+    def is_ready(self, directory: Entry) -> bool:
+        return True
+
     async def prepare(self, directory: Entry) -> None:
         """A state has all names."""
 

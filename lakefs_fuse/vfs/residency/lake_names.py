@@ -35,16 +35,24 @@ class LakeNames:
         entry = None if self._fresh else self.tree.child(directory.inode, name)
         return entry or (await self._ns.lookup(directory.inode, name))[0]
 
-    async def prepare(self, directory: Entry) -> None:
-        """One level of directories after another; memory holds the numbers of one level."""
+    def is_ready(self, directory: Entry) -> bool:
         for listener in self._ns.events.names_requested:
             listener()
+        return self._is_listed(directory.inode)
+
+    def _is_listed(self, inode: int) -> bool:
+        if self._fresh:
+            return self._ns.fresh_s(inode) > 0
+        return self.tree.listing(inode) is not None
+
+    async def prepare(self, directory: Entry) -> None:
+        """One level of directories after another; memory holds the numbers of one level."""
         level = array("Q", [directory.inode])
         while level:
             below = array("Q")
 
             async def list_one(inode: int, below: array[int] = below) -> None:
-                if self._ns.fresh_s(inode) <= 0 and (self._fresh or self.tree.listing(inode) is None):
+                if not self._is_listed(inode):
                     await self._ns.ensure_listed(inode, strictly=False)
                 for page in pages(lambda: self.tree, inode):
                     below.extend(child.inode for child in page if child.is_dir)

@@ -9,9 +9,11 @@ Memory holds one page of names for each level of the walk. Tasks of one trio loo
 
 from __future__ import annotations
 
+import enum
 import errno
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -23,8 +25,8 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.path_rules import translate
 
-PAGE_NAMES = 512
-"""Names read in one step, in a few milliseconds."""
+PAGE_NAMES = 256
+"""Names of one step, which takes 20 ms at most."""
 MISSING_SHOWN_MAX = 10
 
 
@@ -50,8 +52,11 @@ class Names(Protocol):
 
     async def lookup(self, directory: Entry, name: bytes) -> Entry | None: ...
 
+    def is_ready(self, directory: Entry) -> bool:
+        """The names in the directory are in the tree."""
+
     async def prepare(self, directory: Entry) -> None:
-        """All names below the directory are in the tree when this returns. Raises LakeError."""
+        """It and all directories below it are ready when this returns. Raises LakeError."""
 
     def size(self, entry: Entry) -> int:
         """Of a file as it is now, also where it is being written."""
@@ -111,7 +116,7 @@ async def visit_matches(
     """Await ``see`` for what the selection names, each path once for each of its entries. Raises LakeError;
     ``strictly``, FileError(ENOENT) at the end, where some of it does not exist or matches nothing."""
     missing = []
-    for selected in map(Selected._make, selection):
+    for number, selected in enumerate(map(Selected._make, selection), 1):
         entry, is_there = await find(names, selected.path), False
         if entry is not None and entry.is_symlink:
             raise FileError(errno.EINVAL, f"{selected.path} is a symbolic link: name what it points to")
@@ -119,14 +124,12 @@ async def visit_matches(
             is_there = True
             await see(Found(selected.path, entry))
         elif entry is not None and entry.is_dir:
-            await names.prepare(entry)
-            for number, found in enumerate(_matches(names, Found(selected.path, entry), selected.pattern), 1):
-                is_there = True
-                await see(found)
-                if number % PAGE_NAMES == 0:
-                    await trio.lowlevel.checkpoint()
+            found = _matches(names, Found(selected.path, entry), selected.pattern)
+            is_there = await _visit(names, entry, found, see) > 0
         if not is_there:
             missing.append(f"{selected} {'matches nothing' if selected.pattern else 'does not exist'}")
+        if number % PAGE_NAMES == 0:
+            await trio.lowlevel.checkpoint()
     if missing and strictly:
         more = f", and {len(missing) - MISSING_SHOWN_MAX} more" if len(missing) > MISSING_SHOWN_MAX else ""
         raise FileError(errno.ENOENT, ", ".join(missing[:MISSING_SHOWN_MAX]) + more)
@@ -134,17 +137,38 @@ async def visit_matches(
 
 async def visit_files(names: Names, top: Found, see: Callable[[Found], Awaitable[object] | None]) -> None:
     """Call ``see`` with each file at and below a name, and await what it answers. Raises LakeError."""
-    if top.entry.is_dir:
-        await names.prepare(top.entry)
-    for number, found in enumerate(_files(names, top), 1):
-        waiting = see(found)
-        if waiting is not None:
-            await waiting
-        elif number % PAGE_NAMES == 0:
+    await _visit(names, top.entry, _files(names, top), see)
+
+
+class _Pause(Enum):
+    """What a walk asks for between two names."""
+
+    TURN = enum.auto()
+    """Let other tasks run."""
+    PREPARE = enum.auto()
+    """List what is below its top: a directory is not ready."""
+
+
+_Walk = Iterator[Found | _Pause]
+
+
+async def _visit(names: Names, top: Entry, walk: _Walk, see: Callable[[Found], Awaitable[object] | None]) -> int:
+    """The number of names in the walk."""
+    count, is_prepared = 0, False
+    for found in walk:
+        if isinstance(found, Found):
+            count += 1
+            if (waiting := see(found)) is not None:
+                await waiting
+        elif found is _Pause.PREPARE and not is_prepared:
+            is_prepared = True
+            await names.prepare(top)
+        else:
             await trio.lowlevel.checkpoint()
+    return count
 
 
-def _files(names: Names, top: Found) -> Iterator[Found]:
+def _files(names: Names, top: Found) -> _Walk:
     waiting = [top]
     while waiting:
         each = waiting.pop()
@@ -153,18 +177,23 @@ def _files(names: Names, top: Found) -> Iterator[Found]:
                 yield each
             continue
         for child in _children(names, each):
-            if child.entry.is_dir:
+            if not isinstance(child, Found):
+                yield child
+            elif child.entry.is_dir:
                 waiting.append(child)
             elif not child.entry.is_symlink:
                 yield child
 
 
-def _children(names: Names, directory: Found) -> Iterator[Found]:
+def _children(names: Names, directory: Found) -> _Walk:
     prefix = f"{directory.path}/" if directory.path else ""
+    if not names.is_ready(directory.entry):
+        yield _Pause.PREPARE
     for page in pages(lambda: names.tree, directory.entry.inode):
         for entry in page:
             if not entry.flags & Flag.SHADOWED:
                 yield Found(prefix + entry.name.decode("utf-8", "surrogateescape"), entry)
+        yield _Pause.TURN
 
 
 def pages(tree: Callable[[], Tree], directory: int) -> Iterator[list[Entry]]:
@@ -191,12 +220,15 @@ def _component(glob: str) -> str:
     return translate(glob) if glob.startswith(".") else rf"(?!\.){translate(glob)}"
 
 
-def _matches(names: Names, top: Found, pattern: str) -> Iterator[Found]:
+def _matches(names: Names, top: Found, pattern: str) -> _Walk:
     """Each name below ``top`` that the glob matches, once; nothing below one that matches. Raises ConfigError."""
     compiled, waiting = _compile(pattern), [(top, frozenset({0}))]
     while waiting:
         directory, states = waiting.pop()
         for child in _children(names, directory):
+            if not isinstance(child, Found):
+                yield child
+                continue
             after = _step(compiled, states, child.path.rpartition("/")[2])
             if len(compiled) in after:
                 yield child
