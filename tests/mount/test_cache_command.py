@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import CLI, MIB, Lake, eventually, noise
+from tests.mount.test_outage import Disk, small_disk
+from tests.servers import Server
+
+__all__ = ["small_disk"]
 
 PACKED, PLAIN, LARGE = 60, 10, 9 * MIB + 5
 SMALL_BYTES = 50_000
@@ -253,3 +258,45 @@ def test_evict_frees_the_disk_at_once_and_leaves_pins(make_lake: LakeMaker) -> N
     assert 4 * MIB <= on_disk < 5 * MIB
     assert lake.number("cache.bytes") == on_disk
     assert (lake.path / "d/3").read_bytes() == noise(4 * MIB, 3)
+
+
+def test_warm_of_a_store_that_is_away_is_an_error_and_can_be_repeated(
+    make_lake: LakeMaker, faults: tuple[Server, Faults]
+) -> None:
+    lake = make_lake("seaweedfs", "--retry-timeout", "1s", through=faults[0])
+    for index in range(4):
+        lake.outside.replace(f"d/{index}", noise(MIB, index))
+    lake.mount()
+    os.listdir(lake.path / "d")
+    faults[1].reset(1_000_000, method="GET", containing="/d/")
+    assert re.search(r"get 'd/\d'", cache(lake, "warm", f"{lake.path}/d", code=1))
+    faults[1].clear()
+    cache(lake, "warm", f"{lake.path}/d")
+    fetched = gets(lake)
+    read_all(lake, {f"d/{index}": noise(MIB, index) for index in range(4)})
+    assert gets(lake) == fetched
+
+
+def test_warm_on_a_disk_that_fills_ends_with_an_error_and_can_be_repeated(
+    make_lake: LakeMaker, small_disk: Disk
+) -> None:
+    lake = make_lake("file")
+    files = {f"d/{index}": noise(4 * MIB, index) for index in range(8)}
+    for path, data in files.items():
+        lake.outside.replace(path, data)
+    lake.cache_dir = small_disk.path / "cache"
+    lake.mount("--free-space", small_disk.options[1], "--cache-size", "1G")
+    hog = small_disk.fill(left=20 * MIB)
+    assert "do not fit" in cache(lake, "warm", f"{lake.path}/d", code=1)
+    hog.unlink()
+    command = [*CLI, "cache", "warm", "--limit", "4M", f"{lake.path}/d"]
+    process = subprocess.Popen(command, env=lake.env, stderr=subprocess.PIPE, text=True)
+    eventually(lambda: lake.number("warm.fetched_bytes") > 4 * MIB, "it began")
+    hog = small_disk.fill(left=2 * MIB)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, "the cache disk did not keep" in said) == (1, True), said
+    hog.unlink()
+    cache(lake, "warm", f"{lake.path}/d")
+    fetched = gets(lake)
+    read_all(lake, files)
+    assert gets(lake) == fetched
