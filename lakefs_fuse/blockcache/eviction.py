@@ -26,6 +26,8 @@ from lakefs_fuse.environment import local_disk as disk
 
 FAN_OUT = 1 << 12
 SAMPLE_FILES = 32
+EXAMINED_FILES_MAX = 1 << 14
+"""Where nearly all files are spared, no more of them are looked at under the lock: that takes about 50 ms."""
 LARGE_BYTES = 256 << 20
 """A file that takes up more loses ranges, not everything."""
 RANGE_BYTES = 64 << 20
@@ -100,11 +102,14 @@ def files(path: str, number: int) -> Iterator[Candidate]:
 
 
 def oldest(root: str, rng: random.Random, spared: Callable[[Candidate], bool]) -> list[Candidate]:
-    """The next files to evict, oldest first; none where all are ``spared``. Raises OSError."""
+    """The next files to evict, oldest first; none where all that were looked at are ``spared``. Raises OSError."""
     sample: list[Candidate] = []
+    examined = 0
     for number, path in directories(root, rng.randrange(FAN_OUT)):
-        sample += (candidate for candidate in files(path, number) if not spared(candidate))
-        if len(sample) >= SAMPLE_FILES:
+        found = list(files(path, number))
+        sample += (candidate for candidate in found if not spared(candidate))
+        examined += len(found)
+        if len(sample) >= SAMPLE_FILES or examined >= EXAMINED_FILES_MAX:
             break
     sample.sort(key=lambda candidate: candidate.used_ns)
     return sample[: max(1, len(sample) // 4)]

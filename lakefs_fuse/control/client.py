@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -46,9 +46,15 @@ class ControlClient:
         self._socket.close()
 
     def call(self, request: protocol.Request) -> protocol.Reply:
-        """Send ``request``, and return the reply. Raises LakeError with the message of the daemon if it failed."""
+        """Send ``request``, and return the reply. Raises LakeError with the message of the daemon if it failed, and
+        where it is of a version that does not know the request."""
         self._send(request)
         reply = self._receive()
+        if isinstance(reply, protocol.Failed) and reply.message.startswith(protocol.UNKNOWN_REQUEST):
+            raise LakeError(
+                f"the daemon of {self._mountpoint} is of an earlier version, which does not know this request: unmount "
+                "it and mount it again"
+            )
         if isinstance(reply, protocol.Failed):
             raise LakeError(reply.message)
         return reply
@@ -70,29 +76,17 @@ class ControlClient:
         return _expect(protocol.StoreOf, self.call(protocol.GetStore()))
 
     def select(self, paths: Iterable[tuple[str, str]]) -> None:
-        """Name the paths that the next request about the cache is for, with their globs. Raises LakeError, for a daemon
-        that knows no such request, too."""
+        """Name the paths that the next request about the cache is for, with their globs. Raises LakeError."""
         some, size = list[tuple[str, str]](), 0
         for each in paths:
             length = len(protocol.encode(protocol.SelectPaths((each,))))
             if size + length > protocol.REQUEST_BYTES_MAX:
-                self._select(some)
+                self.call(protocol.SelectPaths(tuple(some)))
                 some, size = [], 0
             some.append(each)
             size += length
         if some:
-            self._select(some)
-
-    def _select(self, paths: Sequence[tuple[str, str]]) -> None:
-        try:
-            self.call(protocol.SelectPaths(tuple(paths)))
-        except LakeError as error:
-            if not str(error).startswith(protocol.UNKNOWN_REQUEST):
-                raise
-            raise LakeError(
-                f"the daemon of {self._mountpoint} is of an earlier version, which knows no requests about the cache: "
-                "unmount it and mount it again"
-            ) from error
+            self.call(protocol.SelectPaths(tuple(some)))
 
     def follow(
         self,

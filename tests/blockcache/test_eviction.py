@@ -1,7 +1,7 @@
 """The cache stays within its bounds, and what goes is what was used longest ago and is not open."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +212,25 @@ def test_write_that_was_counted_is_not_reserved_any_more(tmp_path: Path, monkeyp
     monkeypatch.setattr(cache.files, "unreserve", look)
     write(cache, 0, MIB)
     assert found == [True]
+
+
+def test_search_among_spared_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "EXAMINED_FILES_MAX", 50)
+    cache = make_cache(tmp_path)
+    for number in range(200):
+        write(cache, number, 100)
+    examined = list[eviction.Candidate]()
+    monkeypatch.setattr(
+        eviction, "files", lambda path, number, found=eviction.files: _noted(found(path, number), examined)
+    )
+    cache.files.spare_since(0)
+    assert cache.evict(MIB) == 0
+    assert 50 <= len(examined) < 60
+    cache.files.spare_since(None)
+    assert cache.evict(1) > 0
+
+
+def _noted(found: Iterable[eviction.Candidate], examined: list[eviction.Candidate]) -> list[eviction.Candidate]:
+    some = list(found)
+    examined += some
+    return some

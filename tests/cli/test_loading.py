@@ -37,7 +37,7 @@ def test_they_are_listed_in_order() -> None:
     assert commands.list_commands(click.Context(commands)) == sorted(MODULES)
 
 
-@pytest.mark.parametrize("module", ["mount", "umount", "stats", "daemon_commands", "lake_commands"])
+@pytest.mark.parametrize("module", ["mount", "umount", "stats", "cache", "daemon_commands", "lake_commands"])
 def test_a_command_loads_nothing_heavy(module: str) -> None:
     assert loaded(f"import lakefs_fuse.cli.{module}") & HEAVY == set()
 

@@ -124,7 +124,7 @@ class Pins:
         others."""
         self.names, self._cache, self._file, self._reserved_bytes_max = names, cache, file, reserved_bytes_max
         self._paths = dict.fromkeys(file.load())
-        self._stale = trio.Event()
+        self._stale, self._planning = trio.Event(), trio.Lock()
         self.changed = list[Callable[[], object]]()
         """Listeners, called when the paths are others."""
         self._found = PinStatistics(paths=len(self._paths))
@@ -186,11 +186,12 @@ class Pins:
         if len(self._paths) + len(added) > PATHS_MAX:
             raise CacheError(f"a mount has {PATHS_MAX} pins at most: pin the directories of these files")
         everything = [*self._paths, *added]
-        plan = await self._plan(everything)
-        if plan.found.refused_bytes:
-            self._refuse(plan)
-        self._save(everything)
-        self._apply(plan)
+        async with self._planning:
+            plan = await self._plan(everything)
+            if plan.found.refused_bytes:
+                self._refuse(plan)
+            self._save(everything)
+            self._apply(plan)
 
     def _save(self, paths: Sequence[str]) -> None:
         self._file.save(paths)
@@ -238,14 +239,15 @@ class Pins:
     async def settle(self, names: Names | None = None) -> None:
         """Keep what the pinned paths mean now, and nothing else; ``names`` may ask the store what that is. Raises
         LakeError; then what was kept stays."""
-        self._stale = trio.Event()
-        plan = await self._plan(list(self._paths), names)
-        if plan.found.refused_bytes > self._found.refused_bytes:
-            log.warning(
-                "%d bytes of pinned paths are not kept: pins may take up %d MiB, three quarters of the cache",
-                plan.found.refused_bytes, plan.limit_bytes >> 20,
-            )  # fmt: skip
-        self._apply(plan)
+        async with self._planning:
+            self._stale = trio.Event()
+            plan = await self._plan(list(self._paths), names)
+            if plan.found.refused_bytes > self._found.refused_bytes:
+                log.warning(
+                    "%d bytes of pinned paths are not kept: pins may take up %d MiB, three quarters of the cache",
+                    plan.found.refused_bytes, plan.limit_bytes >> 20,
+                )  # fmt: skip
+            self._apply(plan)
 
     def _apply(self, plan: _Plan) -> None:
         self._cache.files.keep(plan.kept)
