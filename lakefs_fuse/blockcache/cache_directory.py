@@ -550,8 +550,11 @@ class CacheDirectory:
             with self._lock:
                 if digest in self._pins:
                     return None
-                blocks &= ~self._kept.get(digest, 0)
-            freed = self._drop(digest, blocks)
+                kept = self._kept.get(digest, 0)
+            if not blocks & ~kept:
+                return 0
+            is_all = not kept and blocks.bit_count() == version.blocks
+            freed = self._remove(digest) if is_all else self._drop(digest, blocks & ~kept)
             with self._lock:
                 self._metrics.evicted_bytes += freed
             return freed

@@ -262,7 +262,8 @@ class Residency:
     async def _fetch(self, job: _Job) -> None:
         job.progress.stage, failure = "fetching", None
         try:
-            await self._visit_batches(job, partial(self._fetch_batch, job), strictly=False)
+            if job.progress.fetch_bytes_total:
+                await self._visit_batches(job, partial(self._fetch_batch, job), strictly=False)
         except BaseException as error:
             failure = error
             raise
@@ -291,7 +292,7 @@ class Residency:
             if first and not left[version]:
                 progress.files_done += batch.shares[version].files
 
-        gone = await self._warmer.fetch(missing, job.pace, fetched)
+        gone = [] if not missing else await self._warmer.fetch(missing, job.pace, fetched)
         job.gone_files += sum(batch.shares[version].files for version in gone)
 
     async def _visit_batches(self, job: _Job, see: Callable[[_Batch], Awaitable[None]], *, strictly: bool) -> None:

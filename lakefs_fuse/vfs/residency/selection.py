@@ -97,13 +97,16 @@ def _above(selected: Selected) -> Iterable[str]:
 
 async def find(names: Names, path: str) -> Entry | None:
     """What is at a path; None where there is nothing."""
-    entry = names.root
+    entry: Entry | None = names.root
     for name in path.split("/") if path else ():
-        found = await names.lookup(entry, name.encode("utf-8", "surrogateescape")) if entry.is_dir else None
-        if found is None:
-            return None
-        entry = found
+        entry = await _child(names, entry, name)
     return entry
+
+
+async def _child(names: Names, directory: Entry | None, name: str) -> Entry | None:
+    if directory is None or not directory.is_dir:
+        return None
+    return await names.lookup(directory, name.encode("utf-8", "surrogateescape"))
 
 
 async def visit_matches(
@@ -115,9 +118,13 @@ async def visit_matches(
 ) -> None:
     """Await ``see`` for what the selection names, each path once for each of its entries. Raises LakeError;
     ``strictly``, FileError(ENOENT) at the end, where some of it does not exist or matches nothing."""
-    missing = []
+    missing, above = list[str](), ""
+    directory: Entry | None = names.root
     for number, selected in enumerate(map(Selected._make, selection), 1):
-        entry, is_there = await find(names, selected.path), False
+        parent, _, name = selected.path.rpartition("/")
+        if parent != above:  # lists name the files of one directory after another
+            above, directory = parent, await find(names, parent)
+        entry, is_there = await _child(names, directory, name) if name else names.root, False
         if entry is not None and entry.is_symlink:
             raise FileError(errno.EINVAL, f"{selected.path} is a symbolic link: name what it points to")
         if entry is not None and not selected.pattern:
