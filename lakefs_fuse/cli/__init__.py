@@ -21,6 +21,7 @@ from lakefs_fuse.product import PROGRAM
 MODULES = {
     "cache": "cache",
     "checkpoint": "checkpoint",
+    "clone": "daemon_commands",
     "flush": "daemon_commands",
     "fsck": "lake_commands",
     "gc": "lake_commands",

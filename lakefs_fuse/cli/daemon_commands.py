@@ -1,7 +1,8 @@
-"""`lakefs-fuse flush`, `orphans`, `refresh` and `wait`: requests to the daemon of a mount, over its control socket."""
+"""`clone`, `flush`, `orphans`, `refresh` and `wait`: requests to the daemon of a mount, over its control socket."""
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import UTC, datetime
 
@@ -18,6 +19,33 @@ from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.product import XATTR_VERSION
 
 ID_CHARACTERS = 32
+
+
+@click.command("clone", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("source", "A file or directory in a mount.", type=click.Path(readable=False))
+@argument("target", "Path of the copy, in the same mount; its directory exists.", type=click.Path(readable=False))
+@option("-f", "--force", is_flag=True, help="Replace TARGET if it is a file, or an empty directory.")
+def clone(source: str, target: str, force: bool) -> None:
+    """Copy a file or a directory inside the lake without moving a byte through this machine.
+
+    \b
+      lakefs-fuse clone /mnt/lake/datasets/v1 /mnt/lake/datasets/v2
+
+    The copy gets all names, bytes, attributes and symbolic links below SOURCE, and every mount sees all of it or
+    nothing. TARGET is its name, also where a directory of that name exists (as with `cp -T`). What is being written to
+    SOURCE is stored first. Files in packs share their bytes with the copy; the store copies plain objects. A later
+    change of either does not affect the other.
+    """
+    mountpoint, relative = locate(source)
+    above, name = os.path.split(os.path.abspath(target))
+    target_mountpoint, directory = locate(above)
+    if target_mountpoint != mountpoint:
+        raise ConfigError(f"{source} and {target} are in different mounts: use `cp`")
+    request = protocol.Clone(checked_text(relative), checked_text(f"{directory}/{name}".lstrip("/")), force)
+    with open_daemon(mountpoint) as client:
+        *_, reply = client.follow(request)
+    if isinstance(reply, protocol.Failed):
+        raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
 
 
 @click.command("flush", cls=GroupedCommand, context_settings=SETTINGS)

@@ -90,7 +90,12 @@ class ControlClient:
 
     def follow(
         self,
-        request: protocol.MakeDurable | protocol.WaitEnd | protocol.Refresh | protocol.WaitPath | protocol.CacheRequest,
+        request: protocol.MakeDurable
+        | protocol.WaitEnd
+        | protocol.Refresh
+        | protocol.Clone
+        | protocol.WaitPath
+        | protocol.CacheRequest,
     ) -> Iterator[protocol.Reply]:
         """Send a request before returning; `Progress` replies, then one other, which ends the iteration."""
         self._send(request)

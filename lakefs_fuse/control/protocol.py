@@ -1,9 +1,9 @@
 """Messages of the control socket: one JSON object per line, in both directions.
 
-A connection carries requests one after another. `MakeDurable`, `Refresh`, `WaitPath`, `WaitEnd` and `CacheRequest` are
-answered by any number of `Progress` lines and then one other; every other request by one line. A `CacheRequest` is
-about the paths that `SelectPaths` named before on the connection. *Bounded lines*: both sides bound their length. Both
-ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
+A connection carries requests one after another. `MakeDurable`, `Refresh`, `Clone`, `WaitPath`, `WaitEnd` and
+`CacheRequest` are answered by any number of `Progress` lines and then one other; every other request by one line. A
+`CacheRequest` is about the paths that `SelectPaths` named before on the connection. *Bounded lines*: both sides bound
+their length. Both ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
 """
 
 from __future__ import annotations
@@ -58,6 +58,15 @@ class Refresh(msgspec.Struct, frozen=True, tag="refresh"):
 
     path: str = ""
     recursive: bool = False
+
+
+class Clone(msgspec.Struct, frozen=True, tag="clone"):
+    """Copy ``source`` to ``target`` (relative to the mount's root) inside the lake. `Progress` without numbers, then
+    `Done` or `Failed`."""
+
+    source: str
+    target: str
+    force: bool = False
 
 
 class WaitPath(msgspec.Struct, frozen=True, tag="wait_path"):
@@ -138,6 +147,7 @@ Request = (
     | FinishOrphan
     | AbortOrphan
     | Refresh
+    | Clone
     | WaitPath
     | SelectPaths
     | WarmCache

@@ -77,6 +77,7 @@ class FilesystemView(Protocol):
     async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None: ...
     async def abort_orphan(self, id: str) -> None: ...
     async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]: ...
+    async def clone(self, source: str, target: str, *, force: bool = False) -> None: ...
     async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None: ...
 
 
@@ -210,6 +211,8 @@ class ControlServer:
                 await self._wait_end(stream)
             case protocol.Refresh():
                 await self._refresh(stream, request)
+            case protocol.Clone():
+                await self._clone(stream, request)
             case protocol.WaitPath():
                 await self._wait_path(stream, request)
             case _:
@@ -325,6 +328,15 @@ class ControlServer:
                 return await cache.pin_paths(paths, progress, bytes_s_max=rate, background=background)
             case protocol.WarmCache(bytes_s_max=rate, background=background, partial=partial):
                 return await cache.warm_paths(paths, progress, bytes_s_max=rate, partial=partial, background=background)
+
+    async def _clone(self, stream: trio.SocketStream, request: protocol.Clone) -> None:
+        """A client that disconnects cancels it, and nothing is copied."""
+
+        async def work() -> protocol.Reply:
+            await self._fs.clone(request.source.strip("/"), request.target.strip("/"), force=request.force)
+            return protocol.Done()
+
+        await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))
 
     async def _wait_path(self, stream: trio.SocketStream, request: protocol.WaitPath) -> None:
         """Wait for a name; a client that disconnects, and the end of the mount, cancel it."""

@@ -131,6 +131,12 @@ class Filesystem:
         self._attributes.directory(parent_new)
         await self._directories.renames.rename(parent_old, name_old, parent_new, name_new, flags)
 
+    async def clone(self, source: str, target: str, *, force: bool = False) -> None:
+        """As `Clones.clone`, of what the store has of the source when this is called."""
+        self._attributes.refuse_read_only()
+        await self._durability.make_durable(source)
+        await self._directories.clones.clone(source, target, force=force)
+
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
         self._attributes.refuse_read_only()
         above = self._attributes.directory(parent)

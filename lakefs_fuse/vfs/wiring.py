@@ -47,6 +47,7 @@ from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.ops.attributes import Attributes
+from lakefs_fuse.vfs.ops.clone import Clones
 from lakefs_fuse.vfs.ops.create import NewFiles
 from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.ops.handles import Handles
@@ -305,6 +306,8 @@ class Assembly:
             config.staging_timeout_s,
         )  # fmt: skip
         renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation)
+        new_id = ground.ids("clones")
+        clones = Clones(namespace, names, renames, preparation, ground.client, self.deletions, new_id)
         attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)
         rules, metrics = Rules.of(config), ground.metrics
 
@@ -325,7 +328,7 @@ class Assembly:
             namespace,
             attributes,
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
-            Directories(namespace, files, names, unlinker, renames, clock),
+            Directories(namespace, files, names, unlinker, renames, clones, clock),
             Handles(namespace, files, attributes, io, new_files, open_publisher, clock, reads_of),
             Durability(config, files, io, names, writeback, self.recovery, self.deletions),
             self.residency,

@@ -344,3 +344,20 @@ async def test_unpacking_does_not_overwrite_what_came_meanwhile(
     clock.advance(5)
     found = await fresh(store, clock, tmp_path)
     assert (found["a"], found["b"]) == (b"new a", b"theirs")
+
+
+async def test_names_that_share_bytes_are_unpacked_and_packed_as_others_are(tmp_path: Path) -> None:
+    """A copy of a packed file names the same range, and a copy of a copy the same hidden object."""
+    store, clock = MemoryStore(), Clock()
+    store.clock = clock
+    give_pack(store, clock, {"packed": b"packed", "other": b"other" * 1000})
+    async with lake(store, tmp_path / "cache", clock=clock) as mounted:
+        await mounted.poll()
+        await mounted.write("large", b"large" * 40_000)
+        for source, target in (("packed", "a"), ("a", "b"), ("large", "c"), ("c", "d")):
+            await mounted.fs.clone(source, target)
+        wanted = await contents(mounted)
+    await unpack(store, clock)
+    assert await fresh(store, clock, tmp_path) == wanted
+    assert (await pack(store, clock)).moved.files
+    assert await fresh(store, clock, tmp_path) == wanted

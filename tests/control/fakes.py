@@ -92,6 +92,7 @@ class FakeFilesystem:
     aborted: list[str] = field(default_factory=list)
     looks: int = 0
     refreshed: int = 0
+    cloned: list[tuple[str, str, bool]] = field(default_factory=list)
     refresh_error: LakeError | None = None
     there: set[str] = field(default_factory=set)
     waited: list[str] = field(default_factory=list)
@@ -148,6 +149,11 @@ class FakeFilesystem:
             raise self.refresh_error
         self.refreshed += 1
         return {"changed": self.refreshed}
+
+    async def clone(self, source: str, target: str, *, force: bool = False) -> None:
+        if source == "missing":
+            raise FileError(errno.ENOENT, "missing does not exist")
+        self.cloned.append((source, target, force))
 
     async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None:
         """Waits until the test adds the path, or ``path@version``, to ``there``."""

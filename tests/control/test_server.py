@@ -373,3 +373,14 @@ async def test_selection_is_bounded(socket_path: Path, monkeypatch: pytest.Monke
         assert await ask(stream, protocol.SelectPaths((("a", ""),) * 3)) == protocol.Done()
         refused = await ask(stream, protocol.SelectPaths((("b", ""),)))
         assert refused == protocol.Failed(message="more than 3 paths: name their directories")
+
+
+async def test_clone_answers_when_the_copy_is_there_or_why_it_is_not(socket_path: Path) -> None:
+    fs = FakeFilesystem()
+    async with talking_to(make_server(fs), socket_path) as stream:
+        *waiting, done = await follow(stream, protocol.Clone("/d/", "copy", force=True))
+        assert all(isinstance(each, protocol.Progress) for each in waiting)
+        assert done == protocol.Done()
+        *_, failed = await follow(stream, protocol.Clone("missing", "copy"))
+        assert isinstance(failed, protocol.Failed)
+    assert fs.cloned == [("d", "copy", True)]

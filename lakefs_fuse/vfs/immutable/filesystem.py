@@ -327,6 +327,10 @@ class ImmutableFilesystem:
             finally:
                 changed.close()
 
+    async def clone(self, source: str, target: str, *, force: bool = False) -> None:
+        """Raises FileError(EROFS)."""
+        raise FileError(errno.EROFS)
+
     async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None:
         """Raises ConfigError: only `refresh` shows what others write."""
         raise ConfigError(

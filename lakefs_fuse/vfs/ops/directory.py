@@ -22,6 +22,7 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.ops.clone import Clones
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.ops.rename import Renames
 from lakefs_fuse.vfs.ops.unlink import Unlinker
@@ -40,10 +41,11 @@ class Directories:
         names: NameChanges,
         unlinker: Unlinker,
         renames: Renames,
+        clones: Clones,
         clock: Clock,
     ) -> None:
         self._ns, self._files, self._names, self._unlinker = namespace, files, names, unlinker
-        self.renames, self._clock = renames, clock
+        self.renames, self.clones, self._clock = renames, clones, clock
 
     # -- directories
 

@@ -38,6 +38,7 @@ from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.ops.rename_plan import (
     LocalRenameFacts,
     MovedName,
+    Planner,
     RenameFacts,
     Route,
     finish,
@@ -205,8 +206,6 @@ class Renames:
         ends = [self._ns.tree.entry(end.inode) or end for end in ends]
         old, new = self._names.path(ends[0]), self._names.path_in(parent, name)
 
-        change: Change | None = None
-
         def check() -> None:
             self._forget_removed(ends)
             now, _ = self._check_ends(source, parent, name, flags)
@@ -214,15 +213,8 @@ class Renames:
                 raise FileError(errno.ESTALE)  # it was removed just now: nothing is to be committed
 
         def plan() -> Change:
-            nonlocal change
             check()
-            change = finish(self._plan(source.inode, parent, name, exchange))
-            return change
-
-        async def plan_paced() -> Change:
-            nonlocal change
-            change = await self._plan_paced(source.inode, parent, name, exchange, check)
-            return change
+            return finish(self._plan(source.inode, parent, name, exchange))
 
         is_writeback = self._writeback.is_for(old) and self._writeback.is_for(new)
         is_held = bool(self._committer.held_until)
@@ -232,14 +224,8 @@ class Renames:
             await self._names.flush()
             route = Route.COMMITTED
         if route is Route.COMMITTED:
-            await self._preparation.hear()
-            if is_large:
-                await self._commit_in_steps(plan_paced)
-            else:
-                await self._committer.commit(plan)
-            if (
-                change is not None and self._ns.tree.child(source.parent, source.name) is not None
-            ):  # what was stored meanwhile stayed there
+            change = await self._commit_now(source.inode, parent, name, check, exchange=exchange, is_large=is_large)
+            if self._ns.tree.child(source.parent, source.name) is not None:  # what was stored meanwhile stayed there
                 self._preparation.renamed.commit_applied(change)
         else:
             async with self._committer.quiet():
@@ -252,6 +238,58 @@ class Renames:
             if exchange and end.is_local and (moved := self._ns.tree.entry(end.inode)) is not None:
                 self._files.replaces(moved, "")
         return route is Route.HELD
+
+    async def _commit_now(
+        self,
+        inode: int,
+        parent: int,
+        name: bytes,
+        check: Callable[[], None],
+        planner: Planner = plan_in_steps,
+        *,
+        exchange: bool = False,
+        is_large: bool,
+    ) -> Change:
+        """Plan and commit, in steps where it ``is_large``. ``check`` raises what ends it."""
+        made: list[Change] = []
+
+        def plan() -> Change:
+            check()
+            made.append(finish(self._plan(inode, parent, name, exchange, planner=planner)))
+            return made[-1]
+
+        async def plan_paced() -> Change:
+            made.append(await self._plan_paced(inode, parent, name, exchange, check, planner))
+            return made[-1]
+
+        await self._preparation.hear()
+        if is_large:
+            await self._commit_in_steps(plan_paced)
+        else:
+            await self._committer.commit(plan)
+        return made[-1]
+
+    async def commit_copy(self, source: Entry, parent: int, name: bytes, planner: Planner, *, replaces: bool) -> None:
+        """Commit what ``planner`` makes of a file, or a directory and all below it, as a copy at another name, in place
+        of a file or an empty directory where it ``replaces`` one. Raises FileError as `rename`, and LakeError."""
+        flags = 0 if replaces else RENAME_NOREPLACE
+        there = self._ns.tree.child(parent, name)
+        opened = None if there is None else self._files.hold(there.inode)
+
+        def check() -> None:
+            self._check_ends(source, parent, name, flags)
+
+        async def execute(_: Entry) -> None:
+            is_large = self._is_large(source)
+            await self._commit_now(source.inode, parent, name, check, planner, is_large=is_large)
+
+        if opened is not None:
+            await self._unlinker.unlink(opened, execute)
+        else:
+            await execute(source)
+        if there is not None:
+            self._unlinker.forget_name(there)
+        self._ns.touch(parent)
 
     def _withhold_older(self, source: Entry, path: str) -> None:
         """A version of the file waits for the store, and will be stored under its next name only: what an earlier
@@ -291,24 +329,28 @@ class Renames:
                 barrier.lower()
 
     async def _plan_paced(
-        self, inode: int, parent: int, name: bytes, exchange: bool, check: Callable[[], None]
+        self, inode: int, parent: int, name: bytes, exchange: bool, check: Callable[[], None], planner: Planner
     ) -> Change:
         """As `_plan`, behind the barrier, with other tasks in between: where one changed what was read, it is read
         again, and in the end at one go. ``check`` raises what ends the rename."""
         for _ in range(PLANS_MAX):
             check()
             with self._ns.database.recording() as changed:
-                change = await finish_paced(self._plan(inode, parent, name, exchange, NAMES_PER_STEP))
+                steps = self._plan(inode, parent, name, exchange, NAMES_PER_STEP, planner)
+                change = await finish_paced(steps)
                 check()
-                if not self._are_ours(changed.take(), change, inode, parent, name):
+                if not self._are_ours(changed.take(), inode, parent, name):
                     return change
         check()
-        return finish(self._plan(inode, parent, name, exchange))
+        return finish(self._plan(inode, parent, name, exchange, planner=planner))
 
-    def _are_ours(self, keys: set[bytes], change: Change, inode: int, parent: int, name: bytes) -> bool:
+    def _are_ours(self, keys: set[bytes], inode: int, parent: int, name: bytes) -> bool:
         """One of these rows is of a name that moves, or of what lies at its path before, or next."""
         tree = self._ns.tree
-        moves = [path.encode(*PATH) for pair in change.moves for path in pair]
+        source = tree.entry(inode)
+        if source is None:
+            return True
+        moves = [path.encode(*PATH) for path in (self._names.path(source), self._names.path_in(parent, name))]
         if any(path == move or path.startswith(move + b"/") for path in tree.changed_paths(keys) for move in moves):
             return True
         for above, cookie in tree.changed_entries(keys):
@@ -319,11 +361,17 @@ class Renames:
         return False
 
     def _plan(
-        self, inode: int, parent: int, name: bytes, exchange: bool, names_max: int = sys.maxsize
+        self,
+        inode: int,
+        parent: int,
+        name: bytes,
+        exchange: bool,
+        names_max: int = sys.maxsize,
+        planner: Planner = plan_in_steps,
     ) -> Generator[None, None, Change]:
         """The commit of a rename, as things are now; it yields after so many names."""
         facts = yield from self._read_facts(inode, parent, name, exchange, names_max)
-        change = yield from plan_in_steps(facts, names_max)
+        change = yield from planner(facts, names_max)
         for at in range(0, len(change.operations), names_max):
             self._ns.check_paths([each.path for each in change.operations[at : at + names_max]])
             yield

@@ -7,7 +7,7 @@ change between the two. A crash leaves what that step's one batch, or commit, ha
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from typing import TypeVar
 
@@ -79,6 +79,10 @@ class RenameFacts(msgspec.Struct, frozen=True):
     @property
     def moves(self) -> list[tuple[str, str]]:
         return [(name.before, name.after) for name in self.names if name.is_end]
+
+
+Planner = Callable[[RenameFacts, int], Generator[None, None, Change]]
+"""Makes one commit of the facts; it yields after so many names."""
 
 
 def plan_rename(facts: RenameFacts) -> Change:

@@ -1,0 +1,241 @@
+"""Copies of files and directories inside the lake that move no byte through the node: one commit each.
+
+What lies below ``.lakefs/`` never changes: members of packs, and the hidden objects of large files. A copy names the
+same bytes there. Any other object may be replaced at its key by another node or program, so the store copies it to a
+hidden key first, which belongs to the copy alone (ADR 0146).
+
+What always holds (*whole copies*): every observer of the lake sees all of a copy or nothing; it is the source as it was
+at the moment of the commit, attributes included; a later change of either does not affect the other. Trio thread only.
+A crash before the commit leaves hidden objects that nothing names, which `gc` deletes.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
+
+import msgspec
+import trio
+
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.record import OBJECTS
+from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.object_table import ObjectRow
+from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.store.server_copy import copy_object
+from lakefs_fuse.sync.nursery import for_each
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, ObjectRows
+from lakefs_fuse.vfs.ops.name_changes import NameChanges
+from lakefs_fuse.vfs.ops.rename import Renames
+from lakefs_fuse.vfs.ops.rename_plan import MovedName, RenameFacts
+from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
+
+COPIES_AT_ONCE = 16
+ROUNDS_MAX = 8
+"""Copies of objects that changed while others were copied; then the clone gives up."""
+NAMES_PER_STEP = 512
+"""5 ms."""
+log = logging.getLogger(__name__)
+
+Source = tuple[str, str, int]
+"""Key, ETag and size of an object to copy."""
+
+
+class Uncopied(LakeError):
+    """The source has an object that was not there when the objects were copied."""
+
+
+class Clones:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        names: NameChanges,
+        renames: Renames,
+        preparation: RenamePreparation,
+        client: StoreClient,
+        deletions: DeletionQueue,
+        new_id: Callable[[], str],
+    ) -> None:
+        """``new_id`` makes names of hidden objects."""
+        self._ns, self._names, self._renames, self._preparation = namespace, names, renames, preparation
+        self._client, self._deletions, self._new_id = client, deletions, new_id
+
+    async def clone(self, source_path: str, target_path: str, *, force: bool = False) -> None:
+        """Copy a file, a symbolic link or a directory to another path, both relative to the root. With ``force`` it
+        replaces a file, or an empty directory.
+
+        Raises FileError: ENOENT, ENOTDIR, EEXIST, EISDIR, ENOTEMPTY; EINVAL for a copy into itself; EBUSY for a source
+        with a file that was never stored, or that others change all the time. Raises LakeError."""
+        above, _, name = target_path.rpartition("/")
+        if not source_path or not name or f"{target_path}/".startswith(f"{source_path}/"):
+            raise FileError(errno.EINVAL, f"/{source_path} cannot be copied to /{target_path}")
+        source = await self._lookup(source_path)
+        if source is None:
+            raise FileError(errno.ENOENT, f"{source_path} does not exist")
+        parent = await self._directory(above)
+        self._ns.checked_path(parent, name.encode())
+        await self._check_target(source, parent, name.encode(), force=force)
+        if source.is_dir:
+            await self._preparation.list_below(source_path, source)
+        await self._names.flush()
+        copies: dict[Source, ObjectMeta] = {}
+        used = set[Source]()
+        try:
+            for _ in range(ROUNDS_MAX):
+                await self._copy_objects(source, source_path, copies)
+                used.clear()
+                try:
+                    await self._commit(source, parent, name.encode(), copies, used, force=force)
+                except Uncopied:
+                    continue
+                break
+            else:
+                used.clear()
+                raise FileError(errno.EBUSY, f"{source_path} is changed faster than it can be copied")
+        except BaseException:
+            used.clear()
+            raise
+        finally:
+            self._discard([copied for each, copied in copies.items() if each not in used])
+        self._ns.announce_name(parent, name.encode())
+        for listener in self._ns.events.kernel_told:
+            await listener()
+
+    async def _lookup(self, path: str) -> Entry | None:
+        entry, directory = None, ROOT_INODE
+        for name in path.split("/"):
+            entry, _ = await self._ns.lookup(directory, name.encode())
+            if entry is None:
+                return None
+            directory = entry.inode
+        return entry
+
+    async def _directory(self, path: str) -> int:
+        if not path:
+            return ROOT_INODE
+        entry = await self._lookup(path)
+        if entry is None or not entry.is_dir:
+            raise FileError(errno.ENOENT if entry is None else errno.ENOTDIR, f"{path} is no directory")
+        return entry.inode
+
+    async def _check_target(self, source: Entry, parent: int, name: bytes, *, force: bool) -> None:
+        there, _ = await self._ns.lookup(parent, name)
+        if there is None:
+            return
+        if not force:
+            raise FileError(errno.EEXIST, f"{self._names.path(there)} exists")
+        if there.is_dir != source.is_dir:
+            raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR, f"{self._names.path(there)} is there")
+        if there.is_dir:
+            await self._ns.check_empty(there)
+
+    # -- objects
+
+    async def _copy_objects(self, source: Entry, path: str, copies: dict[Source, ObjectMeta]) -> None:
+        """The store has a copy of every object of the source that may change, when this returns. Raises LakeError."""
+        wanted = await self._find_sources(source, path)
+
+        async def copy(each: Source) -> None:
+            key, etag, size = each
+            try:
+                copies[each] = await copy_object(self._client, key, etag, size, OBJECTS + self._new_id())
+            except (NotFound, PreconditionFailed):
+                log.info("%s changed while it was to be copied", key)
+                await self._look_again(wanted[each], key)
+
+        await for_each([each for each in wanted if each not in copies], copy, COPIES_AT_ONCE)
+
+    async def _look_again(self, path: str, key: str) -> None:
+        """Find out what the file is now whose object was replaced."""
+        if key != path:
+            await self._preparation.renamed.adopt(path)
+            return
+        above, _, name = path.rpartition("/")
+        directory = self._ns.directory(above)
+        if directory is not None:
+            await self._ns.lookup(directory, name.encode(), ask=True)
+
+    async def _find_sources(self, source: Entry, path: str) -> dict[Source, str]:
+        """The objects to copy, each with the path of a file that has its bytes there."""
+        found: dict[Source, str] = {}
+        entries = self._below(source, path)
+        while some := list(islice(entries, NAMES_PER_STEP)):
+            for at, entry in some:
+                if (each := _find_source(at, entry, self._ns.tree.objects)) is not None:
+                    found[each] = at
+            await trio.lowlevel.checkpoint()
+        return found
+
+    def _below(self, source: Entry, path: str) -> Iterator[tuple[str, Entry]]:
+        now = self._ns.tree.entry(source.inode)
+        if now is not None:
+            yield path, now
+            if now.is_dir:
+                yield from self._ns.tree.below(now.inode, path)
+
+    def _discard(self, copied: list[ObjectMeta]) -> None:
+        for each in copied:
+            self._deletions.schedule(Deletion(each.key, each.etag))
+
+    # -- the commit
+
+    async def _commit(
+        self,
+        source: Entry,
+        parent: int,
+        name: bytes,
+        copies: dict[Source, ObjectMeta],
+        used: set[Source],
+        *,
+        force: bool,
+    ) -> None:
+        def plan(facts: RenameFacts, names_max: int) -> Generator[None, None, Change]:
+            used.clear()
+            return plan_clone(facts, copies, used, names_max)
+
+        await self._renames.commit_copy(source, parent, name, plan, replaces=force)
+
+
+def _find_source(path: str, entry: Entry, objects: ObjectRows) -> Source | None:
+    """The object that has to be copied for a copy of the file; None where the copy may name the same bytes."""
+    if entry.flags & Flag.LOCAL:
+        raise FileError(errno.EBUSY, f"{path} is not in the store yet: close it, or run `lakefs-fuse flush`")
+    if entry.flags & (Flag.DIRECTORY | Flag.SYMLINK):
+        return None
+    row: ObjectRow | None = objects.get(entry.place) if entry.place else None
+    if row is None:
+        return path, entry.etag, entry.size
+    return None if row.key.startswith(RESERVED_PREFIX) else (row.key, row.etag, row.size)
+
+
+def plan_clone(
+    facts: RenameFacts, copies: dict[Source, ObjectMeta], used: set[Source], names_max: int
+) -> Generator[None, None, Change]:
+    """The copy as one commit; it yields after so many names. ``used`` gets the copies that it names. Raises Uncopied,
+    and FileError as `Clones.clone`."""
+    builder = ChangeBuilder(facts.rows)
+
+    def copied(name: MovedName) -> tuple[str, str, Entry, str]:
+        each = _find_source(name.before, name.entry, facts.rows.objects)
+        if each is None:
+            return name.before, name.after, name.entry, name.hides
+        if each not in copies:
+            raise Uncopied(f"{each[0]} is new")
+        used.add(each)
+        entry = msgspec.structs.replace(name.entry, place=0, offset=0, etag=copies[each].etag)
+        return copies[each].key, name.after, entry, name.hides
+
+    for at in range(0, len(facts.names), names_max):
+        builder.add_moves(copied(name) for name in facts.names[at : at + names_max])
+        yield
+    return msgspec.structs.replace(builder.change(), doomed=list(facts.replaced))

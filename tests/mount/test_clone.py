@@ -1,0 +1,70 @@
+"""`lakefs-fuse clone`: a copy that the store makes, seen at once here and whole on another node."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.lakes import eventually
+from tests.mount.test_commits import another
+from tests.tiers import sized
+
+FILES = sized(40, 400)
+LARGE_BYTES = sized(24, 256) << 20
+COUNTED = {
+    "store.requests.part": 0,
+    "store.requests.put": 3,
+    "store.bytes.written": 100_000,
+    "store.bytes.read": 100_000,
+}
+"""What a clone may cost: its commit, announcements, and polls."""
+
+
+@pytest.mark.parametrize("pack", ["auto", "always"])
+def test_clone_is_equal_to_its_source_costs_no_byte_and_outlives_it(
+    make_lake: LakeMaker, tmp_path: Path, pack: str
+) -> None:
+    lake = make_lake("seaweedfs", "--refresh", "1", "--pack", pack).mount()
+    source, target = lake.path / "datasets/v1", lake.path / "datasets/v2"
+    (source / "below").mkdir(parents=True)
+    for number in range(FILES):
+        (source / "below" / f"{number}.json").write_text(f"{number}\n" * 10)
+    with (source / "model.bin").open("wb") as large:
+        for number in range(LARGE_BYTES >> 20):
+            large.write(bytes([number % 251]) * (1 << 20))
+    (source / "link").symlink_to("below/0.json")
+    assert not target.exists(), "the kernel remembers that"
+    lake.cli("flush", str(lake.path))
+    before = {name: lake.number(name) for name in COUNTED}
+    done = lake.cli("clone", str(source), str(target))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    cost = {name: lake.number(name) - before[name] for name in COUNTED}
+    assert all(cost[name] <= COUNTED[name] for name in COUNTED), cost
+    subprocess.run(["diff", "-r", "--no-dereference", source, target], check=True)
+    done = lake.cli("clone", str(source), str(target))
+    assert done.returncode == 1
+    assert "exists" in done.stderr
+    done = lake.cli("clone", str(source), "/tmp/elsewhere")
+    assert done.returncode == 1
+    with another(lake, tmp_path) as other:
+        copy = other.path / "datasets/v2"
+        eventually(copy.exists, "the copy is not seen")
+        (copy / "below/1.json").write_text("changed")
+        subprocess.run(["diff", "-r", "--exclude=1.json", source, copy], check=True)
+        shutil.rmtree(lake.path / "datasets/v1")
+        lake.cli("flush", str(lake.path))
+        assert (copy / "model.bin").stat().st_size == LARGE_BYTES
+        done = lake.cli("gc", lake.source, *_store_options(lake.options), "--grace", "2")
+        assert done.returncode == 0, done.stderr
+        assert (copy / "below/2.json").read_text() == "2\n" * 10
+    done = lake.cli("fsck", lake.source, *_store_options(lake.options))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _store_options(options: tuple[str, ...]) -> tuple[str, ...]:
+    at = options.index("--endpoint-url")
+    return options[at : at + 2]

@@ -1,0 +1,206 @@
+"""Copies inside the lake: one commit, no byte through the node, and each name keeps its bytes."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.vfs.ops import rename
+from tests.fakes import delete_all_due
+from tests.memory_store import Failures, MemoryStore, Pause
+from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import rewrite
+
+LARGE = b"large" * 40_000
+"""More than one part."""
+
+
+def bytes_moved(store: MemoryStore, since: int = 0) -> list[str]:
+    """Requests that move bytes of files, from that request on."""
+    moving = ("get", "put", "upload_part")
+    some = [each for each in store.requests[since:] if each.what in moving]
+    return [each.key for each in some if not each.key.startswith(".lakefs/commits/")]
+
+
+async def filled(m: Lake) -> None:
+    """A directory with a plain file, a large one, two packed ones, a link, and an empty directory."""
+    await m.mkdir("d")
+    await m.mkdir("d/empty")
+    await m.write("d/plain", b"plain")
+    await m.write("d/large", LARGE)
+    await m.symlink("d/link", "plain")
+    await m.setattr("d/plain", mode=0o600)
+    await m.set_xattr("d/large", "user.about", b"large")
+    await m.sync()
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_clone_of_directory_moves_no_byte_and_another_node_sees_all_of_it(tmp_path: Path, pack: str) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack=pack) as (one, two):
+        await filled(one)
+        before, said = await one.tree("d"), len(store.requests)
+        await one.fs.clone("d", "copy")
+        assert not bytes_moved(store, said)
+        commits = [each for each in store.requests[said:] if each.what == "put"]
+        assert len(commits) == 1
+        wanted = {path.replace("d", "copy", 1): shown for path, shown in before.items()}
+        assert await one.tree("copy") == wanted
+        await two.poll()
+        assert await two.tree("copy") == wanted
+        assert (await two.getattr("copy/plain")).mode == 0o600
+        assert await two.xattrs("copy/large") == {"user.about": b"large"}
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+@pytest.mark.parametrize("victim", ["d", "copy"])
+async def test_either_name_keeps_its_bytes_when_the_other_is_replaced_or_removed(
+    tmp_path: Path, pack: str, victim: str
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack=pack) as (one, two):
+        await filled(one)
+        await one.fs.clone("d", "copy")
+        await two.poll()
+        kept = await one.tree("d" if victim == "copy" else "copy")
+        await rewrite(two, f"{victim}/plain", b"other")
+        await two.unlink(f"{victim}/large")
+        await two.sync()
+        await one.poll()
+        clock.advance(1000)
+        await one.sync()
+        for node in (one, two):
+            assert await node.tree("d" if victim == "copy" else "copy") == kept
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree("d" if victim == "copy" else "copy") == kept
+
+
+async def test_shared_hidden_object_goes_with_its_last_name(tmp_path: Path) -> None:
+    """A copy of a copy names the same hidden object."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never") as m:
+        await m.write("f", LARGE)
+        await m.fs.clone("f", "g")
+        said = len(store.requests)
+        await m.fs.clone("g", "h")
+        assert not [each for each in store.requests[said:] if each.what == "copy"]
+        await m.unlink("g")
+        await m.sync()
+        await delete_all_due(m.parts.deletions)
+        assert await m.read("h") == LARGE
+        await m.unlink("h")
+        await m.sync()
+        await delete_all_due(m.parts.deletions)
+        assert not [key for key in store.objects if key.startswith(".lakefs/objects/")]
+        assert await m.read("f") == LARGE
+
+
+async def test_object_that_another_program_replaces_later_stays_in_the_copy(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never") as m:
+        await m.write("f", b"first")
+        await m.fs.clone("f", "g")
+        clock.advance(100)
+        store.give("f", b"second")
+        clock.advance(100)
+        assert await m.read("f") == b"second"
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.read("g") == b"first"
+
+
+async def test_object_that_changes_while_it_is_copied_is_copied_again(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.mkdir("d")
+        await one.write("d/f", b"first")
+        await one.sync()
+        await two.poll()
+        await two.names("d")
+        store.hook = pause = Pause(lambda request: request.what == "copy")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.fs.clone, "d", "copy")
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await rewrite(two, "d/f", b"second")
+            pause.resume()
+        assert await one.read("copy/f") == b"second"
+
+
+async def test_clone_onto_a_name_is_refused_unless_forced(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path, pack="never") as m:
+        await filled(m)
+        await m.write("f", b"other")
+        for source, target, force, code in (
+            ("d/plain", "f", False, errno.EEXIST),
+            ("d", "f", True, errno.ENOTDIR),
+            ("f", "d", True, errno.EISDIR),
+            ("d/empty", "d", True, errno.ENOTEMPTY),
+            ("d", "d/below", False, errno.EINVAL),
+            ("f", "f", True, errno.EINVAL),
+            ("none", "g", False, errno.ENOENT),
+            ("f", "none/g", False, errno.ENOENT),
+            ("", "g", False, errno.EINVAL),
+        ):
+            with pytest.raises(FileError) as raised:
+                await m.fs.clone(source, target, force=force)
+            assert raised.value.errno == code, (source, target)
+        await m.fs.clone("d/plain", "f", force=True)
+        assert await m.read("f") == b"plain"
+        await m.fs.clone("d", "d2")
+        await m.fs.clone("d/empty", "d2/empty", force=True)
+
+
+async def test_forced_clone_over_an_open_file_leaves_its_reader_the_old_bytes(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="never") as m:
+        await m.write("f", b"first")
+        await m.write("g", b"second")
+        handle = await m.open("g")
+        await m.fs.clone("f", "g", force=True)
+        assert await m.read_handle(handle) == b"second"
+        await m.close(handle)
+        await m.sync()
+        assert await m.read("g") == b"first"
+        assert "g" not in store.objects
+
+
+async def test_file_that_is_being_written_is_stored_first(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path, durability="writeback") as m:
+        await m.write("closed", b"closed")
+        handle = await m.create("open")
+        await m.fs.write(handle, 0, b"so far")
+        await m.fs.clone("closed", "a")
+        await m.fs.clone("open", "b")
+        await m.fs.write(handle, 6, b" and on")
+        await m.close(handle)
+        assert [await m.read(name) for name in ("a", "b", "open")] == [b"closed", b"so far", b"so far and on"]
+
+
+async def test_clone_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never", retry_timeout_s=0.0) as m:
+        await filled(m)
+        store.hook = Failures(lambda request: request.what == "put", Unavailable("away"), count=1000)
+        with pytest.raises(Unavailable):
+            await m.fs.clone("d", "copy")
+        store.hook = lambda _request, _when: None
+        await m.sync()
+        assert "copy" not in await m.names()
+        await delete_all_due(m.parts.deletions)
+        assert not [key for key in store.objects if key.startswith(".lakefs/objects/")]
+
+
+async def test_large_directory_is_copied_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rename, "NAMES_AT_ONCE", 8)
+    monkeypatch.setattr(rename, "NAMES_PER_STEP", 3)
+    async with two_lakes(MemoryStore(), tmp_path, pack="always") as (one, two):
+        await one.mkdir("d")
+        for number in range(20):
+            await one.write(f"d/{number}", b"%d" % number)
+        await one.fs.clone("d", "copy")
+        await two.poll()
+        for node in (one, two):
+            assert await node.tree("copy") == {f"copy/{number}": b"%d" % number for number in range(20)}
