@@ -29,6 +29,7 @@ DURABILITIES = ("close", "writeback")
 EXCLUSIVE_CREATES = ("store", "cache")
 PUBLISH_S_MIN = 1.0
 """Each costs a request to the store for each file."""
+HARD_LINKS = ("auto", "local", "refuse")
 MAINTENANCE = ("auto", "off")
 
 SIZE_BYTES_MAX = 1 << 62
@@ -195,6 +196,9 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time for which an object whose name is gone stays: mounts that have not heard of that may still rename it."""
     durability: str = "close"
     """What close() waits for: ``close``, the store; ``writeback``, the local disk. ``rules`` may say otherwise."""
+    hard_links: str = "auto"
+    """link(2): ``auto``, where the store keeps two nodes from linking one name, else EPERM; ``local``, also where only
+    this node is kept from it; ``refuse``, always EPERM."""
     writeback_delay_s: float = 2.0
     """Time for which acknowledged files wait for others to share a pack with."""
     publish_s: float = 0.0

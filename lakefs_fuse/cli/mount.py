@@ -26,6 +26,7 @@ from lakefs_fuse.cli.store_options import Options, absolute, build_store, given,
 from lakefs_fuse.cli.worker import find_place, place_below
 from lakefs_fuse.config import (
     DURABILITIES,
+    HARD_LINKS,
     MAINTENANCE,
     PACK_MODES,
     REFRESH_S_MIN,
@@ -145,6 +146,10 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--delete-after", "delete_after_s", type=DURATION, group=SHARING, help="Time for which an object stays in "
         "the store when its file was removed or replaced. Other mounts that have not heard of that may still rename "
         "the file: use less than 5m only for a lake with one mount.")  # fmt: skip
+@_setting("--hard-links", "hard_links", type=click.Choice(HARD_LINKS), group=SHARING, help="What link(2) does: where "
+        "the store keeps two mounts from linking the same name, one of them succeeds, and elsewhere it is refused "
+        "(auto); elsewhere it keeps programs of this mount from that, not other mounts (local); or it is always "
+        "refused (refuse). Delta Lake and Lance publish by link.")  # fmt: skip
 @_setting("--maintenance", "maintenance", type=click.Choice(MAINTENANCE), group=SHARING, help="Whether this mount "
         "folds commits and collects garbage when the lake is due for it, in a process of the lowest priority (auto), "
         "or leaves that to others (off). One mount of a lake does it at a time. Turn it off on nodes whose CPU and "
@@ -242,7 +247,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
 _OF_WRITING = (
     "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "delete_after_s", "durability",
     "writeback_delay_s", "publish_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
-    "maintenance",
+    "maintenance", "hard_links",
 )  # fmt: skip
 _OF_CHANGES = ("metadata_ttl_s", "foreign_s", "refresh_s", "hints")
 

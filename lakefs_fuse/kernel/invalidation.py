@@ -53,6 +53,12 @@ async def notify_from_thread(directories: Iterable[int], names: Iterable[tuple[i
     return await trio.to_thread.run_sync(notify_kernel, directories, names, abandon_on_cancel=True)
 
 
+async def write_out(inode: int) -> None:
+    """Have the kernel write the dirty pages of a file to this daemon, and drop its pages. A request for the file may be
+    under way meanwhile, other than WRITE."""
+    await trio.to_thread.run_sync(notify_kernel, (inode,), (), abandon_on_cancel=True)
+
+
 class Invalidations:
     """Queue of invalidations, and the directories whose listing the kernel may hold."""
 

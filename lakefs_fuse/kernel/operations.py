@@ -22,7 +22,7 @@ import pyfuse3
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.kernel.create_offload import CreateOffload
 from lakefs_fuse.kernel.features import KernelFeatures
-from lakefs_fuse.kernel.invalidation import Invalidations
+from lakefs_fuse.kernel.invalidation import Invalidations, write_out
 from lakefs_fuse.kernel.leases import Leases
 from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.readdir import RowReplies
@@ -117,6 +117,7 @@ class Operations(pyfuse3.Operations):
         self.invalidations = Invalidations(self._count_invalidations)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
         fs.events.kernel_told.append(self.invalidations.wait_notified)
+        fs.events.pages_wanted.append(write_out)
         fs.events.statistics_requested.append(self._statistics)
         self._kernel = kernel
         self._answered: dict[str, int] = {}
@@ -151,6 +152,7 @@ class Operations(pyfuse3.Operations):
         attributes = attributes_of(entry, self.fs, timeout_s)
         if not entry.is_dir:
             attributes.st_blocks = -(-self.fs.data_bytes(entry) // SECTOR_BYTES)
+            attributes.st_nlink *= self.fs.link_count(entry.inode)
         return attributes
 
     @upcall("lookup", about=About.NAME)
@@ -227,7 +229,7 @@ class Operations(pyfuse3.Operations):
         if not start_id and Feature.STATELESS_OPENDIR in hooks.granted():
             self.invalidations.add_listing(fh, fresh_s)
         after = reply_dots(token, start_id, fh, self.fs.entry(fh).parent or fh)
-        if self._rows.possible and not self.fs.knows_holes_in(fh):  # rows do not have them
+        if self._rows.possible and not self.fs.knows_holes_in(fh) and not self.fs.knows_links_in(fh):
             tree = self.fs.namespace.tree
             self._rows.reply(token, tree, fh, after, fresh_s, self.fs.files_in_use, self.fs.row_of)
             return
@@ -273,9 +275,11 @@ class Operations(pyfuse3.Operations):
     async def readlink(self, inode: int, ctx: object) -> bytes:
         return self.fs.readlink(inode)
 
-    @upcall("link")
+    @upcall("link", about=About.INODE)
     async def link(self, inode: int, new_parent: int, new_name: bytes, ctx: object) -> pyfuse3.EntryAttributes:
-        raise pyfuse3.FUSEError(errno.EPERM)
+        await self.barrier.wait_for(About.NAME, new_parent, new_name)
+        entry = await self.fs.link(inode, new_parent, new_name)
+        return self._attributes(entry, self.config.metadata_ttl_s)
 
     @upcall("mknod", about=About.NAME)
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, ctx: Any) -> pyfuse3.EntryAttributes:

@@ -2,7 +2,7 @@
 
 What always holds (*events flow upwards*): a part announces what it changed and knows none of its listeners, so that the
 kernel's adapter and the write-back queue can react to changes of modules below them. For the rules see `TreeEvents`;
-`kernel_told` alone is awaited.
+`kernel_told` and `pages_wanted` alone are awaited.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class ChangeEvents(TreeEvents):
     """A name means something else than the kernel may have cached; by its directory and name."""
     kernel_told: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
     """A promise depends on what the kernel remembers: all names announced before have reached it when these return."""
+    pages_wanted: list[Callable[[int], Awaitable[object]]] = field(default_factory=list)
+    """The bytes of a file that is open for writing are needed; by its inode. What programs have written, and the kernel
+    holds, has been written here when these return."""
     object_overridden: list[Callable[[Entry], object]] = field(default_factory=list)
     """A listing shows a plain object in place of bytes elsewhere; its entry."""
     leases_revoked: list[Callable[[int], int]] = field(default_factory=list)

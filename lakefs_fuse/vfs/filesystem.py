@@ -8,9 +8,11 @@ so whatever an operation learnt before an await it looks up again after it. Trio
 
 from __future__ import annotations
 
+import errno
 import stat
 from collections.abc import Iterator, Mapping
 
+from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import pack_entry
 from lakefs_fuse.metrics import Unfinished
@@ -62,6 +64,7 @@ class Filesystem:
         self.wait_path = PathWaits(namespace, handles.files, xattrs.version, self.config.refresh_s).wait
         self.listing_fresh_s, self.more_names = namespace.listing_fresh_s, namespace.wait_for_more
         self.knows_holes_in = handles.files.holes.any_in
+        self.link_count, self.knows_links_in = directories.links.counts.of, directories.links.counts.any_in
         self.files_in_use: Mapping[int, OpenFile] = handles.files.by_inode
         """Not to be changed. Their rows, as a directory's reader sees them, are those of `row_of`."""
 
@@ -130,6 +133,15 @@ class Filesystem:
         self._attributes.directory(parent_old)
         self._attributes.directory(parent_new)
         await self._directories.renames.rename(parent_old, name_old, parent_new, name_new, flags)
+
+    async def link(self, inode: int, parent: int, name: bytes) -> Entry:
+        """Another name for a file, which one node alone gets; in the store when this returns."""
+        self._attributes.refuse_read_only()
+        self._attributes.directory(parent)
+        if self.is_unlinked(inode):
+            raise FileError(errno.ENOENT)
+        self._durability.request_names()
+        return await self._directories.links.link(await self.getattr(inode), parent, name)
 
     async def clone(self, source: str, target: str, *, force: bool = False) -> None:
         """As `Clones.clone`, of what the store has of the source when this is called."""

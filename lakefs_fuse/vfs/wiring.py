@@ -53,6 +53,7 @@ from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.ops.handles import Handles
 from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
 from lakefs_fuse.vfs.ops.io import FileIO
+from lakefs_fuse.vfs.ops.link import Links
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.ops.open_publisher import OpenFilePublisher
 from lakefs_fuse.vfs.ops.rename import Renames
@@ -266,7 +267,7 @@ class Assembly:
         self.staging = services.staging
         self.writeback = writeback = commits.writeback
         self.drafts = drafts = Drafts(files, services, writeback, ground.ids("draft-ids"))
-        writer = self._object_writer()
+        self._writer = writer = self._object_writer()
         stored_versions = StoredVersions(namespace, ground.client)
         self.replay = Replay(
             database, namespace, drafts, writeback, stored_versions, writer, metrics.writeback,
@@ -308,6 +309,7 @@ class Assembly:
         renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation)
         new_id = ground.ids("clones")
         clones = Clones(namespace, names, renames, preparation, ground.client, self.deletions, new_id)
+        links = Links(config.hard_links, namespace, drafts, io, self._writer, writeback, self._reader)
         attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)
         rules, metrics = Rules.of(config), ground.metrics
 
@@ -328,7 +330,7 @@ class Assembly:
             namespace,
             attributes,
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
-            Directories(namespace, files, names, unlinker, renames, clones, clock),
+            Directories(namespace, files, names, unlinker, renames, clones, links, clock),
             Handles(namespace, files, attributes, io, new_files, open_publisher, clock, reads_of),
             Durability(config, files, io, names, writeback, self.recovery, self.deletions),
             self.residency,

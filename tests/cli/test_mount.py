@@ -39,7 +39,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
         --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --delete-after 0
         --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
-        --no-supervise --log-level debug --foreground --foreign 2m --maintenance off
+        --no-supervise --log-level debug --foreground --foreign 2m --maintenance off --hard-links local
         --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache
         --hints redis://user@localhost:6380/2""".split()
     assert run(arguments) == 0
@@ -99,6 +99,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         ),
         "delete_after_s": 0.0,
         "durability": "writeback",
+        "hard_links": "local",
         "writeback_delay_s": 0.5,
         "publish_s": 10.0,
         "staging_timeout_s": 600.0,
@@ -185,6 +186,7 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert told["--log-level"] == config.log_level
     assert told["--pack"] == config.pack
     assert told["--maintenance"] == config.maintenance
+    assert told["--hard-links"] == config.hard_links
     assert SIZE.convert(told["--pack-threshold"], None, None) == config.pack_threshold_bytes
     assert DURATION.convert(told["--refresh"], None, None) == config.refresh_s
     assert DURATION.convert(told["--delete-after"], None, None) == config.delete_after_s

@@ -23,6 +23,7 @@ from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from lakefs_fuse.vfs.ops.clone import Clones
+from lakefs_fuse.vfs.ops.link import Links
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.ops.rename import Renames
 from lakefs_fuse.vfs.ops.unlink import Unlinker
@@ -42,10 +43,11 @@ class Directories:
         unlinker: Unlinker,
         renames: Renames,
         clones: Clones,
+        links: Links,
         clock: Clock,
     ) -> None:
         self._ns, self._files, self._names, self._unlinker = namespace, files, names, unlinker
-        self.renames, self.clones, self._clock = renames, clones, clock
+        self.renames, self.clones, self.links, self._clock = renames, clones, links, clock
 
     # -- directories
 

@@ -136,6 +136,7 @@ class ObjectWriter:
         """``poll`` applies what other nodes have committed."""
         self._ns, self._committer, self._deletions = namespace, committer, deletions
         self._renamed, self._packer, self._files = renamed, packer, files
+        self.keeping = deletions.keeping
         self._rules, self._shown, self._poll = Rules.of(config), attributes.shown(config), poll
         self._storing_plain = 0
         """Files that are being stored as plain objects: those that close meanwhile are not alone."""
@@ -429,6 +430,15 @@ class ObjectWriter:
             return
         is_again = there is not None and there.stamp > 0 and there.is_plain and there.etag == meta.etag
         self._enqueue_location(path, entry, meta.key, is_again=is_again, dated_s=dated_s)
+
+    async def record_link(self, path: str, source: Entry, meta: ObjectMeta, client: StoreClient) -> None:
+        """This node has stored the bytes of the file ``source`` once more, as the plain object at ``path``, where
+        nothing was: the name has its attributes. Raises CacheError."""
+        dated_s = await self._find_date(client, meta) if self._has_tombstone(path) else 0
+        self._note_stored(path, path, meta.etag)
+        flags = (source.flags & (Flag.XATTRS | Flag.MTIME_KEPT)) | Flag.ATTRIBUTES_KNOWN
+        entry = msgspec.structs.replace(source, flags=flags, etag=meta.etag, size=meta.size, stamp=0, place=0, offset=0)
+        self._enqueue_location(path, entry, path, dated_s=self._date_again(meta, dated_s))
 
     # -- what is left behind
 

@@ -1,0 +1,213 @@
+"""link(2): a second name for the bytes of a file, which one node alone of all that ask for it gets.
+
+Programs publish a version of a table by linking a finished file to its name, and go by EEXIST. So the new name's own
+key is taken by a conditional request of the store, `If-None-Match`, and only then a commit says what the name is. The
+bytes go into an object of their own: small ones are at hand, and the store copies larger ones. From then on the two
+names are two files: a write to one does not change the other (ADR 0147).
+
+What always holds (*one winner*): of all nodes that link one name, one gets an answer other than an error; the others'
+sources are as they were. Everything that write-back acknowledged before is in the store before the new name is. Link
+counts are kept in memory for LINKED_MAX files of this daemon. Trio thread only. A crash before the request leaves
+nothing, or an upload that `gc` ends; after it the name is there, as a listing shows.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+
+import trio
+
+from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.errors import FileError, Overtaken, PreconditionFailed, Superseded
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.store.protocol import ObjectMeta, PartRef
+from lakefs_fuse.store.server_copy import ABORT_S_MAX, COPY_PART_BYTES
+from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
+from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.ops.io import FileIO
+from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+
+SENT_BYTES_MAX = 8 << 20
+"""Up to here the bytes are sent from memory; the store copies larger files."""
+ATTEMPTS_MAX = 4
+"""Requests for one name; another one follows where what lay at the key was removed, or changed meanwhile."""
+LINKED_MAX = 1024
+
+
+class LinkCounts:
+    """How many names files of this node have: those that it linked, the last LINKED_MAX."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._groups: dict[int, set[int]] = {}
+
+    def add(self, source: int, linked: int) -> None:
+        """A file has got another name, which has an inode of its own."""
+        group = self._groups.pop(source, {source}) | {linked}
+        for inode in group:
+            self._groups.pop(inode, None)
+            self._groups[inode] = group
+        while len(self._groups) > LINKED_MAX:
+            del self._groups[next(iter(self._groups))]
+
+    def of(self, inode: int) -> int:
+        """Names of a file, this one included; 1 where it was not linked here."""
+        group = self._groups.get(inode)
+        if group is None:
+            return 1
+        for gone in [each for each in group if each != inode and self._tree.entry(each) is None]:
+            group.discard(gone)
+            self._groups.pop(gone, None)
+        return len(group)
+
+    def any_in(self, directory: int) -> bool:
+        """A file in the directory has another name."""
+        entries = (self._tree.entry(inode) for inode in list(self._groups) if self.of(inode) > 1)
+        return any(entry is not None and entry.parent == directory for entry in entries)
+
+
+class Links:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        mode: str,
+        namespace: Namespace,
+        drafts: Drafts,
+        io: FileIO,
+        writer: ObjectWriter,
+        writeback: WriteBack,
+        reader: BlockReader,
+    ) -> None:
+        """``mode`` as `MountConfig.hard_links`."""
+        self._mode, self._ns, self._drafts, self._io, self._writer = mode, namespace, drafts, io, writer
+        self._writeback, self._reader, self._client = writeback, reader, drafts.services.client
+        self.counts = LinkCounts(namespace.tree)
+
+    async def link(self, source: Entry, parent: int, name: bytes) -> Entry:
+        """Give a file another name. Raises FileError: EPERM where the store has no condition for that, or links are
+        refused, and for what is no regular file; EEXIST; EBUSY where other names have bytes at the key. Raises
+        LakeError."""
+        path = self._ns.checked_path(parent, name)
+        if source.flags & (Flag.DIRECTORY | Flag.SYMLINK) or self._mode == "refuse":
+            raise FileError(errno.EPERM)
+        if (await self._ns.lookup(parent, name))[0] is not None and await self._ns.lookup_in_store(parent, name):
+            raise FileError(errno.EEXIST)
+        if len(self._writeback):
+            await self._writeback.drain(list(self._writeback.items))
+        now = self._ns.tree.entry(source.inode)
+        if now is None:
+            raise FileError(errno.ENOENT)
+        file = self._drafts.files.acquire(now, writer=False)
+        try:
+            if file.writers:  # the source may be linked before it is closed
+                for listener in self._ns.events.pages_wanted:
+                    await listener(source.inode)
+            if file.draft is not None:
+                await self._io.publish(file)
+            await self._io.poll()  # a packed file has the name, perhaps: its key is free
+            if self._ns.tree.child(parent, name) is not None:
+                raise FileError(errno.EEXIST)
+            meta, entry = await self._take(file, path)
+            await self._writer.record_link(path, entry, meta, self._client)
+        except FileError as error:
+            if error.errno == errno.EEXIST:  # its caller is about to read what is there
+                await self._ns.lookup(parent, name, ask=True)
+                self._ns.announce_name(parent, name)
+            raise
+        finally:
+            await self._io.release(file, writer=False)
+        linked = self._ns.tree.child(parent, name)
+        if linked is None:
+            raise FileError(errno.EIO, f"{path} was linked, and is not there")
+        self.counts.add(source.inode, linked.inode)
+        self._ns.touch(parent)
+        return linked
+
+    # -- taking the key
+
+    async def _take(self, file: OpenFile, path: str) -> tuple[ObjectMeta, Entry]:
+        """The object that the name has its bytes in, and what is to be said of it."""
+        extent, entry = file.extent, file.entry
+        if extent is None:
+            raise FileError(errno.EPERM, f"{file.key} is not in the store")
+        if self._drafts.files.is_key_taken(path):
+            raise FileError(errno.EBUSY, f"other names have, or had, bytes at the key {path}")
+        metadata = {**file.describe()[0], DRAFT_METADATA: self._drafts.new_id()}
+        body, able = await self._read_small(extent), self._client.capabilities
+        has_condition = able.complete_if_absent if body is None else able.put_if_absent
+        target = DraftTarget(path, file.describe, if_absent=has_condition)
+        async with self._writer.keeping(path):
+            for _ in range(ATTEMPTS_MAX):
+                try:
+                    if body is None:
+                        return await self._copy_in_parts(extent, target, metadata), entry
+                    return await self._client.put(path, body, metadata=metadata, version=target), entry
+                except Superseded as error:
+                    raise FileError(errno.EEXIST) from error
+                except (PreconditionFailed, Overtaken):
+                    await self._expect_removed(target, extent, body)
+        raise FileError(errno.EBUSY, f"{path} is changed all the time")
+
+    async def _read_small(self, extent: Extent) -> bytes | None:
+        """The bytes of a file that is sent from memory; None for one that the store copies. Raises FileError(EPERM)
+        where the store cannot refuse that if the name is taken, and the user does not do without."""
+        able, is_local = self._client.capabilities, self._mode == "local"
+        if extent.size <= SENT_BYTES_MAX and (able.put_if_absent or (is_local and not able.complete_if_absent)):
+            if not extent.size:
+                return b""
+            return bytes(await self._reader.read(extent.version, extent.offset, extent.size))
+        if not extent.size or not able.part_copy or not (able.complete_if_absent or is_local):
+            raise FileError(errno.EPERM, "this store has no condition that keeps two nodes from linking one name")
+        return None
+
+    async def _copy_in_parts(self, extent: Extent, target: DraftTarget, metadata: dict[str, str]) -> ObjectMeta:
+        client, key, version = self._client, target.key, extent.version
+        upload_id = await client.create_multipart(key, metadata=metadata)
+        is_complete = False
+        try:
+            refs: list[PartRef] = []
+            for number, start in enumerate(range(0, extent.size, COPY_PART_BYTES), 1):
+                begin, end = extent.offset + start, extent.offset + min(start + COPY_PART_BYTES, extent.size)
+                refs.append(
+                    await client.upload_part_copy(key, upload_id, number, version.key, begin, end, etag=version.etag)
+                )
+            token = metadata[DRAFT_METADATA]
+            meta = await client.complete_multipart(key, upload_id, refs, version=target, token=token)
+            is_complete = True
+            return meta
+        finally:
+            if not is_complete:
+                with trio.move_on_after(ABORT_S_MAX, shield=True):
+                    await client.abort_multipart(key, upload_id)
+
+    async def _expect_removed(self, target: DraftTarget, extent: Extent, body: bytes | None) -> None:
+        """Something lies at the key. Where that is the object of a file that was removed, the next request replaces
+        that version, and no other. Raises FileError(EEXIST) for another file's."""
+        there = await self._client.find(target.key)
+        await self._io.poll()
+        removed = self._ns.tree.tombstones.get(target.key.encode())
+        if there is None:
+            target.if_absent, target.expected = True, None
+            return
+        if removed is None or not removed.hides(there.etag, there.mtime_ns):
+            raise FileError(errno.EEXIST)
+        able = self._client.capabilities
+        has_match = able.complete_if_match if body is None else able.put_if_match
+        if not has_match or self._has_same_etag(there, extent, body):
+            raise FileError(errno.EBUSY, f"the object of the file that was removed still lies at {target.key}")
+        target.if_absent, target.expected = False, there.etag
+
+    def _has_same_etag(self, there: ObjectMeta, extent: Extent, body: bytes | None) -> bool:
+        """The new object may have the ETag of what it replaces: then a condition on that holds for two nodes."""
+        if there.size != extent.size:
+            return False
+        if body is None or not self._client.capabilities.md5_etags:
+            return True
+        return hashlib.md5(body, usedforsecurity=False).hexdigest() == there.etag

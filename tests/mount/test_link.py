@@ -1,0 +1,172 @@
+"""link(2) on real mounts: one winner for each name, and what publishes by it: Delta Lake and Lance."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.lakes import Lake, eventually
+from tests.mount.test_commits import another
+from tests.tiers import sized
+
+NAMES = sized(60, 1000)
+APPENDS = sized(4, 30)
+
+
+@pytest.fixture
+def nodes(make_lake: LakeMaker, tmp_path: Path) -> Iterator[tuple[Lake, Lake]]:
+    lake = make_lake("seaweedfs", "--refresh", "1").mount()
+    with another(lake, tmp_path) as other:
+        yield lake, other
+
+
+def link_errno(source: Path, target: Path) -> int:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def test_of_two_mounts_that_link_one_name_one_wins_and_the_other_sees_it(nodes: tuple[Lake, Lake]) -> None:
+    sources = [node.path / f"source{number}" for number, node in enumerate(nodes)]
+    for number, source in enumerate(sources):
+        source.write_text(f"of {number}")
+    meeting = threading.Barrier(2)
+    answers: list[list[int]] = [[], []]
+    seen: list[list[str]] = [[], []]
+
+    def run(number: int) -> None:
+        for name in range(NAMES):
+            target = nodes[number].path / f"{name}"
+            meeting.wait()
+            answers[number].append(link_errno(sources[number], target))
+            seen[number].append(target.read_text())
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in range(NAMES):
+        both = [answers[number][name] for number in range(2)]
+        assert sorted(both) == [0, errno.EEXIST], name
+        assert seen[0][name] == seen[1][name] == f"of {both.index(0)}", name
+    assert [source.read_text() for source in sources] == ["of 0", "of 1"]
+
+
+def test_linked_names_have_two_links_and_are_two_files(nodes: tuple[Lake, Lake]) -> None:
+    lake, other = nodes
+    one, two = lake.path / "one", lake.path / "two"
+    one.write_text("first")
+    os.link(one, two)
+    assert [path.stat().st_nlink for path in (one, two)] == [2, 2]
+    assert sorted(os.listdir(lake.path)) == ["one", "two"]
+    assert [path.stat().st_nlink for path in (one, two)] == [2, 2]
+    with one.open("a") as appended:
+        appended.write(", more")
+    assert two.read_text() == "first"
+    one.unlink()
+    assert two.stat().st_nlink == 1
+    eventually((other.path / "two").exists, "the other mount does not see the link")
+    assert (other.path / "two").read_text() == "first"
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+def test_file_is_linked_with_what_was_written_before_it_is_closed(make_lake: LakeMaker, durability: str) -> None:
+    """Its pages may be the kernel's alone, and its name the C library's."""
+    lake = make_lake("file", "--durability", durability).mount()
+    with (lake.path / "one").open("wb", buffering=0) as source:
+        source.write(b"first")
+        os.link(lake.path / "one", lake.path / "two")
+        assert (lake.path / "two").read_bytes() == b"first"
+        source.write(b", more")
+    assert [(lake.path / name).read_bytes() for name in ("one", "two")] == [b"first, more", b"first"]
+    assert lake.outside.read("two") == b"first"
+
+
+def test_links_can_be_refused(make_lake: LakeMaker) -> None:
+    lake = make_lake("file").mount("--hard-links", "refuse")
+    (lake.path / "one").write_text("first")
+    assert link_errno(lake.path / "one", lake.path / "two") == errno.EPERM
+
+
+DELTA = """
+import sys, pyarrow as pa
+from deltalake import DeltaTable, write_deltalake
+table, writer, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+for number in range(count):
+    while True:
+        try:
+            write_deltalake(table, pa.table({"writer": [writer], "number": [number]}), mode="append")
+            break
+        except Exception as error:
+            if "commit" not in str(error).lower() and "conflict" not in str(error).lower(): raise
+"""
+LANCE = """
+import sys, pyarrow as pa, lance
+table, writer, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+for number in range(count):
+    lance.write_dataset(pa.table({"writer": [writer], "number": [number]}), table, mode="append")
+"""
+
+
+def append_from_both(nodes: tuple[Lake, Lake], name: str, program: str) -> None:
+    """APPENDS from each node, beside each other."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(node.path / name), str(number), str(APPENDS)],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for number, node in enumerate(nodes)
+    ]  # fmt: skip
+    for each in running:
+        _, said = each.communicate(timeout=300)
+        assert each.returncode == 0, said
+
+
+def rows_of(table: object) -> list[tuple[int, int]]:
+    read = table.to_pydict()  # type: ignore[attr-defined]
+    return sorted(zip(read["writer"], read["number"], strict=True))
+
+
+WANTED = sorted((writer, number) for writer in range(2) for number in range(APPENDS))
+
+
+@pytest.mark.long
+def test_delta_lake_loses_no_append_of_two_nodes(nodes: tuple[Lake, Lake]) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    arrow = pytest.importorskip("pyarrow")
+    deltalake.write_deltalake(str(nodes[0].path / "table"), arrow.table({"writer": [-1], "number": [-1]}))
+    eventually((nodes[1].path / "table/_delta_log").exists, "the table is not seen")
+    append_from_both(nodes, "table", DELTA)
+    eventually(
+        lambda: rows_of(deltalake.DeltaTable(str(nodes[1].path / "table")).to_pyarrow_table())[1:] == WANTED,
+        "an append is missing",
+    )
+    compacted = deltalake.DeltaTable(str(nodes[0].path / "table"))
+    compacted.optimize.compact()
+    assert rows_of(compacted.to_pyarrow_table())[1:] == WANTED
+
+
+@pytest.mark.long
+def test_lance_loses_no_append_of_two_nodes(nodes: tuple[Lake, Lake]) -> None:
+    lance = pytest.importorskip("lance")
+    arrow = pytest.importorskip("pyarrow")
+    lance.write_dataset(arrow.table({"writer": [-1], "number": [-1]}), str(nodes[0].path / "table"))
+    eventually((nodes[1].path / "table/_versions").exists, "the table is not seen")
+    append_from_both(nodes, "table", LANCE)
+    eventually(
+        lambda: rows_of(lance.dataset(str(nodes[1].path / "table")).to_table())[1:] == WANTED, "an append is missing"
+    )
+    compacted = lance.dataset(str(nodes[0].path / "table"))
+    compacted.optimize.compact_files()
+    assert rows_of(compacted.to_table())[1:] == WANTED

@@ -1,0 +1,231 @@
+"""link(2): a second name, which one node alone gets; afterwards the names are two files."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.vfs.ops import link as linking
+from tests.memory_store import Failures, MemoryStore, Pause
+from tests.tiers import sized
+from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import rewrite
+
+LARGE = b"large" * 40_000
+ABLE = Capabilities(name="memory", put_if_match=True, complete_if_match=True, delete_if_match=True)
+NAMES = sized(100, 1000)
+
+
+async def link(m: Lake, source: str, target: str) -> Entry:
+    return await m.fs.link((await m.found(source)).inode, *await m.parent(target))
+
+
+async def link_errno(m: Lake, source: str, target: str) -> int:
+    """0 where the link was made."""
+    try:
+        await link(m, source, target)
+    except FileError as error:
+        return error.errno
+    return 0
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_linked_name_is_in_the_store_and_each_name_outlives_the_other(
+    tmp_path: Path, pack: str, durability: str
+) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack=pack, durability=durability) as (one, two):
+        await one.write("f", b"first")
+        await one.setattr("f", mode=0o600)
+        await one.set_xattr("f", "user.about", b"f")
+        linked = await link(one, "f", "g")
+        assert store.data("g") == b"first", "its key is taken when link() returns"
+        assert linked.inode != (await one.found("f")).inode
+        assert [one.fs.link_count((await one.found(name)).inode) for name in "fg"] == [2, 2]
+        assert (await one.getattr("g")).mode == 0o600
+        assert await one.xattrs("g") == {"user.about": b"f"}
+        await rewrite(one, "f", b"second")
+        await one.fs.make_durable()
+        await two.poll()
+        assert await two.tree() == {"f": b"second", "g": b"first"}
+        await two.unlink("f")
+        await two.sync()
+        await one.poll()
+        assert await one.tree() == {"g": b"first"}
+        assert one.fs.link_count((await one.found("g")).inode) == 1
+
+
+async def test_of_two_nodes_that_link_one_name_each_time_one_wins_and_the_other_keeps_its_source(
+    tmp_path: Path,
+) -> None:
+    async with two_lakes(MemoryStore(ABLE), tmp_path, pack="never") as (one, two):
+        for node, text in ((one, b"one"), (two, b"two")):
+            await node.write(text.decode(), text)
+        for number in range(NAMES):
+            answers: dict[str, int] = {}
+
+            async def try_link(node: Lake, source: str, target: str, answers: dict[str, int] = answers) -> None:
+                answers[source] = await link_errno(node, source, target)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(try_link, one, "one", f"{number}")
+                nursery.start_soon(try_link, two, "two", f"{number}")
+            assert sorted(answers.values()) == [0, errno.EEXIST]
+            winner = next(source for source, code in answers.items() if not code)
+            for node in (one, two):
+                assert await node.read(f"{number}") == winner.encode(), "the loser sees it, too"
+        assert await one.read("one") == b"one"
+        assert await two.read("two") == b"two"
+
+
+async def test_large_file_is_linked_by_a_copy_of_the_store_that_two_nodes_cannot_both_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linking, "SENT_BYTES_MAX", 100)
+    monkeypatch.setattr(linking, "COPY_PART_BYTES", 64 << 10)
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never") as (one, two):
+        await one.write("f", LARGE)
+        await two.write("f2", LARGE)
+        said = len(store.requests)
+        assert await link_errno(one, "f", "g") == 0
+        assert not [each for each in store.requests[said:] if each.what in ("get", "upload_part")]
+        assert await link_errno(two, "f2", "g") == errno.EEXIST
+        assert not store.uploads
+        async with lake(store, tmp_path / "fresh") as fresh:
+            assert await fresh.read("g") == LARGE
+
+
+async def test_packed_file_is_not_linked_over(tmp_path: Path) -> None:
+    """Its key is free: the commit that tells of it is asked for."""
+    async with two_lakes(MemoryStore(), tmp_path, pack="always") as (one, two):
+        await two.write("f", b"other")
+        await two.names()
+        await one.write("g", b"first")
+        assert await link_errno(two, "f", "g") == errno.EEXIST
+        assert await two.read("g") == b"first"
+
+
+@pytest.mark.parametrize(
+    ("mode", "condition", "code"),
+    [("auto", False, errno.EPERM), ("local", False, 0), ("refuse", True, errno.EPERM), ("auto", True, 0)],
+)
+async def test_store_without_conditions_refuses_links_unless_they_are_local(
+    tmp_path: Path, mode: str, condition: bool, code: int
+) -> None:
+    store = MemoryStore(Capabilities(name="memory", put_if_absent=condition, complete_if_absent=condition))
+    async with lake(store, tmp_path, pack="never", hard_links=mode) as m:
+        await m.write("f", b"first")
+        await m.mkdir("d")
+        await m.symlink("s", "f")
+        assert await link_errno(m, "f", "g") == code
+        assert await link_errno(m, "d", "e") == errno.EPERM
+        assert await link_errno(m, "s", "t") == errno.EPERM
+        if not code:
+            assert await link_errno(m, "f", "g") == errno.EEXIST
+            assert await m.read("g") == b"first"
+
+
+async def test_name_that_was_removed_can_be_linked_by_one_node(tmp_path: Path) -> None:
+    """The object of the removed file lies there still, and is replaced as that version."""
+    store = MemoryStore(ABLE)
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, pack="never", delete_after_s=300.0) as (one, two):
+        await one.write("g", b"removed")
+        await one.write("same", b"removed")
+        await one.write("f", b"one")
+        await two.write("f2", b"two")
+        await one.unlink("g")
+        await one.fs.sync_names()
+        await two.poll()
+        assert await link_errno(one, "same", "g") == errno.EBUSY, "equal bytes: no condition tells two nodes apart"
+        assert await link_errno(two, "f2", "g") == 0
+        assert await link_errno(one, "f", "g") == errno.EEXIST
+        for node in (one, two):
+            await node.fs.make_durable()
+            await node.poll()
+            assert await node.read("g") == b"two"
+
+
+async def test_key_of_a_renamed_file_is_not_taken(tmp_path: Path) -> None:
+    async with two_lakes(MemoryStore(ABLE), tmp_path, pack="never") as (one, two):
+        await one.write("g", b"renamed")
+        await one.write("f", b"one")
+        await one.rename("g", "h")
+        await two.poll()
+        for node in (one, two):
+            assert await link_errno(node, "f", "g") == errno.EBUSY
+        assert await two.read("h") == b"renamed"
+
+
+async def test_what_was_acknowledged_before_is_in_the_store_before_the_link(tmp_path: Path) -> None:
+    """The files that a version of a table names, in another directory."""
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="never", durability="writeback", writeback_delay_s=1000.0) as m:
+        await m.mkdir("log")
+        await m.write("data", b"data")
+        await m.write("log/tmp", b"names data")
+        assert "data" not in store.objects
+        await link(m, "log/tmp", "log/1")
+        keys = [each.key for each in store.requests if each.what == "put"]
+        assert keys.index("data") < keys.index("log/1")
+
+
+async def test_link_whose_answer_is_lost_succeeds_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    store = MemoryStore(ABLE)
+    async with lake(store, tmp_path, pack="never") as m:
+        await m.write("f", b"first")
+        put_g = lambda request: request.what == "put" and request.key == "g"  # noqa: E731
+        store.hook = Failures(put_g, Unavailable("lost"), count=1, when="after")
+        assert await link_errno(m, "f", "g") == 0
+        store.hook = Failures(lambda request: request.key == "h", Unavailable("away"), count=1000)
+        with pytest.raises(Unavailable):
+            await link(m, "f", "h")
+        store.hook = lambda _request, _when: None
+        assert sorted(await m.names()) == ["f", "g"]
+
+
+async def test_dirty_source_is_stored_first(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path, pack="never") as m:
+        handle = await m.create("f")
+
+        async def write_out(inode: int) -> None:
+            assert inode == (await m.found("f")).inode
+            await m.fs.write(handle, 0, b"so far")
+
+        m.fs.events.pages_wanted.append(write_out)
+        await link(m, "f", "g")
+        m.fs.events.pages_wanted.clear()
+        await m.fs.write(handle, 6, b" and on")
+        await m.close(handle)
+        assert (await m.read("f"), await m.read("g")) == (b"so far and on", b"so far")
+
+
+async def test_link_that_another_node_renames_meanwhile_is_not_undone(tmp_path: Path) -> None:
+    store, clock = MemoryStore(ABLE), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.write("f", b"first")
+        await two.poll()
+        store.hook = pause = Pause(
+            lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"), "before"
+        )
+        async with trio.open_nursery() as nursery:
+            await link(one, "f", "g")
+            nursery.start_soon(one.fs.sync_names)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            store.hook = lambda _request, _when: None
+            clock.advance(100)
+            await two.rename("g", "h")
+            pause.resume()
+        await one.poll()
+        await two.poll()
+        await one.poll()
+        for node in (one, two):
+            assert await node.tree() == {"f": b"first", "h": b"first"}
