@@ -14,7 +14,7 @@ import msgspec
 UPCALLS = (
     "lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink", "rename",
     "link", "open", "read", "write", "flush", "release", "fsync", "opendir", "readdir", "releasedir", "fsyncdir",
-    "statfs", "setxattr", "getxattr", "listxattr", "removexattr", "access", "create",
+    "statfs", "setxattr", "getxattr", "listxattr", "removexattr", "access", "create", "copy_file_range",
 )  # fmt: skip
 
 REQUEST_KINDS = ("get", "put", "part", "list", "head", "copy", "delete", "other")

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import stat
+import struct
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
@@ -44,6 +45,8 @@ UNREMARKABLE = (
     errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP, errno.ENAMETOOLONG
 )  # fmt: skip
 """Errors of everyday use, which are not logged."""
+WRITE_OUT = struct.Struct("=II")
+"""``struct fuse_write_out`` of linux/fuse.h: bytes, padding."""
 log = logging.getLogger(__name__)
 
 
@@ -195,9 +198,18 @@ class Operations(pyfuse3.Operations):
         entry = await self.fs.setattr(inode, change, fh)
         return self._attributes(entry, self.fs.attribute_fresh_s(entry))
 
-    @upcall("getxattr", about=About.INODE)
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
+        return await (self._getxattr(inode, name) if name else self._copy_file_range(hooks.copy_request()))
+
+    @upcall("getxattr", about=About.INODE)
+    async def _getxattr(self, inode: int, name: bytes) -> bytes:
         return self.fs.xattr(inode, os.fsdecode(name))
+
+    @upcall("copy_file_range")
+    async def _copy_file_range(self, copy: hooks.CopyRequest) -> bytes:
+        """Sent as GETXATTR by dispatch.c; answers a ``struct fuse_write_out``."""
+        copied = await self.fs.copy_range(copy.source, copy.offset, copy.target, copy.target_offset, copy.bytes)
+        return WRITE_OUT.pack(copied, 0)
 
     @upcall("listxattr", about=About.INODE)
     async def listxattr(self, inode: int, ctx: object) -> Sequence[bytes]:

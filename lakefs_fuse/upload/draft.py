@@ -122,7 +122,8 @@ class Draft:
         self.target = target
         self.base = base
         self.base_limit = base.size if base else 0
-        self.size = self.base_limit
+        self.size, self.copies = self.base_limit, False
+        """``copies``: the base is another file's version, for the store to copy. After a crash it is read instead."""
         self.state = DraftState.WRITING
         self.error: LakeError | None = None
         self.refused = RefusedRanges()
@@ -388,6 +389,26 @@ class Draft:
                 self._touch(offset, end)
         finally:
             self.uploader.staging.release(reserved)
+
+    async def copy_from(self, source: Extent, start: int, end: int) -> bool:
+        """Bytes [start, end) are those of another file's version, behind bytes that are as well; the store copies them
+        when the draft is published. False where the draft has other bytes. Raises FileError(EFBIG), DraftEnded,
+        CacheError and StagingFull."""
+        self._check_size(end)
+        async with self.gate.exclusive():
+            self._check_alive()
+            is_next = start == self.size == self.base_limit and (not start or self.base == source)
+            if not is_next or self.upload_intent_ns or self.spills.used or self.refused.ranges:
+                return False
+            self._begin_change()
+            self.base, self.base_limit, self.size, self.copies = source, end, end, True
+            self.save()
+        return True
+
+    @property
+    def is_copy(self) -> bool:
+        """All of its bytes are another file's: publishing it sends none."""
+        return self.copies and self.base_limit == self.size and not self.pages.count(0, self.size)
 
     def begin_with(self, data: bytes) -> None:
         """Stage the first bytes of a new small file, even where there is no room. Raises as `write`."""

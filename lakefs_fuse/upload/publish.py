@@ -84,7 +84,7 @@ async def publish(draft: Draft) -> Published:
         try:
             append = _find_append(draft)
             is_small = draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.bytes_dropped
-            if is_small and append is None:
+            if is_small and append is None and not (draft.copies and draft.is_copy):
                 meta, described, hashes = await _put(draft)
             else:
                 meta, described = await _complete(draft, append)

@@ -56,6 +56,7 @@ class Filesystem:
         self.open, self.create, self.hold = handles.open, handles.create, handles.hold
         self.handle, self.is_handle = handles.handle, handles.is_handle
         self.read, self.write = handles.read, handles.write
+        self.copy_range = handles.copy_range
         self.flush, self.fsync, self.release = handles.flush, handles.fsync, handles.release
         self.new_files, self.lending = handles.new_files, handles.lending
         self.make_durable, self.sync_names = durability.make_durable, durability.sync_names

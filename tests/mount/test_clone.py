@@ -68,3 +68,38 @@ def test_clone_is_equal_to_its_source_costs_no_byte_and_outlives_it(
 def _store_options(options: tuple[str, ...]) -> tuple[str, ...]:
     at = options.index("--endpoint-url")
     return options[at : at + 2]
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+def test_cp_of_large_files_moves_no_byte(make_lake: LakeMaker, tmp_path: Path, durability: str) -> None:
+    lake = make_lake("seaweedfs", "--refresh", "1", "--durability", durability).mount()
+    source, target = lake.path / "v1", lake.path / "v2"
+    source.mkdir()
+    for name, mebibytes in (("large", LARGE_BYTES >> 20), ("small", 2)):
+        with (source / name).open("wb") as file:
+            for number in range(mebibytes):
+                file.write(bytes([number % 251]) * (1 << 20))
+    assert lake.cli("flush", str(lake.path)).returncode == 0
+    before = {name: lake.number(name) for name in COUNTED}
+    subprocess.run(["cp", "-r", source, target], check=True)
+    assert lake.cli("flush", str(lake.path)).returncode == 0
+    cost = {name: lake.number(name) - before[name] for name in COUNTED}
+    assert all(cost[name] <= COUNTED[name] for name in COUNTED), cost
+    assert lake.number("upcalls.copy_file_range") >= 2
+    subprocess.run(["diff", "-r", source, target], check=True)
+    with another(lake, tmp_path) as other:
+        subprocess.run(["diff", "-r", other.path / "v1", other.path / "v2"], check=True)
+    before = {name: lake.number(name) for name in COUNTED}
+    with (target / "large").open("r+b") as changed:
+        changed.write(b"changed")
+    assert (source / "large").read_bytes()[:7] == bytes(7)
+
+
+def test_cp_without_the_c_library_reads_and_writes(make_lake: LakeMaker) -> None:
+    lake = make_lake("file")
+    lake.env["LAKEFS_FUSE_HOOKS"] = "off"
+    lake.mount()
+    (lake.path / "one").write_bytes(bytes(3 << 20))
+    subprocess.run(["cp", lake.path / "one", lake.path / "two"], check=True)
+    assert (lake.path / "two").read_bytes() == bytes(3 << 20)
+    assert lake.number("upcalls.copy_file_range") == 0

@@ -115,7 +115,12 @@ LANCE = """
 import sys, pyarrow as pa, lance
 table, writer, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 for number in range(count):
-    lance.write_dataset(pa.table({"writer": [writer], "number": [number]}), table, mode="append")
+    while True:
+        try:
+            lance.write_dataset(pa.table({"writer": [writer], "number": [number]}), table, mode="append")
+            break
+        except OSError as error:
+            if "File exists" not in str(error) and "concurrent writers" not in str(error): raise
 """
 
 

@@ -421,6 +421,7 @@ void lakefs_hand_over_before(const struct fuse_in_header *head)
 	case FUSE_RMDIR:
 	case FUSE_RENAME:
 	case FUSE_RENAME2:
+	case FUSE_COPY_FILE_RANGE:
 	case FUSE_SYNCFS:
 	case FUSE_DESTROY:
 		make_due(0, 1, 1);

@@ -68,6 +68,14 @@ static void init(void *userdata, struct fuse_conn_info *connection)
 	}
 }
 
+struct copy_request {
+	uint64_t source;
+	uint64_t target;
+	int64_t offset;
+	int64_t target_offset;
+	uint64_t bytes;
+};
+
 /* -- what may be answered here */
 
 /*
@@ -228,6 +236,23 @@ static void fsyncdir(fuse_req_t request, fuse_ino_t inode, int datasync, struct 
 	next.fsyncdir(request, inode, datasync, info);
 }
 
+/*
+ * pyfuse3 has no COPY_FILE_RANGE. Its answer is a `struct fuse_write_out`, so its GETXATTR handler can give it: Python
+ * tells the two apart by the name, which no caller can leave empty, and takes what is to be copied from here.
+ */
+static struct copy_request copy;
+
+static void copy_file_range_here(fuse_req_t request, fuse_ino_t source, off_t offset, struct fuse_file_info *source_info,
+				 fuse_ino_t target, off_t target_offset, struct fuse_file_info *target_info,
+				 size_t bytes, int flags)
+{
+	(void)source_info;
+	(void)target_info;
+	(void)flags;
+	copy = (struct copy_request){source, target, offset, target_offset, bytes};
+	next.getxattr(request, target, "", sizeof(struct fuse_write_out));
+}
+
 /* -- the session */
 
 int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info)
@@ -256,6 +281,7 @@ static void wrap(struct fuse_lowlevel_ops *operations)
 	operations->init = init;
 	operations->getattr = getattr;
 	operations->getxattr = getxattr;
+	operations->copy_file_range = copy_file_range_here;
 	operations->open = open_file;
 	operations->flush = flush;
 	operations->release = release;
@@ -316,6 +342,12 @@ const char *lakefs_libfuse_version(void)
 int64_t lakefs_answered(uint32_t opcode)
 {
 	return answered[opcode];
+}
+
+/* The COPY_FILE_RANGE whose handler runs now. */
+const struct copy_request *lakefs_copy_request(void)
+{
+	return &copy;
 }
 
 /* The thread that sent the FLUSH whose handler runs now; 0 where it is in another pid namespace. */

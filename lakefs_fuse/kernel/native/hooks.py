@@ -43,6 +43,16 @@ OPCODES = {
 LEASE_S_MAX = 1e6
 """Longer than anything is leased; in ns it fits 64 bits."""
 
+
+class CopyRequest(ctypes.Structure):
+    """A COPY_FILE_RANGE, as dispatch.c lays it out: inodes, offsets, and how many bytes."""
+
+    _fields_ = (
+        ("source", ctypes.c_uint64), ("target", ctypes.c_uint64), ("offset", ctypes.c_int64),
+        ("target_offset", ctypes.c_int64), ("bytes", ctypes.c_uint64),
+    )  # fmt: skip
+
+
 _id, _time_ns, _inode = ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "is_hooked": (ctypes.c_int, ()),
@@ -51,6 +61,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "granted_features": (ctypes.c_uint32, ()),
     "answered": (ctypes.c_int64, (ctypes.c_uint32,)),
     "flush_pid": (ctypes.c_int64, ()),
+    "copy_request": (ctypes.POINTER(CopyRequest), ()),
     "kills_privileges": (ctypes.c_int, ()),
     "begin_reading": (ctypes.c_int, ()),
     "is_drained": (ctypes.c_int, ()),
@@ -145,6 +156,12 @@ def granted() -> Feature:
 def flush_pid() -> int:
     """Return the thread that sent the FLUSH being handled; 0 if not known. Valid until the handler's first await."""
     return int(_library.lakefs_flush_pid()) if _library is not None else 0
+
+
+def copy_request() -> CopyRequest:
+    """The COPY_FILE_RANGE being handled, which comes from the library alone. Valid until the handler's first await."""
+    assert _library is not None
+    return CopyRequest.from_buffer_copy(_library.lakefs_copy_request().contents)
 
 
 def kills_privileges() -> bool:

@@ -141,6 +141,23 @@ class Handles:
         file.written(self._clock.wall_ns())
         return len(data)
 
+    async def copy_range(self, source: int, offset: int, target: int, target_offset: int, length: int) -> int:
+        """Copy bytes of a file, by its inode, to one that is open for writing, without reading them; answers how many.
+        Raises FileError(EOPNOTSUPP) where that cannot be: see `FileIO.copy_range`."""
+        file = self.files.get(target)
+        if file is None or not file.writers or source == target:
+            raise FileError(errno.EOPNOTSUPP)
+        read = self.files.acquire(self._attributes.entry(source), writer=False)
+        try:
+            copied = await self._io.copy_range(read, offset, file, target_offset, length)
+        finally:
+            await self._io.release(read, writer=False)
+        if not copied:
+            raise FileError(errno.EOPNOTSUPP)
+        self._open_publisher.written(file, target_offset, copied)
+        file.written(self._clock.wall_ns())
+        return copied
+
     async def flush(self, number: int, is_written_on: Callable[[Handle], bool] | None = None) -> None:
         """What close() waits for: afterwards the bytes are in the store, or under write-back on the local disk, or the
         error is answered. ``is_written_on`` tells of a handle whose opener is known whether its writer goes on; then

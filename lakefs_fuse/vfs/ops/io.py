@@ -43,6 +43,10 @@ REPLACED_MAX = 3
 """A name is followed over so many versions that come while it is opened."""
 WAIT_S_MAX = 5.0
 """OPEN waits no longer for the GET, which goes on, and which READ then waits for: the store may be away."""
+COPIED_BYTES_MIN = 1 << 20
+"""A smaller file costs less to read and to write, with others in a pack, than three requests for a copy of its own."""
+COPIED_BYTES_MAX = 1 << 30
+"""Of one request; the answer has 32 bits."""
 DIRECTORIES_MAX = 1024
 KEYS_GONE_MAX = 1024
 """Objects of which the log says that they are gone."""
@@ -149,6 +153,28 @@ class FileIO:
                 return
             except DraftEnded:
                 await self._wait_published(file)
+
+    async def copy_range(self, source: OpenFile, offset: int, file: OpenFile, at: int, length: int) -> int:
+        """The bytes of a version in the store become bytes of a file at the same offset, which has as many so far, all
+        of them of that version; answers how many, 0 where that is not so. The store copies them when it is closed."""
+        extent, client = source.extent, self._drafts.services.client
+        is_acknowledged = file.draft is not None and file.draft.sequence > 0
+        if offset != at or at != file.current.size or is_acknowledged or file.unlinked:
+            return 0
+        if source.draft is not None or extent is None or not client.capabilities.part_copy:
+            return 0
+        end = min(offset + length, offset + COPIED_BYTES_MAX, extent.size)
+        if extent.size < COPIED_BYTES_MIN or end <= offset:
+            return 0
+        if not offset:  # else it is known already
+            there = await client.find(extent.version.key)
+            if there is None or there.etag != extent.version.etag:
+                return 0
+        try:
+            is_copied = await self._drafts.draft(file).copy_from(extent, offset, end)
+        except DraftEnded:
+            return 0
+        return end - offset if is_copied else 0
 
     async def _draft_to_change(self, file: OpenFile) -> Draft:
         if file.draft is not None and file.draft.sequence:

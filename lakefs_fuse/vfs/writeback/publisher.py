@@ -161,7 +161,7 @@ class ObjectWriter:
                 await self.commit_location(path)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy = self._rules.pack_for(file.key)
-        plan, removed = await self._plan(file, draft, policy, alone=alone)
+        plan, removed = await self._plan(file, draft, policy, alone=alone or draft.copies)
         if plan.form is not Form.PLAIN:
             plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
@@ -489,7 +489,7 @@ class Publisher:
             file.check_complete()
         if draft is None or file.state is not OpenState.WRITING:
             return
-        if not self._queue.is_for(file.key):
+        if not self._queue.is_for(file.key) or draft.copies:  # acknowledged bytes do not depend on another file's
             await self._publish_newest(file)
             return
         async with draft.gate.exclusive():
