@@ -21,9 +21,9 @@ NAMES = sized(60, 1000)
 APPENDS = sized(4, 30)
 
 
-@pytest.fixture
-def nodes(make_lake: LakeMaker, tmp_path: Path) -> Iterator[tuple[Lake, Lake]]:
-    lake = make_lake("seaweedfs", "--refresh", "1").mount()
+@pytest.fixture(params=["close", "writeback"])
+def nodes(make_lake: LakeMaker, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Lake, Lake]]:
+    lake = make_lake("seaweedfs", "--refresh", "1", "--durability", request.param).mount()
     with another(lake, tmp_path) as other:
         yield lake, other
 

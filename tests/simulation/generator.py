@@ -12,7 +12,7 @@ from tests.simulation import plan as plans
 from tests.simulation.directed import make_directed
 from tests.simulation.plan import NodePlan, Plan, Round, Step
 
-PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign", "directed")
+PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign", "copies", "directed")
 OPERATIONS = 300
 ROUND_OPERATIONS = 25
 SIZES = (0, 1, 100, 3000, 20_000, 70_000, 300_000)
@@ -62,7 +62,9 @@ class _Maker:
             "staging_timeout_s": 60.0,
             "writeback_delay_s": rng.choice([0.2, 2.0]),
         }
-        if profile == "writeback" or (profile in ("crash", "faulty", "turns", "foreign") and rng.random() < 0.4):
+        if profile == "writeback" or (
+            profile in ("crash", "faulty", "turns", "foreign", "copies") and rng.random() < 0.4
+        ):
             config["durability"] = "writeback"
         if profile == "power":
             config["durability"] = "writeback"
@@ -150,7 +152,8 @@ class _Maker:
         kinds = {
             "write": 30, "rename": 16, "rename_directory": 9, "unlink": 9, "read": 10, "list": 3, "mkdir": 3,
             "rmdir": 2, "symlink": 2, "chmod": 2, "xattr": 2, "truncate": 3, "exchange": 1,
-            "admin": 4 if self.profile == "packs" else 0,
+            "admin": 4 if self.profile == "packs" else 0, "link": 12 if self.profile == "copies" else 0,
+            "clone": 12 if self.profile == "copies" else 0,
         }  # fmt: skip
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         match kind:
@@ -165,6 +168,11 @@ class _Maker:
                 old, new = rng.choice(self.directories), rng.choice([*self.directories, "d3", "d4"])
                 self.moved(old, new)
                 return plans.Rename(old=old, new=new)
+            case "link" | "clone":
+                old, new = self.existing(), self.file()
+                self.there.add(new)
+                how = "link" if kind == "link" else rng.choice(["clone", "force"])
+                return plans.Copy(old=old, new=new, how=how)  # type: ignore[arg-type]
             case "unlink":
                 path = self.existing()
                 self.there.discard(path)

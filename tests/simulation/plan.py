@@ -40,6 +40,15 @@ class Rename(Op, frozen=True):
     flags: int = 0
 
 
+class Copy(Op, frozen=True):
+    """Give the bytes of a file another name: by link(2), which one node alone gets, or by `clone`, in place of what is
+    there if it is forced."""
+
+    old: str
+    new: str
+    how: Literal["link", "clone", "force"]
+
+
 class Unlink(Op, frozen=True):
     path: str
 
@@ -152,7 +161,7 @@ class FillDisk(Op, frozen=True):
 
 
 AnyOp = (
-    Write | Truncate | Rename | Unlink | Mkdir | Rmdir | Symlink | Chmod | SetXattr | Read | List | Watch | Admin
+    Write | Truncate | Rename | Copy | Unlink | Mkdir | Rmdir | Symlink | Chmod | SetXattr | Read | List | Watch | Admin
     | ForeignPut | ForeignDelete | Kill | Cut | Storm | ClockJump | FillDisk
 )  # fmt: skip
 

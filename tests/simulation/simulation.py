@@ -338,6 +338,8 @@ class Simulation:
                 await self._truncate(node, op, call)
             case plans.Rename():
                 await self._rename(node, op, call)
+            case plans.Copy():
+                await self._copy(node, op, call)
             case plans.Unlink():
                 await self._unlink(node, op, call)
             case plans.Mkdir():
@@ -734,6 +736,59 @@ class Simulation:
                 self._views.renamed(node.name, call.number, old_path, new_path, closed)
             if begun != ended:
                 self._doubt_move(node, call, (old_path, new_path), ended)
+
+    async def _copy(self, node: SimulatedNode, op: plans.Copy, call: _Call) -> None:
+        """A put of the bytes that the source has meanwhile: which of them is seen afterwards."""
+        async with node.two_directories(op.old, op.new) as (parent, name, target, copied):
+            fs = node.lake.fs
+            entry, _ = await fs.lookup(parent, name)
+            await fs.lookup(target, copied)
+            old, new = node.path_in(parent, name), node.path_in(target, copied)
+            if entry is None or entry.is_dir or old is None or new is None:
+                raise FileError(errno.ENOENT, op.old)
+            if op.how == "link" and entry.is_symlink:
+                raise FileError(errno.EPERM, op.old)
+            registered: dict[bytes, Version] = {}
+
+            def register() -> None:
+                row = node.entry(old)
+                data = None if row is None else node.stored_bytes(row)
+                found = {version.data for version in self._shown(node, old)} if data is None else {data}
+                for each in sorted(found - set(registered)):
+                    registered[each] = self._put(call, node, new, each, self._shown(node, new))
+                    registered[each].is_exclusive = op.how == "link"
+
+            async with node.writing(entry.inode):  # else what was written so far is stored, and copied
+                register()
+                with self._watched(node, old, register):
+                    await self._copy_file(node, op, entry.inode, (old, new), (target, copied))
+            register()
+            made = node.entry(new)
+            data = None if made is None else node.stored_bytes(made)
+            if data not in registered:
+                call.doubtful |= set(registered.values())
+            call.doubtful |= {version for each, version in registered.items() if each != data}
+            if (old, new) != (node.path_in(parent, name), node.path_in(target, copied)):
+                call.doubtful |= set(registered.values())
+            elif op.how == "link":
+                self._check_alone(node, new)
+
+    async def _copy_file(
+        self, node: SimulatedNode, op: plans.Copy, inode: int, paths: tuple[str, str], target: tuple[int, bytes]
+    ) -> None:
+        if op.how == "link":
+            await node.lake.fs.link(inode, *target)
+        else:
+            await node.lake.fs.clone(*paths, force=op.how == "force")
+
+    def _check_alone(self, node: SimulatedNode, path: str) -> None:
+        """No other node has linked a name that nobody has taken away, or created it with O_EXCL. Raises Failed."""
+        above = {path[:at] for at, mark in enumerate(path + "/") if mark == "/"}
+        if any(self.oracle.removals.get(each) for each in above):
+            return
+        for other in self.oracle.versions.get(path, ()):
+            if other.is_exclusive and other.is_certain and other.node != node.name:
+                raise Failed(f"{node.name} and {other.node} have both linked {path}")
 
     def _doubt_move(
         self, node: SimulatedNode, call: _Call, begun: tuple[str, str], ended: tuple[str | None, str | None]
@@ -1258,7 +1313,7 @@ def _refuse_loop(old: str, new: str) -> None:
 
 
 def _paths_of(op: plans.AnyOp) -> tuple[str, ...]:
-    if isinstance(op, plans.Rename):
+    if isinstance(op, plans.Rename | plans.Copy):
         return (op.old, op.new)
     return (getattr(op, "path", ""),)
 

@@ -20,7 +20,12 @@ FRESH = 25
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
 SEEDS = [
     (profile, seed)
-    for profile, seeds in (("turns", sized(4, 8)), ("mixed", sized(5, 8)), ("foreign", sized(3, 5)))
+    for profile, seeds in (
+        ("turns", sized(4, 8)),
+        ("mixed", sized(5, 8)),
+        ("foreign", sized(3, 5)),
+        ("copies", sized(3, 8)),
+    )
     for seed in range(seeds)
 ]
 TWICE = [
