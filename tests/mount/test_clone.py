@@ -17,11 +17,11 @@ FILES = sized(40, 400)
 LARGE_BYTES = sized(24, 256) << 20
 COUNTED = {
     "store.requests.part": 0,
-    "store.requests.put": 3,
+    "store.requests.put": 6,
     "store.bytes.written": 100_000,
     "store.bytes.read": 100_000,
 }
-"""What a clone may cost: its commit, announcements, and polls."""
+"""What a copy may cost: its commit, announcements, what repeats commits, and polls; no byte of a file."""
 
 
 @pytest.mark.parametrize("pack", ["auto", "always"])
