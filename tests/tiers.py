@@ -27,6 +27,7 @@ INTEGRATION_MODULES = frozenset(
         "blockcache/test_prefetch.py",
         "blockcache/test_reader.py",
         "blockcache/test_reader_pieces.py",
+        "checkpoints/test_consolidate.py",
         "cli/test_ingest.py",
         "cli/test_lake.py",
         "cli/test_spawn.py",

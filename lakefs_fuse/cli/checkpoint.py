@@ -1,4 +1,4 @@
-"""`lakefs-fuse checkpoint`: lists, verifies and prunes checkpoints, and finds the newest.
+"""`lakefs-fuse checkpoint`: lists, verifies, prunes and consolidates checkpoints, and finds the newest.
 
 On a path in a mount, `ls`, `latest` and `prune` work through the mount: they see what this node sees, and a checkpoint
 that is not entirely in the store is incomplete. `verify` always reads the object store, in a child process (`worker`),
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -30,7 +31,7 @@ from lakefs_fuse.cli.store_options import (
     lake_option,
     store_options,
 )
-from lakefs_fuse.cli.terminal import print_json, print_tables
+from lakefs_fuse.cli.terminal import print_json, print_tables, progress_bar
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
 from lakefs_fuse.errors import ConfigError, LakeError
@@ -61,7 +62,7 @@ PATH = argument(
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """List, verify and prune checkpoints, and find the newest.
+    """List, verify, prune and consolidate checkpoints, and find the newest.
 
     A checkpoint is a file, or a directory of shards, directly in PATH.
     """
@@ -216,6 +217,52 @@ def _list(path: str, marker: str | None, match: str | None, lake: str | None, op
     if not is_directory(absolute):
         raise LakeError(f"{path} is not a directory: give the one that holds the checkpoints")
     return find_checkpoints(absolute, marker=marker, match=match)
+
+
+@checkpoint.command("consolidate", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("source", "The directory of a sharded checkpoint, with a file .metadata.")
+@argument("target", "The file to write: for safetensors if it ends in .safetensors, else for torch.load.")
+@option("--prefix", default="", metavar="TEXT", help="Only what has a name that begins with TEXT, and without it, such "
+        "as `model.`.")  # fmt: skip
+@option("--tensors-only", is_flag=True, help="Leave out what is not a tensor, such as the step. Always the case for "
+        "safetensors.")  # fmt: skip
+@option("-f", "--force", is_flag=True, help="Replace TARGET.")
+@json_option
+def consolidate_shards(
+    source: str, target: str, prefix: str, tensors_only: bool, force: bool, as_json: bool
+) -> None:  # fmt: skip
+    """Write one file from the shards of torch.distributed.checkpoint, which FSDP uses as well.
+
+    The tensors are streamed, so memory does not depend on their size, and torch is not needed. The file is compared
+    with what was read before it gets its name.
+    """
+    from lakefs_fuse.checkpoints.consolidate import consolidate
+
+    for path in (source, target):
+        if "://" in path:
+            raise ConfigError(f"{path} is a URL: mount the lake, and name paths in the mount")
+    total = done = 0
+    with progress_bar(remaining=True) as bar:
+
+        def begun(count: int) -> None:
+            nonlocal total
+            total = count
+
+        def advanced(count: int) -> None:
+            nonlocal done
+            done += count
+            bar.update("writing" if 2 * done <= total else "comparing", done, total, "")
+
+        made = consolidate(
+            Path(source), Path(target), prefix=prefix, tensors_only=tensors_only, force=force, begun=begun,
+            advanced=advanced,
+        )  # fmt: skip
+    if as_json:
+        print_json(made)
+        return
+    click.echo(f"{made.path}: {made.tensors:,} tensors, {format_bytes(made.bytes)}, {made.objects:,} other values")
+    if made.left_out:
+        click.echo(f"left out, because they are no tensors: {', '.join(made.left_out)}", err=True)
 
 
 def _print_table(listing: Listing) -> None:

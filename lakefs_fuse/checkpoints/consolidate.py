@@ -1,0 +1,219 @@
+"""One file of a sharded checkpoint: what ``torch.load`` or safetensors read.
+
+The tensors are streamed from the shards to the file, so memory is bounded by what `sharded` reads at a time. The file
+is written beside its name, read again and compared with the CRC-32 of what was written, and only then renamed.
+
+What always holds: DST is the whole checkpoint or what it was before. Blocking, one thread; a crash leaves a file whose
+name begins with a dot, which the next run replaces.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lakefs_fuse.checkpoints.sharded import ShardedCheckpoint, ShardedTensor
+from lakefs_fuse.checkpoints.torch_pickle import DTYPE_BYTES, NewTensor, dump
+from lakefs_fuse.errors import LakeError
+
+SAFETENSORS_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "uint64": "U64", "uint32": "U32",
+    "uint16": "U16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+ALIGN_BYTES = 64
+"""Of the bytes of a tensor in a file of torch."""
+PIECE_BYTES = 8 << 20
+_DATE = (1980, 1, 1, 0, 0, 0)
+_LOCAL_BYTES, _ZIP64_BYTES, _PADDING_ID = 30, 20, 0x4246
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """What is in the file; ``left_out`` are the names of what is not a tensor."""
+
+    path: str
+    format: str
+    tensors: int
+    bytes: int
+    objects: int
+    left_out: Sequence[str]
+
+
+def consolidate(
+    source: Path, target: Path, *, prefix: str = "", tensors_only: bool = False, force: bool = False,
+    begun: Callable[[int], object] = id, advanced: Callable[[int], object] = id,
+) -> Consolidated:  # fmt: skip
+    """Write ``target`` from the shards in ``source``: for safetensors if its name ends so, else for torch. Of what has
+    names that begin with ``prefix``, without it. ``begun`` is told the bytes to come, twice those of the tensors, and
+    ``advanced`` each piece. Raises LakeError."""
+    is_safetensors = target.suffix == ".safetensors"
+    if target.exists() and not force:
+        raise LakeError(f"{target} exists: --force replaces it")
+    new = target.with_name(f".{target.name}.consolidating")
+    with ShardedCheckpoint(source) as checkpoint:
+        tensors = [each for each in checkpoint.tensors if each.name.startswith(prefix)]
+        objects = [each for each in checkpoint.objects if each.name.startswith(prefix)]
+        if not tensors and not objects:
+            raise LakeError(f"nothing in {source} has a name that begins with {prefix!r}")
+        total = sum(tensor.bytes for tensor in tensors)
+        begun(2 * total)
+        kept = [] if tensors_only or is_safetensors else objects
+        left_out = [each.name for each in objects] if not kept else []
+        try:
+            with new.open("wb") as out:
+                if is_safetensors:
+                    spans = _write_safetensors(out, checkpoint, tensors, len(prefix), advanced)
+                else:
+                    spans = _write_torch(
+                        out, checkpoint, tensors, [(e, checkpoint.value(e)) for e in kept], prefix, advanced
+                    )
+            _verify(new, spans, advanced)
+            os.replace(new, target)
+        except OSError as error:
+            raise LakeError(f"{error.filename or new}: {error.strerror}") from error
+        finally:
+            new.unlink(missing_ok=True)
+    return Consolidated(
+        str(target), "safetensors" if is_safetensors else "torch", len(tensors), total, len(kept), left_out
+    )
+
+
+Span = tuple[str, int, int, int]
+"""The name of a tensor, begin and length of its bytes in the file, and their CRC-32."""
+
+
+def _copy(
+    checkpoint: ShardedCheckpoint, tensor: ShardedTensor, write: Callable[[memoryview], object],
+    advanced: Callable[[int], object],
+) -> int:  # fmt: skip
+    """Write the bytes of a tensor; answers their CRC-32."""
+    checksum = 0
+    for piece in checkpoint.read(tensor):
+        write(piece)
+        checksum = zlib.crc32(piece, checksum)
+        advanced(len(piece))
+    return checksum
+
+
+def _verify(path: Path, spans: Sequence[Span], advanced: Callable[[int], object]) -> None:
+    """Raises LakeError unless the file has the bytes that were written."""
+    with path.open("rb") as file:
+        for name, begin, length, expected in spans:
+            checksum = 0
+            for at in range(begin, begin + length, PIECE_BYTES):
+                data = os.pread(file.fileno(), min(PIECE_BYTES, begin + length - at), at)
+                checksum = zlib.crc32(data, checksum)
+                advanced(len(data))
+            if checksum != expected:
+                raise LakeError(f"{name} was not written as it was read: {path} is damaged; run the command again")
+
+
+# -- safetensors
+
+
+def _write_safetensors(
+    out: BinaryIO, checkpoint: ShardedCheckpoint, tensors: Sequence[ShardedTensor], skipped: int,
+    advanced: Callable[[int], object],
+) -> list[Span]:  # fmt: skip
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at, ordered = 0, sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
+    for tensor in ordered:
+        if tensor.dtype not in SAFETENSORS_TYPES:
+            raise LakeError(f"{tensor.name} is of {tensor.dtype}, which safetensors does not have: choose a .pt file")
+        header[tensor.name[skipped:]] = {
+            "dtype": SAFETENSORS_TYPES[tensor.dtype], "shape": tensor.size, "data_offsets": (at, at + tensor.bytes),
+        }  # fmt: skip
+        at += tensor.bytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    out.write(struct.pack("<Q", len(raw)) + raw)
+    spans, begin = list[Span](), 8 + len(raw)
+    for tensor in ordered:
+        spans.append((tensor.name, begin, tensor.bytes, _copy(checkpoint, tensor, out.write, advanced)))
+        begin += tensor.bytes
+    return spans
+
+
+# -- torch
+
+
+class _Forward(io.RawIOBase):
+    """A file that is written from begin to end, as a mount likes it: sums of members come behind them."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out, self._at = out, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._out.write(data)
+        self._at += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._at
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
+def _write_torch(
+    out: BinaryIO, checkpoint: ShardedCheckpoint, tensors: Sequence[ShardedTensor],
+    objects: Sequence[tuple[Any, Any]], prefix: str, advanced: Callable[[int], object],
+) -> list[Span]:  # fmt: skip
+    skipped = len([part for part in prefix.split(".") if part]) if prefix.endswith(".") else 0
+    tree: dict[str | int, Any] = {}
+    for key, tensor in enumerate(tensors):
+        _place(tree, tensor.path[skipped:] or (tensor.name,), NewTensor(str(key), tensor.dtype, tensor.size))
+    for item, value in objects:
+        _place(tree, item.path[skipped:] or (item.name,), value)
+    spans = list[Span]()
+    file = _Forward(out)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        _add(archive, "archive/data.pkl", dump(tree))
+        _add(archive, "archive/byteorder", b"little")
+        for key, tensor in enumerate(tensors):
+            info = zipfile.ZipInfo(f"archive/data/{key}", _DATE)
+            begin = file.tell() + _LOCAL_BYTES + len(info.filename) + _ZIP64_BYTES
+            padding = -(begin + 4) % ALIGN_BYTES
+            info.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+            with archive.open(info, "w", force_zip64=True) as member:
+                begin = file.tell()
+                checksum = _copy(checkpoint, tensor, member.write, advanced)
+            spans.append((tensor.name, begin, tensor.bytes, checksum))
+        _add(archive, "archive/version", b"3\n")
+    return spans
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    archive.writestr(zipfile.ZipInfo(name, _DATE), data)
+
+
+def _place(tree: dict[str | int, Any], path: Sequence[str | int], value: object) -> None:
+    """Put a value where a path of keys and positions leads. Raises LakeError where something else is there."""
+    container: Any = tree
+    for key, following in zip(path, (*path[1:], None), strict=True):
+        if isinstance(container, list):
+            if not isinstance(key, int):
+                raise LakeError(f"{path} leads through a list")
+            container += [None] * (key + 1 - len(container))
+            there = container[key]
+        elif isinstance(container, dict):
+            there = container.get(key)
+        else:
+            raise LakeError(f"{path} leads through a value")
+        if following is None:
+            container[key] = value
+        elif there is None:
+            there = container[key] = [] if isinstance(following, int) else {}
+        container = there
