@@ -50,6 +50,8 @@ SLACK_BYTES_MAX = 256 << 20
 """A write that finds no room makes so much more (or 1/64 of the cache), not to be back at once."""
 WRITTEN_BYTES_MAX = 32 << 20
 """Bytes that are being written count twice against the free space of the disk: as reserved, and as written."""
+EVICTIONS_MAX = 3
+"""For one write: another, which found room, may have taken what was freed."""
 KEPT_EXAMINED_MAX = 256
 """Files with kept blocks whose others are looked for at a time: about 10 ms."""
 SCAN_DIRECTORIES = 16
@@ -423,10 +425,12 @@ class CacheDirectory:
         if self._reserve(wanted):
             return True
         with self._files_lock:
-            if self._reserve(wanted):
-                return True
             slack = min(SLACK_BYTES_MAX, self.bytes_max // 64)
-            self._evict(self._excess(wanted, wanted) + slack, spared_s)
+            for _ in range(EVICTIONS_MAX):
+                if self._reserve(wanted):
+                    return True
+                if not self._evict(self._excess(wanted, wanted) + slack, spared_s):
+                    break
             return self._reserve(wanted)
 
     def unreserve(self, wanted: int) -> None:

@@ -234,3 +234,20 @@ def _noted(found: Iterable[eviction.Candidate], examined: list[eviction.Candidat
     some = list(found)
     examined += some
     return some
+
+
+def test_room_that_another_writer_took_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FakeDisk(room=100 * MIB)
+    cache = make_cache(tmp_path, bytes_max=64 * MIB, disk=disk)
+    for number in range(20):
+        write(cache, number)
+
+    def oldest(*arguments: Any, found: Callable[..., list[eviction.Candidate]] = eviction.oldest) -> Any:
+        disk.room = 10 * MIB if len(cache_files(tmp_path)) <= 5 else 0  # what was freed before is gone already
+        return found(*arguments)
+
+    monkeypatch.setattr(eviction, "oldest", oldest)
+    disk.room = 0
+    write(cache, 100)
+    assert here(cache, 100)
+    assert cache.state is CacheState.OK
