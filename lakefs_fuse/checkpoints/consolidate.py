@@ -91,7 +91,7 @@ Span = tuple[str, int, int, int]
 """The name of a tensor, begin and length of its bytes in the file, and their CRC-32."""
 
 
-def _copy(
+def copy_tensor(
     checkpoint: ShardedCheckpoint, tensor: ShardedTensor, write: Callable[[memoryview], object],
     advanced: Callable[[int], object],
 ) -> int:  # fmt: skip
@@ -138,7 +138,7 @@ def _write_safetensors(
     out.write(struct.pack("<Q", len(raw)) + raw)
     spans, begin = list[Span](), 8 + len(raw)
     for tensor in ordered:
-        spans.append((tensor.name, begin, tensor.bytes, _copy(checkpoint, tensor, out.write, advanced)))
+        spans.append((tensor.name, begin, tensor.bytes, copy_tensor(checkpoint, tensor, out.write, advanced)))
         begin += tensor.bytes
     return spans
 
@@ -189,7 +189,7 @@ def _write_torch(
             info.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
             with archive.open(info, "w", force_zip64=True) as member:
                 begin = file.tell()
-                checksum = _copy(checkpoint, tensor, member.write, advanced)
+                checksum = copy_tensor(checkpoint, tensor, member.write, advanced)
             spans.append((tensor.name, begin, tensor.bytes, checksum))
         _add(archive, "archive/version", b"3\n")
     return spans

@@ -164,10 +164,10 @@ async def test_it_is_over_when_what_readers_brought_is_on_the_disk_too(
     async with lake_at(tmp_path) as lake:
         write_runs, released = lake.cache.write_runs, threading.Event()
 
-        def held_back(runs: Sequence[tuple[Version, int, Sequence[memoryview]]]) -> None:
+        def held_back(runs: Sequence[tuple[Version, int, Sequence[memoryview]]], *, spared_s: float) -> bool:
             if any(first in FAR for _, first, _ in runs):
                 assert released.wait(20)
-            write_runs(runs)
+            return write_runs(runs, spared_s=spared_s)
 
         monkeypatch.setattr(lake.cache, "write_runs", held_back)
         await lake.jump(FAR)
