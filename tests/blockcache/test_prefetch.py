@@ -144,9 +144,9 @@ async def test_room_for_the_hashes_of_a_file_counts_before_any_block_is_written(
     async with lake_at(tmp_path, 3 * BLOCKS * MIB) as lake:
         write_runs, released = lake.cache.write_runs, threading.Event()
 
-        def held_back(runs: Sequence[tuple[Version, int, Sequence[memoryview]]]) -> None:
+        def held_back(runs: Sequence[tuple[Version, int, Sequence[memoryview]]], *, spared_s: float) -> bool:
             assert released.wait(20)
-            write_runs(runs)
+            return write_runs(runs, spared_s=spared_s)
 
         monkeypatch.setattr(lake.cache, "write_runs", held_back)
         for version in [lake.store.put(name, DATA) for name in ("one", "two", "three")]:
