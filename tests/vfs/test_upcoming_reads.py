@@ -32,7 +32,7 @@ async def test_named_files_are_there_when_they_are_read(tmp_path: Path) -> None:
         for number in range(FILES):
             await writer.write(f"d/{number}", b"%d" % number * 1000)
         await writer.sync()
-    store.give("d/plain", b"plain" * 1000)
+    store.give("d/plain", b"plain" * 1000, {"mode": "33188"})
     async with lake(store, tmp_path / "node") as node:
         await node.names("d")
         names = [f"d/{number}" for number in range(FILES)]
@@ -44,6 +44,8 @@ async def test_named_files_are_there_when_they_are_read(tmp_path: Path) -> None:
         for number in range(FILES):
             assert await node.read(f"d/{number}") == b"%d" % number * 1000
         assert await node.read("d/plain") == b"plain" * 1000
+        await node.getattr("d/plain")
+        assert not any(request.what == "head" and request.key == "d/plain" for request in list(store.requests))
         assert gets(store) == asked
         local = counters.local
         node.fs.residency.read_ahead(names)

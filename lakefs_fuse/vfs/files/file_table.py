@@ -25,6 +25,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, encode
 from lakefs_fuse.staging.part_layout import PAGE_BYTES
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -328,16 +329,27 @@ class FileTable:
                 target.replaces, target.copied_from, target.if_absent = entry.etag, copied_from, False
 
     def learn_from(self, meta: ObjectMeta) -> None:
-        """Keep the metadata that a GET answered where it belongs to a file in use."""
+        """Keep the metadata that a GET answered where it belongs to a file in use, or is of a plain object that is
+        fetched ahead of use."""
         if meta.metadata is None:
             return
         for file in self._files.values():
-            wanted = file.entry.etag == meta.etag and not file.entry.flags & Flag.ATTRIBUTES_KNOWN
-            if wanted and file.draft is None and file.extent is not None and file.extent.version.key == meta.key:
-                try:
-                    self.learn(file.entry, meta)
-                except CacheError as error:
-                    log.info("the attributes of %s will be asked for: %s", meta.key, error)
+            is_it = file.extent is not None and file.extent.version.key == meta.key and file.entry.etag == meta.etag
+            if is_it and file.draft is None:
+                self._learn_from(file.entry, meta)
+                return
+        names = [name.encode("utf-8", "surrogatepass") for name in meta.key.split("/")]
+        entry = None if meta.key.startswith(RESERVED_PREFIX) else self._tree.resolve(names)
+        if entry is not None and entry.is_plain:
+            self._learn_from(entry, meta)
+
+    def _learn_from(self, entry: Entry, meta: ObjectMeta) -> None:
+        if entry.etag != meta.etag or entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL):
+            return
+        try:
+            self.learn(entry, meta)
+        except CacheError as error:
+            log.info("the attributes of %s will be asked for: %s", meta.key, error)
 
     def learn(self, entry: Entry, meta: ObjectMeta) -> Entry:
         """Write an object's own attributes to its entry."""
