@@ -138,10 +138,11 @@ class BlockReader:
                 return part
         is_kept = not jumps or self._is_at_hand(version, first, stop) or self._admits(version, offset)
         if not is_kept and version.size > (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX):
-            if within is not None and within[1] - within[0] <= BLOCK_BYTES:
-                return (await self._bypass(version, *within, end, reads))[offset - within[0] : end - within[0]]
+            if readahead is not None:
+                self._ahead(version, readahead, offset, length)
             if offset or within is not None:  # else a handle begins to read on
-                return await self._bypass(version, offset, end, end, reads)
+                start, stop_at = _piece(offset, end, within)
+                return (await self._bypass(version, start, stop_at, end, reads))[offset - start : end - start]
         found = self._gather(version, first, stop, readahead, jumps, is_kept)
         if readahead is not None:
             self._ahead(version, readahead, offset, length)
@@ -473,6 +474,16 @@ class BlockReader:
         if len(fetched.data) != end - start:
             raise StoreError(f"{version.key}: the store answered {len(fetched.data)} bytes of {end - start}")
         return fetched, wrong
+
+
+def _piece(offset: int, end: int, within: tuple[int, int] | None) -> tuple[int, int]:
+    """What to read at once past the cache: of a file that is a part of its version up to a block of it, since its
+    reader wants the rest; else what is asked for."""
+    if within is None:
+        return offset, end
+    start = offset - (offset - within[0]) % BLOCK_BYTES
+    stop = min(start + BLOCK_BYTES, within[1])
+    return (start, stop) if end <= stop else (offset, end)
 
 
 async def _wait(block: PendingBlock, wanted: int, reads: ReadMetrics) -> memoryview:

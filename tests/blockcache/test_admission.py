@@ -155,6 +155,32 @@ async def test_who_reads_on_gets_a_place_whatever_is_in_use(tmp_path: Path) -> N
         assert lake.store.gets == []
 
 
+async def test_who_reads_on_from_the_middle_gets_readahead_in_a_full_cache(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        await lake.epoch("a", 0)
+        lake.store.objects["large"] = large = content("large", 24 * MIB)
+        lake.store.gets.clear()
+        readahead, step = Readahead(), MIB // 8
+        for at in range(8 * MIB, 24 * MIB, step):
+            data = await lake.reader.read(lake.store.version("large"), at, step, readahead)
+            assert bytes(data) == large[at : at + step]
+        await lake.settled()
+        assert len(lake.store.gets) <= 12
+        assert lake.fetched() * DATA_SET_BYTES <= 17 * MIB
+
+
+async def test_large_file_of_a_pack_is_read_by_the_block_in_a_full_cache(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        await lake.epoch("a", 0)
+        lake.store.gets.clear()
+        begin, end = 1000, 1000 + 5 * MIB // 2
+        for at in range(begin, end, MIB // 8):
+            stop = min(at + MIB // 8, end)
+            data = await lake.reader.read(lake.store.version("b0"), at, stop - at, within=(begin, end))
+            assert bytes(data) == DATA[at:stop]
+        assert len(lake.store.gets) == 3
+
+
 async def test_file_in_a_full_cache_is_one_request_whatever_its_readers(tmp_path: Path) -> None:
     async with lake_at(tmp_path) as lake:
         await lake.epoch("a", 0)
