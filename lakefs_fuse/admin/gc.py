@@ -20,6 +20,9 @@ The steps, and what being killed in or after each leaves:
 6. **Bundles** whose commits are all in an index: copies, which nobody needs then. Killed half-way: some are deleted.
 7. **Superseded objects**: plain objects that commits hide (`superseded_objects`); unreferenced objects under
    ``.lakefs/objects/`` and unfinished uploads, both only when days old, because the commit of an upload comes after it.
+   An object goes only if a run that was a grace period earlier found it unreferenced, too (*unreferenced for a grace
+   period*): its last name may be another one than that of its key, and a mount that has not heard of the end of that
+   name may rename it. Killed half-way: grace periods begin later.
 8. **Time of the collection**, for those who ask whether the lake is due for the next one (`maintenance`).
 
 A grace period of 0 is for lakes that are mounted nowhere: a mount that has not polled may fail to read what was moved.
@@ -94,6 +97,8 @@ class Collected:
     late: int = 0
     plain: Swept = field(default_factory=Swept)
     unreferenced: Swept = field(default_factory=Swept)
+    later: Swept = field(default_factory=Swept)
+    """Superseded objects in their grace period."""
     uploads_aborted: int = 0
     folded: bool = False
 
@@ -112,10 +117,11 @@ class Collected:
             "files_damaged": self.moved.damaged,
             "commits_deleted": self.commits_deleted,
             "commits_later": self.commits_later,
-            "bytes_later": self.bytes_later,
+            "bytes_later": self.bytes_later + self.later.bytes,
             "commits_unreadable": self.unreadable,
             "commits_late": self.late,
             "objects_deleted": self.plain.objects + self.unreferenced.objects,
+            "objects_later": self.later.objects,
             "uploads_aborted": self.uploads_aborted,
             "folded": self.folded,
         }
@@ -128,10 +134,10 @@ class Collected:
             f"{self.moved.bytes_written:,} bytes {'would be ' if dry_run else ''}written: the live files of "
             f"{self.packs_rewritten:,} packs"
         ]
-        if self.commits_later:
+        if self.commits_later or self.later.objects:
             lines.append(
-                f"{self.bytes_later:,} bytes in {self.commits_later:,} dead commits are deleted by a run after the "
-                "grace period (--grace, --wait)"
+                f"{self.bytes_later + self.later.bytes:,} bytes in {self.commits_later:,} dead commits and "
+                f"{self.later.objects:,} objects are deleted by a run after the grace period (--grace, --wait)"
             )
         if self.unreadable:
             lines.append(f"nothing was deleted, because {self.unreadable:,} commits cannot be read: run fsck")
@@ -164,6 +170,9 @@ class Collector:
         self._kept: set[str] = set()
         """Keys of objects that named snapshots refer to."""
         self._recorded: dict[str, int] = {}
+        self._known: dict[str, tuple[str, int]] = {}
+        self._found: dict[str, tuple[str, int]] = {}
+        """`GcRecord.unreferenced`, as the last search left it, and as this one does."""
         self._horizon = 0
         """Of the newest index, as of the last check."""
         self.done = Collected()
@@ -175,20 +184,21 @@ class Collector:
         self._contained.update(old.dead)
         self._kept = await snapshots.kept_objects(self._lake.client)
         named = {row.key for row in self._lake.tree.objects.rows() if row.is_pack and row.entries > 0}
+        self._known = {
+            key: (etag, since)
+            for key, (etag, since) in old.unreferenced.items()
+            if not self._lake.references(key, etag)
+        }
         await self._rewrite()
         gc_record = await self._fold_dead(old, await self._find_dead(), named)
-        if options.wait and options.grace_s and not options.dry_run and gc_record.dead:
-            self._report("waiting for the grace period", 0, 0)
-            youngest = max(gc_record.dead.values())
-            await self._sleep(max(0.0, options.grace_s - (self._lake.clock.wall_ns() - youngest) / NS))
+        if options.wait and options.grace_s and not options.dry_run:
+            gc_record = await self._delete_objects(gc_record)
+            if since := [*gc_record.dead.values(), *(since for _, since in gc_record.unreferenced.values())]:
+                self._report("waiting for the grace period", 0, 0)
+                await self._sleep(max(0.0, options.grace_s - (self._lake.clock.wall_ns() - max(since)) / NS))
         await self._delete_dead(gc_record)
         await self._delete_bundles()
-        self._report("finding superseded objects", 0, 0)
-        await sweep(
-            self._lake, "", self.done.plain, grace_s=options.grace_s, removed=True, dry_run=options.dry_run
-        )  # fmt: skip
-        _require_deleted(self.done.plain)
-        await self._delete_unreferenced()
+        await self._delete_objects(gc_record)
         await self._delete_spills()
         await self._abort_uploads()
         self.done.late = len(self._late)
@@ -310,7 +320,7 @@ class Collector:
         since = {meta.key: min(now, noted.get(meta.key, now)) for meta in dead}
         newest = max((_time_of(key) for key in since), default=0)
         horizon = max(old.horizon, newest + 1) if since else old.horizon
-        gc_record = GcRecord(horizon=horizon, dead=since)
+        gc_record = GcRecord(horizon=horizon, dead=since, unreferenced=self._known)
         if self._options.dry_run:
             return gc_record
         is_needed = bool(since) and (horizon > old.horizon or not await self._has_index())
@@ -392,6 +402,36 @@ class Collector:
     def _is_unreferenced(self, meta: ObjectMeta) -> bool:
         return meta.key not in self._kept and not self._lake.references(meta.key, meta.etag)
 
+    async def _delete_objects(self, gc_record: GcRecord) -> GcRecord:
+        """Delete superseded objects after their grace period, and record since when the others are."""
+        lake, options = self._lake, self._options
+        self._report("finding superseded objects", 0, 0)
+        self._found, self.done.later = {}, Swept()
+        await sweep(
+            lake, "", self.done.plain, grace_s=options.grace_s, removed=True, is_due=self._is_due,
+            dry_run=options.dry_run,
+        )  # fmt: skip
+        _require_deleted(self.done.plain)
+        await self._delete_unreferenced()
+        self._known = self._found
+        after = msgspec.structs.replace(gc_record, unreferenced=self._found)
+        if after != gc_record and not options.dry_run:
+            await write_gc_record(lake.client, after, lake.clock.now())
+        return after
+
+    def _is_due(self, meta: ObjectMeta) -> bool:
+        """An unreferenced object was so a grace period ago. Another one is recorded, if there is room."""
+        now = self._lake.clock.wall_ns()
+        etag, since = self._known.get(meta.key, ("", now))
+        since = min(now, max(since, meta.mtime_ns)) if etag == meta.etag else now
+        if (now - since) / NS >= self._options.grace_s:
+            return True
+        if len(self._found) < UNREFERENCED_MAX:
+            self._found[meta.key] = (meta.etag, since)
+        self.done.later.objects += 1
+        self.done.later.bytes += meta.size
+        return False
+
     async def _delete_unreferenced(self) -> None:
         lake, older_s = self._lake, self._options.uploads_older_s
         async with aclosing(lake.client.list_all(OBJECTS)) as pages:
@@ -399,11 +439,13 @@ class Collector:
                 doomed = [
                     meta
                     for meta in page.objects
-                    if self._is_unreferenced(meta) and self._is_older(meta.mtime_ns, older_s)
+                    if not lake.refused
+                    and self._is_unreferenced(meta)
+                    and self._is_older(meta.mtime_ns, older_s)
+                    and self._is_due(meta)
                 ]
-                if not lake.refused:
-                    await self._delete_batches(doomed, self._is_unreferenced, self.done.unreferenced)
-                    _require_deleted(self.done.unreferenced)
+                await self._delete_batches(doomed, self._is_unreferenced, self.done.unreferenced)
+                _require_deleted(self.done.unreferenced)
 
     async def _delete_spills(self) -> None:
         """Delete spilled parts of dead nodes; living nodes keep files open for less than that time."""
@@ -444,17 +486,21 @@ def _time_of(key: str) -> int:
 RECORDS = f"{RESERVED_PREFIX}gc/"
 FORMAT = 1
 RECORD_BYTES_MAX = 256 << 20
+UNREFERENCED_MAX = 200_000
+"""Objects in a record, 210 MB with the longest keys; the grace periods of others begin in a later run."""
 
 
 class GcRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a run of gc leaves for the next one, which needs a memory of grace periods.
 
     ``dead``: key → time (ns since 1970) of the first run that saw it dead. ``horizon``: commits older than this had
-    been folded into an index when the record was written."""
+    been folded into an index when the record was written. ``unreferenced``: key → ETag of a superseded object, and the
+    time of the first run that saw it without a name."""
 
     format: int = FORMAT
     horizon: int = 0
     dead: dict[str, int] = {}
+    unreferenced: dict[str, tuple[str, int]] = {}
 
 
 async def read_gc_record(client: StoreClient) -> GcRecord:
@@ -476,7 +522,7 @@ async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -
     """Write a record in place of all older ones. Raises LakeError."""
     old = [meta.key for meta in await _gc_records(client)]
     key = f"{RECORDS}{time_ns:016x}"
-    if record.dead or record.horizon:
+    if record.dead or record.horizon or record.unreferenced:
         await client.put(key, msgspec.msgpack.encode(record))
     await client.delete_many([each for each in old if each < key])
 

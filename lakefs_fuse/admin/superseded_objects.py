@@ -10,7 +10,7 @@ A crash leaves some of the objects. Tasks of one trio loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -61,9 +61,18 @@ def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int | No
 
 
 async def sweep(
-    lake: LakeView, prefix: str, swept: Swept, *, grace_s: float, removed: bool, dry_run: bool = False, only: str = ""
+    lake: LakeView,
+    prefix: str,
+    swept: Swept,
+    *,
+    grace_s: float,
+    removed: bool,
+    is_due: Callable[[ObjectMeta], bool] = lambda _: True,
+    dry_run: bool = False,
+    only: str = "",
 ) -> None:
     """Delete superseded objects whose keys begin with ``prefix`` (``only``: the one with that key), and count them.
+    ``is_due`` is asked of each of them, and keeps it for a later run by answering False.
 
     Deletes none while a commit cannot be read, because it may refer to them. Raises LakeError."""
     if not await _refresh(lake):
@@ -77,11 +86,11 @@ async def sweep(
                 since = hidden_since(lake, meta, removed=removed)
                 if since is None:
                     continue
-                left_s = grace_s - (lake.clock.wall_ns() - since) / NS
+                left_s, is_known = grace_s - (lake.clock.wall_ns() - since) / NS, is_due(meta)
                 if grace_s and left_s > 0:
                     swept.young += 1
                     swept.wait_s = max(swept.wait_s, left_s)
-                else:
+                elif is_known:
                     doomed.append(meta)
             if doomed:
                 if not await _refresh(lake):  # the listing before took time

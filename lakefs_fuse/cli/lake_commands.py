@@ -182,7 +182,7 @@ def snapshot(
 @argument("source", SOURCE_HELP)
 @option("--live-below", type=click.FloatRange(0, 100), default=75, metavar="PERCENT", help="Rewrite a pack when less "
         "than this percentage of its bytes is referenced. Raise it to reclaim more, at more traffic.")  # fmt: skip
-@option("--grace", type=DURATION, default="1h", help="Minimum time between finding a pack or commit unreferenced and "
+@option("--grace", type=DURATION, default="1h", help="Minimum time between finding an object unreferenced and "
         "deleting it; 0 where the lake is mounted nowhere.")  # fmt: skip
 @option("--wait", is_flag=True, help="Wait for the grace period and delete in this run, instead of in a later one.")
 @option("--uploads-older-than", type=DURATION, default="7d", help="Abort unfinished multipart uploads of this age. "
@@ -202,8 +202,8 @@ def gc(
 ) -> int:
     """Reclaim space of removed and replaced files.
 
-    Rewrites packs with many unreferenced bytes, deletes unreferenced packs and commits after a grace period, deletes
-    objects of removed files, and aborts abandoned uploads. Mounts do this by themselves about once a day, unless they
+    Rewrites packs with many unreferenced bytes, deletes unreferenced packs and commits, and objects of removed files,
+    after a grace period, and aborts abandoned uploads. Mounts do this by themselves about once a day, unless they
     are mounted with --maintenance off: run it to free space sooner. A later run deletes what this one found. Mounts may
     read and write meanwhile, and an interruption loses nothing.
 

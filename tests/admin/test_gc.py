@@ -22,7 +22,7 @@ from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent, work_of
 from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.tiers import sized
-from tests.vfs.lakes import Clock, Lake, lake
+from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 
 NOW = GcArgs(grace_s=0)
 FILES = dataset(60)
@@ -227,6 +227,43 @@ async def test_objects_that_nothing_refers_to_and_uploads_go_when_they_are_days_
     assert (done.uploads_aborted, done.unreferenced.objects) == (1, 1)
     assert [upload.key for upload in store.uploads.values()] == ["young"]
     assert [key for key in store.objects if key.startswith(".lakefs/objects/")] == [".lakefs/objects/used"]
+
+
+@pytest.mark.parametrize("how", ["clone", "rename"])
+async def test_object_whose_last_name_has_just_ended_stays_for_nodes_that_rename_it(
+    clock: Clock, tmp_path: Path, how: str
+) -> None:
+    """Object and key are old; one node removes the name, and another, which has not heard of that, renames it."""
+    store, data = MemoryStore(), b"bytes"
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=300.0) as (one, two):
+        await one.write("first", data)
+        await (one.fs.clone("first", "name") if how == "clone" else one.rename("first", "name"))
+        await one.fs.sync_names()
+        clock.advance(8 * 86400)
+        await one.poll()
+        await two.poll()
+        await one.unlink("name")
+        await one.fs.sync_names()
+        clock.advance(5)
+        done = await collect(store, clock, GcArgs(grace_s=3600))
+        assert (done.plain.objects, done.unreferenced.objects, done.later.objects) == (0, 0, 1)
+        await two.rename("name", "other")
+        await two.fs.sync_names()
+    expected = {"other": data} | ({"first": data} if how == "clone" else {})
+    assert await fresh(store, clock, tmp_path) == expected
+    async with mounted(store, clock, tmp_path / "last") as node:
+        clock.advance(3600)
+        assert not (await collect(store, clock, GcArgs(grace_s=3600))).later.objects
+        await give_removal(node, "other")
+    done = await collect(store, clock, GcArgs(grace_s=3600, wait=True))
+    assert done.plain.objects + done.unreferenced.objects == 1
+
+
+async def give_removal(node: Lake, path: str) -> None:
+    """The name goes, and the node leaves the object to `gc`."""
+    node.parts.deletions.add = lambda *_: None  # type: ignore[method-assign]
+    await node.unlink(path)
+    await node.fs.sync_names()
 
 
 async def test_spilled_parts_of_dead_nodes_go_when_they_are_days_old(store: MemoryStore, clock: Clock) -> None:
