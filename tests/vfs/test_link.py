@@ -229,3 +229,27 @@ async def test_link_that_another_node_renames_meanwhile_is_not_undone(tmp_path: 
         await one.poll()
         for node in (one, two):
             assert await node.tree() == {"f": b"first", "h": b"first"}
+
+
+async def test_counting_many_links_of_one_file_reads_each_entry_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """READDIR asks for each name, in one step."""
+    async with lake(MemoryStore(), tmp_path, pack="never") as m:
+        await m.write("f", b"first")
+        linked = [(await link(m, "f", f"{number}")).inode for number in range(20)]
+        tree, read = m.fs.namespace.tree, list[int]()
+        entry_of = tree.entry
+        monkeypatch.setattr(tree, "entry", lambda inode: read.append(inode) or entry_of(inode))
+        assert {m.fs.link_count(inode) for inode in linked} == {21}
+        assert not m.fs.knows_links_in(linked[0])
+        assert len(read) <= 21
+        monkeypatch.undo()
+        monkeypatch.setattr(linking, "LINKED_MAX", 10)
+        last = await link(m, "f", "last")
+        assert m.fs.link_count(last.inode) == 10
+        for number in range(20):
+            await m.unlink(f"{number}")
+        await m.unlink("f")
+        assert m.fs.link_count(last.inode) == 1
+        assert not m.fs.knows_links_in(last.parent)

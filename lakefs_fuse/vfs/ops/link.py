@@ -23,6 +23,7 @@ from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import FileError, Overtaken, PreconditionFailed, Superseded
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.meta.tree_events import TreeEvents
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 from lakefs_fuse.store.server_copy import ABORT_S_MAX, COPY_PART_BYTES
 from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
@@ -41,11 +42,15 @@ LINKED_MAX = 1024
 
 
 class LinkCounts:
-    """How many names files of this node have: those that it linked, the last LINKED_MAX."""
+    """How many names files of this node have: those that it linked, the last LINKED_MAX.
 
-    def __init__(self, tree: Tree) -> None:
+    *Alive in groups*: a group has two inodes or more, all of which have names; `of` is one look-up, because READDIR
+    asks for each name."""
+
+    def __init__(self, tree: Tree, events: TreeEvents) -> None:
         self._tree = tree
         self._groups: dict[int, set[int]] = {}
+        events.inode_dropped.append(self._drop)
 
     def add(self, source: int, linked: int) -> None:
         """A file has got another name, which has an inode of its own."""
@@ -54,21 +59,23 @@ class LinkCounts:
             self._groups.pop(inode, None)
             self._groups[inode] = group
         while len(self._groups) > LINKED_MAX:
-            del self._groups[next(iter(self._groups))]
+            self._drop(next(iter(self._groups)))
+
+    def _drop(self, inode: int) -> None:
+        group = self._groups.pop(inode, None)
+        if group is not None:
+            group.discard(inode)
+            if len(group) == 1:
+                del self._groups[group.pop()]
 
     def of(self, inode: int) -> int:
         """Names of a file, this one included; 1 where it was not linked here."""
         group = self._groups.get(inode)
-        if group is None:
-            return 1
-        for gone in [each for each in group if each != inode and self._tree.entry(each) is None]:
-            group.discard(gone)
-            self._groups.pop(gone, None)
-        return len(group)
+        return 1 if group is None else len(group)
 
     def any_in(self, directory: int) -> bool:
         """A file in the directory has another name."""
-        entries = (self._tree.entry(inode) for inode in list(self._groups) if self.of(inode) > 1)
+        entries = (self._tree.entry(inode) for inode in self._groups)
         return any(entry is not None and entry.parent == directory for entry in entries)
 
 
@@ -88,7 +95,7 @@ class Links:
         """``mode`` as `MountConfig.hard_links`."""
         self._mode, self._ns, self._drafts, self._io, self._writer = mode, namespace, drafts, io, writer
         self._writeback, self._reader, self._client = writeback, reader, drafts.services.client
-        self.counts = LinkCounts(namespace.tree)
+        self.counts = LinkCounts(namespace.tree, namespace.events)
 
     async def link(self, source: Entry, parent: int, name: bytes) -> Entry:
         """Give a file another name. Raises FileError: EPERM where the store has no condition for that, or links are
