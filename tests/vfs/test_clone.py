@@ -9,9 +9,10 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.vfs.ops import clone as cloning
 from lakefs_fuse.vfs.ops import rename
 from tests.fakes import delete_all_due
-from tests.memory_store import Failures, MemoryStore, Pause
+from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import rewrite
 
@@ -191,6 +192,51 @@ async def test_clone_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert "copy" not in await m.names()
         await delete_all_due(m.parts.deletions)
         assert not [key for key in store.objects if key.startswith(".lakefs/objects/")]
+
+
+async def test_copies_of_a_clone_that_fails_are_discarded_in_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cloning, "NAMES_PER_STEP", 8)
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never", retry_timeout_s=0.0) as m:
+        await m.mkdir("d")
+        for number in range(20):
+            await m.write(f"d/{number}", b"%d" % number)
+        await m.sync()
+        schedule, batches = m.parts.deletions.schedule, list[int]()
+        monkeypatch.setattr(m.parts.deletions, "schedule", lambda *some: batches.append(len(some)) or schedule(*some))
+        store.hook = Failures(lambda request: request.what == "put", Unavailable("away"), count=1000)
+        with pytest.raises(Unavailable):
+            await m.fs.clone("d", "copy")
+        store.hook = lambda _request, _when: None
+        assert batches == [8, 8, 4]
+        await m.sync()
+        assert not [key for key in store.objects if key.startswith(".lakefs/objects/")]
+
+
+@pytest.mark.parametrize("delete_after_s", [0.0, 300.0])
+async def test_clone_whose_answer_is_lost_is_there_with_its_bytes(tmp_path: Path, delete_after_s: float) -> None:
+    store, clock, lost = MemoryStore(), Clock(), list[str]()
+    async with lake(
+        store, tmp_path, clock=clock, pack="never", retry_timeout_s=0.0, delete_after_s=delete_after_s
+    ) as m:
+        await m.write("f", b"first")
+
+        def fails(request: Request) -> bool:
+            if request.what == "put" and request.key.startswith(".lakefs/commits/"):
+                lost.append(request.key)
+            return bool(lost)
+
+        store.hook = Failures(fails, Unavailable("lost"), count=1000, when="after")
+        with pytest.raises(Unavailable):
+            await m.fs.clone("f", "g")
+        store.hook = lambda _request, _when: None
+        clock.advance(1000)
+        await m.sync()
+        assert await m.tree() == {"f": b"first", "g": b"first"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.read("g") == b"first"
 
 
 async def test_large_directory_is_copied_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,10 +94,11 @@ class DeletionQueue:
         if self.waiting >= DELETE_KEYS_MAX:
             self._full.set()
 
-    def schedule(self, doomed: Deletion) -> None:
-        """Queue one deletion, in a batch of its own. Raises CacheError."""
+    def schedule(self, *doomed: Deletion) -> None:
+        """Queue deletions, in a batch of their own. Raises CacheError."""
         batch = Batch()
-        self.add(batch, doomed)
+        for each in doomed:
+            self.add(batch, each)
         self._db.commit(batch)
 
     def note_stored(self, key: str, etag: str) -> None:

@@ -106,7 +106,7 @@ class Clones:
             used.clear()
             raise
         finally:
-            self._discard([copied for each, copied in copies.items() if each not in used])
+            await self._discard([copied for each, copied in copies.items() if each not in used])
         self._ns.announce_name(parent, name.encode())
         for listener in self._ns.events.kernel_told:
             await listener()
@@ -183,9 +183,11 @@ class Clones:
             if now.is_dir:
                 yield from self._ns.tree.below(now.inode, path)
 
-    def _discard(self, copied: list[ObjectMeta]) -> None:
-        for each in copied:
-            self._deletions.schedule(Deletion(each.key, each.etag))
+    async def _discard(self, copied: list[ObjectMeta]) -> None:
+        with trio.CancelScope(shield=True):
+            for at in range(0, len(copied), NAMES_PER_STEP):
+                self._deletions.schedule(*(Deletion(each.key, each.etag) for each in copied[at : at + NAMES_PER_STEP]))
+                await trio.lowlevel.checkpoint()
 
     # -- the commit
 
