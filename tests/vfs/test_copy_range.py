@@ -12,7 +12,8 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.ops import io
 from tests.memory_store import MemoryStore
-from tests.vfs.lakes import Lake, lake, two_lakes
+from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import rewrite
 
 pytestmark = pytest.mark.usefixtures("small_parts_may_be_copied")
 KIB = 1024
@@ -120,6 +121,31 @@ async def test_source_that_another_node_replaced_is_left_to_the_kernel(tmp_path:
             await m.fs.copy_range(source, 0, (await m.found("g")).inode, 0, 10)
         assert raised.value.errno == errno.EOPNOTSUPP
         await m.close(handle)
+
+
+@pytest.mark.parametrize("how", ["rewrite", "truncate", "unlink", "create"])
+async def test_source_that_changes_here_before_the_copy_is_closed_stays_in_the_copy(tmp_path: Path, how: str) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never", delete_after_s=300.0) as m:
+        await m.write("f", SOURCE)
+        handle = await m.create("g")
+        assert await copy(m, "f", "g", 0, len(SOURCE)) == len(SOURCE)
+        if how == "rewrite":
+            await rewrite(m, "f", b"new")
+        elif how == "truncate":
+            await m.close(await m.open("f", os.O_WRONLY | os.O_TRUNC))
+        else:
+            await m.unlink("f")
+        if how == "create":
+            await m.write("f", b"new")
+        await m.close(handle)
+        await m.fs.make_durable()
+        clock.advance(1000)
+        await m.sync()
+        left = {"rewrite": {"f": b"new"}, "truncate": {"f": b""}, "create": {"f": b"new"}}.get(how, {})
+        assert await m.tree() == {"g": SOURCE, **left}
+        await rewrite(m, "f", b"again") if left else await m.write("f", b"again")
+        assert store.data("f") == b"again", "its key is free again"
 
 
 async def test_store_that_cannot_copy_parts_leaves_it_to_the_kernel(tmp_path: Path) -> None:

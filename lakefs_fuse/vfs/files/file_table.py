@@ -100,6 +100,7 @@ class FileTable:
         self.by_inode = self._files = dict[int, OpenFile]()  # the first name is for readers
         self.get, self.forget_record = self._files.get, self._journal.remove
         self._renamed: set[int] = set()
+        self._copies: set[int] = set()
         events.inode_dropped.append(self.hold)
         events.metadata_read.append(self.learn_from)
         events.keys_unlisted.append(self.strays)
@@ -232,7 +233,18 @@ class FileTable:
             self._tree.objects.is_reserved(key)
             or any(is_reserved(key) for is_reserved in self.events.key_reservations)
             or key in self.strays()
+            or self._is_copied_from(key)
         )
+
+    def add_copy(self, file: OpenFile) -> None:
+        """The draft of a file consists of another file's bytes, which stay at their key until it is published."""
+        self._copies.add(file.entry.inode)
+
+    def _is_copied_from(self, key: str) -> bool:
+        drafts = {inode: file.draft for inode in self._copies if (file := self._files.get(inode)) is not None}
+        copies = {inode: draft for inode, draft in drafts.items() if draft is not None and draft.copies}
+        self._copies = set(copies)
+        return any(draft.base is not None and draft.base.version.key == key for draft in copies.values())
 
     def strays(self) -> set[str]:
         """Keys where files are, or will be, stored that were renamed after their upload began."""

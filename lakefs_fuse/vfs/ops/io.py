@@ -174,7 +174,10 @@ class FileIO:
             is_copied = await self._drafts.draft(file).copy_from(extent, offset, end)
         except DraftEnded:
             return 0
-        return end - offset if is_copied else 0
+        if not is_copied:
+            return 0
+        self._files.add_copy(file)
+        return end - offset
 
     async def _draft_to_change(self, file: OpenFile) -> Draft:
         if file.draft is not None and file.draft.sequence:
