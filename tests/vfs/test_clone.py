@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.ops import clone as cloning
 from lakefs_fuse.vfs.ops import rename
 from tests.fakes import delete_all_due
@@ -205,7 +206,12 @@ async def test_copies_of_a_clone_that_fails_are_discarded_in_steps(
             await m.write(f"d/{number}", b"%d" % number)
         await m.sync()
         schedule, batches = m.parts.deletions.schedule, list[int]()
-        monkeypatch.setattr(m.parts.deletions, "schedule", lambda *some: batches.append(len(some)) or schedule(*some))
+
+        def count(*some: Deletion) -> None:
+            batches.append(len(some))
+            schedule(*some)
+
+        monkeypatch.setattr(m.parts.deletions, "schedule", count)
         store.hook = Failures(lambda request: request.what == "put", Unavailable("away"), count=1000)
         with pytest.raises(Unavailable):
             await m.fs.clone("d", "copy")

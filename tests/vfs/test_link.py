@@ -240,7 +240,12 @@ async def test_counting_many_links_of_one_file_reads_each_entry_once(
         linked = [(await link(m, "f", f"{number}")).inode for number in range(20)]
         tree, read = m.fs.namespace.tree, list[int]()
         entry_of = tree.entry
-        monkeypatch.setattr(tree, "entry", lambda inode: read.append(inode) or entry_of(inode))
+
+        def count(inode: int) -> Entry | None:
+            read.append(inode)
+            return entry_of(inode)
+
+        monkeypatch.setattr(tree, "entry", count)
         assert {m.fs.link_count(inode) for inode in linked} == {21}
         assert not m.fs.knows_links_in(linked[0])
         assert len(read) <= 21
