@@ -274,12 +274,14 @@ def removal_after_a_return(do: Script) -> None:
 
 
 def gc_after_a_rename(do: Script) -> None:
-    """A renames d to e, whose objects stay at their keys for now; gc runs meanwhile."""
+    """A renames d to e, whose objects stay at their keys; gc runs, and once more after its grace period."""
     a, b, *_ = do.actors()
     d, e = do.name("d"), do.name("e")
     at_s = do.prepare(b, plans.Mkdir(path=d), do.new(f"{d}/f", PLAIN), do.new(f"{d}/g", PLAIN))
     do.do(at_s, a, plans.Rename(old=d, new=e))
-    do.do(at_s + do.between(3.0, 8.0), b, plans.Admin(what="gc", grace_s=do.rng.choice([1.0, 2.0])), user=1)
+    first_s, grace_s = at_s + do.between(3.0, 8.0), do.rng.choice([1.0, 2.0])
+    for gc_s in (first_s, first_s + grace_s + 2.0):
+        do.do(gc_s, b, plans.Admin(what="gc", grace_s=grace_s), user=1)
 
 
 def removed_then_packed(do: Script) -> None:
