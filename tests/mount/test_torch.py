@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -228,19 +229,24 @@ def put_images(lake: Lake) -> None:
         list(pool.map(put, range(IMAGES)))
 
 
+def stats_after_epochs(lake: Lake, named_by: str = "") -> list[dict[str, Any]]:
+    """Counters after the first and the second epoch of a loader; ``named_by``: what names its files to the mount."""
+    found = []
+    with script(LOADER, str(lake.path / "train"), str(IMAGES), named_by) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline() == "epoch\n"
+            found.append(lake.stats())
+            ask(process)
+    return found
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_a_data_loader_with_four_workers(store: str, make_lake: LakeMaker) -> None:
     lake = make_lake(store, "--refresh", "1h", "--metadata-ttl", "1h")
     put_images(lake)
     lake.mount()
-    with script(LOADER, str(lake.path / "train"), str(IMAGES), "") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "epoch\n"
-        first = lake.stats()
-        ask(process)
-        assert process.stdout.readline() == "epoch\n"
-        second = lake.stats()
-        ask(process)
+    first, second = stats_after_epochs(lake)
     assert number(first, "store.requests.get") == IMAGES
     assert number(first, "store.requests.list") <= 24
     assert second["store"] == first["store"], "the second epoch asks the store for nothing"
@@ -255,14 +261,7 @@ def test_a_data_loader_whose_files_are_read_ahead(named_by: str, make_lake: Lake
     lake = make_lake("seaweedfs", "--refresh", "1h", "--metadata-ttl", "1h")
     put_images(lake)
     lake.mount()
-    with script(LOADER, str(lake.path / "train"), str(IMAGES), named_by) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "epoch\n"
-        first = lake.stats()
-        ask(process)
-        assert process.stdout.readline() == "epoch\n"
-        second = lake.stats()
-        ask(process)
+    first, second = stats_after_epochs(lake, named_by)
     assert number(first, "store.requests.get") == IMAGES
     assert number(second, "store.requests.get") == IMAGES
     named = 2 * IMAGES
