@@ -107,7 +107,8 @@ class ReadAheadDataset:
 
 
 def _indices(item: Any) -> Sequence[Any]:
-    return item if isinstance(item, list | tuple) else (item,)
+    """Of a batch, which is a list; a tuple may be the index of one sample."""
+    return item if isinstance(item, list) else (item,)
 
 
 def _as_paths(paths: Path | Sequence[Path]) -> Sequence[Path]:

@@ -122,6 +122,14 @@ def test_files_are_named_so_many_samples_ahead(daemon: Daemon) -> None:
     assert daemon.names[1] == daemon.names[0] + ".json"
 
 
+def test_index_that_is_a_tuple_is_one_sample(daemon: Daemon) -> None:
+    every = paths(daemon)
+    indices = [(number, "crop") for number in range(100)]
+    assert list(ReadAhead(indices, lambda index: every[index[0]])) == indices
+    wait_named(daemon, 100)
+    assert daemon.names == names(range(100))
+
+
 def test_iteration_that_is_given_up_names_no_more_files(daemon: Daemon) -> None:
     for count, _ in enumerate(ReadAhead(Sampler(), paths(daemon), ahead=100)):
         if count == 10:

@@ -171,12 +171,11 @@ def _write_torch(
     out: BinaryIO, checkpoint: ShardedCheckpoint, tensors: Sequence[ShardedTensor],
     objects: Sequence[tuple[Any, Any]], prefix: str, advanced: Callable[[int], object],
 ) -> list[Span]:  # fmt: skip
-    skipped = len([part for part in prefix.split(".") if part]) if prefix.endswith(".") else 0
     tree: dict[str | int, Any] = {}
     for key, tensor in enumerate(tensors):
-        _place(tree, tensor.path[skipped:] or (tensor.name,), NewTensor(str(key), tensor.dtype, tensor.size))
+        _place(tree, _without(tensor.path, prefix), NewTensor(str(key), tensor.dtype, tensor.size))
     for item, value in objects:
-        _place(tree, item.path[skipped:] or (item.name,), value)
+        _place(tree, _without(item.path, prefix), value)
     spans = list[Span]()
     file = _Forward(out)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -197,6 +196,16 @@ def _write_torch(
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
     archive.writestr(zipfile.ZipInfo(name, _DATE), data)
+
+
+def _without(path: tuple[str | int, ...], prefix: str) -> tuple[str | int, ...]:
+    """A path without a text with which its name begins; its last key keeps at least that."""
+    for number, key in enumerate(path):
+        if not prefix or number == len(path) - 1 or not prefix.startswith(f"{key}."):
+            left = str(key).removeprefix(prefix)
+            return (left, *path[number + 1 :]) if prefix and left else path[number:]
+        prefix = prefix.removeprefix(f"{key}.")
+    return path
 
 
 def _place(tree: dict[str | int, Any], path: Sequence[str | int], value: object) -> None:

@@ -29,6 +29,10 @@ METADATA = ".metadata"
 METADATA_BYTES_MAX = 1 << 30
 SLAB_BYTES = 8 << 20
 FILES_OPEN_MAX = 32
+BROKEN = (
+    zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, KeyError, ValueError, RuntimeError, OverflowError,
+)  # fmt: skip
+"""What `zipfile` raises for an archive that is damaged, encrypted, or of a kind that it does not read."""
 _LOCAL = struct.Struct("<4s22xHH")
 
 
@@ -140,7 +144,7 @@ class ShardedCheckpoint:
             value = load(archive.read(pickled))
         except LakeError as error:
             raise LakeError(f"{item.name}: {error}") from error
-        except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
+        except BROKEN as error:
             raise LakeError(f"{item.name} in {item.place.file} cannot be read: {error}") from error
         if not is_plain(value):
             raise LakeError(f"{item.name} holds a {type(value).__name__}, which only its own program can read")
@@ -167,7 +171,7 @@ class ShardedCheckpoint:
             begin = chunk.place.offset + _data_offset(archive, info)
         except LakeError as error:
             raise LakeError(f"{where}: {error}") from error
-        except (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError) as error:
+        except BROKEN as error:
             raise LakeError(f"{where} cannot be read: {error}") from error
         itemsize = DTYPE_BYTES[tensor.dtype]
         length, skipped = math.prod(chunk.sizes) * itemsize, found.offset * itemsize

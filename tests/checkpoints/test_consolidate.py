@@ -9,6 +9,7 @@ import sys
 import warnings
 import zipfile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -107,6 +108,9 @@ def test_safetensors_have_the_tensors_below_a_prefix(tmp_path: Path) -> None:
     assert (made.tensors, made.objects, made.format) == (3, 0, "safetensors")
     consolidate(shards, tmp_path / "m.pt", prefix="model.")
     assert same(ordered(torch.load(tmp_path / "m.pt")), ordered(model))
+    for prefix, expected in {"mod": {"el": model}, "model.b.": model["b"], "model.b.c": {"c": model["b"]["c"]}}.items():
+        consolidate(shards, tmp_path / "m.pt", prefix=prefix, force=True)
+        assert same(ordered(torch.load(tmp_path / "m.pt")), ordered(expected)), prefix
     assert consolidate(shards, tmp_path / "all.safetensors").left_out == ["step"]
     with pytest.raises(LakeError, match="complex128, which safetensors does not have"):
         consolidate(save(tmp_path / "c", {"c": torch.zeros(1, dtype=torch.complex128)}), tmp_path / "c.safetensors")
@@ -193,6 +197,24 @@ def test_no_code_of_a_pickle_runs(tmp_path: Path, capfd: pytest.CaptureFixture[s
     with pytest.raises(LakeError, match="cannot be read"):
         consolidate(shards, tmp_path / "two.pt")
     assert capfd.readouterr().out == ""
+
+
+def test_damaged_bytes_anywhere_are_an_error_that_says_so(tmp_path: Path) -> None:
+    shards = save(tmp_path / "shards", {"w": torch.rand(100), "step": 3, "b": torch.ones(2, 3)})
+    errors = 0
+    for path in sorted(shards.iterdir()):
+        before, rng = path.read_bytes(), Random(path.name)
+        for _ in range(150):
+            data = bytearray(before)
+            data[rng.randrange(len(data))] = rng.randrange(256)
+            path.write_bytes(data[: rng.choice([len(data), len(data), rng.randrange(len(data))])])
+            try:
+                consolidate(shards, tmp_path / "one.pt", force=True)
+            except LakeError:
+                errors += 1
+        path.write_bytes(before)
+    assert errors > 100
+    consolidate(shards, tmp_path / "one.pt", force=True)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b"])
