@@ -106,7 +106,6 @@ class CacheDirectory:
         self._kept: dict[bytes, BlockSet] = {}
         self._spared_since_ns: int | None = None
         self._presence = PresenceFilter()
-        self._presence_known = False
         self._bytes_used = 0
         self._bytes_reserved = 0
         self._counted_up_to = 0
@@ -139,8 +138,8 @@ class CacheDirectory:
         return len(self._pins)
 
     def may_have(self, version: Version) -> bool:
-        """Whether a file of the version may be there. False: this process knows of none."""
-        return not self._presence_known or self._presence.may_have(name_digest(version))
+        """Whether a file of the version may be there; True while not all is counted. False: there is none."""
+        return not self.counted or self._presence.may_have(name_digest(version))
 
     def pin(self, version: Version) -> None:
         """Spare the version until as many `unpin`. Lost with the process."""
@@ -315,7 +314,7 @@ class CacheDirectory:
             for file in self._open.values():
                 file.close()
             self._open.clear()
-        if self._presence_known and not self._doubtful:
+        if self.counted and not self._doubtful:
             saved = self._presence.save(f"{self._root}/{_PRESENCE_NAME}")
             path = f"{self._root}/{_USAGE_NAME}"
             Path(path + ".new").write_bytes(msgspec.json.encode(_Usage(self.bytes_used, saved)))
@@ -463,7 +462,6 @@ class CacheDirectory:
                             file.set_allocated(found.allocated_bytes)
                 self._counted_up_to = some[-1][0] + 1 if len(some) == SCAN_DIRECTORIES else eviction.FAN_OUT
         eviction.remove_earlier(self._root)
-        self._presence_known = True
 
     def _load_usage(self) -> None:
         path = Path(self._root, _USAGE_NAME)
@@ -477,7 +475,6 @@ class CacheDirectory:
         path.unlink()  # so that a crash from now on is seen as one
         if not self._presence.load(f"{self._root}/{_PRESENCE_NAME}", usage.presence):
             return
-        self._presence_known = True
         self._bytes_used = usage.bytes_used
         self._counted_up_to = eviction.FAN_OUT
 

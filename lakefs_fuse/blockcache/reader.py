@@ -166,13 +166,13 @@ class BlockReader:
         return (version, 0) in self._recent or self._cache.may_have(version)
 
     async def is_local(self, extent: Extent) -> bool:
-        """All bytes of it are in memory or on the cache disk, or some are on their way. Of an object of one block that
-        is not looked up, but taken from what is known of the files there: to open one takes up to a millisecond."""
+        """All bytes of it are in memory or on the cache disk, or some are on their way. Once all files of
+        the cache are counted, their names are known: for an object of one block none is opened, which takes up to 1 ms."""
         version, first = extent.version, extent.offset // BLOCK_BYTES
         stop = -(-(extent.offset + extent.size) // BLOCK_BYTES)
         if self._is_at_hand(version, first, stop) or self._recent.get(version, ~extent.offset) is not None:
             return True
-        if version.blocks == 1:
+        if version.blocks == 1 and self._cache.counted:
             return self._cache.may_have(version)
         return all(await self._disk.has_blocks(version, first, stop))
 

@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from lakefs_fuse.blockcache.cache import BlockCache, CacheState
-from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.environment.clock import Clock, SystemClock
@@ -36,10 +36,10 @@ class Lake:
         self.version = self.store.put("file", DATA)
         self.restart()
 
-    def restart(self, **options: int) -> None:
+    def restart(self, *, scanned: bool = True, **options: int) -> None:
         """What a new daemon on the same cache directory has."""
         self.metrics, self.reads = CacheMetrics(), ReadMetrics()
-        self.cache: BlockCache = make_cache(self.directory, self.metrics, clock=self.clock)
+        self.cache: BlockCache = make_cache(self.directory, self.metrics, scanned=scanned, clock=self.clock)
         self.store.gets.clear()
         self.learned: list[ObjectMeta] = []
         self.reader = BlockReader(
@@ -128,6 +128,18 @@ async def test_read_that_fails_waited_for_the_store(tmp_path: Path) -> None:
             await lake.read(0, 1000)
         assert lake.reads.waited_store_s > 0
         assert lake.reads.bytes_of_store == 0
+
+
+async def test_small_objects_are_not_taken_for_local_before_the_files_are_counted(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        here, elsewhere = lake.store.put("here", b"x" * 1000), lake.store.put("elsewhere", b"y" * 1000)
+        await lake.reader.read(here, 0, 1000)
+        await lake.idle()
+        lake.restart(scanned=False)
+        for _ in range(2):
+            assert await lake.reader.is_local(Extent(here, 0, 1000))
+            assert not await lake.reader.is_local(Extent(elsewhere, 0, 1000))
+            lake.cache.scan()
 
 
 async def test_adjacent_blocks_are_one_get_up_to_a_bound(tmp_path: Path) -> None:
