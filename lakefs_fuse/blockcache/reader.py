@@ -167,7 +167,7 @@ class BlockReader:
 
     async def is_local(self, extent: Extent) -> bool:
         """All bytes of it are in memory or on the cache disk, or some are on their way. Once all files of
-        the cache are counted, their names are known: for an object of one block none is opened, which takes up to 1 ms."""
+        the cache are counted, their names are known: for an object of one block none is opened, at up to 1 ms."""
         version, first = extent.version, extent.offset // BLOCK_BYTES
         stop = -(-(extent.offset + extent.size) // BLOCK_BYTES)
         if self._is_at_hand(version, first, stop) or self._recent.get(version, ~extent.offset) is not None:
