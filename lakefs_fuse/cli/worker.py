@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import IO
 
 import click
 import msgspec
@@ -104,7 +105,8 @@ def run_offline(
     )
     child = _start(program, protocol.encode(request), reads_stdin=reads_stdin)
     try:
-        last = _follow(child, show)
+        with _interrupts_passed_on(child):
+            last = _follow(child, show)
     except BaseException:
         child.terminate()
         raise
@@ -135,24 +137,32 @@ def _start(program: Sequence[str], request: bytes, *, reads_stdin: bool) -> subp
         os.close(descriptor)
 
 
-class _Lines:
-    """Reads answers from a pipe. Not a generator, so that Ctrl-C during a read loses nothing."""
+@contextmanager
+def _interrupts_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ctrl-C interrupts the child, a second one kills it, and nothing is interrupted here. An ignored one stays so."""
+    is_interrupted = False
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._buffer = bytearray()
+    def pass_on(*_: object) -> None:
+        nonlocal is_interrupted
+        child.send_signal(signal.SIGKILL if is_interrupted else signal.SIGINT)
+        is_interrupted = True
 
-    def next_answer(self) -> protocol.Answer | None:
-        """The next answer, None at the end. Raises LakeError for a line that is none."""
-        while (end := self._buffer.find(b"\n")) < 0:
-            piece = os.read(self._descriptor, 1 << 16)
-            if not piece or len(self._buffer) > protocol.LINE_BYTES_MAX:
-                return None
-            self._buffer += piece
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _answers(stream: IO[bytes]) -> Iterator[protocol.Answer]:
+    """Raises LakeError for a line that is no answer."""
+    while (line := stream.readline(protocol.LINE_BYTES_MAX)).endswith(b"\n"):
         try:
-            return protocol.decode_answer(line)
+            yield protocol.decode_answer(line)
         except msgspec.DecodeError as error:
             raise LakeError(
                 f"the worker sent an answer that makes no sense ({error}): run the command again"
@@ -162,30 +172,24 @@ class _Lines:
 def _follow(
     child: subprocess.Popen[bytes], show: Callable[[protocol.LogStart | protocol.LogEntry], None] | None
 ) -> protocol.Finished | protocol.Failed | None:
-    """Show progress until the last answer, and return that. Passes Ctrl-C on; a second one kills the child."""
+    """Show progress until the last answer, and return that; None where there is none."""
     assert child.stdout is not None
-    lines = _Lines(child.stdout.fileno())
-    interrupted = False
     # What a bar draws would be mixed with what ``show`` prints.
     with progress_bar() if show is None else nullcontext(Bar()) as bar:
-        while True:
-            try:
-                answer = lines.next_answer()
-                match answer:
-                    case protocol.Progress():
-                        of = f" of {answer.files_total:,}" if answer.files_total else ""
-                        files = f"{answer.files_done:,}{of} files"
-                        bar.update(answer.what, answer.bytes_done, answer.bytes_total, files)
-                    case protocol.Note(text):
-                        bar.note(f"lakefs-fuse: {text}")
-                    case protocol.LogStart() | protocol.LogEntry():
-                        assert show is not None, "only a caller that shows them asks for entries"
-                        show(answer)
-                    case _:
-                        return answer
-            except KeyboardInterrupt:
-                child.send_signal(signal.SIGKILL if interrupted else signal.SIGINT)
-                interrupted = True
+        for answer in _answers(child.stdout):
+            match answer:
+                case protocol.Progress():
+                    of = f" of {answer.files_total:,}" if answer.files_total else ""
+                    files = f"{answer.files_done:,}{of} files"
+                    bar.update(answer.what, answer.bytes_done, answer.bytes_total, files)
+                case protocol.Note(text):
+                    bar.note(f"lakefs-fuse: {text}")
+                case protocol.LogStart() | protocol.LogEntry():
+                    assert show is not None, "only a caller that shows them asks for entries"
+                    show(answer)
+                case _:
+                    return answer
+    return None
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
