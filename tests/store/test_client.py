@@ -368,10 +368,12 @@ async def test_uploads_do_not_wait_behind_reads_and_both_are_bounded(waiting: tu
 async def test_a_cancelled_read_returns_at_once_and_keeps_its_place(waiting: tuple[Waiting, StoreClient]) -> None:
     store, client = waiting
     with trio.fail_after(10):
-        for _ in range(3):
-            with trio.move_on_after(0.05) as scope:
-                await client.get("a", 0, 1)
-            assert scope.cancelled_caught
+        for count in range(1, 4):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.get, "a", 0, 1)
+                while store.running["get"] < count:
+                    await trio.sleep(0.01)
+                nursery.cancel_scope.cancel()
         with trio.move_on_after(0.05) as scope:
             await client.get("a", 0, 1)
         assert scope.cancelled_caught
