@@ -32,6 +32,9 @@ PUBLISH_S_MIN = 1.0
 HARD_LINKS = ("auto", "local", "refuse")
 MAINTENANCE = ("auto", "off")
 
+MEMORY_BYTES_MIN = 192 * MIB
+"""An idle mount takes 90 MiB."""
+
 SIZE_BYTES_MAX = 1 << 62
 _SIZE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -207,6 +210,10 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time for which a writer waits for room in staging before ENOSPC."""
     upload_bytes_s_max: int = 0
     """Maximum bytes per second of all uploads; 0 is no limit."""
+    download_bytes_s_max: int = 0
+    """Maximum bytes per second that reads fetch from the store; 0 is no limit."""
+    memory_bytes_max: int = 384 * MIB
+    """Resident memory that the daemon's caches and buffers are sized for; at least MEMORY_BYTES_MIN."""
     maintenance: str = "auto"
     """Whether this mount folds and collects its lake when it is due: ``auto``, unless it is read-only, or ``off``."""
     supervise: bool = True

@@ -107,7 +107,8 @@ class ReadMetrics:
 class CacheMetrics:
     """The block cache. A hit or miss is one block that a reader needs; ``fetched_whole`` counts objects prefetched
     because they are read in random order; ``bypasses`` counts ranges that were read past a cache in which everything is
-    in use; ``wrong_sums`` counts responses whose bytes did not match their sum."""
+    in use; ``wrong_sums`` counts responses whose bytes did not match their sum; ``throttled_s`` is how long GETs waited
+    for their limit, added up over all of them."""
 
     hits: int = 0
     misses: int = 0
@@ -117,6 +118,7 @@ class CacheMetrics:
     fetched_whole: int = 0
     bypasses: int = 0
     wrong_sums: int = 0
+    throttled_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -91,6 +91,11 @@ class BlockReader:
         """Ranges on their way past the cache."""
         self._whole = ObjectPrefetch(self._cache, metrics, nursery, self.fill, FETCH_BLOCKS_MAX)
 
+    @property
+    def inflight_bytes_max(self) -> int:
+        """Bound of what is in flight."""
+        return self._budget.bytes_max
+
     def statistics(self) -> ReaderStatistics:
         """Gauges of this moment."""
         return ReaderStatistics(

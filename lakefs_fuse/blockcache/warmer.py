@@ -1,8 +1,8 @@
 """Whole sets of blocks brought to the cache disk, in few large GETs.
 
 Blocks that are here are not asked for, so a warm that was interrupted goes on where it ended. A pack of which most is
-wanted is fetched whole. GETs go by object and offset; `GETS_AT_ONCE` are in flight, of `INFLIGHT_BYTES_MAX` in all,
-which leaves readers a part of the reader's budget.
+wanted is fetched whole. GETs go by object and offset; `GETS_AT_ONCE` are in flight, of three
+quarters of the reader's budget in all, which leaves readers a part of it.
 
 What always holds: no block is fetched twice; what is fetched goes to the disk only, not into memory; a caller that is
 cancelled leaves no GET behind that only it wanted. What the cache disk refuses is an error (*nothing is warm that was
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import trio
 
@@ -26,12 +25,12 @@ from lakefs_fuse.blockcache.readahead import PIECE_BYTES
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import CacheError, FileError
 from lakefs_fuse.sync.byte_budget import ByteBudget
+from lakefs_fuse.sync.byte_rate import ByteRate
 from lakefs_fuse.sync.nursery import for_each
 
 GETS_AT_ONCE = 48
 """Enough for small objects at 15 ms of latency to come at 1,000 a second: each waits as long again until it is written
 together with others. A part of the requests that a client makes at a time is left to readers."""
-INFLIGHT_BYTES_MAX = 48 << 20
 MOST_OF_PACK = 0.75
 """Of the blocks of an object that is not here: if so many are wanted, the others come with them."""
 PACES_S = 4
@@ -42,24 +41,10 @@ ROUNDS_MAX = 3
 Wanted = Mapping[Version, BlockSet]
 
 
-@dataclass(slots=True)
-class Pace:
-    """A rate limit: GETs begin when the bytes before them are due. 0 is none."""
-
-    bytes_s_max: int = 0
-    due_s: float = 0.0
-
-    async def wait(self, count: int) -> None:
-        if self.bytes_s_max:
-            now_s = trio.current_time()
-            self.due_s = max(self.due_s, now_s) + count / self.bytes_s_max
-            await trio.sleep_until(self.due_s)
-
-    @property
-    def blocks_max(self) -> int:
-        """Of one GET."""
-        at_once = PIECE_BYTES // BLOCK_BYTES
-        return max(1, min(at_once, self.bytes_s_max // PACES_S // BLOCK_BYTES)) if self.bytes_s_max else at_once
+def blocks_at_once(rate: ByteRate) -> int:
+    """Blocks of one GET."""
+    most = PIECE_BYTES // BLOCK_BYTES
+    return max(1, min(most, rate.bytes_s_max // PACES_S // BLOCK_BYTES)) if rate.bytes_s_max else most
 
 
 def with_rest_of_packs(wanted: Wanted) -> dict[Version, BlockSet]:
@@ -82,7 +67,7 @@ class Warmer:
 
     def __init__(self, reader: BlockReader) -> None:
         self._reader, self._disk, self._cache = reader, reader.disk, reader.disk.blocks
-        self._budget = ByteBudget(INFLIGHT_BYTES_MAX)
+        self._budget = ByteBudget(reader.inflight_bytes_max * 3 // 4)
 
     async def missing(self, wanted: Wanted) -> dict[Version, BlockSet]:
         """Blocks of these that are not on the cache disk. The others count as used now."""
@@ -90,7 +75,7 @@ class Warmer:
         left = zip(wanted.items(), found, strict=True)
         return {version: rest for (version, blocks), (here, _) in left if (rest := blocks & ~here)}
 
-    async def fetch(self, missing: Wanted, pace: Pace, fetched: Callable[[Version, int], object]) -> list[Version]:
+    async def fetch(self, missing: Wanted, rate: ByteRate, fetched: Callable[[Version, int], object]) -> list[Version]:
         """Bring these blocks, which are `missing`, to the cache disk; ``fetched`` is told of which version how many
         bytes came. Answers versions that are gone from the store. Raises LakeError: of the store, and CacheError where
         the disk did not keep them."""
@@ -101,7 +86,7 @@ class Warmer:
             count = min(stop * BLOCK_BYTES, version.size) - first * BLOCK_BYTES
             await self._budget.acquire(count)
             try:
-                await pace.wait(count)
+                await rate.wait(count)
                 if version not in gone:
                     await self._fill(version, first, stop)
                     fetched(version, count)
@@ -114,7 +99,7 @@ class Warmer:
 
         left = missing
         for _ in range(ROUNDS_MAX):
-            await for_each(_gets(left, pace.blocks_max), get, GETS_AT_ONCE)
+            await for_each(_gets(left, blocks_at_once(rate)), get, GETS_AT_ONCE)
             left = await self.missing({version: blocks for version, blocks in left.items() if version not in gone})
             if not left:
                 return list(gone)

@@ -57,6 +57,7 @@ FAMILIES = (
     Family("counter", "cache_bypasses", "cache.bypasses", "Ranges read past a cache that is full of what is in use"),
     Family("counter", "read_ahead_files", "upcoming.files", "Files that a job named before it read them"),
     Family("counter", "read_ahead_dropped", "upcoming.dropped", "Of such files, those that the job came to first"),
+    Family("counter", "download_throttled_seconds", "cache.throttled_s", "Time for which --download-limit held reads"),
     Family("gauge", "cache_bytes", "cache.bytes", "Size of the local cache"),
     Family("gauge", "cache_max_bytes", "cache.bytes_max", "Limit of the size of the local cache"),
     Family("gauge", "cache_warm_running", "warm.running", "1 while `cache warm` fetches files"),

@@ -28,6 +28,7 @@ from lakefs_fuse.config import (
     DURABILITIES,
     HARD_LINKS,
     MAINTENANCE,
+    MEMORY_BYTES_MIN,
     PACK_MODES,
     REFRESH_S_MIN,
     MountConfig,
@@ -117,6 +118,12 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         help="Maximum number of parts uploaded concurrently. Raise it for a fast network.")  # fmt: skip
 @_setting("--upload-limit", "upload_bytes_s_max", type=RATE, group=DURABILITY, help="Maximum bytes per second of all "
         "uploads, such as 2GiB/s. Set it to leave bandwidth to other programs; 0 is no limit.")  # fmt: skip
+@_setting("--download-limit", "download_bytes_s_max", type=RATE, group=CACHE, help="Maximum bytes per second that "
+        "reads fetch from the store, such as 500MiB/s. Set it to leave bandwidth to other programs; 0 is no "
+        "limit.")  # fmt: skip
+@_setting("--memory", "memory_bytes_max", type=SIZE, group=CACHE, help="Resident memory that caches and buffers of "
+        "the daemon are sized for, 192MiB or more, of which the program takes 128MiB. Raise it for many concurrent "
+        "readers of large files; lower it on small nodes.")  # fmt: skip
 @_setting("--pack", "pack", type=click.Choice(PACK_MODES), group=DURABILITY, help="Which small files are stored "
         "together in packs: those closed at about the same time (auto), all, or none. Use never where other S3 tools "
         "read every file by its key.")  # fmt: skip
@@ -270,6 +277,9 @@ def _check_bounds(options: Options) -> None:
     """Raises ConfigError for a value outside its bounds."""
     if options["pack_threshold_bytes"] is not None:
         check_pack_threshold(options["pack_threshold_bytes"], "--pack-threshold")
+    memory = options["memory_bytes_max"]
+    if memory is not None and memory < MEMORY_BYTES_MIN:
+        raise ConfigError(f"--memory {memory}: expected {MEMORY_BYTES_MIN >> 20}MiB or more")
     if options["hints"]:
         check_hints(options["hints"])
     if options["publish_s"] is not None:

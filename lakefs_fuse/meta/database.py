@@ -39,8 +39,8 @@ from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.changed_rows import ChangedRows
 
-BLOCK_CACHE_BYTES = 32 << 20
-WRITE_BUFFER_BYTES = 16 << 20
+MEMORY_BYTES = 64 << 20
+"""Half of it for the block cache, and half for write buffers."""
 WRITE_BUFFERS = 2
 OPEN_FILES_MAX = 256
 REOPEN_PAUSE_S = 1.0
@@ -94,12 +94,11 @@ class Recording:
         return keys
 
 
-def options() -> Options:
-    """Of a database and of the files it takes in. Memory is bounded on purpose: about 70 MiB whatever the number of
-    names."""
+def options(memory_bytes: int = MEMORY_BYTES) -> Options:
+    """Of a database and of the files it takes in. Memory is bounded on purpose, whatever the number of names."""
     made = Options(raw_mode=True)
     made.create_if_missing(True)
-    made.set_write_buffer_size(WRITE_BUFFER_BYTES)
+    made.set_write_buffer_size(memory_bytes // 2 // WRITE_BUFFERS)
     made.set_max_write_buffer_number(WRITE_BUFFERS)
     made.set_max_open_files(min(OPEN_FILES_MAX, descriptor_limit.share()))
     made.set_keep_log_file_num(3)
@@ -108,7 +107,7 @@ def options() -> Options:
     made.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
     made.set_max_background_jobs(2)
     table = BlockBasedOptions()
-    table.set_block_cache(Cache(BLOCK_CACHE_BYTES))
+    table.set_block_cache(Cache(memory_bytes // 2))
     table.set_cache_index_and_filter_blocks(True)
     table.set_bloom_filter(10, False)
     # In parts, so that what one lookup needs of a filter or index always fits into the cache: a whole filter of some
@@ -125,8 +124,8 @@ def options() -> Options:
 class RocksEngine:
     """An open RocksDB database."""
 
-    def __init__(self, directory: Path) -> None:
-        self._raw = Rdict(str(directory), options())
+    def __init__(self, directory: Path, memory_bytes: int) -> None:
+        self._raw = Rdict(str(directory), options(memory_bytes))
         self.get: Callable[[bytes], bytes | None] = self._raw.get
         self.get_many = cast("Callable[[list[bytes]], list[bytes | None]]", self._raw.get)
         self._synced, self._plain = WriteOptions(), WriteOptions()
@@ -178,11 +177,14 @@ def _holding(items: Iterator[tuple[bytes, bytes]], _end: bytes) -> Iterator[tupl
 
 
 class RocksEngines:
-    """Opens RocksDB databases."""
+    """Opens RocksDB databases, each with so much memory."""
+
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._memory_bytes = memory_bytes
 
     def open(self, directory: Path) -> RocksEngine:
         try:
-            return RocksEngine(directory)
+            return RocksEngine(directory, self._memory_bytes)
         except Exception as error:
             if "lock" in str(error).lower() and "hold" in str(error).lower():
                 raise CacheError(f"{directory} is in use by another process") from error

@@ -24,10 +24,11 @@ from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.hint_channel import HintChannel
+from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
-from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.database import Database, RocksEngines
 from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, marks_of
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
@@ -168,7 +169,8 @@ async def assembled(
     async with opened_cache(config, metrics, node) as cache:
         # Repair may lose rows, and keeps the mark of the index that they are from: the next run would fold the loss.
         repairs = not config.folds
-        database = Database(directory / "meta", identity(config), node.clock, node.disk, node.engines, repairs=repairs)
+        engines = node.engines or RocksEngines(shares_of(config.memory_bytes_max).database)
+        database = Database(directory / "meta", identity(config), node.clock, node.disk, engines, repairs=repairs)
         parts: Assembly | None = None
         try:
             async with trio.open_nursery() as nursery:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import trio
 
-from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.applier import Applier
@@ -38,10 +37,10 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.durability import Durability
+from lakefs_fuse.vfs.files.block_reader import open_reader
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.late_objects import LateObjects
-from lakefs_fuse.vfs.files.verification import block_getter
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -138,9 +137,7 @@ class Ground:
         return self.node.clock.wall_ns
 
     def reader(self, learned: Callable[[ObjectMeta], None]) -> BlockReader:
-        verified = block_getter(self.config, self.client, self.metrics, self.nursery, self.node.threads)
-        disk = AsyncBlockCache(self.cache, self.nursery, self.node.threads, self.node.clock)
-        return BlockReader(self.client, disk, self.metrics.cache, self.nursery, learned=learned, verified=verified)
+        return open_reader(self.config, self.client, self.metrics, self.cache, self.nursery, self.node, learned)
 
     def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> Uploader:
         config = self.config

@@ -13,11 +13,12 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version, block_range, indexes, set_bytes
+from lakefs_fuse.blockcache.object_version import Extent, Version, block_range, indexes, set_bytes
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.blockcache.warmer import Pace, Warmer, with_rest_of_packs
+from lakefs_fuse.blockcache.warmer import Warmer, blocks_at_once, with_rest_of_packs
 from lakefs_fuse.errors import CacheError, Unavailable
 from lakefs_fuse.metrics import CacheMetrics
+from lakefs_fuse.sync.byte_rate import ByteRate
 from tests.blockcache.reading import MIB, MemoryStore, content, for_tasks, make_cache
 from tests.fakes import FakeDisk
 
@@ -35,9 +36,9 @@ class Lake:
     def put(self, key: str, size: int) -> Version:
         return self.store.put(key, content(key, size))
 
-    async def fetch(self, wanted: dict[Version, int], pace: Pace | None = None) -> list[Version]:
+    async def fetch(self, wanted: dict[Version, int], rate: ByteRate | None = None) -> list[Version]:
         return await self.warmer.fetch(
-            wanted, pace or Pace(), lambda version, count: self.came.append((version, count))
+            wanted, rate or ByteRate(), lambda version, count: self.came.append((version, count))
         )
 
 
@@ -174,11 +175,6 @@ async def _until(condition: Callable[[], bool]) -> None:
             await trio.sleep(0.005)
 
 
-async def test_pace_keeps_the_rate_with_smaller_gets() -> None:
-    pace = Pace(8 * MIB)
-    assert (pace.blocks_max, Pace(MIB).blocks_max, Pace(1 << 40).blocks_max, Pace().blocks_max) == (2, 1, 8, 8)
-    began_s = trio.current_time()
-    paced = Pace(100 * MIB)
-    for _ in range(5):
-        await paced.wait(BLOCK_BYTES)
-    assert trio.current_time() - began_s >= 0.049
+async def test_a_rate_makes_gets_smaller() -> None:
+    rates = [ByteRate(bytes_s) for bytes_s in (8 * MIB, MIB, 1 << 40, 0)]
+    assert [blocks_at_once(rate) for rate in rates] == [2, 1, 8, 8]

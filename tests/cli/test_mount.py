@@ -41,7 +41,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
         --no-supervise --log-level debug --foreground --foreign 2m --maintenance off --hard-links local
         --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache
-        --hints redis://user@localhost:6380/2""".split()
+        --hints redis://user@localhost:6380/2 --memory 1GiB --download-limit 500M/s""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -104,6 +104,8 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "publish_s": 10.0,
         "staging_timeout_s": 600.0,
         "upload_bytes_s_max": 2 * GIB,
+        "download_bytes_s_max": 500 * MIB,
+        "memory_bytes_max": GIB,
         "maintenance": "off",
         "supervise": False,
     }
@@ -194,6 +196,8 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert DURATION.convert(told["--writeback-delay"], None, None) == config.writeback_delay_s
     assert DURATION.convert(told["--staging-timeout"], None, None) == config.staging_timeout_s
     assert RATE.convert(told["--upload-limit"], None, None) == config.upload_bytes_s_max
+    assert RATE.convert(told["--download-limit"], None, None) == config.download_bytes_s_max
+    assert SIZE.convert(told["--memory"], None, None) == config.memory_bytes_max
     assert texts["--upload-limit"].endswith("; 0 is no limit.  [default: 0]")
     assert told["--addressing-style"] == config.store.addressing_style
     modes = f"{told.pop('--file-mode')}, {told.pop('--dir-mode')}"
@@ -281,6 +285,8 @@ def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[Moun
         (["--writeback-delay", "-1"], "--writeback-delay"),
         (["--staging-timeout", "long"], "--staging-timeout"),
         (["--upload-limit", "2GiB/h"], "--upload-limit"),
+        (["--download-limit", "-1"], "--download-limit"),
+        (["--memory", "100M"], "--memory"),
         (["-o", "supervise=no"], "supervise"),
         (["--rules", "/nonexistent/rules.toml"], "--rules"),
         (["-o", "pack=sometimes"], "--pack"),

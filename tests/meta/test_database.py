@@ -159,7 +159,7 @@ def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypat
 
     class FragileEngines(RocksEngines):
         def open(self, directory: Path) -> Fragile:
-            opened.append(Fragile(directory))
+            opened.append(Fragile(directory, module.MEMORY_BYTES))
             return opened[-1]
 
     node = replace(Node.of_this_machine(), engines=FragileEngines())

@@ -24,10 +24,8 @@ from pathlib import Path
 import msgspec
 import trio
 
-from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
 from lakefs_fuse.blockcache.readahead import Readahead
-from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
@@ -39,9 +37,9 @@ from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.product import XATTR_LOCATION, XATTR_STATE, XATTR_VERSION
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.vfs.files.block_reader import open_reader
 from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import FileState
-from lakefs_fuse.vfs.files.verification import block_getter
 from lakefs_fuse.vfs.immutable.state_names import StateNames
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
 from lakefs_fuse.vfs.namespace.attributes import learn
@@ -80,9 +78,7 @@ class ImmutableFilesystem:
     def __init__(self, lake: Lake, states: States, state: State, nursery: trio.Nursery) -> None:
         self.config, self.metrics = lake.config, lake.metrics
         self._lake, self._states, self._state = lake, states, state
-        verified = block_getter(lake.config, lake.client, lake.metrics, nursery, lake.node.threads)
-        disk = AsyncBlockCache(lake.cache, nursery, lake.node.threads, lake.node.clock)
-        self._reader = BlockReader(lake.client, disk, lake.metrics.cache, nursery, verified=verified)
+        self._reader = open_reader(lake.config, lake.client, lake.metrics, lake.cache, nursery, lake.node)
         names = StateNames(lambda: self._state)
         pins = Pins(names, lake.cache, PinFile(Path(lake.config.cache_dir).absolute() / "pins", lake.node.disk), 0)
         upcoming = UpcomingReads(names, self._reader, nursery, lake.metrics.upcoming)

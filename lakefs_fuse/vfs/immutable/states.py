@@ -28,11 +28,12 @@ from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import load_newest_index, manifests
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import CacheError, LakeError, MountError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
-from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.database import Database, RocksEngines
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import SingleRow
 from lakefs_fuse.meta.tree import Tree
@@ -148,7 +149,8 @@ class States:
 
     def _open_database(self, path: Path) -> Database:
         node = self._lake.node
-        return Database(path, self._lake.identity, node.clock, node.disk, node.engines)
+        engines = node.engines or RocksEngines(shares_of(self._lake.config.memory_bytes_max).database // 2)
+        return Database(path, self._lake.identity, node.clock, node.disk, engines)
 
     def resume(self) -> State | None:
         """Open the newest complete state that an earlier daemon left, and remove the others. Raises CacheError."""

@@ -23,9 +23,10 @@ import trio
 
 from lakefs_fuse.blockcache.object_version import BlockSet, Extent, Version, set_bytes
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.blockcache.warmer import Pace, Warmer, disk_bytes, with_rest_of_packs
+from lakefs_fuse.blockcache.warmer import Warmer, disk_bytes, with_rest_of_packs
 from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.metrics import Warming, WarmMetrics
+from lakefs_fuse.sync.byte_rate import ByteRate
 from lakefs_fuse.vfs.residency.pins import Pins
 from lakefs_fuse.vfs.residency.selection import (
     Found,
@@ -114,7 +115,7 @@ class _Job:
 
     options: WarmOptions
     progress: Warming
-    pace: Pace
+    rate: ByteRate
     room_bytes: int = 0
     selection: Sequence[Selected] = ()
     fetched_bytes: int = 0
@@ -175,9 +176,8 @@ class Residency:
     ) -> dict[str, object]:
         """Bring the files of the selection (see `Selected`) into the cache; what came of it. Raises LakeError:
         FileError where a path does not exist, CacheError where not all of it fits, errors of the store."""
-        job = _Job(
-            options, progress or Warming(), Pace(options.bytes_s_max), selection=await without_repetitions(selection)
-        )
+        named = await without_repetitions(selection)
+        job = _Job(options, progress or Warming(), ByteRate(options.bytes_s_max), selection=named)
         self._waiting += 1
         try:
             await self._turn.acquire()
@@ -292,7 +292,7 @@ class Residency:
             if first and not left[version]:
                 progress.files_done += batch.shares[version].files
 
-        gone = [] if not missing else await self._warmer.fetch(missing, job.pace, fetched)
+        gone = [] if not missing else await self._warmer.fetch(missing, job.rate, fetched)
         job.gone_files += sum(batch.shares[version].files for version in gone)
 
     async def _visit_batches(self, job: _Job, see: Callable[[_Batch], Awaitable[None]], *, strictly: bool) -> None:
