@@ -26,6 +26,6 @@ class MemoryShares(NamedTuple):
 
 def shares_of(memory_bytes: int) -> MemoryShares:
     """The shares of a bound, which is at least `config.MEMORY_BYTES_MIN`. Five parts are left for replies, for answers
-    of the store, of which the HTTP client holds a second copy until they are whole, and for what the allocator keeps."""
+    of the store, which the HTTP client holds a second time until they are whole, and for what the allocator keeps."""
     part = (memory_bytes - PROGRAM_BYTES) // PARTS
     return MemoryShares(recent=3 * part, inflight=4 * part, database=4 * part)
