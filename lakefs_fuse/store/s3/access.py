@@ -37,7 +37,8 @@ from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
 from lakefs_fuse.product import ENVIRONMENT_PREFIX, PROGRAM
-from lakefs_fuse.store.s3.errors import NO_CREDENTIALS, from_boto
+from lakefs_fuse.store.s3.advice import NO_CREDENTIALS
+from lakefs_fuse.store.s3.errors import from_boto
 
 DEFAULT_REGION = "us-east-1"
 CONNECTIONS_MIN = 64

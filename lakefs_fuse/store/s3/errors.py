@@ -1,8 +1,8 @@
 """The table that translates errors of S3 servers, boto3 and obstore to the kinds of `StoreError`.
 
-What always holds: a message built here names the operation, the key and the store's own code. It never holds a URL, a
-header or an answer's body, so no credential and no signature can get into it. Advice replaces what a server says about
-credentials.
+What always holds: a message built here names the operation, the key and the store's own code, and says what to do
+(`advice`). It never holds a URL, a header or an answer's body, so no credential and no signature can get into it.
+Advice replaces what a server says about credentials.
 
 Pure functions, called from any thread.
 """
@@ -31,6 +31,7 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
+from lakefs_fuse.store.s3 import advice
 
 REASON_CHARS_MAX = 200
 
@@ -65,6 +66,7 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "TokenRefreshRequired": AccessDenied,
     "RequestTimeTooSkewed": AccessDenied,
     "InvalidSecurity": AccessDenied,
+    "InvalidObjectState": StoreError,
     "PreconditionFailed": PreconditionFailed,
     "ConditionalRequestConflict": Unavailable,
     "InvalidRange": RangeNotSatisfiable,
@@ -119,57 +121,31 @@ _STATUSES: Mapping[int, type[StoreError]] = {
     507: StoreFull,
 }
 
+_REDIRECTIONS = frozenset({302, 303, 307, 308})
+"""Of S3 only 307 is one, with a code; others are of what stands between."""
+REGION_HEADER = "x-amz-bucket-region"
+
 _THROTTLED = re.compile(r"SlowDown|Throttl|TooManyRequests|LimitExceeded|ServiceUnavailable")
-
-_ADVICE: Mapping[str, str] = {
-    "InvalidAccessKeyId": "the store does not know the access key: check AWS_ACCESS_KEY_ID or AWS_PROFILE",
-    "SignatureDoesNotMatch": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
-    "ExpiredToken": "the session token has expired: renew AWS_SESSION_TOKEN or log in again",
-    "InvalidToken": "the session token is not valid: check AWS_SESSION_TOKEN",
-    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
-}
-_DENIED = "these credentials may not do that: check AWS_ACCESS_KEY_ID or AWS_PROFILE and the bucket's policy"
-NO_CREDENTIALS = (
-    "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
-    "or give this machine a role (boto3's credential chain)"
-)
-_REGION = "the bucket is in another region: give the right one with --region or AWS_REGION"
-
-_PROXY = "the proxy refuses its password (407): check http_proxy, https_proxy or LAKEFS_CLUSTER_CACHE_TOKEN"
-_UNTRUSTED = "the store's certificate is not trusted: give its authority with --ca-bundle"
-_CUT_SHORT = "the store did not answer whole and in time"
 
 _Kinds = Sequence[tuple[tuple[type[BaseException], ...], type[StoreError], str]]
 """Exceptions, the kind that the first match becomes, and what a message says of it."""
 _BOTO_KINDS: _Kinds = (
-    ((boto.NoCredentialsError, boto.PartialCredentialsError), AccessDenied, NO_CREDENTIALS),
+    ((boto.NoCredentialsError, boto.PartialCredentialsError), AccessDenied, advice.NO_CREDENTIALS),
     (
         (boto.CredentialRetrievalError, boto.TokenRetrievalError, boto.SSOError, boto.UnauthorizedSSOTokenError),
         AccessDenied,
         "credentials could not be had ({exception}): log in again or check AWS_PROFILE",
     ),
-    ((boto.ParamValidationError,), KeyRefused, "the request cannot be expressed"),
+    ((boto.ParamValidationError,), KeyRefused, "the request cannot be expressed: choose a shorter or simpler name"),
     (
-        (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError),
-        NotCarriedOut,
-        "no connection ({exception})",
-    ),
-    (
-        (
-            boto.HTTPClientError,
-            boto.ConnectionError,
-            boto.IncompleteReadError,
-            boto.ResponseStreamingError,
-            ResponseParserError,
-            ElementTree.ParseError,
-            urllib3.exceptions.HTTPError,
-            OSError,
-        ),
+        (boto.IncompleteReadError, boto.ResponseStreamingError, ResponseParserError, ElementTree.ParseError),
         Unavailable,
-        _CUT_SHORT + " ({exception})",
+        f"{advice.CUT_SHORT} ({{exception}}): {advice.CHECK_NETWORK}",
     ),
-    ((Exception,), StoreError, "{exception}"),
+    ((Exception,), StoreError, "the request failed ({exception}): see the daemon's log"),
 )
+_BOTO_CONNECTIONS = (boto.HTTPClientError, boto.ConnectionError, urllib3.exceptions.HTTPError, OSError)
+_BOTO_NOT_BEGUN = (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)
 _OBSTORE_KINDS: _Kinds = (
     ((FileNotFoundError,), NotFound, "no such object"),
     (
@@ -177,55 +153,90 @@ _OBSTORE_KINDS: _Kinds = (
         PreconditionFailed,
         "not the version asked for",
     ),
-    ((obs.PermissionDeniedError, obs.UnauthenticatedError), AccessDenied, _DENIED),
-    ((obs.InvalidPathError, ValueError), KeyRefused, "the key cannot be expressed"),
-    ((obs.NotSupportedError,), Unsupported, "not supported"),
-    ((Exception,), Unavailable, _CUT_SHORT + " ({exception})"),
+    ((obs.InvalidPathError, ValueError), KeyRefused, "the key cannot be expressed: choose a simpler name"),
+    ((obs.NotSupportedError,), Unsupported, "not supported by the store: use another, or a newer version of it"),
+    ((Exception,), Unavailable, f"{advice.CUT_SHORT} ({{exception}}): {advice.CHECK_NETWORK}"),
 )
 
 # What obstore says is text only; these are what object_store and S3 put into it.
-_OBSTORE_CONNECT = re.compile(r"\bkind: Connect\b")
+_OBSTORE_NO_ANSWER = re.compile(r"\bkind: \w+")
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
 _XML_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
 _XML_MESSAGE = re.compile(r"<Message>([^<]{1,400})</Message>")
 
 
-def from_answer(what: str, code: str, status: int, reason: str = "") -> StoreError:
-    """The error of an answer with an S3 error code (or none) and an HTTP status."""
+def from_answer(what: str, code: str, status: int, reason: str = "", region: str = "") -> StoreError:
+    """The error of an answer with an S3 error code (or none) and an HTTP status. ``what`` begins with the operation,
+    as `advice` knows it; ``region`` is the bucket's, where the answer names it."""
     if code.isdigit():
         code = ""  # what botocore makes of an answer without a body
     if status == 407:
-        return ProxyRefused(f"{what}: {_PROXY}")
+        return ProxyRefused(f"{what}: {advice.PROXY}")
     kind = _KINDS.get(code) or _STATUSES.get(status)
     if kind is None:
         kind = Unavailable if status >= 500 else StoreError
     named = f"{code} ({status})" if code else str(status)
+    known = advice.OF_CODES.get(code) or ("" if code else advice.OF_STATUSES.get(status, ""))
+    if code == "AuthorizationHeaderMalformed" and "region" not in reason and "Credential" in reason:
+        return AccessDenied(f"{what}: {named}: the access key is malformed: check AWS_ACCESS_KEY_ID or AWS_PROFILE")
     if issubclass(kind, Unavailable):
         throttled = status == 429 or _THROTTLED.search(code) is not None or (status == 503 and not code)
-        return kind(f"{what}: the store answered {named}", throttled=throttled)
+        return kind(
+            f"{what}: the store answered {named}: {known or 'try again later, or see its own log'}", throttled=throttled
+        )
     if kind is AccessDenied:
-        return AccessDenied(f"{what}: {named}: {_ADVICE.get(code, _DENIED)}")
+        return AccessDenied(f"{what}: {named}: {known or advice.denied(what, reason)}")
     if kind is WrongRegion:
-        return WrongRegion(f"{what}: {named}: {_REGION}")
+        return WrongRegion(f"{what}: {named}: {advice.region(reason, region)}")
+    if known or kind is StoreError:
+        return kind(f"{what}: {named}: {known or 'look this answer up in the documentation of the store'}")
     reason = " ".join(reason.split())[:REASON_CHARS_MAX]
     return kind(f"{what}: {named}{': ' + reason if reason and reason != code else ''}")
 
 
-def from_xml(what: str, status: int, body: bytes) -> StoreError:
-    """The error of a raw answer that is not 2xx."""
+def from_xml(what: str, status: int, body: bytes, region: str = "") -> StoreError:
+    """The error of a raw answer that is not 2xx. ``region`` as `from_answer` has it."""
     text = body[:65_536].decode("utf-8", "replace")
     code, message = _XML_CODE.search(text), _XML_MESSAGE.search(text)
-    return from_answer(what, code[1] if code else "", status, message[1] if message else "")
+    if code is None and (page := _from_page(what, status, text)):
+        return page
+    return from_answer(what, code[1] if code else "", status, message[1] if message else text, region)
+
+
+def from_page(what: str, body: bytes) -> StoreError | None:
+    """The error of an answer with 200 that is a web page; None for any other."""
+    return _from_page(what, 200, body[:65_536].decode("utf-8", "replace"))
+
+
+def _from_page(what: str, status: int, text: str) -> StoreError | None:
+    """The error of an answer that does not come from a store; None for one that may. A server that is overloaded, or
+    behind a proxy, answers 5xx, 403 and 404 with web pages, too: these count as what the status says."""
+    sentence = advice.of_page(text)
+    if sentence == advice.WANTS_TLS:
+        return StoreError(f"{what}: {sentence}")
+    if status in _REDIRECTIONS or (status == 301 and sentence):
+        return Unavailable(f"{what}: {advice.WEB_PAGE}")
+    if sentence and status in (200, 400):
+        return Unavailable(f"{what}: {sentence}")
+    return None
 
 
 def from_boto(what: str, error: Exception) -> StoreError:
     """The error of a boto3 call. ``error`` is anything but a `StoreError`."""
     if isinstance(error, boto.ClientError):
-        about = error.response.get("Error", {})
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return from_answer(what, str(about.get("Code", "")), int(status), str(about.get("Message", "")))
-    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return StoreError(f"{what}: {_UNTRUSTED}")
+        about, metadata = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        status, region = int(metadata.get("HTTPStatusCode", 0)), metadata.get("HTTPHeaders", {}).get(REGION_HEADER, "")
+        code, reason = str(about.get("Code", "")), str(about.get("Message", ""))
+        if status in _REDIRECTIONS and code.isdigit():
+            return Unavailable(f"{what}: {advice.WEB_PAGE}")
+        return from_answer(what, code, status, reason, str(region))
+    if isinstance(error, _BOTO_CONNECTIONS):
+        # The text of botocore's own exception has the URL, which may be anything.
+        cause = getattr(error, "kwargs", {}).get("error")
+        is_begun, sentence = advice.of_connection(f"{type(error).__name__}: {cause or error}")
+        if is_begun and isinstance(error, _BOTO_NOT_BEGUN):
+            is_begun, sentence = False, advice.NO_CONNECTION
+        return _unanswered(what, error, sentence, is_begun=is_begun)
     return _from_table(_BOTO_KINDS, what, error)
 
 
@@ -235,11 +246,17 @@ def from_obstore(what: str, error: Exception) -> StoreError:
     status = _OBSTORE_STATUS.search(text)
     if status is not None:
         return from_xml(what, int(status[1]), text.encode("utf-8", "replace"))
-    if "UnknownIssuer" in text or "invalid peer certificate" in text:
-        return StoreError(f"{what}: {_UNTRUSTED}")
-    if _OBSTORE_CONNECT.search(text):
-        return NotCarriedOut(f"{what}: no connection ({type(error).__name__})")
+    if isinstance(error, obs.PermissionDeniedError | obs.UnauthenticatedError):
+        return AccessDenied(f"{what}: {advice.denied(what, '')}")
+    if _OBSTORE_NO_ANSWER.search(text):
+        is_begun, sentence = advice.of_connection(text)
+        return _unanswered(what, error, sentence, is_begun=is_begun)
     return _from_table(_OBSTORE_KINDS, what, error)
+
+
+def _unanswered(what: str, error: Exception, sentence: str, *, is_begun: bool) -> StoreError:
+    kind = Unavailable if is_begun else NotCarriedOut
+    return kind(f"{what}: {sentence} ({type(error).__name__})")
 
 
 def _from_table(table: _Kinds, what: str, error: Exception) -> StoreError:

@@ -23,7 +23,7 @@ from botocore.httpsession import URLLib3Session
 
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.store.s3.access import S3Access
-from lakefs_fuse.store.s3.errors import from_boto, from_xml
+from lakefs_fuse.store.s3.errors import REGION_HEADER, from_boto, from_page, from_xml
 
 
 class S3Pages:
@@ -60,10 +60,12 @@ class S3Pages:
         except (BotoCoreError, OSError, ValueError) as error:
             raise from_boto(what, error) from error
         if status != 200:
-            raise from_xml(what, status, body)
+            raise from_xml(what, status, body, response.headers.get(REGION_HEADER, ""))
         try:
             return parse_page(body, len(lake))
         except (ElementTree.ParseError, ValueError) as error:
+            if (page := from_page(what, body)) is not None:
+                raise page from error
             raise from_boto(what, ElementTree.ParseError(str(error))) from error
 
     def close(self) -> None:

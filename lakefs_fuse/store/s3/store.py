@@ -506,7 +506,7 @@ def _advice(config: StoreConfig, base_url: str, error: StoreError) -> Exception:
     if isinstance(error, AccessDenied):
         return AccessDenied(f"bucket {bucket!r} at {base_url}: access denied: {error}")
     if isinstance(error, Unavailable):
-        return Unavailable(f"{base_url} cannot be reached: check --endpoint-url and the network: {error}")
+        return Unavailable(f"{base_url} cannot be {'used now' if error.throttled else 'reached'}: {error}")
     if isinstance(error, WrongRegion):
         return ConfigError(f"bucket {bucket!r}: {error}")
     return type(error)(f"bucket {bucket!r} at {base_url}: {error}")

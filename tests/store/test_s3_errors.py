@@ -1,0 +1,363 @@
+"""What a user is told of a store that fails: one sentence that says what to do, from answers that servers really gave.
+
+Each answer names its source. Identifiers in it are shortened, since none may come through.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
+from lakefs_fuse.errors import (
+    AccessDenied,
+    ConfigError,
+    LakeError,
+    NoSuchBucket,
+    NotCarriedOut,
+    StoreError,
+    StoreFull,
+    Unavailable,
+)
+from lakefs_fuse.store.open import open_store
+from lakefs_fuse.store.protocol import Capabilities, PartRef
+from lakefs_fuse.store.s3.access import connect
+from lakefs_fuse.store.s3.store import S3Store
+from tests import servers
+from tests.forward_proxy import make_certificate
+from tests.recorded import Answer, answering
+
+SECRETS = (
+    servers.SECRET_KEY, "AKIAIHETI7WQILDYCM2Q", "TOKENFOOBAR", "3A4D763EE819CFE4", "vXnYgv6Ji5j", "638117407428",
+    "Signature=",
+)  # fmt: skip
+"""In the answers below, or in requests."""
+IDS = "<RequestId>3A4D763EE819CFE4</RequestId><HostId>nOWlHTwtcDea</HostId>"
+
+
+def s3(status: int, code: str, message: str, more: str = "", **headers: str) -> Answer:
+    """An answer in the form of S3."""
+    body = f"<Error><Code>{code}</Code><Message>{message}</Message>{more}{IDS}</Error>"
+    return Answer(status, f'<?xml version="1.0" encoding="UTF-8"?>\n{body}', headers)
+
+
+class Instant(SystemClock):
+    """A clock for which no pause takes time."""
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+def node() -> Node:
+    return replace(Node.of_this_machine(), clock=Instant())
+
+
+def config_of(port: int, scheme: str = "http", host: str = "127.0.0.1", **changes: object) -> StoreConfig:
+    config = StoreConfig(
+        source=Source.parse("s3://bucket/lake"), endpoint_url=f"{scheme}://{host}:{port}", region="us-east-1",
+        connect_timeout_s=5.0, read_timeout_s=5.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(config, **changes)
+
+
+OPERATIONS: dict[str, Callable[[S3Store], object]] = {
+    "mount": lambda store: None,
+    "list": lambda store: store.list_page(""),
+    "get": lambda store: store.get("dir/a", 0, 1),
+    "put": lambda store: store.put("dir/a", b"x"),
+    "delete": lambda store: store.delete("dir/a"),
+    "create": lambda store: store.create_multipart("dir/a"),
+    "part": lambda store: store.upload_part("dir/a", "id", 1, b"x"),
+    "complete": lambda store: store.complete_multipart("dir/a", "id", [PartRef(1, "e", 1)]),
+    "abort": lambda store: store.abort_multipart("dir/a", "id"),
+    "copy": lambda store: store.copy("dir/a", "dir/b"),
+    "uploads": lambda store: store.list_multipart(""),
+}
+
+
+def failure_of(operation: str, config: StoreConfig) -> LakeError:
+    """The error of an operation of an open store, or of opening one as a mount does."""
+    with pytest.raises(LakeError) as caught:
+        if operation == "mount":
+            open_store(config, node())
+        else:
+            store = S3Store(connect(config, Instant()), Instant())
+            store.adapt(Capabilities(name="s3"))
+            try:
+                OPERATIONS[operation](store)
+            finally:
+                store.close()
+    return caught.value
+
+
+def check(error: LakeError, kind: type[LakeError], code: int, advice: str) -> None:
+    text = str(error)
+    assert type(error) is kind, text
+    assert error.errno == code, text
+    assert advice in text
+    assert "\n" not in text and len(text) < 500
+    for secret in SECRETS:
+        assert secret not in text
+
+
+@dataclass(frozen=True)
+class Case:
+    """An answer, where it was recorded, and what is made of it by each of these operations."""
+
+    answer: Answer
+    source: str
+    advice: str
+    kind: type[LakeError]
+    errno: int
+    operations: str = "mount get put delete"
+
+
+DENIED = s3(403, "AccessDenied", "Access Denied")
+AWS_CLI_813 = "https://github.com/aws/aws-cli/issues/813"
+
+
+def denied(operations: str, advice: str) -> Case:
+    return Case(DENIED, AWS_CLI_813, advice, AccessDenied, errno.EACCES, operations)
+
+
+CASES = {
+    "wrong access key": Case(
+        s3(403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records.",
+           "<AWSAccessKeyId>AKIAIHETI7WQILDYCM2Q</AWSAccessKeyId>"),
+        "https://github.com/versity/versitygw/issues/2042",
+        "check AWS_ACCESS_KEY_ID", AccessDenied, errno.EACCES,
+    ),
+    "wrong secret": Case(
+        s3(403, "SignatureDoesNotMatch", "The request signature we calculated does not match the signature you "
+           "provided. Check your key and signing method.", "<AWSAccessKeyId>AKIAIHETI7WQILDYCM2Q</AWSAccessKeyId>"
+           "<StringToSign>PUT\n\n/bucket/</StringToSign><SignatureProvided>vXnYgv6Ji5j</SignatureProvided>"),
+        "https://github.com/aws-samples/aws-python-sample/issues/2",
+        "check AWS_SECRET_ACCESS_KEY", AccessDenied, errno.EACCES,
+    ),
+    "malformed access key": Case(
+        s3(400, "AuthorizationHeaderMalformed", "The authorization header is malformed; the Credential is mal-formed; "
+           'expecting "&lt;YOUR-AKID&gt;/YYYYMMDD/REGION/SERVICE/aws4_request".'),
+        "https://github.com/deliciousbrains/wp-amazon-s3-and-cloudfront/issues/460",
+        "check AWS_ACCESS_KEY_ID", AccessDenied, errno.EACCES,
+    ),
+    "clock": Case(
+        s3(403, "RequestTimeTooSkewed", "The difference between the request time and the current time is too large.",
+           "<RequestTime>20250901T162148Z</RequestTime><ServerTime>2025-09-03T16:21:50Z</ServerTime>"
+           "<MaxAllowedSkewMilliseconds>900000</MaxAllowedSkewMilliseconds>"),
+        "https://github.com/versity/versitygw/issues/1514",
+        "clock is wrong: set it", AccessDenied, errno.EACCES,
+    ),
+    "no bucket": Case(
+        s3(404, "NoSuchBucket", "The specified bucket does not exist", "<BucketName>bucket</BucketName>"),
+        "https://github.com/basho/riak_cs/pull/400",
+        "create it, or check --endpoint-url", NoSuchBucket, errno.ENXIO, "mount",
+    ),
+    "expired token": Case(
+        s3(400, "ExpiredToken", "The provided token has expired.", "<Token-0>TOKENFOOBAR</Token-0>"),
+        "https://github.com/romange/helio/issues/15",
+        "renew AWS_SESSION_TOKEN", AccessDenied, errno.EACCES,
+    ),
+    "no LIST": denied("mount list", "allow s3:ListBucket in"),
+    "no GET": denied("get", "allow s3:GetObject in"),
+    "no PUT": denied("put", "allow s3:PutObject in"),
+    "no DELETE": denied("delete", "allow s3:DeleteObject in"),
+    "no multipart": denied("create part complete", "allow s3:PutObject in"),
+    "no abort": denied("abort", "allow s3:AbortMultipartUpload in"),
+    "no copy": denied("copy", "allow s3:GetObject and s3:PutObject in"),
+    "no list of uploads": denied("uploads", "allow s3:ListBucketMultipartUploads in"),
+    "explicit deny": Case(
+        s3(403, "AccessDenied", "User: arn:aws:iam::638117407428:user/s3 is not authorized to perform: s3:PutObject on "
+           'resource: "arn:aws:s3:::b/a" with an explicit deny in an identity-based policy'),
+        "https://github.com/Privado-Inc/privado/issues/573",
+        "allow s3:PutObject in", AccessDenied, errno.EACCES, "put",
+    ),
+    "requester pays": Case(
+        DENIED, "https://github.com/aws/aws-cli/issues/2557",
+        "makes requesters pay", AccessDenied, errno.EACCES, "mount get",
+    ),
+    "object lock": Case(
+        s3(403, "AccessDenied", "Access Denied because object protected by object lock."),
+        "https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-lock.html",
+        "is locked (object lock)", AccessDenied, errno.EACCES, "delete",
+    ),
+    "KMS denied": Case(
+        s3(403, "AccessDenied", "User: arn:aws:sts::638117407428:assumed-role/r is not authorized to perform: "
+           "kms:GenerateDataKey on this resource because the resource does not exist in this Region, no resource-based "
+           "policies allow access, or a resource-based policy explicitly denies access"),
+        "https://github.com/buildkite/docs/pull/2344",
+        "allow kms:GenerateDataKey and kms:Decrypt", AccessDenied, errno.EACCES, "put create part",
+    ),
+    "KMS key gone": Case(
+        s3(400, "KMS.NotFoundException", "Invalid keyId aws/s3"),
+        "https://github.com/aws/aws-cli/issues/4507",
+        "check its state and its region in KMS", StoreError, errno.EIO, "get put create",
+    ),
+    "wrong region, as Ceph says it": Case(
+        s3(400, "AuthorizationHeaderMalformed", "The authorization header is malformed; the region 'us-east-1' is "
+           "wrong; expecting 'eu-nl-1'", "<Region>eu-nl-1</Region>"),
+        "https://github.com/s3fs-fuse/s3fs-fuse/issues/1186",
+        "give --region eu-nl-1", ConfigError, errno.EINVAL, "mount",
+    ),
+    "wrong region, as S3 says it": Case(
+        s3(301, "PermanentRedirect", "The bucket you are attempting to access must be addressed using the specified "
+           "endpoint. Please send all future requests to this endpoint.",
+           "<Bucket>b</Bucket><Endpoint>b.s3-ap-southeast-2.amazonaws.com</Endpoint>",
+           **{"x-amz-bucket-region": "ap-southeast-2"}),
+        "https://github.com/JuliaCloud/AWSS3.jl/issues/25",
+        "give --region ap-southeast-2", ConfigError, errno.EINVAL, "mount",
+    ),
+    "captive portal": Case(
+        Answer(200, "<!DOCTYPE html>\n<html><head><title>Log in</title></head><body><form>", kind="text/html"),
+        "https://datatracker.ietf.org/doc/html/rfc7710 (the answer itself is made up: portals differ)",
+        "log in to the network", Unavailable, errno.EIO, "mount list",
+    ),
+    "captive portal that redirects": Case(
+        Answer(302, "", {"Location": "http://127.0.0.1:9/login"}, kind="text/html"),
+        "https://datatracker.ietf.org/doc/html/rfc6585#appendix-B (the address is made up)",
+        "log in to the network", Unavailable, errno.EIO, "mount list put",
+    ),
+    "captive portal that says so": Case(
+        Answer(511, "<html><head><title>Network Authentication Required</title></head></html>", kind="text/html"),
+        "https://datatracker.ietf.org/doc/html/rfc6585#section-6",
+        "log in to the network", Unavailable, errno.EIO,
+    ),
+    "http on a port of https, nginx": Case(
+        Answer(400, "<html>\n<head><title>400 The plain HTTP request was sent to HTTPS port</title></head>\n<body>\n"
+               "<center><h1>400 Bad Request</h1></center>\n<center>The plain HTTP request was sent to HTTPS port"
+               "</center>\n<hr><center>nginx/1.27.4</center>\n</body>\n</html>\n", kind="text/html"),
+        "https://github.com/Hubs-Foundation/hubs-cloud/issues/376",
+        "begin --endpoint-url with https://", StoreError, errno.EIO, "mount get put",
+    ),
+    "http on a port of https, Go": Case(
+        Answer(400, "Client sent an HTTP request to an HTTPS server.\n", kind="text/plain"),
+        "https://github.com/golang/go/blob/go1.22.0/src/net/http/server.go (tlsRecordHeaderLooksLikeHTTP)",
+        "begin --endpoint-url with https://", StoreError, errno.EIO, "mount get put",
+    ),
+    "slow down": Case(
+        s3(503, "SlowDown", "Please reduce your request rate."),
+        "https://github.com/awslabs/aws-sdk-rust/issues/873",
+        "lower --requests", NotCarriedOut, errno.EIO, "get put delete",
+    ),
+    "slow down at mount": Case(
+        s3(503, "SlowDown", "Please reduce your request rate."),
+        "https://github.com/thephpleague/flysystem-aws-s3-v3/issues/278",
+        "cannot be used now", Unavailable, errno.EIO, "mount",
+    ),
+    "archived object": Case(
+        s3(403, "InvalidObjectState", "The operation is not valid for the object's storage class"),
+        "https://github.com/splunk/splunk-shuttl/issues/140",
+        "restore it with `aws s3api restore-object`", StoreError, errno.EIO, "get copy",
+    ),
+    "full disk of the store": Case(
+        s3(507, "XMinioStorageFull", "Storage backend has reached its minimum free disk threshold. Please delete a few "
+           "objects to proceed."),
+        "https://github.com/minio/minio/issues/6795",
+        "raise the quota, or remove files", StoreFull, errno.ENOSPC, "put part complete",
+    ),
+    "quota": Case(
+        s3(403, "QuotaExceeded", "Your request was denied due to quota exceeded."),
+        "https://github.com/versity/versitygw/pull/503",
+        "raise the quota, or remove files", StoreFull, errno.ENOSPC, "put part complete",
+    ),
+    "overloaded gateway": Case(
+        Answer(504, "<html><body><h1>504 Gateway Time-out</h1></body></html>", kind="text/html"),
+        "https://github.com/s3tools/s3cmd/pull/331",
+        "try again later", Unavailable, errno.EIO,
+    ),
+    "unknown answer": Case(
+        s3(400, "InvalidRequest", "Checksum type mismatch occurred."),
+        "https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html",
+        "documentation of the store", StoreError, errno.EIO, "delete",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_answer_becomes_one_sentence_that_says_what_to_do(name: str) -> None:
+    case = CASES[name]
+    assert case.source.startswith("https://")
+    with answering(case.answer) as port:
+        for operation in case.operations.split():
+            check(failure_of(operation, config_of(port)), case.kind, case.errno, case.advice)
+
+
+# -- failures without an answer --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_certificate(tmp_path_factory.mktemp("tls") / "other", "DNS:other.example")
+
+
+@pytest.fixture
+def encrypted(certificate: tuple[Path, Path]) -> Iterator[int]:
+    """The port of a store with a certificate of another name."""
+    with answering(DENIED, certificate) as port:
+        yield port
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield listener.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A connection that fails: how the store is reached, and what is said."""
+
+    config: Callable[[pytest.FixtureRequest], StoreConfig]
+    advice: str
+    is_begun: bool = False
+
+
+BROKEN = {
+    "own authority": Broken(
+        lambda request: config_of(request.getfixturevalue("encrypted"), "https"), "give its authority with --ca-bundle"
+    ),
+    "name mismatch": Broken(
+        lambda request: config_of(
+            request.getfixturevalue("encrypted"), "https", ca_bundle=str(request.getfixturevalue("certificate")[0])
+        ),
+        "is for another host name",
+    ),
+    "https on a port of http": Broken(
+        lambda request: config_of(request.getfixturevalue("plain"), "https"), "begin --endpoint-url with http://"
+    ),
+    "connection refused": Broken(lambda request: config_of(servers.free_port()), "nothing listens there"),
+    "unknown host": Broken(lambda request: config_of(9000, host="store.invalid"), "check --endpoint-url and DNS"),
+    "timeout": Broken(
+        lambda request: config_of(request.getfixturevalue("silent"), read_timeout_s=0.1), "overloaded", is_begun=True
+    ),
+}
+
+
+@pytest.fixture
+def plain() -> Iterator[int]:
+    with answering(DENIED) as port:
+        yield port
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_connection_becomes_one_sentence_that_says_what_to_do(name: str, request: pytest.FixtureRequest) -> None:
+    """The same through each of the three HTTP clients."""
+    case = BROKEN[name]
+    config = case.config(request)
+    for operation in ("get", "put", "delete", "list"):
+        kind = Unavailable if case.is_begun else NotCarriedOut
+        check(failure_of(operation, config), kind, errno.EIO, case.advice)
+    check(failure_of("mount", config), Unavailable, errno.EIO, case.advice)
+
+
+def test_missing_credentials_become_one_sentence_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    check(failure_of("mount", config_of(9)), AccessDenied, errno.EACCES, "set AWS_ACCESS_KEY_ID")
