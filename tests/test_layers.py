@@ -14,12 +14,13 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
 
-FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "metrics", "product"})
+FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "findings", "metrics", "product"})
 """What every layer may use. Among themselves: config uses errors."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "lakefs_fuse": frozenset(),
     "errors": frozenset(),
+    "findings": frozenset(),
     "product": frozenset(),
     "metrics": frozenset(),
     "config": frozenset({"errors"}),

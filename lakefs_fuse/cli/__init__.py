@@ -22,6 +22,7 @@ MODULES = {
     "cache": "cache",
     "checkpoint": "checkpoint",
     "clone": "daemon_commands",
+    "doctor": "doctor",
     "flush": "daemon_commands",
     "fsck": "lake_commands",
     "gc": "lake_commands",

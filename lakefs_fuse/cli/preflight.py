@@ -79,6 +79,24 @@ def check_mountpoint(mountpoint: str, host: Host) -> None:
 
 def check_fuse(config: MountConfig, host: Host) -> None:
     """Check /dev/fuse, fusermount3 (for ordinary users) and the permission for --allow-other."""
+    check_device(host)
+    check_fusermount(host)
+    if host.uid == 0:
+        return
+    outer = mount_of(config.mountpoint, host.mountinfo)
+    if outer is not None and outer.is_fuse and not outer.allow_other:
+        raise MountError(
+            f"mountpoint {config.mountpoint} lies in the FUSE mount {outer.mountpoint}, which fusermount3 may not "
+            "enter: mount that one with --allow-other, or choose another mountpoint"
+        )
+    if config.allow_other and not allows_other(host.fuse_conf):
+        raise MountError(
+            f"--allow-other: as root, add the line `user_allow_other` to {host.fuse_conf}, or leave it out"
+        )
+
+
+def check_device(host: Host) -> None:
+    """Check that /dev/fuse is there and open to this user. Raises MountError."""
     if not host.dev_fuse.exists():
         raise MountError(
             f"no {host.dev_fuse}: run `modprobe fuse` as root; in a container, start it with "
@@ -86,23 +104,16 @@ def check_fuse(config: MountConfig, host: Host) -> None:
         )
     if not os.access(host.dev_fuse, os.R_OK | os.W_OK):
         raise MountError(f"{host.dev_fuse} is not open to you: as root, run `chmod 666 {host.dev_fuse}`")
-    if host.uid == 0:
-        return
-    if host.which("fusermount3") is None:
+
+
+def check_fusermount(host: Host) -> None:
+    """Check that ordinary users have fusermount3. Raises MountError."""
+    if host.uid != 0 and host.which("fusermount3") is None:
         raise MountError("fusermount3 is missing, which ordinary users need: install the package fuse3")
-    outer = mount_of(config.mountpoint, host.mountinfo)
-    if outer is not None and outer.is_fuse and not outer.allow_other:
-        raise MountError(
-            f"mountpoint {config.mountpoint} lies in the FUSE mount {outer.mountpoint}, which fusermount3 may not "
-            "enter: mount that one with --allow-other, or choose another mountpoint"
-        )
-    if config.allow_other and not _user_allow_other(host.fuse_conf):
-        raise MountError(
-            f"--allow-other: as root, add the line `user_allow_other` to {host.fuse_conf}, or leave it out"
-        )
 
 
-def _user_allow_other(fuse_conf: Path) -> bool:
+def allows_other(fuse_conf: Path) -> bool:
+    """Whether ordinary users may mount with --allow-other."""
     try:
         return any(line.strip() == "user_allow_other" for line in fuse_conf.read_text(errors="replace").splitlines())
     except OSError:

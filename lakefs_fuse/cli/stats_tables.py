@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
+from lakefs_fuse.cli.stats_values import Values, number, section
 
 FILES_SHOWN_MAX = 20
 _FEATURES = (
@@ -17,21 +18,6 @@ _FEATURES = (
     "passthrough",
 )  # fmt: skip
 """Names below ``kernel``, in the order in which they are shown."""
-
-Values = Mapping[str, object]
-
-
-def section(values: object, *keys: str) -> Values:
-    """The mapping at ``keys``, empty if there is none."""
-    for key in keys:
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return values if isinstance(values, Mapping) else {}
-
-
-def number(values: object, *keys: str) -> float:
-    """The count or gauge at ``keys``, 0 if it is not reported."""
-    value = section(values, *keys[:-1]).get(keys[-1])
-    return value if isinstance(value, int | float) else 0
 
 
 def _items(values: object, *keys: str) -> Sequence[object]:

@@ -26,8 +26,10 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.supervision import memory_file
 from lakefs_fuse.control.worker_protocol import Place
 from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
+from lakefs_fuse.findings import Finding
 
 OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
+DIAGNOSIS: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.diagnosis")
 """-P: the working directory of the user is no place to import modules from."""
 END_S_MAX = 30.0
 """Time for the child to end after its last line."""
@@ -89,7 +91,7 @@ def run_offline(
     as_json: bool = False,
     uploads_max: int = 4,
     reads_stdin: bool = False,
-    show: Callable[[protocol.LogStart | protocol.LogEntry], None] | None = None,
+    show: Callable[[protocol.Shown], None] | None = None,
     program: Sequence[str] = OFFLINE,
 ) -> int:
     """Run a command in a child, show its progress, print its summary, and return its exit code. With ``show`` that
@@ -103,6 +105,27 @@ def run_offline(
         args=msgspec.Raw(msgspec.json.encode(args)),
         uploads_max=uploads_max,
     )
+    last = run_child(program, request, command=command, show=show, reads_stdin=reads_stdin)
+    if as_json:
+        print_json(last.summary)
+    elif show is None:
+        click.echo(last.text)
+    return last.exit_code
+
+
+def run_child(
+    program: Sequence[str],
+    request: msgspec.Struct,
+    *,
+    command: str,
+    show: Callable[[protocol.Shown], None] | None = None,
+    reads_stdin: bool = False,
+) -> protocol.Finished:
+    """Run a child that answers in the form of `worker_protocol`, and return its last answer. With ``show`` that prints
+    the result while it comes; where it raises, the child is ended.
+
+    Raises ReportedError, and LakeError where the child ended without an answer.
+    """
     child = _start(program, protocol.encode(request), reads_stdin=reads_stdin)
     try:
         with _interrupts_passed_on(child):
@@ -116,11 +139,7 @@ def run_offline(
         raise LakeError(f"{command} ended without an answer (status {child.returncode}): run it again")
     if isinstance(last, protocol.Failed):
         raise ReportedError(last.message, last.exit_code)
-    if as_json:
-        print_json(last.summary)
-    elif show is None:
-        click.echo(last.text)
-    return last.exit_code
+    return last
 
 
 def _start(program: Sequence[str], request: bytes, *, reads_stdin: bool) -> subprocess.Popen[bytes]:
@@ -170,7 +189,7 @@ def _answers(stream: IO[bytes]) -> Iterator[protocol.Answer]:
 
 
 def _follow(
-    child: subprocess.Popen[bytes], show: Callable[[protocol.LogStart | protocol.LogEntry], None] | None
+    child: subprocess.Popen[bytes], show: Callable[[protocol.Shown], None] | None
 ) -> protocol.Finished | protocol.Failed | None:
     """Show progress until the last answer, and return that; None where there is none."""
     assert child.stdout is not None
@@ -184,7 +203,7 @@ def _follow(
                     bar.update(answer.what, answer.bytes_done, answer.bytes_total, files)
                 case protocol.Note(text):
                     bar.note(f"lakefs-fuse: {text}")
-                case protocol.LogStart() | protocol.LogEntry():
+                case protocol.LogStart() | protocol.LogEntry() | Finding():
                     assert show is not None, "only a caller that shows them asks for entries"
                     show(answer)
                 case _:

@@ -1,8 +1,8 @@
 """Messages between the command line and `lakefs_fuse.daemon.admin_worker`: one `Request` in, JSON lines out.
 
-The lines are any number of `Progress` and `Note`, and of `LogStart` and `LogEntry` where `log` runs, then one
-`Finished` or `Failed`. Both ends belong to one installation, so there is no version. *No secrets*: credentials are in
-the environment only.
+The lines are any number of `Progress` and `Note`, of `LogStart` and `LogEntry` where `log` runs, and of `Finding` where
+`daemon.diagnosis` does, then one `Finished` or `Failed`. Both ends belong to one installation, so there is no version.
+*No secrets*: credentials are in the environment only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lakefs_fuse.control.protocol import encode as encode
 from lakefs_fuse.control.protocol import printable as printable
 from lakefs_fuse.errors import EXIT_FAILURE
 from lakefs_fuse.errors import EXIT_INTERRUPTED as EXIT_INTERRUPTED
+from lakefs_fuse.findings import Finding
 
 REQUEST_BYTES_MAX = 1 << 20
 LINE_BYTES_MAX = 16 << 20
@@ -207,7 +208,9 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     exit_code: int = EXIT_FAILURE
 
 
-Answer: TypeAlias = Progress | Note | LogStart | LogEntry | Finished | Failed
+Answer: TypeAlias = Progress | Note | LogStart | LogEntry | Finding | Finished | Failed
+Shown: TypeAlias = LogStart | LogEntry | Finding
+"""Parts of a result, which are printed as they come."""
 
 _answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 

@@ -116,6 +116,14 @@ class Answers:
             self._held = None
         self._write(answer)
 
+    def finish(self, last: protocol.Finished | protocol.Failed) -> int:
+        """Write the last answer, whether or not somebody reads it, and return its exit code."""
+        try:
+            self.send(last)
+        except BrokenPipeError:
+            pass  # The command line has ended.
+        return last.exit_code
+
     def _write(self, answer: protocol.Answer) -> None:
         line = memoryview(protocol.encode(answer))
         while line:
@@ -219,18 +227,20 @@ def run(argv: Sequence[str], descriptor: int) -> int:
         else:
             traceback.print_exception(error)
             last = protocol.Failed(message=f"internal error ({type(error).__name__})")
-    try:
-        answers.send(last)
-    except BrokenPipeError:
-        pass  # The command line has ended.
-    return last.exit_code
+    return answers.finish(last)
 
 
-def main() -> None:
-    """Send answers to standard output alone: what libraries print goes to standard error."""
+def run_process(run: Callable[[Sequence[str], int], int]) -> None:
+    """End this process with what ``run`` returns. Only answers go to standard output: what libraries print goes to
+    standard error."""
     descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.exit(run(sys.argv[1:], descriptor))
+
+
+def main() -> None:
+    """The process of one command."""
+    run_process(run)
 
 
 if __name__ == "__main__":

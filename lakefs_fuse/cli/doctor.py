@@ -1,0 +1,172 @@
+"""`lakefs-fuse doctor`: checks a machine, a store and a mount, and says what to do about what is wrong.
+
+What needs neither a store nor the kernel's libraries is checked here, the rest in a child process
+(`daemon.diagnosis`). Each finding is printed as soon as it is known. Nothing is changed, but for scratch objects in the
+store, which are removed.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import platformdirs
+from msgspec import structs
+
+from lakefs_fuse.cli import machine_checks, mount_health
+from lakefs_fuse.cli.bundle import Contents, write_bundle
+from lakefs_fuse.cli.daemons import open_daemon
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
+from lakefs_fuse.cli.mount import default_cache_dir, default_log_file
+from lakefs_fuse.cli.preflight import Host
+from lakefs_fuse.cli.stats_values import section
+from lakefs_fuse.cli.store_options import Options, absolute, any_given, build_store, json_option, store_options
+from lakefs_fuse.cli.terminal import escaped, print_json
+from lakefs_fuse.cli.worker import DIAGNOSIS, run_child
+from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.control.diagnosis_protocol import Diagnosis
+from lakefs_fuse.control.runtime import real_mountpoint
+from lakefs_fuse.control.worker_protocol import Shown
+from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
+from lakefs_fuse.findings import Finding, Severity, failed, skipped
+from lakefs_fuse.product import PROGRAM
+
+_WORDS = {Severity.OK: "ok", Severity.WARNING: "warning", Severity.FAILED: "FAILED", Severity.SKIPPED: "skipped"}
+
+_FREE_BYTES_MIN = next(each.default for each in structs.fields(MountConfig) if each.name == "free_bytes_min")
+
+
+@dataclass
+class Target:
+    """What is checked besides this machine."""
+
+    store: StoreConfig | None = None
+    cache_dir: str = ""
+    read_only: bool = False
+    log_file: str = ""
+    statistics: dict[str, object] = field(default_factory=dict)
+    """Of the daemon, for a mountpoint."""
+    findings: list[Finding] = field(default_factory=list)
+    """What was found out about the daemon."""
+
+
+@click.command("doctor", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("target", "A mountpoint, or the SOURCE of a lake as it is mounted. Without it only this machine is checked.",
+          required=False)  # fmt: skip
+@option("--cache-dir", type=click.Path(), metavar="DIR", help="The cache directory to check.  "
+        "[default: that of the mount, or that which a mount of SOURCE has by default]")  # fmt: skip
+@option("--read-only", is_flag=True, help="Write nothing to the store, not even scratch objects. Use it with "
+        "credentials that may only read.")  # fmt: skip
+@option("--throughput/--no-throughput", default=True, help="Measure for 5 s how fast bytes go to the store and come "
+        "back, at most 1 GiB each way. Turn it off where traffic costs.")  # fmt: skip
+@option("--bundle", type=click.Path(dir_okay=False), metavar="FILE", help="Write findings, statistics, configuration "
+        "and logs into a ZIP file, without secrets. Send it to whoever is to help.")  # fmt: skip
+@json_option
+@store_options
+def doctor(
+    target: str | None,
+    cache_dir: str | None,
+    read_only: bool,
+    throughput: bool,
+    bundle: str | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Check this machine, a store and a mount.
+
+    \b
+      lakefs-fuse doctor                                   # this machine
+      lakefs-fuse doctor s3://bucket/prefix                # and whether a lake can be there
+      lakefs-fuse doctor /mnt/lake --bundle report.zip     # and how a mount is, for whoever is to help
+
+    Prints one line for each check: `ok`, or what to do. It tries every request that a mount sends, on scratch objects
+    below `.lakefs/` that it removes, and reads the configuration of the bucket where it may. The credentials are those
+    of this shell, which need not be those of a mount.
+
+    Exit code 0 if nothing failed, else 1; warnings do not count.
+    """
+    wanted = _resolve(target, options)
+    if cache_dir is not None:
+        wanted.cache_dir = str(absolute(cache_dir))
+    wanted.read_only = wanted.read_only or read_only
+    found: list[Finding] = []
+
+    def show(finding: Finding) -> None:
+        found.append(finding)
+        if not as_json:
+            click.echo(line_of(finding))
+
+    for finding in _checks(wanted):
+        show(finding)
+    _run_diagnosis(wanted, throughput=throughput, show=show)
+    is_ok = all(finding.severity is not Severity.FAILED for finding in found)
+    if as_json:
+        print_json({"ok": is_ok, "target": target, "findings": [_plain(finding) for finding in found]})
+    if bundle is not None:
+        configuration = {"target": target, "cache_dir": wanted.cache_dir, "store": wanted.store}
+        write_bundle(Path(bundle).expanduser(), Contents(found, wanted.statistics, configuration, wanted.log_file))
+        click.echo(f"{PROGRAM}: wrote {bundle}: read it before you send it", err=True)
+    return 0 if is_ok else EXIT_FAILURE
+
+
+def line_of(finding: Finding) -> str:
+    """A finding as it is printed."""
+    return escaped(f"{_WORDS[finding.severity]:8} {finding.check}: {finding.text}")
+
+
+def _plain(finding: Finding) -> dict[str, object]:
+    """A finding for ``--json``."""
+    return {
+        "check": finding.check, "severity": finding.severity, "text": finding.text, "values": finding.values,
+    }  # fmt: skip
+
+
+def _resolve(target: str | None, options: Options) -> Target:
+    """What TARGET names. Raises ConfigError."""
+    if target is not None and "://" in target:
+        store = build_store(Source.parse(target), options)
+        return Target(store=store, cache_dir=default_cache_dir(store))
+    if flag := any_given(options):
+        raise ConfigError(f"{flag} goes with a source URL: name the lake by its URL, or leave {flag} out")
+    if target is None:
+        return Target(cache_dir=platformdirs.user_cache_dir(PROGRAM))
+    try:
+        with open_daemon(target) as client:
+            found = Target(store=client.store().store, statistics=client.statistics())
+    except LakeError as error:
+        findings = [
+            failed("mount.daemon", str(error)),
+            skipped("store.list", "how to reach the store is known to the daemon only: name the lake by its URL"),
+        ]
+        return Target(findings=findings, log_file=default_log_file(real_mountpoint(target)))
+    mounted = section(found.statistics, "mount")
+    found.cache_dir, found.read_only = str(mounted["cache_dir"]), bool(mounted["read_only"])
+    found.log_file = str(mounted["log_file"])
+    found.findings = list(mount_health.health(found.statistics, time.time()))
+    return found
+
+
+def _checks(target: Target) -> Iterator[Finding]:
+    host = Host.this()
+    yield from machine_checks.machine(host, platform.release())
+    if target.cache_dir:
+        yield from machine_checks.cache_directory(target.cache_dir, _FREE_BYTES_MIN, host.mountinfo)
+    yield from target.findings
+
+
+def _run_diagnosis(target: Target, *, throughput: bool, show: Callable[[Finding], None]) -> None:
+    """Let the child check the rest. Raises LakeError where it ends without an answer."""
+
+    def show_finding(answer: Shown) -> None:
+        assert isinstance(answer, Finding)
+        show(answer)
+
+    request = Diagnosis(
+        cache_dir=target.cache_dir, store=target.store, read_only=target.read_only, throughput=throughput
+    )
+    run_child(DIAGNOSIS, request, command="doctor", show=show_finding)

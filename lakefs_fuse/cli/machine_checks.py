@@ -1,0 +1,104 @@
+"""What `doctor` checks of this machine by itself: the kernel, /dev/fuse, fusermount3, the cache directory.
+
+Changes nothing; what tests replace is in `preflight.Host`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lakefs_fuse.cli import preflight
+from lakefs_fuse.cli.parameters import format_bytes
+from lakefs_fuse.control.mounts import mount_of
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.findings import Finding, failed, ok, warning
+
+KERNEL_MIN = 5, 15
+"""The oldest kernel with FOPEN_NOFLUSH (https://docs.kernel.org/filesystems/fuse.html): before, each close asks."""
+_REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "glusterfs"})
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+
+def machine(host: preflight.Host, release: str) -> Iterator[Finding]:
+    """Kernel ``release`` (uname -r), device, fusermount3, and whether others may be let in."""
+    numbers = tuple(int(each) for each in re.findall(r"\d+", release)[:2])
+    if numbers < KERNEL_MIN:
+        yield warning(
+            "machine.kernel",
+            f"Linux {release} lacks some of what makes mounts fast: use 5.15 or later",
+            release=release,
+        )
+    else:
+        yield ok("machine.kernel", f"Linux {release}", release=release)
+    yield _checked("machine.dev-fuse", lambda: preflight.check_device(host), f"{host.dev_fuse} is open to you")
+    found = host.which("fusermount3")
+    text = f"{found}" if found else "not there, and not needed by root"
+    yield _checked("machine.fusermount3", lambda: preflight.check_fusermount(host), text)
+    allows = host.uid == 0 or preflight.allows_other(host.fuse_conf)
+    yield ok(
+        "machine.allow-other",
+        "--allow-other is allowed"
+        if allows
+        else f"only root may use --allow-other: the line `user_allow_other` in {host.fuse_conf} lets you do so, too",
+        allowed=allows,
+    )
+
+
+def cache_directory(cache_dir: str, free_bytes_min: int, mountinfo: Path) -> Iterator[Finding]:
+    """Kind of disk, room and permissions of a cache directory, or of the nearest directory above one to be made."""
+    directory = Path(cache_dir)
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    mounted = mount_of(os.path.realpath(directory), mountinfo)
+    kind = mounted.fstype if mounted is not None else "unknown"
+    if kind in _REMOTE:
+        yield failed(
+            "cache.disk", f"{cache_dir} is on {kind}, not on a local disk: choose another --cache-dir", kind=kind
+        )
+    elif kind in _MEMORY:
+        yield warning(
+            "cache.disk",
+            f"{cache_dir} is in memory ({kind}), so bytes not yet in the store do not survive a restart: "
+            "choose a --cache-dir on a disk",
+            kind=kind,
+        )
+    else:
+        yield ok("cache.disk", f"{cache_dir} is on {kind}", kind=kind)
+    free = shutil.disk_usage(directory).free
+    needed = free_bytes_min + preflight.ROOM_BYTES_MIN
+    if free < needed:
+        yield failed(
+            "cache.room",
+            f"{format_bytes(free)} free, and a mount needs {format_bytes(needed)}: make room, choose another "
+            "--cache-dir, or lower --free-space",
+            free_bytes=free,
+        )
+    else:
+        yield ok("cache.room", f"{format_bytes(free)} free", free_bytes=free)
+    if str(directory) != cache_dir:
+        yield ok("cache.permissions", "made by the first mount, with mode 0700")
+        return
+    status = os.stat(directory)
+    if status.st_uid != os.geteuid():
+        yield failed("cache.permissions", f"{cache_dir} belongs to uid {status.st_uid}: choose one of yours")
+    elif status.st_mode & 0o077:
+        yield warning(
+            "cache.permissions",
+            f"{cache_dir} is open to others (mode {stat.S_IMODE(status.st_mode):04o}): run `chmod 700 {cache_dir}`, or "
+            "let the next mount do it",
+        )
+    else:
+        yield ok("cache.permissions", "only its owner may enter")
+
+
+def _checked(check: str, call: Callable[[], None], text: str) -> Finding:
+    try:
+        call()
+    except LakeError as error:
+        return failed(check, str(error))
+    return ok(check, text)

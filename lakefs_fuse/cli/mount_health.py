@@ -1,0 +1,118 @@
+"""What the counters of a mount's daemon mean for `doctor`: backlog, errors, cache, maintenance. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lakefs_fuse import __version__
+from lakefs_fuse.cli.parameters import format_bytes, format_duration
+from lakefs_fuse.cli.stats_values import Values, number, section
+from lakefs_fuse.findings import Finding, failed, ok, warning
+
+OLDEST_S_MAX = 3600.0
+"""Acknowledged files that are older are more than a slow store: something keeps them."""
+
+
+def health(values: Values, now_s: float) -> Iterator[Finding]:
+    """Findings from the values of ``stats --json``; ``now_s`` is the time since 1970."""
+    yield _daemon(section(values, "daemon"), str(section(values, "mount").get("log_file") or "the journal"))
+    yield from _backlog(values)
+    yield _requests(section(values, "store"))
+    yield _commits(section(values, "commits"))
+    for name in ("cache", "staging"):
+        if name in values:
+            yield _disk(name, str(section(values, name).get("state", "ok")))
+    if "maintenance" in values:
+        yield _maintenance(section(values, "maintenance"), now_s)
+    yield _kernel(section(values, "kernel"))
+
+
+def _daemon(daemon: Values, log: str) -> Finding:
+    check = "mount.daemon"
+    restarts, version = number(daemon, "restarts"), str(daemon.get("version", ""))
+    text = f"pid {daemon.get('pid')}, up for {format_duration(number(daemon, 'uptime_s'))}"
+    if restarts:
+        return warning(check, f"{text}; {restarts:.0f} daemons died before it: see {log}", restarts=int(restarts))
+    if version != __version__:
+        return warning(check, f"{text}, of version {version}, and this is {__version__}: mount again to upgrade it")
+    return ok(check, text, restarts=0)
+
+
+def _backlog(values: Values) -> Iterator[Finding]:
+    check, dirty, writeback = "mount.backlog", section(values, "dirty"), section(values, "writeback")
+    files, size, refused = number(dirty, "files"), number(dirty, "bytes"), number(dirty, "failed")
+    text = f"{files:,.0f} files, {format_bytes(size)}, are not in the store"
+    counts = {"files": int(files), "bytes": int(size)}
+    because = str(writeback.get("waiting_because") or "")
+    oldest_s = number(writeback, "oldest_s")
+    if refused:
+        yield failed(check, f"{text}, and {refused:,.0f} of them failed: `lakefs-fuse stats` says why", **counts)
+    elif because:
+        yield failed(check, f"{text}, because: {because}", **counts)
+    elif oldest_s > OLDEST_S_MAX:
+        age = format_duration(oldest_s)
+        yield warning(check, f"{text}, the oldest for {age}: `lakefs-fuse stats` lists them", **counts)
+    else:
+        yield ok(check, text if files else "everything is in the store", **counts)
+    orphans = number(dirty, "orphans")
+    if orphans:
+        yield warning(
+            "mount.orphans",
+            f"{orphans:,.0f} files were left unfinished by a daemon that died: `lakefs-fuse orphans` lists them",
+            orphans=int(orphans),
+        )
+
+
+def _requests(store: Values) -> Finding:
+    check, requests = "mount.requests", section(store, "requests")
+    sent = sum(number(requests, kind) for kind in requests)
+    errors, throttled = number(store, "errors"), number(store, "throttled")
+    text = f"{sent:,.0f} requests, {errors:,.0f} errors, {throttled:,.0f} throttled"
+    counts = {"requests": int(sent), "errors": int(errors), "throttled": int(throttled)}
+    if errors:
+        return warning(check, f"{text}: the log names them", **counts)
+    if throttled:
+        return warning(check, f"{text}: lower --requests and --uploads", **counts)
+    return ok(check, text, **counts)
+
+
+def _commits(commits: Values) -> Finding:
+    check, damaged, future = "mount.commits", number(commits, "damaged"), number(commits, "future")
+    if damaged:
+        return failed(check, f"{damaged:,.0f} commits cannot be read: run `lakefs-fuse fsck`", damaged=int(damaged))
+    if future:
+        return warning(
+            check,
+            f"{future:,.0f} commits are dated in the future: the log names them and their writers",
+            future=int(future),
+        )
+    return ok(check, f"{number(commits, 'applied'):,.0f} commits applied, none left out")
+
+
+def _disk(name: str, state: str) -> Finding:
+    check = f"mount.{name}"
+    if state == "failed":
+        return failed(check, f"the disk of the {name} answers with errors: see the kernel's log, and replace it")
+    if state == "full":
+        return warning(check, f"the {name} is full: make room on its disk, or raise --{name}-size")
+    return ok(check, state)
+
+
+def _maintenance(maintenance: Values, now_s: float) -> Finding:
+    check, fold_s = "mount.maintenance", number(maintenance, "last_fold_s")
+    last = f"last fold {format_duration(max(0.0, now_s - fold_s))} ago" if fold_s else "no fold yet"
+    if maintenance.get("overdue"):
+        return warning(check, f"{last}, and overdue: {maintenance.get('overdue_because')}")
+    if maintenance.get("mode") == "off":
+        return ok(check, "left to other mounts (--maintenance off, or read-only)")
+    error = maintenance.get("last_error")
+    if error:
+        return warning(check, f"{last}; the last run failed: {error}")
+    return ok(check, last)
+
+
+def _kernel(kernel: Values) -> Finding:
+    check, missing = "mount.kernel", kernel.get("missing")
+    if not kernel.get("hooks") and isinstance(missing, list) and missing:
+        return warning(check, str(missing[0]))
+    return ok(check, f"fast paths are used, libfuse {kernel.get('libfuse', '')}")

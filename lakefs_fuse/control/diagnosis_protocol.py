@@ -1,0 +1,25 @@
+"""Messages between the command line and `lakefs_fuse.daemon.diagnosis`: one `Diagnosis` in, JSON lines out.
+
+The lines are any number of `Finding`, then one `Finished` or `Failed` of `worker_protocol`. Both ends belong to one
+installation, so there is no version. *No secrets*: credentials are in the environment only.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from lakefs_fuse.config import StoreConfig
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What to check besides the programs of this installation."""
+
+    cache_dir: str = ""
+    """Whose disk is measured: a directory, or the nearest one above it that is there; empty for none."""
+    store: StoreConfig | None = None
+    read_only: bool = False
+    """Nothing is written to the store."""
+    throughput: bool = True
+    """Measure it, which moves bytes for `daemon.diagnosis.THROUGHPUT_S`."""
+    capabilities_only: bool = False
+    """Of the store, tell only what its lake record says, as the summary of `Finished`; nothing is written."""

@@ -1,0 +1,230 @@
+"""The process of `doctor` and `mount --explain`: `python -m lakefs_fuse.daemon.diagnosis`, run by `cli.worker`.
+
+It is a process of its own because the command line loads neither the libraries that reach a store nor those of the
+kernel. It reads one `Diagnosis` from the descriptor that ``--request-fd`` names and writes each finding as soon as it
+has it. Checks run one after another, because they measure. SIGINT ends it with `store.checkup.Checkup.clean`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.control.diagnosis_protocol import Diagnosis
+from lakefs_fuse.daemon.admin_worker import Answers, run_process
+from lakefs_fuse.environment import disk_speed
+from lakefs_fuse.environment.descriptor_limit import DESCRIPTORS_MIN
+from lakefs_fuse.environment.node import Node
+from lakefs_fuse.errors import LakeError, StoreError
+from lakefs_fuse.findings import Finding, Severity, failed, ok, skipped, warning
+from lakefs_fuse.kernel.native import hooks
+from lakefs_fuse.store import lake_record
+from lakefs_fuse.store.checkup import Checkup
+from lakefs_fuse.store.open import open_store
+from lakefs_fuse.store.protocol import NetworkStore, ObjectStore
+
+DESCRIPTORS_FEW = 4096
+"""Below, a quarter is fewer files than the block cache opens for one data set in random order."""
+SYNC_S_MAX = 0.01
+"""Slower disks make each acknowledged file of write-back wait longer than a round trip to most stores."""
+DISK_BYTES_S_MIN = 100e6
+"""Slower disks hold up an upload over a network of 1 Gbit/s."""
+THROUGHPUT_S = 5.0
+"""In all: half of it to the store, half from there."""
+THROUGHPUT_BYTES = 8 << 20
+"""Of an object: as large as the parts in which large files are uploaded and prefetched."""
+THROUGHPUT_REQUESTS = 4
+THROUGHPUT_BYTES_MAX = 1 << 30
+"""In each direction, so that a fast network does not cost much."""
+
+
+def programs() -> Iterator[Finding]:
+    """What this installation has of libfuse and of the C library, and how many files it may open."""
+    version = hooks.libfuse_version()
+    if hooks.library() is None:
+        yield warning("machine.fast-paths", hooks.why_inactive())
+        yield skipped("machine.libfuse", "its version is known with the C library only")
+    else:
+        yield ok("machine.fast-paths", "the C library is there")
+        yield ok("machine.libfuse", f"libfuse {version}", version=version)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    raise_it = "raise the hard limit (`ulimit -Hn`, LimitNOFILE= of a systemd unit)"
+    if hard != resource.RLIM_INFINITY and hard < DESCRIPTORS_MIN:
+        yield failed("machine.open-files", f"{text} open files are too few for a mount: {raise_it}", hard=hard)
+    elif hard != resource.RLIM_INFINITY and hard < DESCRIPTORS_FEW:
+        yield warning("machine.open-files", f"{text} open files leave few for the cache: {raise_it}", hard=hard)
+    else:
+        yield ok("machine.open-files", f"the hard limit is {text}", hard=hard)
+
+
+def disk(cache_dir: str) -> Finding:
+    """How fast the disk of a cache directory is."""
+    check, directory = "cache.speed", Path(cache_dir)
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    try:
+        speed = disk_speed.measure(str(directory))
+    except OSError as error:
+        return failed(check, f"{directory} cannot be written to ({error.strerror}): choose another --cache-dir")
+    text = f"{speed.bytes_s / 1e6:,.0f} MB/s written, {speed.sync_s * 1000:.2f} ms for a synced write at {directory}"
+    values = {"bytes_s": round(speed.bytes_s), "sync_s": round(speed.sync_s, 6)}
+    if speed.sync_s > SYNC_S_MAX or speed.bytes_s < DISK_BYTES_S_MIN:
+        return warning(check, f"{text}: choose a --cache-dir on NVMe", **values)
+    return ok(check, text, **values)
+
+
+def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterator[Finding]:
+    """Everything about a store. What was written is removed, whatever happens."""
+    if config.source.scheme != "s3":
+        try:
+            store = open_store(config, node)
+        except LakeError as error:
+            yield failed("store.list", str(error))
+            return
+        yield from _checks_of(request, store, node, lambda: iter(()))
+        return
+    from lakefs_fuse.store.s3 import bucket
+    from lakefs_fuse.store.s3.access import connect
+    from lakefs_fuse.store.s3.store import S3Store
+
+    try:
+        access = connect(config, node.clock)
+    except LakeError as error:
+        yield failed("store.credentials", str(error))
+        return
+    yield bucket.credentials(access, node.clock)
+    yield from _checks_of(request, S3Store(access, node.clock), node, lambda: bucket.configuration(access))
+
+
+def _checks_of(
+    request: Diagnosis, store: ObjectStore, node: Node, configuration: Callable[[], Iterator[Finding]]
+) -> Iterator[Finding]:
+    checkup = Checkup(store, node.random.stream("checkup"), node.clock)
+    try:
+        yield checkup.clock_skew()
+        found = dict[str, Severity]()
+        for finding in checkup.reading() if request.read_only else checkup.writing():
+            found[finding.check] = finding.severity
+            yield finding
+        if Severity.OK in found.values():
+            yield checkup.round_trip()
+            keeps_versions = isinstance(store, NetworkStore)
+            for finding in configuration():
+                keeps_versions = bool(finding.values.get("keeps_versions", keeps_versions))
+                yield finding
+            if request.throughput and found.get("store.put") is Severity.OK:
+                yield throughput(checkup, node, repeats=not keeps_versions)
+            elif request.throughput:
+                yield skipped("store.throughput", "it takes a scratch object, which may not be written here")
+        if (cleaned := checkup.clean()) is not None:
+            yield cleaned
+    finally:
+        checkup.clean()
+        store.close()
+
+
+def throughput(checkup: Checkup, node: Node, *, repeats: bool) -> Finding:
+    """Bytes per second to and from a store, with some requests at a time on as many scratch objects; ``repeats``:
+    they may be written again and again, because no versions of them are kept."""
+    check, body = "store.throughput", node.random.stream("throughput").randbytes(THROUGHPUT_BYTES)
+
+    def rate_of(request: Callable[[int], int], bytes_max: int) -> float:
+        began_s = time.monotonic()
+
+        def work(number: int) -> int:
+            moved = request(number)
+            while moved < bytes_max // THROUGHPUT_REQUESTS and time.monotonic() - began_s < THROUGHPUT_S / 2:
+                moved += request(number)
+            return moved
+
+        with ThreadPoolExecutor(THROUGHPUT_REQUESTS) as pool:
+            return sum(pool.map(work, range(THROUGHPUT_REQUESTS))) / (time.monotonic() - began_s)
+
+    def send(number: int) -> int:
+        checkup.put_scratch(f"throughput-{number}", body)
+        return THROUGHPUT_BYTES
+
+    try:
+        up = rate_of(send, THROUGHPUT_BYTES_MAX if repeats else 0)
+        down = rate_of(
+            lambda number: checkup.get_scratch(f"throughput-{number}", 0, THROUGHPUT_BYTES), THROUGHPUT_BYTES_MAX
+        )
+    except StoreError as error:
+        return failed(check, str(error))
+    return ok(
+        check,
+        f"{up / 1e6:,.0f} MB/s to the store, {down / 1e6:,.0f} MB/s from there, with {THROUGHPUT_REQUESTS} requests",
+        up_bytes_s=round(up),
+        down_bytes_s=round(down),
+    )
+
+
+def capabilities(config: StoreConfig, node: Node) -> dict[str, object]:
+    """What the record of a lake says of its store, and that it says nothing yet. Raises LakeError."""
+    store = open_store(config, node)
+    try:
+        opened = lake_record.open_record(store, config, node.random.stream("probe"), node.clock, may_write=False)
+        known = opened.record is not None and any(each is opened.finding for each in opened.record.stores)
+        return {
+            "probed": known or not isinstance(store, NetworkStore),
+            "lake": opened.record.id if opened.record is not None else None,
+            "needs_newer_program": list(opened.unknown),
+            **dataclasses.asdict(opened.capabilities),
+        }
+    finally:
+        store.close()
+
+
+def diagnose(request: Diagnosis, answers: Answers, node: Node) -> protocol.Finished:
+    """Run the checks. Raises LakeError where only capabilities were asked for."""
+    if request.capabilities_only:
+        assert request.store is not None
+        native = hooks.library() is not None
+        summary: dict[str, object] = {"hooks": native, "libfuse": hooks.libfuse_version()}
+        return protocol.Finished(summary={"kernel": summary, "store": capabilities(request.store, node)}, text="")
+    for finding in programs():
+        answers.send(finding)
+    if request.cache_dir:
+        answers.send(disk(request.cache_dir))
+    if request.store is not None:
+        for finding in store_checks(request, request.store, node):
+            answers.send(finding)
+    return protocol.Finished(summary={}, text="")
+
+
+def run(argv: Sequence[str], descriptor: int) -> int:
+    """Run one request, and return the exit code, which is also in the last answer on ``descriptor``."""
+    parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.diagnosis")
+    parser.add_argument("--request-fd", type=int, required=True)
+    with open(parser.parse_args(argv).request_fd, "rb") as source:
+        request = msgspec.json.decode(source.read(protocol.REQUEST_BYTES_MAX), type=Diagnosis)
+    answers = Answers(descriptor)
+    last: protocol.Finished | protocol.Failed
+    try:
+        last = diagnose(request, answers, Node.of_this_machine())
+    except BrokenPipeError:
+        return protocol.EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        last = protocol.Failed(message="interrupted", exit_code=protocol.EXIT_INTERRUPTED)
+    except LakeError as error:
+        last = protocol.Failed(message=protocol.printable(str(error)), exit_code=error.exit_code)
+    return answers.finish(last)
+
+
+def main() -> None:
+    """The process of one diagnosis."""
+    run_process(run)
+
+
+if __name__ == "__main__":
+    main()
