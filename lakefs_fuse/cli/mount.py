@@ -16,6 +16,7 @@ import platformdirs
 from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn, systemd
+from lakefs_fuse.cli.explain import explain
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.hints_option import check_hints
 from lakefs_fuse.cli.mount_options import expand
@@ -179,6 +180,11 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "it in a container or a service.")  # fmt: skip
 @option("--print-systemd-unit", is_flag=True, group=DIAGNOSTICS, help="Print a systemd service that makes this mount, "
         "and mount nothing.")  # fmt: skip
+@option("--explain", is_flag=True, group=DIAGNOSTICS, help="Print what the mount would do, and mount nothing: every "
+        "option with its value and where that comes from, what the store can do, what is used of the kernel, what is "
+        "not secure.")  # fmt: skip
+@option("--json", "as_json", is_flag=True, group=DIAGNOSTICS, help="With --explain: print JSON with stable names, for "
+        "scripts.")  # fmt: skip
 def mount(source: str, mountpoint: str | None, **options: Any) -> None:
     """Mount a lake as a directory.
 
@@ -196,6 +202,11 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
     SIZE is bytes, 500M or 10GiB; RATE is a SIZE per second; DURATION is seconds, 1.5s, 5m, 2h or 7d.
     """
     config = build_config(source, mountpoint, options)
+    if options["as_json"] and not options["explain"]:
+        raise ConfigError("--json goes with --explain: add that, or leave --json out")
+    if options["explain"]:
+        explain(config, click.get_current_context(), lambda name: "", as_json=options["as_json"])
+        return
     if config.immutable:
         config = structs.replace(config, mounting=uuid.uuid4().hex)
     if options["print_systemd_unit"]:

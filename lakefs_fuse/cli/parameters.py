@@ -77,14 +77,19 @@ _LONGEST_FIRST = (("h", 3600.0), ("m", 60.0))
 _LARGEST_FIRST = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10), ("", 0))
 
 
-def default_text(name: str, value: object) -> str:
-    """A default of config.py as help shows it: sizes and durations in the largest exact unit, modes in octal."""
+def value_text(name: str, value: object) -> str:
+    """A value of config.py as one types it: sizes and durations in the largest exact unit, modes in octal."""
     if name.endswith("_mode"):
-        return f"[default: {value:o}]"
+        return f"{value:o}"
     if name.endswith("_s") and isinstance(value, float):
         unit, seconds = next((each for each in _LONGEST_FIRST if value >= each[1] and not value % each[1]), ("s", 1.0))
-        return f"[default: {value / seconds:g}{unit}]"
+        return f"{value / seconds:g}{unit}"
     if "bytes" in name and isinstance(value, int) and value:  # every unit keeps 0 whole: it needs none
         unit, bits = next((unit, bits) for unit, bits in _LARGEST_FIRST if value % (1 << bits) == 0)
-        return f"[default: {value >> bits}{unit}]"
-    return f"[default: {value:g}]" if isinstance(value, float) else f"[default: {value}]"
+        return f"{value >> bits}{unit}"
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
+
+
+def default_text(name: str, value: object) -> str:
+    """A default of config.py as help shows it."""
+    return f"[default: {value_text(name, value)}]"

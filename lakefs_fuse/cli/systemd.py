@@ -20,7 +20,7 @@ from lakefs_fuse.cli.store_options import absolute
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.product import FILESYSTEM, PROGRAM
 
-_LEFT_OUT = frozenset({"mount_o", "print_systemd_unit", "foreground", "cache_dir"})
+_LEFT_OUT = frozenset({"mount_o", "print_systemd_unit", "explain", "as_json", "foreground", "cache_dir"})
 """Options that a unit always has, or expresses in another way."""
 
 SYSTEM_UNIT = """\

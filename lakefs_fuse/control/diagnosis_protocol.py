@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.config import MountConfig, StoreConfig
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,5 +21,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing is written to the store."""
     throughput: bool = True
     """Measure it, which moves bytes for `daemon.diagnosis.THROUGHPUT_S`."""
-    capabilities_only: bool = False
-    """Of the store, tell only what its lake record says, as the summary of `Finished`; nothing is written."""
+    explains: MountConfig | None = None
+    """Check nothing, write nothing, and tell what a mount of this configuration would use, as the summary of
+    `Finished`."""

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
-from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.config import MountConfig, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.diagnosis_protocol import Diagnosis
 from lakefs_fuse.daemon.admin_worker import Answers, run_process
@@ -26,10 +27,11 @@ from lakefs_fuse.environment.descriptor_limit import DESCRIPTORS_MIN
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.findings import Finding, Severity, failed, ok, skipped, warning
+from lakefs_fuse.kernel.features import background_max, features_for
 from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.store import lake_record
 from lakefs_fuse.store.checkup import Checkup
-from lakefs_fuse.store.open import open_store
+from lakefs_fuse.store.open import find_lake, open_store
 from lakefs_fuse.store.protocol import NetworkStore, ObjectStore
 
 DESCRIPTORS_FEW = 4096
@@ -43,6 +45,8 @@ THROUGHPUT_S = 5.0
 THROUGHPUT_BYTES = 8 << 20
 """Of an object: as large as the parts in which large files are uploaded and prefetched."""
 THROUGHPUT_REQUESTS = 4
+EXPLAIN_CONNECT_S_MAX = 2.0
+"""A person waits, and is told what is known besides."""
 THROUGHPUT_BYTES_MAX = 1 << 30
 """In each direction, so that a fast network does not cost much."""
 
@@ -169,8 +173,43 @@ def throughput(checkup: Checkup, node: Node, *, repeats: bool) -> Finding:
     )
 
 
+def explain(config: MountConfig, node: Node) -> dict[str, object]:
+    """What a mount of this configuration would use of its store and of the kernel."""
+    store = structs.replace(config.store, connect_timeout_s=EXPLAIN_CONNECT_S_MAX)
+    return {"kernel": _kernel_of(config), "store": _store_of(store, node, finds_lake=config.immutable)}
+
+
+def _kernel_of(config: MountConfig) -> dict[str, object]:
+    native = hooks.library() is not None
+    return {
+        "hooks": native,
+        "libfuse": hooks.libfuse_version(),
+        "requested": [str(feature.name).lower() for feature in features_for(config)] if native else [],
+        "writeback_cache": not config.read_only,
+        "max_background": background_max(config) if native else 0,
+        "missing": [] if native else [hooks.why_inactive()],
+    }
+
+
+def _store_of(config: StoreConfig, node: Node, *, finds_lake: bool) -> dict[str, object]:
+    """How it is reached, and what the lake's record says it can do; ``error`` where it cannot be asked."""
+    found: dict[str, object] = {"source": str(config.source)}
+    try:
+        if config.source.scheme == "s3":
+            from lakefs_fuse.store.s3 import bucket
+            from lakefs_fuse.store.s3.access import connect
+
+            access = connect(config, node.clock)
+            found |= {"region": access.region, "endpoint": access.base_url, "proxied": access.proxy_url is not None}
+            found["credentials"] = bucket.credentials(access, node.clock).text
+        lake, _ = find_lake(config, node) if finds_lake else (config, "")
+        return found | capabilities(lake, node)
+    except LakeError as error:
+        return found | {"error": protocol.printable(str(error))}
+
+
 def capabilities(config: StoreConfig, node: Node) -> dict[str, object]:
-    """What the record of a lake says of its store, and that it says nothing yet. Raises LakeError."""
+    """What the record of a lake says of its store; the least is assumed where it says nothing yet. Raises LakeError."""
     store = open_store(config, node)
     try:
         opened = lake_record.open_record(store, config, node.random.stream("probe"), node.clock, may_write=False)
@@ -179,19 +218,16 @@ def capabilities(config: StoreConfig, node: Node) -> dict[str, object]:
             "probed": known or not isinstance(store, NetworkStore),
             "lake": opened.record.id if opened.record is not None else None,
             "needs_newer_program": list(opened.unknown),
-            **dataclasses.asdict(opened.capabilities),
+            "capabilities": dataclasses.asdict(opened.capabilities),
         }
     finally:
         store.close()
 
 
 def diagnose(request: Diagnosis, answers: Answers, node: Node) -> protocol.Finished:
-    """Run the checks. Raises LakeError where only capabilities were asked for."""
-    if request.capabilities_only:
-        assert request.store is not None
-        native = hooks.library() is not None
-        summary: dict[str, object] = {"hooks": native, "libfuse": hooks.libfuse_version()}
-        return protocol.Finished(summary={"kernel": summary, "store": capabilities(request.store, node)}, text="")
+    """Run the checks, or explain a mount."""
+    if request.explains is not None:
+        return protocol.Finished(summary=explain(request.explains, node), text="")
     for finding in programs():
         answers.send(finding)
     if request.cache_dir:

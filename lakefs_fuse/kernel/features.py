@@ -1,4 +1,4 @@
-"""Kernel features of this mount, used and missing, for the log and for `stats`.
+"""Kernel features of a mount: those that it requests, and those of this one, used and missing, for the log and `stats`.
 
 Read-ahead is raised through sysfs, which needs root: the answer to INIT can only lower it. Blocking calls;
 for a worker thread, once, when the mount answers.
@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lakefs_fuse.config import MountConfig
 from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.kernel.native.hooks import Feature
 
@@ -18,7 +19,32 @@ READ_AHEAD_KIB = 1024
 """Of the mount: as much as one READ may ask for, and a block of the cache. The kernel's own default is 128."""
 PASSTHROUGH_SINCE = (3, 17)
 """The first libfuse with FUSE_PASSTHROUGH: the kernel reads a file without the daemon."""
+LISTINGS_HELD_S_MIN = 1.0
+"""With a shorter TTL the kernel is not made to keep listings: they would be invalidated all the time."""
+BACKGROUND_REQUESTS_MAX = 64
+"""READs ahead of a reader, and WRITEs behind a writer, that the kernel may have under way; its own default is 12."""
+BACKGROUND_SHARE = 8
+"""WRITEs under way fill no more than this part of staging: of many parts of a file that are incomplete, none can be
+uploaded to make room."""
+WRITE_BYTES_MAX = 1 << 20
 BDI = Path("/sys/class/bdi")
+
+
+def features_for(config: MountConfig) -> Feature:
+    """Kernel features that a mount requests."""
+    features = Feature.EXPLICIT_INVAL_DATA
+    if config.immutable:
+        return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
+    listed_s = config.metadata_ttl_s if config.foreign_s is None else min(config.metadata_ttl_s, config.foreign_s)
+    if listed_s >= LISTINGS_HELD_S_MIN:
+        features |= Feature.STATELESS_OPENDIR
+    return features | (Feature.NOFLUSH if config.read_only else Feature.HANDLE_KILLPRIV)
+
+
+def background_max(config: MountConfig) -> int:
+    """Requests that the kernel may have under way in the background: readahead, and write-back of pages."""
+    writes_max = config.staging_bytes_max // (BACKGROUND_SHARE * WRITE_BYTES_MAX)
+    return BACKGROUND_REQUESTS_MAX if config.read_only else max(1, min(BACKGROUND_REQUESTS_MAX, writes_max))
 
 
 def raise_read_ahead(mountpoint: str, bdi: Path = BDI) -> tuple[int, str]:

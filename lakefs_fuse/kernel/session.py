@@ -22,21 +22,12 @@ from msgspec import structs
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import MountError
 from lakefs_fuse.kernel import request_loop
-from lakefs_fuse.kernel.features import KernelFeatures, raise_read_ahead
+from lakefs_fuse.kernel.features import KernelFeatures, background_max, features_for, raise_read_ahead
 from lakefs_fuse.kernel.immutable_operations import ImmutableOperations
-from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.operations import Operations
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
-LISTINGS_HELD_S_MIN = 1.0
-"""With a shorter TTL the kernel is not made to keep listings: they would be invalidated all the time."""
-BACKGROUND_REQUESTS_MAX = 64
-"""READs ahead of a reader, and WRITEs behind a writer, that the kernel may have under way; its own default is 12."""
-BACKGROUND_SHARE = 8
-"""WRITEs under way fill no more than this part of staging: of many parts of a file that are incomplete, none can be
-uploaded to make room."""
-WRITE_BYTES_MAX = 1 << 20
 TASKS_MAX = 128
 """Requests served at once; each may be waiting for the store."""
 UNMOUNT_S_MAX = 20.0
@@ -51,23 +42,6 @@ def _options(config: MountConfig) -> set[str]:
     if config.read_only:
         options.add("ro")
     return options
-
-
-def features_for(config: MountConfig) -> Feature:
-    """Kernel features that a mount requests."""
-    features = Feature.EXPLICIT_INVAL_DATA
-    if config.immutable:
-        return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
-    listed_s = config.metadata_ttl_s if config.foreign_s is None else min(config.metadata_ttl_s, config.foreign_s)
-    if listed_s >= LISTINGS_HELD_S_MIN:
-        features |= Feature.STATELESS_OPENDIR
-    return features | (Feature.NOFLUSH if config.read_only else Feature.HANDLE_KILLPRIV)
-
-
-def background_max(config: MountConfig) -> int:
-    """Requests that the kernel may have under way in the background: readahead, and write-back of pages."""
-    writes_max = config.staging_bytes_max // (BACKGROUND_SHARE * WRITE_BYTES_MAX)
-    return BACKGROUND_REQUESTS_MAX if config.read_only else max(1, min(BACKGROUND_REQUESTS_MAX, writes_max))
 
 
 class Session:

@@ -6,8 +6,8 @@ import pytest
 from msgspec import structs
 
 from lakefs_fuse.config import GIB, MIB, MountConfig, Source, StoreConfig
+from lakefs_fuse.kernel.features import BACKGROUND_REQUESTS_MAX, background_max, features_for
 from lakefs_fuse.kernel.native.hooks import Feature
-from lakefs_fuse.kernel.session import BACKGROUND_REQUESTS_MAX, background_max, features_for
 
 CONFIG = MountConfig(store=StoreConfig(source=Source.parse("file:///data")), mountpoint="/mnt", cache_dir="/cache")
 

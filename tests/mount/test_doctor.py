@@ -111,3 +111,27 @@ def test_machine_alone_is_checked_without_a_target(make_lake: LakeMaker) -> None
     done = lake.cli("doctor", "/mnt/lake", "--region", "eu-west-1")
     assert done.returncode == 2
     assert "--region goes with a source URL" in done.stderr
+
+
+def test_explain_tells_what_a_mount_would_do_and_makes_none(make_lake: LakeMaker) -> None:
+    lake = make_lake("seaweedfs")
+    done = lake.try_mount("--explain", "--json")
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)
+    assert not os.path.ismount(lake.path)
+    assert not lake.cache_dir.exists()
+    assert lake.outside.objects() == {}
+    assert first["store"]["probed"] is False
+    assert first["store"]["credentials"].startswith("from the environment")
+    assert "handle_killpriv" in first["kernel"]["requested"]
+    lake.mount()
+    lake.umount()
+    known = json.loads(lake.try_mount("--explain", "--json").stdout)
+    assert known["store"]["probed"] is True
+    assert known["store"]["capabilities"]["multipart"] is True
+    assert servers.SECRET_KEY not in json.dumps(known)
+    away = lake.try_mount("--explain", "--endpoint-url", f"http://127.0.0.1:{servers.free_port()}")
+    assert away.returncode == 0
+    assert "cannot be asked: " in away.stdout
+    assert "nothing listens there" in away.stdout
+    assert "--cache-size" in away.stdout

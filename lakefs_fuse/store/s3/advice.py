@@ -182,5 +182,5 @@ def region(reason: str, named: str) -> str:
     found = _REGION_NAME.search(reason)
     name = named if re.fullmatch(r"[a-z0-9-]{1,40}", named) else (found[1] or found[2]) if found else ""
     if name:
-        return f"the bucket is in another region: give --region {name}, or set AWS_REGION"
-    return "the bucket is in another region: give the right one with --region or AWS_REGION"
+        return f"the bucket is in another region: give --region {name}, or set AWS_DEFAULT_REGION"
+    return "the bucket is in another region: give the right one with --region or AWS_DEFAULT_REGION"
