@@ -25,6 +25,7 @@ from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
 from lakefs_fuse.cli.worker import find_place, place_below
+from lakefs_fuse.cli.workloads import OF_WRITERS, WORKLOADS, describe, settings_of
 from lakefs_fuse.config import (
     DURABILITIES,
     HARD_LINKS,
@@ -72,9 +73,11 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
           "--immutable it may be left out where SOURCE is a directory, which the mount then covers.")  # fmt: skip
 @option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, allow_other, "
         "and every long option here, with - or _.")  # fmt: skip
+@option("--profile-for", "workload", type=click.Choice(list(WORKLOADS)), metavar="WORK", help="Options for a kind of "
+        f"work. Those that are given win; --explain shows what applies. {describe()}.  [default: none]")  # fmt: skip
 @store_options
-@option("--read-only/--read-write", group=SOURCE_GROUP, help="Refuse every change. Use it with credentials that may "
-        "only read.")  # fmt: skip
+@option("--read-only/--read-write", default=None, show_default="--read-write", group=SOURCE_GROUP, help="Refuse every "
+        "change. Use it with credentials that may only read.")  # fmt: skip
 @option("--immutable", is_flag=True, group=SOURCE_GROUP, help="Show SOURCE as it is at mount time, read-only, and let "
         "the kernel cache all of it. Use it for a dataset that does not change while a job runs; `lakefs-fuse "
         "refresh` moves the mount to a newer state.")  # fmt: skip
@@ -137,8 +140,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--orphans", "orphans", type=click.Choice(["keep", "finish", "abort"]), group=DURABILITY,
         help="What to do at mount with files that a dead daemon left unfinished: keep them for `lakefs-fuse orphans`, "
         "finish (store) or abort (delete) them.")  # fmt: skip
-@option("--supervise/--no-supervise", default=True, group=DURABILITY, help="Restart a daemon that dies, and mount "
-        "again. Turn it off where another program restarts it.")  # fmt: skip
+@option("--supervise/--no-supervise", default=None, show_default="--supervise", group=DURABILITY, help="Restart a "
+        "daemon that dies, and mount again. Turn it off where another program restarts it.")  # fmt: skip
 @_setting("--refresh", "refresh_s", type=DURATION, group=SHARING, help="Interval at which the store is polled for "
         "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each. A mount "
         "that had no request for 10m polls once a minute, and before it answers the next.")  # fmt: skip
@@ -205,7 +208,9 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
     if options["as_json"] and not options["explain"]:
         raise ConfigError("--json goes with --explain: add that, or leave --json out")
     if options["explain"]:
-        explain(config, click.get_current_context(), lambda name: "", as_json=options["as_json"])
+        origin, found = f"--profile-for {options['workload']}", workload_settings(options)
+        context = click.get_current_context()
+        explain(config, context, lambda name: origin if name in found else "", as_json=options["as_json"])
         return
     if config.immutable:
         config = structs.replace(config, mounting=uuid.uuid4().hex)
@@ -237,8 +242,9 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
         _check_immutable(options)
     elif options["snapshot"] is not None:
         raise ConfigError("--snapshot needs --immutable, because a snapshot cannot be written to: add --immutable")
+    typed, options = options, {**options, **workload_settings(options)}
     within = options["immutable"] and "://" not in source
-    store = store_within(source, options) if within else build_store(Source.parse(source), options)
+    store = store_within(source, typed) if within else build_store(Source.parse(source), options)
     if mountpoint is None:
         if not within:
             raise ConfigError("MOUNTPOINT is missing: name the directory to mount at")
@@ -257,7 +263,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     values |= {
         "cache_dir": absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
         "log_file": absolute(options["log_file"]) or (None if options["foreground"] else default_log_file(point)),
-        "read_only": options["read_only"] or options["immutable"],
+        "read_only": bool(options["read_only"] or options["immutable"]),
     }
     return MountConfig(store=store, mountpoint=point, **values)
 
@@ -276,6 +282,23 @@ def _check_immutable(options: Options) -> None:
     for names, why in ((_OF_WRITING, "writes nothing"), (_OF_CHANGES, "changes only at `lakefs-fuse refresh`")):
         for name in given(options, names):
             raise ConfigError(f"{flags[name]}: an --immutable mount {why}: leave one of the two out")
+
+
+def workload_settings(options: Options) -> dict[str, Any]:
+    """The values that --profile-for gives to options that were not given. Raises ConfigError."""
+    workload = options.get("workload")
+    if workload is None:
+        return {}
+    if workload in OF_WRITERS and (options["read_only"] or options["immutable"]):
+        raise ConfigError(
+            f"--profile-for {workload} is for mounts that write: leave out that, or --read-only and --immutable"
+        )
+    meaningless = {*_OF_WRITING, *_OF_CHANGES} if options["immutable"] else set[str]()
+    return {
+        name: value
+        for name, value in settings_of(workload, mount).items()
+        if options.get(name) is None and name not in meaningless
+    }
 
 
 def store_within(path: str, options: Options) -> StoreConfig:

@@ -78,6 +78,17 @@ def test_every_option_has_its_value_and_origin(
     assert request.explains.read_only
 
 
+def test_set_of_options_is_the_origin_of_what_it_sets(
+    asked: list[Diagnosis], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = rows(explained(capsys, tmp_path, "--profile-for", "ci", "--cache-size", "3GiB"))
+    assert found["--supervise"] == ("off", "--profile-for ci")
+    assert found["--staging-timeout"] == ("2m", "--profile-for ci")
+    assert found["--cache-size"] == ("3GiB", "command line")
+    assert found["--profile-for"] == ("ci", "command line")
+    assert found["--refresh"] == ("5s", "default")
+
+
 def test_text_has_all_parts_and_nothing_is_mounted(
     asked: list[Diagnosis], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
