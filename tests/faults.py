@@ -24,7 +24,7 @@ from tests.servers import Server
 
 Kind = Literal[
     "slow_down", "error_500", "reset", "truncate", "stall", "lose_answer", "corrupt", "flip", "refuse", "forbid",
-    "hang", "conflict", "aborted", "odd_409", "gone",
+    "hang", "conflict", "aborted", "odd_409", "gone", "archived",
 ]  # fmt: skip
 
 PIECE_BYTES = 1 << 18
@@ -41,6 +41,7 @@ _ANSWERS: dict[str, tuple[int, bytes, bytes]] = {
     "aborted": (409, b"OperationAborted", b"A conflicting operation is in progress."),
     "odd_409": (409, b"ResourceBusy", b"Busy."),
     "gone": (404, b"NoSuchUpload", b"The specified upload does not exist."),
+    "archived": (403, b"InvalidObjectState", b"The operation is not valid for the object's storage class"),
 }
 """Faults that answer without asking the store."""
 _BODY = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>%s</Code><Message>%s</Message></Error>'
@@ -121,6 +122,10 @@ class Faults:
     def gone(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
         """Answer 404 NoSuchUpload, without asking the store."""
         self._add("gone", n, method, containing)
+
+    def archived(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Answer 403 InvalidObjectState, without asking the store."""
+        self._add("archived", n, method, containing)
 
     def reset(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
         """Reset the connection (RST) instead of answering."""

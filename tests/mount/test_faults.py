@@ -39,6 +39,17 @@ def test_a_read_survives(failing: Failing, kind: str) -> None:
     assert failing.lake.number("store.retries") >= retries + 2
 
 
+def test_archived_object_is_an_error_at_once_that_says_what_to_do(failing: Failing) -> None:
+    path = failing.put_by_others("f", noise(70_000, 5))
+    failing.faults.archived(100, method="GET", containing=failing.url("f"))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        path.read_bytes()
+    assert failing.faults.injected["archived"] < 10, "it is not tried again and again"
+    assert "the object is archived (Glacier): restore it" in failing.lake.log()
+    failing.faults.clear()
+    assert len(path.read_bytes()) == 70_000
+
+
 @pytest.mark.parametrize("kind", [*REFUSALS, "lose_answer"])
 @pytest.mark.parametrize("size", [70_000, 2 * PART_BYTES + 9], ids=["one-put", "parts"])
 def test_a_write_survives(failing: Failing, kind: str, size: int) -> None:

@@ -1,0 +1,62 @@
+"""The table of exit codes in the manual: it has each code and each command, and the codes are those of the errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from lakefs_fuse import errors
+from lakefs_fuse.cli import MODULES, answer_errors
+from lakefs_fuse.errors import ConfigError, LakeError, LeaseHeld, ReportedError, StoreError
+
+MANUAL = Path(__file__).parents[2] / "docs" / "operations.md"
+LEASED = {"fsck", "gc", "pack", "relocate", "snapshot", "unpack", "upgrade"}
+"""Commands that change a lake under its maintenance lease."""
+
+
+def section() -> str:
+    text = MANUAL.read_text()
+    return text[text.index("### Exit codes") :].partition("\n### ")[0]
+
+
+def test_manual_has_every_code() -> None:
+    told = set(map(int, re.findall(r"^\| (\d+) \|", section(), re.MULTILINE)))
+    assert told == {0, *(value for name, value in vars(errors).items() if name.startswith("EXIT_"))}
+
+
+def test_manual_has_every_command_with_its_codes() -> None:
+    rows = dict(re.findall(r"^\| `([a-z]+)` \| ([\d, ]+) \|", section(), re.MULTILINE))
+    codes = {name: set(map(int, text.split(","))) for name, text in rows.items()}
+    assert list(codes) == sorted(MODULES)
+    expected = {name: {1} | ({75} if name in LEASED else set()) for name in MODULES}
+    assert codes == {**expected, "mount": {1, 70}}
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def call() -> object:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (lambda: None, 0),
+        (lambda: 1, 1),
+        (raising(LakeError("x")), 1),
+        (raising(StoreError("x")), 1),
+        (raising(ConfigError("x")), 2),
+        (raising(click.UsageError("x")), 2),
+        (raising(LeaseHeld("x")), 75),
+        (raising(ReportedError("x", 75)), 75),
+        (raising(KeyboardInterrupt()), 130),
+        (raising(click.Abort()), 130),
+    ],
+)
+def test_error_has_the_code_of_the_manual(call: Callable[[], object], code: int) -> None:
+    assert answer_errors(call) == code
