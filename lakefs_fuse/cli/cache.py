@@ -35,6 +35,8 @@ EVICT_SKIPS = {"pinned_files": "they are pinned", "open_files": "they, or others
 """Counts in the answer to `protocol.EvictCache`."""
 Selection = dict[str, list[tuple[str, str]]]
 """Paths and globs by mountpoint, as `protocol.SelectPaths` has them."""
+Answers = Iterable[tuple[str, dict[str, Any]]]
+"""Mountpoints, and what their daemons answer, as it comes."""
 
 
 @click.group("cache")
@@ -78,6 +80,7 @@ background_option = option(
         "the paths, instead of nothing.")  # fmt: skip
 @background_option
 @option("--stop", is_flag=True, help="End the fetches in the background of the mount that PATH is in.")
+@json_option
 def warm(
     paths: tuple[str, ...],
     files_from: str | None,
@@ -86,6 +89,7 @@ def warm(
     as_much_as_fits: bool,
     background: bool,
     stop: bool,
+    as_json: bool,
 ) -> None:
     """Fetch files into the cache, so that reading them asks the store for nothing.
 
@@ -95,23 +99,21 @@ def warm(
     """
     selection = select(paths, files_from, null)
     if stop:
-        for mountpoint in selection:
-            with open_daemon(mountpoint) as client:
-                client.select([])
-                reply = client.call(protocol.StopWarming())
-            count = reply.values.get("stopped", 0) if isinstance(reply, protocol.Statistics) else 0
-            click.echo(f"{mountpoint}: {count} stopped")
+        stopped = ((mountpoint, _stop(mountpoint)) for mountpoint in selection)
+        _tell(stopped, lambda point, values: f"{point}: {_number(values, 'stopped')} stopped", as_json=as_json)
         return
     request = protocol.WarmCache(bytes_s_max=_rate(limit), partial=as_much_as_fits, background=background)
-    for mountpoint, selected in selection.items():
-        _warm(mountpoint, selected, request)
+    _warm_all(selection, request, as_json=as_json)
 
 
 @cache.command("pin", cls=GroupedCommand, context_settings=SETTINGS)
 @selection_options
 @limit_option
 @background_option
-def pin(paths: tuple[str, ...], files_from: str | None, null: bool, limit: float | None, background: bool) -> None:
+@json_option
+def pin(
+    paths: tuple[str, ...], files_from: str | None, null: bool, limit: float | None, background: bool, as_json: bool
+) -> None:
     """Fetch files into the cache, and never evict them.
 
     A pin is of the path: of a directory all files below it are pinned, those that come later included, and of a file
@@ -120,38 +122,41 @@ def pin(paths: tuple[str, ...], files_from: str | None, null: bool, limit: float
     exit code 1.
     """
     request = protocol.WarmCache(bytes_s_max=_rate(limit), background=background, pin=True)
-    for mountpoint, selected in select(paths, files_from, null).items():
-        _warm(mountpoint, selected, request)
+    _warm_all(select(paths, files_from, null), request, as_json=as_json)
 
 
 @cache.command("unpin", cls=GroupedCommand, context_settings=SETTINGS)
 @selection_options
-def unpin(paths: tuple[str, ...], files_from: str | None, null: bool) -> None:
+@json_option
+def unpin(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: bool) -> None:
     """End the pins at and below paths; their bytes stay in the cache until it needs room.
 
     PATH need not exist any more. What is pinned with a directory above it cannot be unpinned alone.
     """
-    for mountpoint, selected in select(paths, files_from, null).items():
-        values = _ask(mountpoint, selected, protocol.UnpinCache())
+
+    def describe(mountpoint: str, values: dict[str, Any]) -> str:
         pins = values["pins"]
         left = f"{pins['paths']:,} are left, {format_bytes(pins['disk_bytes'])}"
-        click.echo(f"{mountpoint}: {_number(values, 'unpinned'):,} pins ended; {left}")
+        return f"{mountpoint}: {_number(values, 'unpinned'):,} pins ended; {left}"
+
+    _tell(_ask_all(select(paths, files_from, null), protocol.UnpinCache()), describe, as_json=as_json)
 
 
 @cache.command("evict", cls=GroupedCommand, context_settings=SETTINGS)
 @selection_options
-def evict(paths: tuple[str, ...], files_from: str | None, null: bool) -> None:
+@json_option
+def evict(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: bool) -> None:
     """Remove files from the cache, and give their disk space back at once.
 
     Pinned files, files that are open, and bytes that are not in the store yet stay. A block of 1 MiB of a pack goes
     with all that is in it. The kernel's page cache stays as it is.
     """
-    for mountpoint, selected in select(paths, files_from, null).items():
-        values = _ask(mountpoint, selected, protocol.EvictCache())
-        click.echo(f"{mountpoint}: {format_bytes(_number(values, 'freed_bytes'))} freed")
-        for key, why in EVICT_SKIPS.items():
-            if count := _number(values, key):
-                click.echo(f"{count:,} files stay: {why}")
+
+    def describe(mountpoint: str, values: dict[str, Any]) -> str:
+        stay = [f"{count:,} files stay: {why}" for key, why in EVICT_SKIPS.items() if (count := _number(values, key))]
+        return "\n".join([f"{mountpoint}: {format_bytes(_number(values, 'freed_bytes'))} freed", *stay])
+
+    _tell(_ask_all(select(paths, files_from, null), protocol.EvictCache()), describe, as_json=as_json)
 
 
 @cache.command("ls", cls=GroupedCommand, context_settings=SETTINGS)
@@ -163,12 +168,9 @@ def list_cache(paths: tuple[str, ...], files_from: str | None, null: bool, pinne
 
     A directory is one line with the sums of what is below it. Bytes that wait for their upload count as local.
     """
-    found = [
-        (mountpoint, _ask(mountpoint, selected, protocol.ListCache(pinned)))
-        for mountpoint, selected in select(paths, files_from, null).items()
-    ]
+    found = _ask_all(select(paths, files_from, null), protocol.ListCache(pinned))
     if as_json:
-        print_json([{"mountpoint": mountpoint, **values} for mountpoint, values in found])
+        _print_json(found)
     else:
         for mountpoint, values in found:
             _print_list(mountpoint, values)
@@ -241,6 +243,10 @@ def _locate_all(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 # -- asking
 
 
+def _ask_all(selection: Selection, request: protocol.CacheRequest) -> Answers:
+    return ((mountpoint, _ask(mountpoint, selected, request)) for mountpoint, selected in selection.items())
+
+
 def _ask(mountpoint: str, selected: list[tuple[str, str]], request: protocol.CacheRequest) -> dict[str, Any]:
     with open_daemon(mountpoint) as client:
         client.select(selected)
@@ -255,7 +261,27 @@ def _values(reply: protocol.Reply) -> dict[str, Any]:
     return reply.values
 
 
-def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.WarmCache) -> None:
+def _stop(mountpoint: str) -> dict[str, Any]:
+    with open_daemon(mountpoint) as client:
+        client.select([])
+        return _values(client.call(protocol.StopWarming()))
+
+
+def _warm_all(selection: Selection, request: protocol.WarmCache, *, as_json: bool) -> None:
+    """Fetch, one mount after another, and tell of each as soon as it is done; of all together with ``as_json``."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for mountpoint, selected in selection.items():
+        values = _warm(mountpoint, selected, request)
+        found.append((mountpoint, values))
+        if not as_json:
+            click.echo(_describe_warm(mountpoint, values, request))
+    if as_json:
+        _print_json(found)
+    if gone := sum(_number(values, "gone_files") for _, values in found):
+        raise LakeError(f"{gone:,} files were replaced or removed in the store meanwhile: run the same command again")
+
+
+def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.WarmCache) -> dict[str, Any]:
     reply: protocol.Reply = protocol.Done()
     with open_daemon(mountpoint) as client:
         client.select(selected)
@@ -264,22 +290,19 @@ def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.Wa
             for reply in client.follow(request):
                 if isinstance(reply, protocol.Progress):
                     shown.show(reply)
-    values = _values(reply)
+    return _values(reply)
+
+
+def _describe_warm(mountpoint: str, values: dict[str, Any], request: protocol.WarmCache) -> str:
     files, size, fetched = _number(values, "files"), _number(values, "bytes"), _number(values, "fetched_bytes")
     if request.background:
-        click.echo(
-            f"{mountpoint}: fetching what is missing of {files:,} files, {format_bytes(size)}, in the background"
-        )
-        return
+        return f"{mountpoint}: fetching what is missing of {files:,} files, {format_bytes(size)}, in the background"
     left_out, gone = _number(values, "left_out_files"), _number(values, "gone_files")
     kept = format_bytes(size - _number(values, "left_out_bytes"))
-    click.echo(
-        f"{mountpoint}: {files - left_out - gone:,} files, {kept} are in the cache; {format_bytes(fetched)} fetched"
-    )
+    text = f"{mountpoint}: {files - left_out - gone:,} files, {kept} are in the cache; {format_bytes(fetched)} fetched"
     if left_out:
-        click.echo(f"{left_out:,} files, {format_bytes(_number(values, 'left_out_bytes'))}, did not fit")
-    if gone:
-        raise LakeError(f"{gone:,} files were replaced or removed in the store meanwhile: run the same command again")
+        text += f"\n{left_out:,} files, {format_bytes(_number(values, 'left_out_bytes'))}, did not fit"
+    return text
 
 
 class _Shown:
@@ -319,6 +342,18 @@ def _number(values: dict[str, Any], key: str) -> int:
 
 
 # -- printing
+
+
+def _tell(found: Answers, describe: Callable[[str, dict[str, Any]], str], *, as_json: bool) -> None:
+    if as_json:
+        _print_json(found)
+    else:
+        for mountpoint, values in found:
+            click.echo(describe(mountpoint, values))
+
+
+def _print_json(found: Answers) -> None:
+    print_json([{"mountpoint": mountpoint, **values} for mountpoint, values in found])
 
 
 def _print_list(mountpoint: str, values: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import click
@@ -11,7 +12,8 @@ import click
 from lakefs_fuse.cli.daemons import checked_text, describe_files, follow, locate, open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
-from lakefs_fuse.cli.terminal import print_tables
+from lakefs_fuse.cli.store_options import json_option
+from lakefs_fuse.cli.terminal import print_json, print_tables
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
@@ -51,7 +53,8 @@ def clone(source: str, target: str, force: bool) -> None:
 @click.command("flush", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("path", "A file or directory in a mount.", type=click.Path(readable=False))
 @option("--timeout", type=DURATION, default="1h", help="Maximum time to wait; uploads continue after it.")
-def flush(path: str, timeout: float) -> None:
+@json_option
+def flush(path: str, timeout: float, as_json: bool) -> None:
     """Wait until a file, or everything below a directory, is in the store.
 
     Failed uploads are retried. Exit code 1 if something cannot be stored; the files and the reasons are printed.
@@ -63,8 +66,11 @@ def flush(path: str, timeout: float) -> None:
             what=f"storing {path}",
             deadline_s=time.monotonic() + timeout,
         )
+    files = reply.files if isinstance(reply, protocol.Failed) else ()
+    if as_json:
+        print_json({"path": os.path.abspath(path), "stored": not isinstance(reply, protocol.Failed), "files": files})
     if isinstance(reply, protocol.Failed):
-        raise LakeError("\n".join([reply.message, *describe_files(reply.files)]))
+        raise LakeError(reply.message if as_json else "\n".join([reply.message, *describe_files(files)]))
 
 
 @click.command("refresh", cls=GroupedCommand, context_settings=SETTINGS)
@@ -72,7 +78,8 @@ def flush(path: str, timeout: float) -> None:
           type=click.Path(readable=False))  # fmt: skip
 @option("-r", "--recursive", is_flag=True, help="Also everything below PATH. Use it after another program has changed "
         "many directories; it costs up to one LIST request each.")  # fmt: skip
-def refresh(path: str, recursive: bool) -> None:
+@json_option
+def refresh(path: str, recursive: bool, as_json: bool) -> None:
     """Show what is in the store now, without waiting for --refresh and --foreign.
 
     \b
@@ -87,9 +94,12 @@ def refresh(path: str, recursive: bool) -> None:
         *_, reply = client.follow(protocol.Refresh(checked_text(relative), recursive))
     if isinstance(reply, protocol.Failed):
         raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
-    if isinstance(reply, protocol.Statistics) and isinstance(at_s := reply.values.get("at_s"), float):
+    values = reply.values if isinstance(reply, protocol.Statistics) else {}
+    if as_json:
+        print_json({"mountpoint": mountpoint, "path": relative, **values})
+    elif isinstance(at_s := values.get("at_s"), float):
         at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
-        click.echo(f"{mountpoint} shows the lake of {at}: {reply.values.get('changed', 0)} names changed")
+        click.echo(f"{mountpoint} shows the lake of {at}: {values.get('changed', 0)} names changed")
 
 
 @click.command("wait", cls=GroupedCommand, context_settings=SETTINGS)
@@ -129,8 +139,14 @@ def wait(path: str, exists: bool, version: str | None, timeout: float | None) ->
 @option("--abort", "abort_ids", metavar="ID", multiple=True, help="Delete this orphan, its bytes and its upload.")
 @option("--all", "all_of_them", type=click.Choice(["finish", "abort"]), help="Finish or abort every orphan.")
 @option("--incomplete", is_flag=True, help="Also finish orphans with failed writes, without the missing bytes.")
+@json_option
 def orphans(
-    mountpoint: str, finish_ids: tuple[str, ...], abort_ids: tuple[str, ...], all_of_them: str | None, incomplete: bool
+    mountpoint: str,
+    finish_ids: tuple[str, ...],
+    abort_ids: tuple[str, ...],
+    all_of_them: str | None,
+    incomplete: bool,
+    as_json: bool,
 ) -> None:
     """List, finish or abort orphans: files that were being written when a daemon died, or whose writes failed.
 
@@ -144,27 +160,34 @@ def orphans(
             ids = tuple(file.id for file in _orphans(client))
             finish_ids, abort_ids = (ids, ()) if all_of_them == "finish" else ((), ids)
         elif not finish_ids and not abort_ids:
-            _print_orphans(_orphans(client))
+            found = _orphans(client)
+            if as_json:
+                print_json({"orphans": found})
+            else:
+                _print_orphans(found)
             return
-        requests: list[protocol.Request] = [protocol.FinishOrphan(id, incomplete) for id in finish_ids]
-        requests += [protocol.AbortOrphan(id) for id in abort_ids]
+        requests: dict[str, protocol.Request] = {id: protocol.FinishOrphan(id, incomplete) for id in finish_ids}
+        requests |= {id: protocol.AbortOrphan(id) for id in abort_ids}
         failures = _resolve(client, requests)
+    if as_json:
+        done = {"finished": finish_ids, "aborted": abort_ids}
+        print_json({key: [id for id in ids if id not in failures] for key, ids in done.items()} | {"failed": failures})
     if failures:
-        raise LakeError("\n".join(failures))
+        raise LakeError("\n".join(failures.values()))
 
 
 def _orphans(client: ControlClient) -> list[Unfinished]:
     return [file for file in client.unfinished().files if file.state == "orphan"]
 
 
-def _resolve(client: ControlClient, requests: list[protocol.Request]) -> list[str]:
-    """Send every request, also after one failed; the failures, one line each."""
-    failures = []
-    for request in requests:
+def _resolve(client: ControlClient, requests: Mapping[str, protocol.Request]) -> dict[str, str]:
+    """Send every request, also after one failed; the failures by id, one line each."""
+    failures = {}
+    for id, request in requests.items():
         try:
             client.call(request)
         except LakeError as error:
-            failures.append(str(error))
+            failures[id] = str(error)
     return failures
 
 

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from lakefs_fuse import errors
-from lakefs_fuse.cli import MODULES, answer_errors
+from lakefs_fuse.cli import MODULES, answer_errors, commands
 from lakefs_fuse.errors import ConfigError, LakeError, LeaseHeld, ReportedError, StoreError
 
 MANUAL = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -34,6 +34,21 @@ def test_manual_has_every_command_with_its_codes() -> None:
     assert list(codes) == sorted(MODULES)
     expected = {name: {1} | ({75} if name in LEASED else set()) for name in MODULES}
     assert codes == {**expected, "mount": {1, 70}}
+
+
+def test_every_command_that_prints_something_takes_json() -> None:
+    def without_json(command: click.Command, name: str) -> list[str]:
+        if isinstance(command, click.Group):
+            return [each for key in command.commands for each in without_json(command.commands[key], f"{name} {key}")]
+        return [] if any("--json" in param.opts for param in command.params) else [name]
+
+    context = click.Context(commands)
+    found = [
+        each for name in MODULES if (made := commands.get_command(context, name)) for each in without_json(made, name)
+    ]
+    assert found == ["clone", "metrics", "umount", "wait"]
+    told = section()[section().index("With `--json`") :]
+    assert all(f"`{name}`" in told for name in found)
 
 
 def raising(error: BaseException) -> Callable[[], object]:

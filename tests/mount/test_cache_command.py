@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,29 @@ def test_bad_input_is_named_and_nothing_is_fetched(make_lake: LakeMaker, tmp_pat
     assert "No such file" in cache(lake, "ls", "--files-from", str(tmp_path / "absent"), code=2)
     lake.umount()
     assert "is not inside a mount" in cache(lake, "warm", f"{root}/there", code=1)
+
+
+def test_each_command_prints_json_of_each_mount(make_lake: LakeMaker) -> None:
+    lake = make_lake("file")
+    for name in ("a", "b"):
+        lake.outside.replace(f"set/{name}", noise(SMALL_BYTES, 1))
+    lake.mount()
+
+    def asked(*arguments: str) -> dict[str, Any]:
+        (answer,) = json.loads(cache(lake, *arguments, "--json", str(lake.path / "set")))
+        assert answer["mountpoint"] == str(lake.path)
+        found: dict[str, Any] = answer
+        return found
+
+    warmed = asked("warm")
+    assert (warmed["files"], warmed["fetched_bytes"] >= 2 * SMALL_BYTES) == (2, True)
+    assert asked("warm", "--stop")["stopped"] == 0
+    assert asked("pin")["files"] == 2
+    assert asked("evict")["pinned_files"] == 2
+    assert asked("unpin")["unpinned"] == 1
+    assert asked("evict")["freed_bytes"] > 0
+    done = lake.cli("refresh", str(lake.path / "set"), "--json")
+    assert json.loads(done.stdout) == {"mountpoint": str(lake.path), "path": "set"}
 
 
 def test_warm_that_does_not_fit_is_refused_or_takes_what_fits(make_lake: LakeMaker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -80,8 +81,12 @@ def test_abort(either: Lake, tmp_path: Path) -> None:
     listed = either.cli("orphans", str(either.path))
     assert str(orphan["id"]) in listed.stdout
     assert "dir/model" in listed.stdout
-    aborted = either.cli("orphans", str(either.path), "--abort", str(orphan["id"]))
-    assert aborted.returncode == 0, aborted.stderr
+    (row,) = json.loads(either.cli("orphans", str(either.path), "--json").stdout)["orphans"]
+    assert (row["id"], row["path"]) == (orphan["id"], "dir/model")
+    aborted = either.cli("orphans", str(either.path), "--abort", str(orphan["id"]), "--finish", "0" * 32, "--json")
+    assert aborted.returncode == 1, "there is no such orphan"
+    answer = json.loads(aborted.stdout)
+    assert (answer["aborted"], answer["finished"], list(answer["failed"])) == ([orphan["id"]], [], ["0" * 32])
     assert either.outside.uploads() == []
     assert either.staged_files() == []
     assert either.unfinished() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -98,12 +99,17 @@ def test_a_store_that_fails_for_longer_makes_close_fail(failing: Failing, size: 
     still_fails = lake.cli("flush", str(path))
     assert still_fails.returncode == 1
     assert "f: failed" in still_fails.stderr
+    in_json = lake.cli("flush", str(path), "--json")
+    answer = json.loads(in_json.stdout)
+    assert (in_json.returncode, answer["stored"], answer["files"][0]["state"]) == (1, False, "failed")
+    assert in_json.stderr.count("\n") == 1
     refused = lake.cli("umount", str(lake.path))
     assert refused.returncode == 1, "it would not leave bytes behind unasked"
     assert os.path.ismount(lake.path)
     failing.faults.clear()
-    flushed = lake.cli("flush", str(path))
+    flushed = lake.cli("flush", str(path), "--json")
     assert flushed.returncode == 0, flushed.stderr
+    assert json.loads(flushed.stdout) == {"path": str(path), "stored": True, "files": []}
     assert failing.here.stored("f") == data
     assert lake.unfinished() == []
     assert failing.here.outside.uploads() == []
