@@ -18,8 +18,8 @@ from lakefs_fuse.control.mounts import mount_of
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.findings import Finding, failed, ok, warning
 
-KERNEL_MIN = 5, 15
-"""The oldest kernel with FOPEN_NOFLUSH (https://docs.kernel.org/filesystems/fuse.html): before, each close asks."""
+KERNEL_MIN = 5, 16
+"""The oldest kernel with FOPEN_NOFLUSH (protocol 7.35 in its include/uapi/linux/fuse.h): before, each close asks."""
 _REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "glusterfs"})
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 
@@ -30,7 +30,7 @@ def machine(host: preflight.Host, release: str) -> Iterator[Finding]:
     if numbers < KERNEL_MIN:
         yield warning(
             "machine.kernel",
-            f"Linux {release} lacks some of what makes mounts fast: use 5.15 or later",
+            f"Linux {release} lacks some of what makes mounts fast: use 5.16 or later",
             release=release,
         )
     else:

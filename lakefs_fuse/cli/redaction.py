@@ -13,14 +13,16 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 SECRET_CHARS_MIN = 4
 """Shorter values occur in ordinary words; nobody uses them as secrets."""
 REPLACEMENT = "***"
 
-_SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_?KEY|AUTH", re.IGNORECASE)
-_NOT_SECRET = re.compile(r"_FILE$|_URI$|_DISABLED$|^AWS_SHARED_CREDENTIALS|^SSH_AUTH_SOCK$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_?KEY|PRIVATE_KEY|_AUTH$", re.IGNORECASE
+)
+_NOT_SECRET = re.compile(r"_FILE$|_URI$|_DISABLED$", re.IGNORECASE)
 """Variables whose value says where a secret is."""
 _FORMS = (
     (re.compile(r"(://)[^/\s'\"<>]*@"), rf"\1{REPLACEMENT}@"),
@@ -51,7 +53,7 @@ class Redactor:
 
 
 def _forms_of(secret: str) -> set[str]:
-    return {secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]}
+    return {secret, unquote(secret), quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]}
 
 
 def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
@@ -81,10 +83,11 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def _password_of(url: str) -> Iterator[str]:
     try:
-        parts = urlsplit(url)
-        yield from (each for each in (parts.username, parts.password) if each)
+        password = urlsplit(url).password
     except ValueError:
         return
+    if password:
+        yield password
 
 
 def _contents(path: Path) -> str:

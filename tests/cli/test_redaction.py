@@ -55,7 +55,9 @@ def test_known_secrets_are_replaced_in_each_form(environment: dict[str, str]) ->
         for form in (secret, quote(secret, safe=""), quote(secret)):
             assert secret not in redactor.redact(f"before {form} after")
             assert form not in redactor.redact(f"before {form} after")
-    assert redactor.redact("region eu-west-1 of s3://bucket/prefix") == "region eu-west-1 of s3://bucket/prefix"
+    assert "p@ss-of-proxy" not in redactor.redact("the proxy refuses p@ss-of-proxy")
+    plain = "region eu-west-1 of s3://bucket/prefix, as user of proxy.example"
+    assert redactor.redact(plain) == plain, "no names"
 
 
 @pytest.mark.parametrize(

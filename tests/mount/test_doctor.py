@@ -86,8 +86,6 @@ def test_store_is_checked_by_its_url_with_throughput(make_lake: LakeMaker) -> No
 def test_credentials_that_may_only_read_pass_with_read_only(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs")
     lake.env["AWS_ACCESS_KEY_ID"] = servers.READ_ONLY_ACCESS_KEY
-    found = findings_of(lake, lake.source, *store_options(lake), "--no-throughput", expected=1)
-    assert {"store.put", "store.create-upload", "store.delete"} <= failed(found)
     assert failed(findings_of(lake, lake.source, *store_options(lake), "--read-only")) == set()
 
 
