@@ -42,6 +42,9 @@ for _power, _letter in enumerate("kmgt", start=1):
     _SIZE_UNITS[_letter + "b"] = 1000**_power
 _DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DURATION_S_MAX = 10 * 365 * 86400.0
+_DATASET_CHARACTERS, _VERSION_DIGITS = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}", "[1-9][0-9]{0,8}"
+_DATASET = re.compile(f"({_DATASET_CHARACTERS})(?:@({_VERSION_DIGITS}))?")
+_DATASET_SNAPSHOT = re.compile(rf"({_DATASET_CHARACTERS})\.v({_VERSION_DIGITS})")
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 
 
@@ -112,6 +115,46 @@ class Source(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"file://{self.bucket}" if self.scheme == "file" else f"s3://{self.bucket}/{self.prefix}"
+
+
+class DatasetName(msgspec.Struct, frozen=True):
+    """A dataset, and one version of it, from 1 on; 0 where none is said."""
+
+    name: str
+    version: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> DatasetName:
+        """``imagenet@3``, or ``imagenet``. Raises ConfigError."""
+        match = _DATASET.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"{text!r} is not a dataset: expected NAME or NAME@VERSION, such as imagenet@3, of letters, digits, "
+                "'.', '_' and '-', at most 80 and a letter or digit first, and a number from 1 to 999999999"
+            )
+        return cls(match[1], int(match[2] or 0))
+
+    @classmethod
+    def parse_version(cls, text: str) -> DatasetName:
+        """As `parse`, of one version. Raises ConfigError."""
+        found = cls.parse(text)
+        if not found.version:
+            raise ConfigError(f"{text} has no version: say which, such as {text}@1 (`lakefs-fuse dataset ls SOURCE`)")
+        return found
+
+    @classmethod
+    def of_snapshot(cls, snapshot: str) -> DatasetName | None:
+        """The version that a named snapshot may be, judged by its name."""
+        match = _DATASET_SNAPSHOT.fullmatch(snapshot)
+        return None if match is None else cls(match[1], int(match[2]))
+
+    @property
+    def snapshot(self) -> str:
+        """Name of the snapshot that the version is: one that programs without datasets keep as well."""
+        return f"{self.name}.v{self.version}"
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}" if self.version else self.name
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +265,8 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Show the lake as it was at mount or at the last refresh, read-only."""
     snapshot: str = ""
     """With ``immutable``: show the state of this named snapshot."""
+    dataset: str = ""
+    """With ``immutable``: show this version of a dataset, whose snapshot is ``snapshot``."""
     folds: bool = False
     """Of a command that writes the index, not of a mount: keep what changes since the newest one."""
     mounting: str = ""

@@ -162,6 +162,8 @@ async def _list_snapshots(work: Work) -> protocol.Finished:
             manifest = await snapshots.fetch_manifest(work.client, name)
         except NotFound:
             continue  # it is being written, or was never finished
+        if manifest.dataset is not None:
+            continue  # `dataset ls` has it
         at = datetime.fromtimestamp(manifest.time / NS, UTC).isoformat(timespec="seconds")
         found.append({"name": name, "at": at, "names": manifest.names, "bytes": manifest.bytes})
     lines = [f"{each['name']}  {each['at']}  {each['names']:,} names" for each in found]

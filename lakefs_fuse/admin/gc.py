@@ -23,7 +23,8 @@ The steps, and what being killed in or after each leaves:
    An object goes only if a run that was a grace period earlier found it unreferenced, too (*unreferenced for a grace
    period*): its last name may be another one than that of its key, and a mount that has not heard of the end of that
    name may rename it. Killed half-way: grace periods begin later.
-8. **Time of the collection**, for those who ask whether the lake is due for the next one (`maintenance`).
+8. **Unfinished snapshots** of commands that were killed a day ago or more, and what they kept from then on.
+9. **Time of the collection**, for those who ask whether the lake is due for the next one (`maintenance`).
 
 A grace period of 0 is for lakes that are mounted nowhere: a mount that has not polled may fail to read what was moved.
 Tasks of one trio loop.
@@ -47,7 +48,7 @@ from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.bundles import parse_bundle
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.index.index import INDEX, manifests
+from lakefs_fuse.commits.index.index import INDEX, UNFINISHED_NS, manifests
 from lakefs_fuse.commits.listing_digest import parse_digest
 from lakefs_fuse.commits.record import (
     COMMITS,
@@ -167,8 +168,8 @@ class Collector:
         self._contained: set[str] = set()
         """Dead commits whose records were checked, by this run or an earlier one."""
         self._late: set[str] = set()
-        self._kept: set[str] = set()
-        """Keys of objects that named snapshots refer to."""
+        self._kept = snapshots.KeptObjects(lake.client)
+        """Objects that named snapshots refer to."""
         self._recorded: dict[str, int] = {}
         self._known: dict[str, tuple[str, int]] = {}
         self._found: dict[str, tuple[str, int]] = {}
@@ -182,7 +183,7 @@ class Collector:
         options, began_s = self._options, self._lake.node.clock.mono_s()
         old = await read_gc_record(self._lake.client)
         self._contained.update(old.dead)
-        self._kept = await snapshots.kept_objects(self._lake.client)
+        await self._kept.refresh()
         named = {row.key for row in self._lake.tree.objects.rows() if row.is_pack and row.entries > 0}
         self._known = {
             key: (etag, since)
@@ -200,6 +201,8 @@ class Collector:
         await self._delete_bundles()
         await self._delete_objects(gc_record)
         await self._delete_spills()
+        if not options.dry_run:
+            await snapshots.remove_unfinished(self._lake.client, self._lake.clock.wall_ns() - UNFINISHED_NS)
         await self._abort_uploads()
         self.done.late = len(self._late)
         if not options.dry_run and not self.done.unreadable:
@@ -262,7 +265,7 @@ class Collector:
         lake = self._lake
         commits = await lake.list_commits()
         await lake.refresh()
-        self._kept = await snapshots.kept_objects(lake.client)
+        await self._kept.refresh()
         dead: list[ObjectMeta] = []
 
         async def check(meta: ObjectMeta) -> None:
@@ -393,7 +396,7 @@ class Collector:
         self._recorded = (await read_gc_record(client)).dead
         newest = next(iter(await manifests(client, count_max=1)), None)
         self._horizon = 0 if newest is None else newest.horizon
-        self._kept = await snapshots.kept_objects(client)
+        await self._kept.refresh()
         await self._lake.refresh()
 
     def _is_dead_commit(self, meta: ObjectMeta) -> bool:

@@ -32,6 +32,7 @@ from lakefs_fuse.admin.checkpoint_sums import Verdict, etag_check
 from lakefs_fuse.admin.lake_view import LakeView, scratch_directory
 from lakefs_fuse.admin.relocation import RelocationBuilder
 from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.admin.snapshot_rows import snapshot_rows
 from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.archive_check import Fault, verify
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
@@ -442,11 +443,8 @@ class Rebinder:
         except NotFound:
             return  # it was never finished
         with scratch_directory(lake.node, lake.scratch) as scratch:
-            database = Database(Path(scratch) / "meta", name, lake.node.clock, lake.node.disk, lake.node.engines)
-            try:
-                await snapshots.take_in(
-                    lake.client, lake.node.threads, name, manifest, database, Path(scratch) / "received"
-                )
+            rows = snapshot_rows(lake.client, lake.node, name, manifest, Path(scratch))
+            async with rows as database:
                 if not await self._rebind_rows(database):
                     return
                 self.done.snapshots += 1
@@ -462,8 +460,6 @@ class Rebinder:
                     await snapshots.replace(lake.client, lake.node.threads, name, manifest, dump)
                 finally:
                     dump.close()
-            finally:
-                database.close()
 
     async def _rebind_rows(self, database: Database) -> int:
         """Give the rows of a snapshot the present ETags; how many were changed."""

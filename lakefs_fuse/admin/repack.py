@@ -19,7 +19,7 @@ deleted. A change within the last two requests is not seen. Renamed objects stay
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -145,7 +145,7 @@ def _is_small_plain(lake: LakeView, entry: Entry, threshold_bytes: int) -> bool:
 async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept: Swept) -> None:
     """Delete the old objects of renamed files, if they are unreferenced now."""
     doomed: list[ObjectMeta] = []
-    kept = await snapshots.kept_objects(lake.client) if objects else ()
+    kept: Container[str] = await snapshots.kept_objects(lake.client) if objects else ()
     for meta in objects:
         if meta.key in kept or lake.references(meta.key, meta.etag):
             continue

@@ -63,13 +63,14 @@ async def fold(
     database = fs.database
     if name:
         await snapshots.check_free(client, name)
+        await snapshots.clear(client, name)
     _check_nothing_local(database)
     if not is_new:
         await fs.look_again()
     if list_all:
         await list_everything(fs.namespace, lambda names: report("listing", names, 0))
         await fs.look_again()
-    await _check_nothing_lacks(database, client)
+    await check_complete(lake)
     found = await list_objects(client)
     before = await _newest_of(client, found, known)
     horizon = max(horizon, before.horizon if before is not None else 0)
@@ -140,7 +141,9 @@ def _check_nothing_local(database: Database) -> None:
         )
 
 
-async def _check_nothing_lacks(database: Database, client: StoreClient) -> None:
+async def check_complete(lake: LakeView) -> None:
+    """Everything that was committed is among the names of a view. Raises LakeError."""
+    database, client = lake.fs.database, lake.client
     if tables.missing_before(database):
         raise LakeError(
             "commits were collected, and the index that had them is damaged: see what fsck says. Nothing is folded, as "

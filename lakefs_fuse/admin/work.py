@@ -39,8 +39,8 @@ class Work:
     host: str
     process: int
     """Of the command, for others who want to change the lake."""
-    show: Callable[[protocol.LogStart | protocol.LogEntry], None] = lambda _: None
-    """Prints the result of `log` while the command runs."""
+    show: Callable[[protocol.Row], None] = lambda _: None
+    """Prints part of the result while the command runs."""
     levels: bool = False
     """The lake has levels of the index (`lake_record.LEVELS`)."""
     uploads_max: int = 4

@@ -22,6 +22,7 @@ MODULES = {
     "cache": "cache",
     "checkpoint": "checkpoint",
     "clone": "daemon_commands",
+    "dataset": "dataset",
     "doctor": "doctor",
     "flush": "daemon_commands",
     "fsck": "lake_commands",

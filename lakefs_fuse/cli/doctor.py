@@ -31,7 +31,7 @@ from lakefs_fuse.cli.worker import DIAGNOSIS, run_child
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control.diagnosis_protocol import Diagnosis
 from lakefs_fuse.control.runtime import real_mountpoint
-from lakefs_fuse.control.worker_protocol import Shown
+from lakefs_fuse.control.worker_protocol import Row
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
 from lakefs_fuse.findings import Finding, Severity, failed, skipped
 from lakefs_fuse.product import PROGRAM
@@ -162,7 +162,7 @@ def _checks(target: Target) -> Iterator[Finding]:
 def _run_diagnosis(target: Target, *, throughput: bool, show: Callable[[Finding], None]) -> None:
     """Let the child check the rest. Raises LakeError where it ends without an answer."""
 
-    def show_finding(answer: Shown) -> None:
+    def show_finding(answer: Row) -> None:
         assert isinstance(answer, Finding)
         show(answer)
 

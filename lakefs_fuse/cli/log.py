@@ -17,7 +17,7 @@ from lakefs_fuse.cli.parameters import DURATION, Quantity, format_bytes
 from lakefs_fuse.cli.store_options import PATH_HELP, lake_option, store_options
 from lakefs_fuse.cli.terminal import escaped
 from lakefs_fuse.cli.worker import find_place, run_offline
-from lakefs_fuse.control.worker_protocol import LogArgs, LogEntry, LogStart, Shown
+from lakefs_fuse.control.worker_protocol import LogArgs, LogEntry, LogStart, Row
 from lakefs_fuse.errors import ConfigError
 
 ALL = -1
@@ -61,12 +61,12 @@ def log(path: str, count: int, follow: bool, refresh: float, as_json: bool, lake
     return run_offline("log", find_place(path, options, lake), args, show=show)
 
 
-def _show_text(answer: Shown) -> None:
+def _show_text(answer: Row) -> None:
     if isinstance(answer, LogEntry):
         size = "" if answer.size is None else format_bytes(answer.size)
         click.echo(f"{local_time(answer.time_ns)}  {answer.writer}  {answer.operation:7}  {size:>9}  {_names(answer)}")
         return
-    assert isinstance(answer, LogStart)
+    assert isinstance(answer, LogStart), "the others are answers of other commands"
     if not answer.since_ns:
         click.echo("-- no commits")
     elif answer.is_whole:
@@ -81,7 +81,7 @@ def _names(entry: LogEntry) -> str:
     return f"{escaped(entry.source)} -> {escaped(entry.path)}" if entry.source else escaped(entry.path)
 
 
-def _show_json(answer: Shown) -> None:
+def _show_json(answer: Row) -> None:
     if isinstance(answer, LogEntry):
         found = {
             "time": local_time(answer.time_ns),
@@ -93,7 +93,7 @@ def _show_json(answer: Shown) -> None:
             "target": answer.target or None,
         }
     else:
-        assert isinstance(answer, LogStart)
+        assert isinstance(answer, LogStart), "the others are answers of other commands"
         since = local_time(answer.since_ns) if answer.since_ns else None
         found = {"since": since, "whole": answer.is_whole}
     click.echo(msgspec.json.encode(found))

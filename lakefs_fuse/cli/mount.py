@@ -33,6 +33,7 @@ from lakefs_fuse.config import (
     MEMORY_BYTES_MIN,
     PACK_MODES,
     REFRESH_S_MIN,
+    DatasetName,
     MountConfig,
     Source,
     StoreConfig,
@@ -83,6 +84,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "refresh` moves the mount to a newer state.")  # fmt: skip
 @option("--snapshot", metavar="NAME", group=SOURCE_GROUP, help="With --immutable: show the state that `lakefs-fuse "
         "snapshot --name NAME` kept.  [default: the state at mount time]")  # fmt: skip
+@option("--dataset", metavar="NAME@VERSION", group=SOURCE_GROUP, help="Show this version of a dataset of the lake "
+        "SOURCE (`lakefs-fuse dataset create`), and nothing else: implies --immutable.")  # fmt: skip
 @_setting("--attributes", "attributes", type=click.Choice(["listing", "objects"]), group=SOURCE_GROUP,
         help="Origin of mode, owner and mtime of an object that was not opened here yet: the listing (--uid, "
         "--file-mode, LastModified) or the object (one HEAD request, once). Use objects where they matter before the "
@@ -238,6 +241,8 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     """The checked configuration, with absolute paths, because the daemon works in another directory.
 
     Raises ConfigError, and LakeError where SOURCE is a path that is not in a mount."""
+    if options["dataset"] is not None:
+        options = {**options, **_of_dataset(options)}
     if options["immutable"]:
         _check_immutable(options)
     elif options["snapshot"] is not None:
@@ -246,7 +251,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     within = options["immutable"] and "://" not in source
     store = store_within(source, typed) if within else build_store(Source.parse(source), options)
     if mountpoint is None:
-        if not within:
+        if not within or options["dataset"] is not None:
             raise ConfigError("MOUNTPOINT is missing: name the directory to mount at")
         mountpoint = source
     _check_bounds(options)
@@ -268,6 +273,14 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     return MountConfig(store=store, mountpoint=point, **values)
 
 
+def _of_dataset(options: Options) -> Options:
+    """What --dataset stands for. Raises ConfigError."""
+    if options["snapshot"] is not None:
+        raise ConfigError("--dataset and --snapshot exclude each other: give one of them")
+    name = DatasetName.parse_version(options["dataset"])
+    return {"immutable": True, "dataset": str(name), "snapshot": name.snapshot}
+
+
 _OF_WRITING = (
     "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "delete_after_s", "durability",
     "writeback_delay_s", "publish_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
@@ -279,9 +292,10 @@ _OF_CHANGES = ("metadata_ttl_s", "foreign_s", "refresh_s", "hints")
 def _check_immutable(options: Options) -> None:
     """Raises ConfigError for options without a meaning for an immutable mount."""
     flags = {param.name: param.opts[0] for param in mount.params}
+    kind = "an --immutable" if options["dataset"] is None else "a --dataset"
     for names, why in ((_OF_WRITING, "writes nothing"), (_OF_CHANGES, "changes only at `lakefs-fuse refresh`")):
         for name in given(options, names):
-            raise ConfigError(f"{flags[name]}: an --immutable mount {why}: leave one of the two out")
+            raise ConfigError(f"{flags[name]}: {kind} mount {why}: leave one of the two out")
 
 
 def workload_settings(options: Options) -> dict[str, Any]:

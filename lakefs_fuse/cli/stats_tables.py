@@ -64,7 +64,7 @@ def _head(values: Values) -> Text:
     access = " (read-only)" if mount.get("read_only") else ""
     state = section(values, "immutable")
     if state:
-        of = state.get("snapshot") or _time(number(state, "at_s"))
+        of = state.get("dataset") or state.get("snapshot") or _time(number(state, "at_s"))
         access = f" (immutable, as of {of})"
     return Text(
         f"{mount.get('source', '')} on {mount.get('mountpoint', '')}{access}: pid {daemon.get('pid', '?')}, "

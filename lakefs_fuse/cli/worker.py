@@ -26,7 +26,6 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.supervision import memory_file
 from lakefs_fuse.control.worker_protocol import Place
 from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
-from lakefs_fuse.findings import Finding
 
 OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
 DIAGNOSIS: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.diagnosis")
@@ -91,7 +90,7 @@ def run_offline(
     as_json: bool = False,
     uploads_max: int = 4,
     reads_stdin: bool = False,
-    show: Callable[[protocol.Shown], None] | None = None,
+    show: Callable[[protocol.Row], None] | None = None,
     program: Sequence[str] = OFFLINE,
 ) -> int:
     """Run a command in a child, show its progress, print its summary, and return its exit code. With ``show`` that
@@ -118,7 +117,7 @@ def run_child(
     request: msgspec.Struct,
     *,
     command: str,
-    show: Callable[[protocol.Shown], None] | None = None,
+    show: Callable[[protocol.Row], None] | None = None,
     reads_stdin: bool = False,
 ) -> protocol.Finished:
     """Run a child that answers in the form of `worker_protocol`, and return its last answer. With ``show`` that prints
@@ -189,7 +188,7 @@ def _answers(stream: IO[bytes]) -> Iterator[protocol.Answer]:
 
 
 def _follow(
-    child: subprocess.Popen[bytes], show: Callable[[protocol.Shown], None] | None
+    child: subprocess.Popen[bytes], show: Callable[[protocol.Row], None] | None
 ) -> protocol.Finished | protocol.Failed | None:
     """Show progress until the last answer, and return that; None where there is none."""
     assert child.stdout is not None
@@ -203,11 +202,11 @@ def _follow(
                     bar.update(answer.what, answer.bytes_done, answer.bytes_total, files)
                 case protocol.Note(text):
                     bar.note(f"lakefs-fuse: {text}")
-                case protocol.LogStart() | protocol.LogEntry() | Finding():
-                    assert show is not None, "only a caller that shows them asks for entries"
-                    show(answer)
-                case _:
+                case protocol.Finished() | protocol.Failed():
                     return answer
+                case _:
+                    assert show is not None, "only a caller that shows them asks for rows"
+                    show(answer)
     return None
 
 

@@ -1,8 +1,8 @@
 """Messages between the command line and `lakefs_fuse.daemon.admin_worker`: one `Request` in, JSON lines out.
 
-The lines are any number of `Progress` and `Note`, of `LogStart` and `LogEntry` where `log` runs, and of `Finding` where
-`daemon.diagnosis` does, then one `Finished` or `Failed`. Both ends belong to one installation, so there is no version.
-*No secrets*: credentials are in the environment only.
+The lines are any number of `Progress` and `Note`, and of `Row` where a result is printed while it comes, then one
+`Finished` or `Failed`. Both ends belong to one installation, so there is no version. *No secrets*: credentials are in
+the environment only.
 """
 
 from __future__ import annotations
@@ -106,6 +106,19 @@ class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):
     list: bool = False
 
 
+class DatasetArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `dataset`, whose ``action`` is one of `admin.datasets.ACTIONS`. ``dataset`` is NAME or NAME@VERSION; ``other``
+    the second one of a comparison; ``path`` the directory of a new version, below that of the place. ``files``: show
+    each file; ``read``: compare the bytes with their sums."""
+
+    action: str
+    dataset: str = ""
+    other: str = ""
+    path: str = ""
+    files: bool = False
+    read: bool = False
+
+
 class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Of `fsck`. ``cache_dir``: of a node, which may know names that the store has lost. ``rebind``: name the present
     ETags of objects, and check nothing else; ``dry_run`` is for that."""
@@ -191,6 +204,41 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     target: str = ""
 
 
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="file_entry"):
+    """A file of a version of a dataset, or a symbolic link (to ``target``): ``size`` bytes from ``offset`` on of the
+    object ``key`` with the ETag ``etag``. ``mtime_ns`` since 1970."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    key: str = ""
+    etag: str = ""
+    offset: int = 0
+    target: str = ""
+
+
+class FileChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="file_change"):
+    """A name that is not the same in two versions: ``added``, ``removed``, ``changed`` (other bytes, or another target)
+    or ``attributes`` (mode, owner, mtime or extended attributes). ``path`` ends in a slash where it is a directory.
+    Sizes in bytes, of files."""
+
+    change: str
+    path: str
+    size_before: int | None = None
+    size: int | None = None
+
+
+class ChangeTotals(msgspec.Struct, frozen=True, kw_only=True, tag="change_totals"):
+    """The last answer of a comparison: numbers of names, and bytes of files that were added or changed."""
+
+    added: int = 0
+    removed: int = 0
+    changed: int = 0
+    attributes: int = 0
+    same: int = 0
+    bytes_new: int = 0
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The command ran to its end. ``summary`` is for ``--json``, ``text`` for users.
 
@@ -208,9 +256,9 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     exit_code: int = EXIT_FAILURE
 
 
-Answer: TypeAlias = Progress | Note | LogStart | LogEntry | Finding | Finished | Failed
-Shown: TypeAlias = LogStart | LogEntry | Finding
-"""Parts of a result, which are printed as they come."""
+Row: TypeAlias = LogStart | LogEntry | Finding | FileEntry | FileChange | ChangeTotals
+"""Part of a result that is printed while it comes."""
+Answer: TypeAlias = Progress | Note | Row | Finished | Failed
 
 _answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 

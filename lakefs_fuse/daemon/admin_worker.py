@@ -83,6 +83,12 @@ COMMANDS = {
     "snapshot": Command(
         protocol.SnapshotArgs, "admin.commands:run_snapshot", probes=True, writes=lambda args: not args.list
     ),
+    "dataset": Command(
+        protocol.DatasetArgs,
+        "admin.datasets:run_dataset",
+        probes=True,
+        writes=lambda args: args.action in ("create", "rm"),
+    ),
     "log": Command(protocol.LogArgs, "admin.change_log:run_log", writes=lambda args: False),
     "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest"),
     "upgrade": Command(protocol.UpgradeArgs, "admin.upgrade:run_upgrade", probes=True),

@@ -370,6 +370,11 @@ def ingest(database: Database, paths: list[Path], marks: Marks, directory: Path,
     database.ingest([*paths, path])
 
 
+def set_newest(database: Database, time: int) -> None:
+    """The names are as of the newest commit of this time."""
+    database.commit(Batch({schema.SINGLE_NEWEST: schema.NUMBER.pack(time)}))
+
+
 def folded_of(database: Database) -> Folded:
     """Which index the names are those of, but for what was changed since."""
     return database.changed.folded

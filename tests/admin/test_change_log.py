@@ -42,7 +42,7 @@ REFRESH_S = 0.02
 OTHER = "0000beef"
 
 
-class Shown(ChangeLog):
+class Row(ChangeLog):
     """A change log with what it showed."""
 
     def __init__(self, store: MemoryStore, clock: Clock, path: str = "") -> None:
@@ -153,15 +153,15 @@ async def test_last_entries_are_the_end_of_all(seed: int, monkeypatch: pytest.Mo
     rng, clock = random.Random(seed), Clock()
     store = MemoryStore(page_keys_max=3)
     fill(store, clock, rng, 40)
-    whole = Shown(store, clock)
+    whole = Row(store, clock)
     await whole.show(None)
     assert whole.paths == sorted(whole.paths)
     assert len(whole.paths) >= 40
     for count in (0, 1, 2, 5, 6, 20, len(whole.paths), 1000):
-        last = Shown(store, clock)
+        last = Row(store, clock)
         await last.show(count)
         assert last.entries == whole.entries[-count:] * bool(count)
-    below = Shown(store, clock, "003")
+    below = Row(store, clock, "003")
     await below.show(1)
     assert below.paths == [path for path in whole.paths if path.startswith("003/")][-1:]
 
@@ -172,7 +172,7 @@ async def test_last_entries_cost_few_requests(monkeypatch: pytest.MonkeyPatch) -
         clock.advance(5)
         give_commit(store, clock, mkdir(f"{number:04d}"))
     store.requests.clear()
-    log = Shown(store, clock)
+    log = Row(store, clock)
     await log.show(50)
     assert log.paths == [f"{number:04d}" for number in range(2950, 3000)]
     assert store.count("get") <= 64
@@ -186,7 +186,7 @@ async def test_looking_far_back_lists_each_commit_once(monkeypatch: pytest.Monke
         clock.advance(60)
         give_commit(store, clock, mkdir(f"{number:03d}"))
     store.requests.clear()
-    log = Shown(store, clock, "003")
+    log = Row(store, clock, "003")
     await log.show(1)
     assert log.paths == ["003"]
     assert store.count("get") == 600
@@ -199,7 +199,7 @@ async def test_records_larger_than_the_room_are_fetched_alone(monkeypatch: pytes
         clock.advance(1)
         give_commit(store, clock, *(mkdir(f"{number}/{each:05d}") for each in range(20_000 if number % 2 else 1)))
     monkeypatch.setattr(change_log, "FETCHED_BYTES_MAX", 1)
-    log = Shown(store, clock)
+    log = Row(store, clock)
     await log.show(20_002)
     assert log.paths == ["2/00000", *(f"3/{each:05d}" for each in range(20_000)), "4/00000"]
 
@@ -217,7 +217,7 @@ async def test_entries_about_path_include_renames_from_to_and_above_it() -> None
         give_moves(store, clock, operations, move)
     clock.advance(1)
     give_commit(store, clock, mkdir("a"), put("a/b"), put("a/bc"))
-    log = Shown(store, clock, "a/b")
+    log = Row(store, clock, "a/b")
     await log.show(None)
     assert [(entry.source, entry.path) for entry in log.entries] == [
         ("x", "a/b/f"), ("a/b/g", "y"), ("a", "c"), ("", "a/b"),
@@ -232,19 +232,19 @@ def give_moves(store: MemoryStore, clock: Clock, operations: list[Operation], *m
 
 async def test_start_is_the_first_commit_or_the_horizon() -> None:
     store, clock = MemoryStore(), Clock()
-    empty = Shown(store, clock)
+    empty = Row(store, clock)
     await empty.show(None)
     assert empty.starts == [LogStart(since_ns=0, is_whole=True)]
     clock.advance(1)
     first_ns = clock()
     give_pack(store, clock, dataset(2))
     clock.advance(HOUR_S)
-    whole = Shown(store, clock)
+    whole = Row(store, clock)
     await whole.show(0)
     assert (whole.starts, whole.entries) == ([LogStart(since_ns=first_ns, is_whole=True)], [])
     async with headless(store, clock) as view:
         await fold_all(view, first_ns + 1)
-    folded = Shown(store, clock)
+    folded = Row(store, clock)
     await folded.show(None)
     assert folded.starts == [LogStart(since_ns=first_ns + 1, is_whole=False)]
     assert len(folded.paths) == 2, "a pack stays"
@@ -258,14 +258,14 @@ async def test_commit_that_cannot_be_read_is_noted_and_left_out() -> None:
     store.give(".lakefs/commits/README", b"no commit")
     clock.advance(1)
     give_commit(store, clock, mkdir("b"))
-    log = Shown(store, clock)
+    log = Row(store, clock)
     await log.show(10)
     assert log.paths == ["a", "b"]
     assert log.unreadable == len(log.notes) == 1
 
 
 @asynccontextmanager
-async def following(log: Shown, count: int | None = 1) -> AsyncIterator[None]:
+async def following(log: Row, count: int | None = 1) -> AsyncIterator[None]:
     """The log is followed while the block runs."""
     await log.show(count)
     async with trio.open_nursery() as nursery:
@@ -274,7 +274,7 @@ async def following(log: Shown, count: int | None = 1) -> AsyncIterator[None]:
         nursery.cancel_scope.cancel()
 
 
-async def shown(log: Shown, *paths: str) -> None:
+async def shown(log: Row, *paths: str) -> None:
     """Wait until these are shown, and see that nothing is shown after them."""
     with trio.move_on_after(10):
         while len(log.paths) < len(paths):
@@ -289,7 +289,7 @@ async def test_follow_shows_each_new_commit_once(count: int | None) -> None:
     for number in range(5):
         give_commit(store, clock, mkdir(f"before{number}"))
         clock.advance(1)
-    log = Shown(store, clock)
+    log = Row(store, clock)
     async with following(log, count):
         del log.entries[:]
         await shown(log)
@@ -311,7 +311,7 @@ async def test_follow_shows_each_new_commit_once(count: int | None) -> None:
 async def test_follow_lists_the_last_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__name__ + ".REFRESH_S", 0.5)
     store, clock = MemoryStore(page_keys_max=2), Clock()
-    log = Shown(store, clock)
+    log = Row(store, clock)
     async with following(log):
         for number in range(40):
             clock.advance(60)
@@ -326,7 +326,7 @@ async def test_follow_lists_the_last_minutes(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_follow_goes_on_after_the_store_was_away() -> None:
     store, clock = MemoryStore(), Clock()
-    log = Shown(store, clock)
+    log = Row(store, clock)
     async with following(log):
         away = Failures(lambda request: request.what == "list", Unavailable("no route"), count=1 << 30)
         store.hook = away

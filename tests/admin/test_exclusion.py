@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from lakefs_fuse.admin.commands import run_fsck, run_gc, run_maintenance, run_pack, run_relocate, run_snapshot
+from lakefs_fuse.admin.datasets import run_dataset
 from lakefs_fuse.admin.fsck import Checker
 from lakefs_fuse.admin.gc import Collector
 from lakefs_fuse.admin.upgrade import run_upgrade
@@ -18,6 +19,7 @@ from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.maintenance_lease import KEY, VALID_S
 from lakefs_fuse.commits.record import Remove
 from lakefs_fuse.control.worker_protocol import (
+    DatasetArgs,
     FsckArgs,
     GcArgs,
     MaintenanceArgs,
@@ -45,6 +47,8 @@ CHANGING: dict[str, Run] = {
     "snapshot": lambda work: run_snapshot(work, SnapshotArgs()),
     "snapshot --name": lambda work: run_snapshot(work, SnapshotArgs(name="new")),
     "snapshot --delete": lambda work: run_snapshot(work, SnapshotArgs(delete="kept")),
+    "dataset create": lambda work: run_dataset(work, DatasetArgs(action="create", dataset="new")),
+    "dataset rm": lambda work: run_dataset(work, DatasetArgs(action="rm", dataset="kept@1")),
     "fsck --repair": lambda work: run_fsck(work, FsckArgs(repair=True)),
     "fsck --rebind": lambda work: run_fsck(work, FsckArgs(rebind=True)),
     "upgrade": lambda work: run_upgrade(work, UpgradeArgs()),
@@ -55,6 +59,7 @@ READING: dict[str, Run] = {
     "unpack --dry-run": lambda work: run_pack(work, PackArgs(back=True, dry_run=True)),
     "relocate --dry-run": lambda work: run_relocate(work, RelocateArgs(dry_run=True)),
     "snapshot --list": lambda work: run_snapshot(work, SnapshotArgs(list=True)),
+    "dataset ls": lambda work: run_dataset(work, DatasetArgs(action="ls")),
     "fsck": lambda work: run_fsck(work, FsckArgs()),
     "fsck --rebind --dry-run": lambda work: run_fsck(work, FsckArgs(rebind=True, dry_run=True)),
 }
@@ -104,6 +109,7 @@ async def test_command_is_refused_while_another_changes_the_lake(
 ) -> None:
     run = CHANGING[command]
     await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs(name="kept"))
+    await run_dataset(work_of(store, clock, tmp_path), DatasetArgs(action="create", dataset="kept"))
     async with work_of(store, clock, tmp_path, seed=8).lease("another").held():
         store.requests.clear()
         with pytest.raises(LeaseHeld, match=r"^another \(host here, process 8, since "):
@@ -118,6 +124,7 @@ async def test_command_holds_the_lease_from_its_first_request_to_its_last(
     store: MemoryStore, clock: Clock, tmp_path: Path, command: str
 ) -> None:
     await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs(name="kept"))
+    await run_dataset(work_of(store, clock, tmp_path), DatasetArgs(action="create", dataset="kept"))
     store.requests.clear()
     await CHANGING[command](work_of(store, clock, tmp_path))
     assert (store.requests[0].what, store.requests[0].key) == ("put", KEY)

@@ -259,7 +259,7 @@ async def test_pack_leaves_an_object_of_ours_that_a_snapshot_keeps(
     await pack(store, clock)
     assert ours in store.objects
     async with headless(store, clock) as view:
-        assert await snapshots.kept_objects(view.client) == {ours}
+        assert ours in await snapshots.kept_objects(view.client)
 
 
 async def test_relocate_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "read_only": True,
         "immutable": False,
         "snapshot": "",
+        "dataset": "",
         "folds": False,
         "mounting": "",
         "allow_other": True,

@@ -197,7 +197,7 @@ ENTRIES = """
 def test_entries_are_shown_while_they_come_and_nothing_after_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shown: list[protocol.Shown] = []
+    shown: list[protocol.Row] = []
     args, child = protocol.LogArgs(), program(tmp_path, ENTRIES.format(count=2))
     assert run_offline("log", PLACE, args, show=shown.append, program=child) == 1
     assert shown == [

@@ -272,7 +272,7 @@ class Lake:
     def try_mount(self, *options: str) -> subprocess.CompletedProcess[str]:
         args = ["--cache-dir", str(self.cache_dir), "--log-file", str(self.log_file), "--free-space", "64M"]
         args.append("--no-supervise")  # A test that kills a daemon looks at what it leaves behind.
-        if self.command is CLI and "--immutable" not in (*self.options, *options):
+        if self.command is CLI and not {"--immutable", "--dataset"} & {*self.options, *options}:
             args += ["--delete-after", "0"]  # nobody else renames what a test removed
         return self.cli("mount", self.source, str(self.path), *args, *self.options, *options)
 

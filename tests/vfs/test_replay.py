@@ -41,7 +41,7 @@ from tests.vfs.writing_back import LARGE, NEVER_S, PART, Outage, die, rewrite, s
 pytestmark = pytest.mark.usefixtures("short_pauses", "noted_one_by_one")
 
 NS = 1_000_000_000
-Shown = dict[str, bytes]
+Row = dict[str, bytes]
 """Files and their bytes."""
 
 
@@ -70,9 +70,9 @@ class Death:
     cache: Path
     target: Path
     store: Line
-    now: Shown = field(default_factory=dict)
-    following: Shown = field(default_factory=dict)
-    seen: tuple[Shown, Shown] | None = None
+    now: Row = field(default_factory=dict)
+    following: Row = field(default_factory=dict)
+    seen: tuple[Row, Row] | None = None
     times: int = 0
 
     def reached(self, name: str) -> None:
@@ -100,14 +100,14 @@ def mounted(store: MemoryStore, line: Line, cache: Path, pack: str, clock: Clock
     )  # fmt: skip
 
 
-def without(tree: Shown, path: str) -> Shown:
+def without(tree: Row, path: str) -> Row:
     return {other: data for other, data in tree.items() if other != path}
 
 
 async def work(m: Lake, death: Death) -> None:
     """What programs do. Whatever was answered is in ``death.now``."""
 
-    async def step(call: Awaitable[object], following: Shown) -> None:
+    async def step(call: Awaitable[object], following: Row) -> None:
         death.following = following
         await call
         death.now = following

@@ -98,9 +98,21 @@ class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return sum(file.size for file in (*self.files, *self.removed))
 
 
+class Dataset(msgspec.Struct, frozen=True, kw_only=True):
+    """What a named snapshot is that is a version of a dataset: of ``files`` with ``bytes``, which were at or below
+    ``path`` of the lake."""
+
+    name: str
+    version: int
+    path: str
+    files: int
+    bytes: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """``rows`` is the layout of the rows (`tables.ROWS`); ``inode``, ``object`` and ``newest`` as in `Marks`; commits
-    older than ``horizon`` may be gone from the store. Times in ns since 1970. ``files`` are those of the base."""
+    older than ``horizon`` may be gone from the store. Times in ns since 1970. ``files`` are those of the base.
+    ``dataset`` is there in named snapshots alone."""
 
     format: int = FORMAT
     rows: int = tables.ROWS
@@ -113,6 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     directories: int
     files: list[IndexFile]
     increments: list[Increment] = []
+    dataset: Dataset | None = None
 
     @property
     def bytes(self) -> int:
@@ -149,6 +162,8 @@ def encode(manifest: Manifest) -> bytes:
     fields = msgspec.structs.asdict(manifest)
     if manifest.format == FORMAT:
         del fields["increments"]
+    if manifest.dataset is None:
+        del fields["dataset"]
     return msgspec.msgpack.encode(fields)
 
 
@@ -174,6 +189,9 @@ def _check(manifest: Manifest, time: int) -> None:
         raise DamagedCommit(f"times {manifest.time:x}, {manifest.newest:x} and {manifest.horizon:x}")
     if manifest.inode < 2 or any(not 0 <= number <= SIZE_MAX for number in numbers):
         raise DamagedCommit(f"numbers {numbers}")
+    told = manifest.dataset
+    if told is not None and not (0 < told.version <= SIZE_MAX and 0 <= told.files <= SIZE_MAX and told.bytes >= 0):
+        raise DamagedCommit(f"a dataset {told}")
     files = manifest.all_files()
     if len(files) > FILES_MAX or len({file.name for file in files}) < len(files):
         raise DamagedCommit(f"{len(files)} files, some of the same name")
@@ -428,6 +446,7 @@ async def write_index(
     horizon: int,
     wrote: Callable[[DumpedFile], None],
     prefix: str = "",
+    dataset: Dataset | None = None,
 ) -> Manifest:
     """Store what is dumped as the index of this time, at its own prefix or that which is given. Raises CacheError,
     StoreError kinds; then there is no index."""
@@ -436,6 +455,7 @@ async def write_index(
     manifest = Manifest(
         time=time, newest=dump.marks.newest, horizon=horizon, inode=dump.marks.inode,
         object=dump.marks.object, names=dump.names, directories=dump.directories, files=files,
+        dataset=dataset,
     )  # fmt: skip
     await put_manifest(client, manifest, prefix)
     return manifest

@@ -1,8 +1,9 @@
-"""Named snapshots: the names of a whole lake at one moment, kept under a name until it is deleted.
+"""Named snapshots: the names of a whole lake, or of one directory, at one moment, kept until the snapshot is deleted.
 
 Under `.lakefs/snapshots/<name>/` lie the files of an index (`index`), `objects` (which packs and other objects of ours
 its files have bytes in) and, written last, the manifest: a snapshot without a manifest does not exist. `gc` leaves
-those objects alone. Plain objects of the lake are not kept: who removes or replaces one has the snapshot miss it.
+those objects alone. Plain objects of the lake are not kept: who removes or replaces one has the snapshot miss it. A
+version of a dataset (`datasets`) is a snapshot of a directory, which names no plain object.
 
 Raises StoreError kinds throughout. A crash while one is written leaves objects without a manifest, which writing or
 deleting that name takes away; while one is deleted, the same.
@@ -11,16 +12,21 @@ deleting that name takes away; while one is deleted, the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
+from struct import Struct
 
 import msgspec
+import xxhash
 
 from lakefs_fuse.commits.index.index import (
     FORMAT,
     MANIFEST,
     MANIFEST_BYTES_MAX,
+    Dataset,
     Manifest,
     decode,
     fetch_files,
@@ -31,6 +37,7 @@ from lakefs_fuse.errors import ConfigError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.object_table import Objects
+from lakefs_fuse.meta.schema import PATH
 from lakefs_fuse.meta.sorted_tables import DumpedFile
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
@@ -40,6 +47,9 @@ OBJECTS = "objects"
 OBJECTS_BYTES_MAX = 256 << 20
 NAME_CHARACTERS = "letters, digits, '.', '_' and '-', at most 100 and a letter or digit first"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_ARRAY = Struct(">BI")
+"""Head of an array of msgpack with a 32-bit length."""
+_encoder = msgspec.msgpack.Encoder()
 
 
 def check_name(name: str) -> str:
@@ -109,13 +119,32 @@ async def write(
     time: int,
     horizon: int,
     wrote: Callable[[DumpedFile], None],
+    dataset: Dataset | None = None,
 ) -> Manifest:
-    """Store what is dumped under a name. Raises ConfigError where that exists."""
-    await check_free(client, name)
-    await _clear(client, name)
-    kept = [row.key for row in objects.rows() if row.entries > 0 and row.key.startswith(RESERVED_PREFIX)]
-    await client.put(prefix_of(name) + OBJECTS, msgspec.msgpack.encode(kept))
-    return await write_index(client, threads, dump, time=time, horizon=horizon, wrote=wrote, prefix=prefix_of(name))
+    """Store what is dumped under a name that is free (`check_free`), and cleared of what was never finished (`clear`).
+    Raises CacheError, StoreError kinds; then there is no snapshot."""
+    await put_objects(client, name, objects)
+    prefix = prefix_of(name)
+    return await write_index(
+        client, threads, dump, time=time, horizon=horizon, wrote=wrote, prefix=prefix, dataset=dataset
+    )
+
+
+async def put_objects(client: StoreClient, name: str, objects: Objects) -> None:
+    """From now on nobody deletes the objects below `.lakefs/` that these rows name: for a snapshot that is not finished
+    yet, or for good. Raises LakeError where there are too many."""
+    raw, count = bytearray(5), 0
+    for row in objects.rows():
+        if row.entries > 0 and row.key.startswith(RESERVED_PREFIX):
+            _encoder.encode_into(row.key, raw, -1)
+            count += 1
+    raw[:5] = _ARRAY.pack(0xDD, count)
+    if len(raw) > OBJECTS_BYTES_MAX:
+        raise LakeError(
+            f"a snapshot keeps at most {OBJECTS_BYTES_MAX >> 20} MiB of keys, and these {count:,} objects have more: "
+            "`lakefs-fuse pack` moves small files into fewer"
+        )
+    await client.put(prefix_of(name) + OBJECTS, bytes(raw))
 
 
 async def replace(client: StoreClient, threads: Threads, name: str, before: Manifest, dump: tables.Dump) -> None:
@@ -123,7 +152,9 @@ async def replace(client: StoreClient, threads: Threads, name: str, before: Mani
     the moment. A crash leaves files that no manifest names, which deleting the snapshot takes away."""
     prefix = prefix_of(name)
     time, horizon = before.time, before.horizon
-    await write_index(client, threads, dump, time=time, horizon=horizon, wrote=lambda _: None, prefix=prefix)
+    await write_index(
+        client, threads, dump, time=time, horizon=horizon, wrote=lambda _: None, prefix=prefix, dataset=before.dataset
+    )
     failed = await client.delete_many([prefix + file.name for file in before.files])
     if failed:
         key, why = next(iter(failed.items()))
@@ -144,10 +175,11 @@ async def delete(client: StoreClient, name: str) -> None:
     if name not in await names(client):
         raise ConfigError(f"there is no snapshot {name}")
     await client.delete(prefix_of(name) + MANIFEST)
-    await _clear(client, name)
+    await clear(client, name)
 
 
-async def _clear(client: StoreClient, name: str) -> None:
+async def clear(client: StoreClient, name: str) -> None:
+    """Take away what there is of a snapshot without a manifest."""
     async with aclosing(client.list_all(prefix_of(name))) as pages:
         async for page in pages:
             failed = await client.delete_many([meta.key for meta in page.objects])
@@ -156,22 +188,81 @@ async def _clear(client: StoreClient, name: str) -> None:
                 raise LakeError(f"{key} cannot be removed: {why}")
 
 
-async def kept_objects(client: StoreClient) -> set[str]:
-    """Keys of all objects below `.lakefs/` that some snapshot has bytes in; also of one that is being written."""
-    kept: set[str] = set()
-    for name in await names(client):
+async def remove_unfinished(client: StoreClient, before_ns: int) -> int:
+    """Take away snapshots that have no manifest and were written to before that time only; how many. For a command with
+    the maintenance lease, which every writer of one holds. Raises StoreError kinds, LakeError."""
+    last: dict[str, int] = {}
+    finished = set[str]()
+    async with aclosing(client.list_all(SNAPSHOTS)) as pages:
+        async for page in pages:
+            for meta in page.objects:
+                name, _, file = meta.key.removeprefix(SNAPSHOTS).partition("/")
+                if file == MANIFEST:
+                    finished.add(name)
+                if _NAME.fullmatch(name):
+                    last[name] = max(meta.mtime_ns, last.get(name, 0))
+    doomed = [name for name, at_ns in last.items() if name not in finished and at_ns < before_ns]
+    for name in doomed:
+        await clear(client, name)
+    return len(doomed)
+
+
+class KeptObjects:
+    """Keys of all objects below `.lakefs/` that some snapshot has bytes in, also one that is being written.
+
+    What always holds (*at least those*): what a snapshot named when `refresh` began is in it. Keys are remembered as
+    64-bit sums, 8 bytes each, so it may have another one as well, which then stays. A list is read once for each
+    version of its object. Trio thread only."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+        self._sums: dict[str, tuple[str, array[int]]] = {}
+        """By key of the list: its ETag, and sums in order."""
+
+    async def refresh(self) -> None:
+        """Read what has changed. Raises LakeError: DamagedCommit where a list cannot be read."""
+        found: dict[str, tuple[str, array[int]]] = {}
+        async with aclosing(self._client.list_all(SNAPSHOTS)) as pages:
+            async for page in pages:
+                for meta in page.objects:
+                    name, _, file = meta.key.removeprefix(SNAPSHOTS).partition("/")
+                    if file != OBJECTS or not _NAME.fullmatch(name):
+                        continue
+                    before = self._sums.get(meta.key)
+                    if before is not None and before[0] == meta.etag:
+                        found[meta.key] = before
+                    elif (sums := await self._read(meta.key)) is not None:
+                        found[meta.key] = sums
+        self._sums = found
+
+    async def _read(self, key: str) -> tuple[str, array[int]] | None:
+        """None for one that is deleted meanwhile."""
         try:
-            fetched = await client.get(prefix_of(name) + OBJECTS, 0, OBJECTS_BYTES_MAX)
+            fetched = await self._client.get(key, 0, OBJECTS_BYTES_MAX)
         except NotFound:
-            continue  # it is being deleted, or has just begun
-        kept.update(_decode_objects(name, fetched.data))
+            return None
+        try:
+            keys = msgspec.msgpack.decode(fetched.data, type=list[str])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DamagedCommit(f"{key} cannot be read, so nobody knows what it keeps: delete that snapshot") from error
+        return fetched.meta.etag, array("Q", sorted(xxhash.xxh3_64_intdigest(each.encode(*PATH)) for each in keys))
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, str)
+        digest = xxhash.xxh3_64_intdigest(key.encode(*PATH))
+        for _, sums in self._sums.values():
+            at = bisect_left(sums, digest)
+            if at < len(sums) and sums[at] == digest:
+                return True
+        return False
+
+    def __len__(self) -> int:
+        """Keys of all lists; one that several have counts several times."""
+        return sum(len(sums) for _, sums in self._sums.values())
+
+
+async def kept_objects(client: StoreClient) -> KeptObjects:
+    """What snapshots keep now. Raises LakeError."""
+    kept = KeptObjects(client)
+    await kept.refresh()
     return kept
-
-
-def _decode_objects(name: str, raw: object) -> Iterable[str]:
-    try:
-        return msgspec.msgpack.decode(raw, type=list[str])  # type: ignore[call-overload,no-any-return]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedCommit(
-            f"{prefix_of(name)}{OBJECTS} cannot be read, so nobody knows what it keeps: delete that snapshot"
-        ) from error

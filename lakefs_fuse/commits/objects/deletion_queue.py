@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -82,6 +82,7 @@ class DeletionQueue:
         self._stored: dict[str, str] = {}
         self._kept: Counter[str] = Counter()
         self._rows = DeletionRows(database)
+        self._in_snapshots = snapshots.KeptObjects(client)
         self.waiting = len(self._rows.keys())
 
     def add(self, batch: Batch, doomed: Deletion) -> None:
@@ -242,10 +243,13 @@ class DeletionQueue:
             raise LakeError(f"{len(refused)} objects, {key} among them: {why}")
         return len(due)
 
-    async def _find_kept(self, doomed: Sequence[Deletion]) -> Collection[str]:
+    async def _find_kept(self, doomed: Sequence[Deletion]) -> Container[str]:
         """What named snapshots keep; they keep objects of ours only. Raises LakeError."""
         is_ours = any(each.key.startswith(RESERVED_PREFIX) for each in doomed)
-        return await snapshots.kept_objects(self._client) if is_ours else ()
+        if not is_ours:
+            return ()
+        await self._in_snapshots.refresh()
+        return self._in_snapshots
 
     def _end(self, due: Sequence[Deletion], refused: Mapping[str, str]) -> None:
         batch, later_ns = Batch(), self._clock_ns() + REFUSED_NS

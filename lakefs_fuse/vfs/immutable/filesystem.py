@@ -242,6 +242,8 @@ class ImmutableFilesystem:
                         continue
                 if error.errno == errno.ESTALE:
                     self._log_gone(extent)
+                    if self.config.dataset:  # no newer state of it has other bytes
+                        raise FileError(errno.EIO, str(error)) from error
                 raise
 
     def _reading(self, inode: int) -> Reading:
@@ -292,7 +294,16 @@ class ImmutableFilesystem:
 
     def _log_gone(self, extent: Extent) -> None:
         self._gone += 1
-        if self._gone <= GONE_LINES_MAX:
+        if self._gone > GONE_LINES_MAX:
+            return
+        if self.config.dataset:
+            log.error(
+                "%s, which the dataset %s has bytes in, is gone from the store, or another program replaced it: "
+                "`lakefs-fuse dataset verify %s %s` lists the files that are lost. If other tools copied or encrypted "
+                "the lake, unmount it and run `lakefs-fuse fsck --rebind`",
+                extent.version.key, self.config.dataset, self.config.store.source, self.config.dataset,
+            )  # fmt: skip
+        else:
             log.error(
                 "%s is gone from the store (gc, or somebody replaced it): `lakefs-fuse refresh %s` moves the mount to "
                 "what is there now. If other tools copied or encrypted the lake, unmount it and run `lakefs-fuse fsck "
@@ -304,6 +315,11 @@ class ImmutableFilesystem:
     async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]:
         """Show the lake as it is now, to the kernel's caches too, and return what `stats` says of the state: all of it,
         whatever the path. Raises LakeError; then the mount shows what it showed."""
+        if self.config.dataset:
+            raise ConfigError(
+                f"{self.config.mountpoint} shows the dataset {self.config.dataset}, which never changes: mount another "
+                "version beside it"
+            )
         if self.config.snapshot:
             raise ConfigError(
                 f"{self.config.mountpoint} shows the snapshot {self.config.snapshot}, which does not change: mount "
@@ -349,6 +365,7 @@ class ImmutableFilesystem:
         return {
             "at_s": note.at_ns / NS,
             "snapshot": note.snapshot or None,
+            "dataset": self.config.dataset or None,
             "newest_commit": f"{note.newest:016x}",
             "path": self._lake.path,
             "refreshes": self._refreshes,

@@ -24,9 +24,9 @@ import trio
 from msgspec import structs
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.index.index import load_newest_index, manifests
-from lakefs_fuse.config import MountConfig
+from lakefs_fuse.commits.index import datasets, snapshots
+from lakefs_fuse.commits.index.index import Manifest, load_newest_index, manifests
+from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
@@ -201,13 +201,25 @@ class States:
             return True
         if not name or state.note.snapshot != name:
             return False
-        return (await snapshots.manifest_of(self._lake.client, name)).time == state.note.at_ns
+        return (await self._fetch_manifest()).time == state.note.at_ns
+
+    async def _fetch_manifest(self) -> Manifest:
+        """Of the snapshot that is shown. Raises ConfigError where there is none, DamagedCommit."""
+        config, client = self._lake.config, self._lake.client
+        if config.dataset:
+            return (await datasets.find(client, DatasetName.parse_version(config.dataset)))[1]
+        return await snapshots.manifest_of(client, config.snapshot)
 
     async def _take_snapshot(self, database: Database) -> Note:
         lake = self._lake
         name = lake.config.snapshot
-        manifest = await snapshots.manifest_of(lake.client, name)
+        manifest = await self._fetch_manifest()
         await snapshots.take_in(lake.client, lake.node.threads, name, manifest, database, self._directory / "index")
+        if lake.config.dataset and lake.path:
+            raise MountError(
+                f"{lake.config.dataset} is a dataset of the lake {lake.config.store.source} and is shown as a whole: "
+                "name that lake as SOURCE"
+            )
         path = [part.encode() for part in lake.path.split("/") if part]
         entry = Tree(database).resolve(path)
         if path and (entry is None or not entry.is_dir):

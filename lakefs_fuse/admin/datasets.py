@@ -1,0 +1,161 @@
+"""The actions of `dataset`: versions of a directory are made, listed, described, compared, checked and removed.
+
+What always holds (*one at a time*): an action that changes the lake holds the maintenance lease, so no two make the
+same version, and nothing is collected meanwhile. The others only read. Tasks of one trio loop; what a crash leaves is
+said by `dataset_builder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.admin import dataset_builder
+from lakefs_fuse.admin.lake_view import open_lake_view, scratch_directory
+from lakefs_fuse.admin.snapshot_rows import snapshot_rows
+from lakefs_fuse.admin.work import NS, Work
+from lakefs_fuse.commits.index import datasets, snapshots
+from lakefs_fuse.commits.index.index import Manifest
+from lakefs_fuse.config import DatasetName
+from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.product import RESERVED_NAME
+
+NAMES_PER_STEP = 512
+
+
+async def run_dataset(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
+    """Raises LakeError: ConfigError for a dataset, or a directory, that is not there; LeaseHeld where another command
+    changes the lake."""
+    return await ACTIONS[args.action](work, args)
+
+
+async def _create(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
+    wanted, path = DatasetName.parse(args.dataset), _directory(work.path, args.path)
+    async with work.lease("dataset create").held() as client:
+        there = await datasets.versions(client, wanted.name)
+        name = wanted if wanted.version else DatasetName(wanted.name, await datasets.next_version(client, wanted.name))
+        if any(each.name == name for each in there):
+            raise ConfigError(
+                f"there is a dataset {name} already, and a version never changes: leave the version out, and the next "
+                f"number is taken ({await datasets.next_version(client, name.name)})"
+            )
+        await snapshots.check_free(client, name.snapshot)
+        known = [(each.name, each.manifest) for each in there if each.manifest is not None]
+        async with open_lake_view(client, work.store, node=work.node, scratch=work.scratch) as lake:
+            built = await dataset_builder.build(lake, name, path, known[-1] if known else None, work.progress)
+    counts = built.counts
+    copied = f"{counts.copies:,} objects, {counts.bytes_copied:,} bytes, were copied in the store"
+    reused = f", {counts.reused:,} copies of {built.base} are used again" if counts.reused else ""
+    return work.finished(
+        {
+            **_describe(name, built.manifest),
+            "objects_copied": counts.copies,
+            "bytes_copied": counts.bytes_copied,
+            "copies_reused": counts.reused,
+        },
+        f"dataset {name}: {counts.files:,} files, {counts.bytes:,} bytes, of {path or 'the whole lake'}; "
+        f"{copied if counts.copies else 'no object had to be copied'}{reused}",
+    )
+
+
+def _directory(place: str, path: str) -> str:
+    """A directory of the lake, below that of the place. Raises ConfigError for what cannot be one."""
+    parts = [part for part in f"{place}/{path}".split("/") if part]
+    if any(part in (".", "..") for part in parts):
+        raise ConfigError(f"{path!r} has a component . or ..: write the directory that is meant")
+    if parts and parts[0] == RESERVED_NAME:
+        raise ConfigError(f"{RESERVED_NAME} is no directory of files: name another one")
+    return "/".join(parts)
+
+
+def _describe(name: DatasetName, manifest: Manifest) -> dict[str, object]:
+    """A version, for scripts; names are final."""
+    told = manifest.dataset
+    assert told is not None, "only a version of a dataset is described"
+    return {
+        "dataset": str(name),
+        "name": name.name,
+        "version": name.version,
+        "path": told.path,
+        "at": datetime.fromtimestamp(manifest.time / NS, UTC).isoformat(timespec="seconds"),
+        "files": told.files,
+        "bytes": told.bytes,
+        "names": manifest.names,
+        "directories": manifest.directories,
+        "newest_commit": f"{manifest.newest:016x}",
+        "snapshot": name.snapshot,
+    }
+
+
+async def _list(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
+    wanted = DatasetName.parse(args.dataset).name if args.dataset else ""
+    there = await datasets.versions(work.client, wanted)
+    found = [_describe(each.name, each.manifest) for each in there if each.manifest is not None]
+    for each in there:
+        if each.manifest is None:
+            work.note(f"{each.name} cannot be read: {each.why}")
+    lines = [
+        f"{each['dataset']}  {each['at']}  {each['files']:,} files  {each['bytes']:,} bytes  {each['path'] or '/'}"
+        for each in found
+    ]
+    return work.finished(
+        {"datasets": found}, "\n".join(lines) or "there are no datasets", failed=len(found) < len(there)
+    )
+
+
+async def _show(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
+    name, manifest = await datasets.find(work.client, DatasetName.parse(args.dataset))
+    if args.files:
+        with scratch_directory(work.node, work.scratch) as scratch:
+            rows = snapshot_rows(work.client, work.node, name.snapshot, manifest, Path(scratch))
+            async with rows as database:
+                await _show_files(Tree(database), work.show)
+    found = _describe(name, manifest)
+    text = "\n".join(f"{key.replace('_', ' ')}: {value}" for key, value in found.items())
+    return work.finished(found, text)
+
+
+async def _show_files(tree: Tree, show: Callable[[protocol.Row], None]) -> None:
+    for number, (path, entry) in enumerate(tree.below(ROOT_INODE, ""), 1):
+        if not entry.is_dir:
+            show(_file_entry(tree, path, entry))
+        if number % NAMES_PER_STEP == 0:
+            await trio.lowlevel.checkpoint()
+
+
+def _file_entry(tree: Tree, path: str, entry: Entry) -> protocol.FileEntry:
+    path = path.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if entry.is_symlink:
+        target = tree.target(entry.inode).decode("utf-8", "replace")
+        return protocol.FileEntry(path=path, size=len(target), mtime_ns=entry.mtime_ns, target=target)
+    row = tree.objects.get(entry.place)
+    key, etag = ("", "") if row is None else (row.key, row.etag)
+    return protocol.FileEntry(
+        path=path, size=entry.size, mtime_ns=entry.mtime_ns, key=key, etag=etag, offset=entry.offset
+    )  # fmt: skip
+
+
+async def _remove(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
+    wanted = DatasetName.parse_version(args.dataset)
+    async with work.lease("dataset rm").held() as client:
+        there = await datasets.versions(client, wanted.name)
+        if all(each.name != wanted for each in there):
+            await datasets.find(client, wanted)  # raises what says which there are
+        await snapshots.delete(client, wanted.snapshot)
+    return work.finished(
+        {"removed": str(wanted)}, f"dataset {wanted} is removed; gc gives back what only it had bytes in"
+    )
+
+
+ACTIONS: dict[str, Callable[[Work, protocol.DatasetArgs], Awaitable[protocol.Finished]]] = {
+    "create": _create,
+    "ls": _list,
+    "show": _show,
+    "rm": _remove,
+}

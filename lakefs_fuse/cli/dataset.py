@@ -1,0 +1,119 @@
+"""`lakefs-fuse dataset`: immutable versions of directories, made, described, compared, checked and removed.
+
+Everything that asks the store runs in a child process (`worker.run_offline`); what is about the bytes of this node goes
+to the daemon of a mount, by the commands of `cache`. Names are those that any client of the lake chose, so in text
+every character that a terminal might obey is escaped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+from lakefs_fuse.cli.daemons import checked_text
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
+from lakefs_fuse.cli.log import local_time
+from lakefs_fuse.cli.parameters import format_bytes
+from lakefs_fuse.cli.store_options import SOURCE_HELP, Options, json_option, store_options
+from lakefs_fuse.cli.terminal import escaped
+from lakefs_fuse.cli.worker import find_place, run_offline
+from lakefs_fuse.config import DatasetName
+from lakefs_fuse.control.worker_protocol import DatasetArgs, FileEntry, Row
+
+VERSION_HELP = "NAME@VERSION, such as imagenet@3."
+NEWEST_HELP = "NAME@VERSION, such as imagenet@3; NAME is its newest version."
+
+source_argument = argument("source", SOURCE_HELP)
+
+
+@click.group("dataset")
+def dataset() -> None:
+    """Keep versions of a directory that never change, and mount them.
+
+    \b
+      lakefs-fuse dataset create s3://bucket/lake imagenet data/imagenet
+      lakefs-fuse mount s3://bucket/lake /mnt/imagenet --dataset imagenet@1
+      lakefs-fuse dataset ls s3://bucket/lake
+
+    A version has the names, attributes and bytes that the directory had, until it is removed, whatever happens to the
+    files later. Versions share what is the same in them.
+    """
+
+
+def _run(source: str, options: Options, args: DatasetArgs, *, as_json: bool) -> int:
+    for name in filter(None, (args.dataset, args.other)):
+        DatasetName.parse(name)
+    return run_offline("dataset", find_place(source, options), args, as_json=as_json)
+
+
+@dataset.command("create", cls=GroupedCommand, context_settings=SETTINGS)
+@source_argument
+@argument("name", "NAME, of which the next version is made, or NAME@VERSION.")
+@argument("path", "The directory, relative to SOURCE.  [default: SOURCE itself]", default="")
+@json_option
+@store_options
+def create(source: str, name: str, path: str, as_json: bool, **options: Any) -> int:
+    """Make a version of a directory as it is now.
+
+    Files in packs are named as they are. Of every plain object the store makes a copy, which no mount or other tool
+    replaces, unless the version before has one: that is one request for each, and its bytes once more. `lakefs-fuse
+    pack` before it saves both for small files. Mounts may read and write meanwhile, and an interruption leaves no
+    version. Exit code 75 while another command changes the lake.
+    """
+    args = DatasetArgs(action="create", dataset=name, path=checked_text(path))
+    return _run(source, options, args, as_json=as_json)
+
+
+@dataset.command("ls", cls=GroupedCommand, context_settings=SETTINGS)
+@source_argument
+@argument("name", "Show the versions of this dataset only.", default="")
+@json_option
+@store_options
+def list_datasets(source: str, name: str, as_json: bool, **options: Any) -> int:
+    """List the versions of all datasets, or of one."""
+    return _run(source, options, DatasetArgs(action="ls", dataset=name), as_json=as_json)
+
+
+@dataset.command("show", cls=GroupedCommand, context_settings=SETTINGS)
+@source_argument
+@argument("name", NEWEST_HELP)
+@option("--files", is_flag=True, help="Print each file instead, with its size, ETag and place in the store; with "
+        "--json one object a line.")  # fmt: skip
+@json_option
+@store_options
+def show(source: str, name: str, files: bool, as_json: bool, **options: Any) -> int:
+    """Describe a version: of which directory, from when, how many files and bytes."""
+    args = DatasetArgs(action="show", dataset=name, files=files)
+    if not files:
+        return _run(source, options, args, as_json=as_json)
+    DatasetName.parse(name)
+    return run_offline("dataset", find_place(source, options), args, show=_show_json if as_json else _show_text)
+
+
+def _show_json(row: Row) -> None:
+    click.echo(msgspec.json.encode(msgspec.structs.asdict(row)))
+
+
+def _show_text(row: Row) -> None:
+    assert isinstance(row, FileEntry), "the others are answers of other commands"
+    path = f"{escaped(row.path)} -> {escaped(row.target)}" if row.target else escaped(row.path)
+    place = f"{escaped(row.key)} +{row.offset}" if row.offset else escaped(row.key)
+    click.echo(
+        f"{format_bytes(row.size):>9}  {local_time(row.mtime_ns)}  {row.etag or '-':32}  {path}  {place}".rstrip()
+    )
+
+
+@dataset.command("rm", cls=GroupedCommand, context_settings=SETTINGS)
+@source_argument
+@argument("name", VERSION_HELP)
+@json_option
+@store_options
+def remove(source: str, name: str, as_json: bool, **options: Any) -> int:
+    """Remove a version; `lakefs-fuse gc` gives back what only it had bytes in.
+
+    Mounts that show it read on from their caches, and get I/O errors for the rest after gc. Exit code 75 while another
+    command changes the lake.
+    """
+    return _run(source, options, DatasetArgs(action="rm", dataset=name), as_json=as_json)

@@ -1,0 +1,87 @@
+"""Versions of datasets: named snapshots of one directory, whose top is that directory, in a series of numbers.
+
+What always holds (*nothing to replace*): the rows of a version name objects below `.lakefs/` alone, which nobody
+replaces: packs and hidden objects as the lake has them, and copies of all other objects. The ETag of an entry is that
+of the object of which its own is a copy, and empty where it is none. The manifest says which dataset and version it is;
+its name alone says nothing, as a snapshot may have been given such a name.
+
+Raises StoreError kinds throughout. Tasks of one trio loop; nothing here writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.commits.index.index import Manifest
+from lakefs_fuse.config import DatasetName
+from lakefs_fuse.errors import ConfigError, DamagedCommit, NotFound
+from lakefs_fuse.store.client import StoreClient
+
+NAMED_MAX = 20
+"""Versions that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version that exists; without a ``manifest`` one that cannot be read, and why."""
+
+    name: DatasetName
+    manifest: Manifest | None
+    why: str = ""
+
+
+async def versions(client: StoreClient, dataset: str = "") -> list[Version]:
+    """All versions, of all datasets or of one, by name and number: one LIST, and one GET for each."""
+    found: list[Version] = []
+    for snapshot in await snapshots.names(client):
+        name = DatasetName.of_snapshot(snapshot)
+        if name is None or (dataset and name.name != dataset):
+            continue
+        try:
+            manifest = await snapshots.fetch_manifest(client, snapshot)
+        except NotFound:
+            continue  # it is being written, or was never finished
+        except DamagedCommit as error:
+            found.append(Version(name, None, str(error)))
+            continue
+        if _is_version(manifest, name):
+            found.append(Version(name, manifest))
+    return sorted(found, key=lambda each: (each.name.name, each.name.version))
+
+
+async def next_version(client: StoreClient, dataset: str) -> int:
+    """The number after the newest version: one LIST. Numbers of versions that were never finished count as well."""
+    named = (DatasetName.of_snapshot(snapshot) for snapshot in await snapshots.names(client))
+    return 1 + max((name.version for name in named if name is not None and name.name == dataset), default=0)
+
+
+async def find(client: StoreClient, wanted: DatasetName) -> tuple[DatasetName, Manifest]:
+    """A version, or the newest where none is said. Raises ConfigError that says which there are, DamagedCommit."""
+    if wanted.version:
+        try:
+            manifest = await snapshots.fetch_manifest(client, wanted.snapshot)
+        except NotFound:
+            manifest = None
+        if manifest is not None and _is_version(manifest, wanted):
+            return wanted, manifest
+    there = await versions(client, "" if wanted.version else wanted.name)
+    if not wanted.version and there:
+        newest = there[-1]
+        if newest.manifest is None:
+            raise DamagedCommit(f"{newest.name} cannot be read: {newest.why}")
+        return newest.name, newest.manifest
+    raise ConfigError(
+        f"there is no dataset {wanted}; there are: {_named(there or await versions(client))} (`lakefs-fuse dataset "
+        f"create SOURCE {wanted} PATH` makes it)"
+    )
+
+
+def _is_version(manifest: Manifest, name: DatasetName) -> bool:
+    told = manifest.dataset
+    return told is not None and (told.name, told.version) == (name.name, name.version)
+
+
+def _named(there: list[Version]) -> str:
+    names = [str(each.name) for each in there[:NAMED_MAX]]
+    return ", ".join(names) + (", …" if len(there) > NAMED_MAX else "") if names else "none"

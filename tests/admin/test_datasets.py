@@ -1,0 +1,341 @@
+"""`dataset`: a version is what its directory was, whatever mounts, other tools and gc do later."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.admin.commands import run_gc, run_pack
+from lakefs_fuse.admin.datasets import run_dataset
+from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.commits.index import datasets, snapshots
+from lakefs_fuse.commits.record import OBJECTS, Mkdir, Symlink
+from lakefs_fuse.config import DatasetName, MountConfig
+from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.control.worker_protocol import DatasetArgs, GcArgs, PackArgs
+from lakefs_fuse.errors import ConfigError, FileError, LakeError, StoreError
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
+from tests.admin.lakes import STORE, dataset, give_commit, give_pack, headless, silent, work_of
+from tests.fakes import node_of, store_client
+from tests.memory_store import MemoryStore, Request
+from tests.vfs.lakes import Clock, lake
+
+Tree = dict[str, bytes]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def files() -> Tree:
+    """What the directory `data` of the lake has, by path."""
+    return {path.removeprefix("data/"): data for path, data in dataset(20, "data/packed").items()} | {
+        "plain": b"plain",
+        "deep/er/plain": b"deeper",
+        "empty": b"",
+        "moved": b"moved",
+        "link": b"-> plain",
+    }
+
+
+@pytest.fixture
+def store(clock: Clock, files: Tree) -> MemoryStore:
+    """The directory, and another one; an hour ago."""
+    made = MemoryStore()
+    made.clock = clock
+    for key in ("plain", "deep/er/plain", "empty"):
+        made.give(f"data/{key}", files[key])
+    made.give("data/before", files["moved"])
+    made.give("other/plain", b"other")
+    clock.advance(10)
+    give_pack(made, clock, dataset(20, "data/packed"))
+    clock.advance(1)
+    give_commit(
+        made,
+        clock,
+        Symlink("data/link", "plain", 1, 2, 3, xattrs={"user.x": b"y"}),
+        Mkdir("data/hollow", 0o700, 5, 6, 7),
+    )
+    clock.advance(3600)
+    return made
+
+
+async def run(store: MemoryStore, clock: Clock, tmp_path: Path, action: str, **args: str | bool) -> dict[str, object]:
+    work = work_of(store, clock, tmp_path)
+    done = await run_dataset(work, DatasetArgs(action=action, **args))  # type: ignore[arg-type]
+    return done.summary
+
+
+async def create(store: MemoryStore, clock: Clock, tmp_path: Path, name: str = "im") -> dict[str, object]:
+    return await run(store, clock, tmp_path, "create", dataset=name, path="data")
+
+
+async def rename_one(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    """The object of a file stays at the key of its earlier name."""
+    async with lake(store, tmp_path / "renamer", clock=clock, delete_after_s=1e6) as node:
+        await node.rename("data/before", "data/moved")
+        await node.fs.sync_names()
+    clock.advance(60)
+
+
+def renamed_back(files: Tree) -> Tree:
+    """Before `rename_one`."""
+    return {"before" if path == "moved" else path: data for path, data in files.items()}
+
+
+@asynccontextmanager
+async def mounted(store: MemoryStore, clock: Clock, directory: Path, name: str) -> AsyncIterator[ImmutableFilesystem]:
+    directory.mkdir(exist_ok=True)
+    config = MountConfig(
+        store=STORE, mountpoint="/nowhere", cache_dir=str(directory), free_bytes_min=0, immutable=True, read_only=True,
+        dataset=name, snapshot=DatasetName.parse_version(name).snapshot,
+    )  # fmt: skip
+    client = store_client(store, store.capabilities, retry_timeout_s=0)
+    async with open_immutable(config, client, Metrics(), node=node_of(clock, "reader")) as fs:
+        yield fs
+
+
+async def contents(fs: ImmutableFilesystem, directory: int = 1, path: str = "") -> Tree:
+    found: Tree = {}
+    for entry in fs.readdir(directory, 0):
+        name = path + entry.name.decode()
+        if entry.is_dir:
+            found |= await contents(fs, entry.inode, name + "/")
+        elif entry.is_symlink:
+            found[name] = b"-> " + fs.readlink(entry.inode)
+        else:
+            found[name] = bytes(await fs.read(entry.inode, 0, 1 << 20))
+    return found
+
+
+async def shown(store: MemoryStore, clock: Clock, tmp_path: Path, name: str) -> Tree:
+    async with mounted(store, clock, tmp_path / f"reader-{len(store.requests)}", name) as fs:
+        return await contents(fs)
+
+
+async def destroy(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    """Another mount replaces and removes everything, and garbage is collected."""
+    async with lake(store, tmp_path / "writer", clock=clock, pack="never", delete_after_s=0) as node:
+        for path, data in (await node.tree("data")).items():
+            if data is not None and path.endswith(("plain", "0003")):
+                await node.write(path, b"replaced")
+            elif data is not None:
+                await node.unlink(path)
+        await node.fs.sync_names()
+    for _ in range(3):
+        clock.advance(30 * 86400)
+        await run_gc(work_of(store, clock, tmp_path), GcArgs(grace_s=0, uploads_older_s=0))
+
+
+async def test_version_is_what_the_directory_was_after_everything_was_replaced_and_collected(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    await rename_one(store, clock, tmp_path)
+    made = await create(store, clock, tmp_path)
+    assert (made["dataset"], made["path"], made["files"]) == ("im@1", "data", len(files) - 1)
+    assert made["bytes"] == sum(len(data) for path, data in files.items() if path != "link")
+    assert made["objects_copied"] == 4
+    await destroy(store, clock, tmp_path)
+    left = sorted(key for key in store.objects if key.startswith("data/"))
+    assert left == ["data/deep/er/plain", "data/packed/0003", "data/plain"]
+    store.requests.clear()
+    async with mounted(store, clock, tmp_path / "node", "im@1") as fs:
+        assert await contents(fs) == files
+        assert fs.xattr(fs.lookup(1, b"link").inode, "user.x") == b"y"  # type: ignore[union-attr]
+        assert (fs.lookup(1, b"hollow").mode) == 0o700  # type: ignore[union-attr]
+        with pytest.raises(ConfigError, match="never changes"):
+            await fs.refresh()
+    assert {request.what for request in store.requests} <= {"get", "list", "head"}
+
+
+async def test_version_that_is_removed_is_given_back(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    await create(store, clock, tmp_path)
+    await create(store, clock, tmp_path)
+    await destroy(store, clock, tmp_path)
+    kept = {key for key in store.objects if key.startswith((OBJECTS, ".lakefs/commits/"))}
+    await run(store, clock, tmp_path, "rm", dataset="im@1")
+    await destroy(store, clock, tmp_path)
+    assert await shown(store, clock, tmp_path, "im@2") == renamed_back(files)
+    await run(store, clock, tmp_path, "rm", dataset="im@2")
+    await destroy(store, clock, tmp_path)
+    assert {key for key in store.objects if key.startswith((OBJECTS, ".lakefs/commits/"))} < kept
+    assert not [key for key in store.objects if key.startswith((OBJECTS, snapshots.SNAPSHOTS))]
+
+
+async def test_create_copies_only_what_the_version_before_has_no_copy_of(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    await create(store, clock, tmp_path)
+    store.give("data/plain", b"newer")
+    store.requests.clear()
+    made = await create(store, clock, tmp_path)
+    assert (made["dataset"], made["objects_copied"], made["copies_reused"]) == ("im@2", 1, 3)
+    assert store.count("copy") == 1
+    assert await shown(store, clock, tmp_path, "im@1") == renamed_back(files)
+    assert await shown(store, clock, tmp_path, "im@2") == renamed_back(files) | {"plain": b"newer"}
+
+
+async def test_create_of_packed_files_copies_nothing(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    await run_pack(work_of(store, clock, tmp_path), PackArgs(grace_s=0))
+    store.requests.clear()
+    assert (await create(store, clock, tmp_path))["objects_copied"] == 0
+    assert store.count("copy") == 0
+    assert len(store.requests) < 40
+
+
+async def test_object_that_is_replaced_before_it_is_copied_is_listed_again(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    replaced: list[str] = []
+
+    def replace_first(request: Request, when: str) -> None:
+        if request.what == "copy" and when == "before" and not replaced:
+            replaced.append("data/plain")
+            clock.advance(1)
+            for key in ("data/plain", "data/deep/er/plain"):
+                store.give(key, b"meanwhile")
+
+    store.hook = replace_first
+    await create(store, clock, tmp_path)
+    found = await shown(store, clock, tmp_path, "im@1")
+    assert found == renamed_back(files) | {"plain": b"meanwhile", "deep/er/plain": b"meanwhile"}
+
+
+async def test_create_gives_up_where_an_object_is_always_another(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    count = 0
+
+    def replace_always(request: Request, when: str) -> None:
+        nonlocal count
+        if request.what == "copy" and when == "before":
+            count += 1
+            clock.advance(1)
+            store.give("data/plain", str(count).encode())
+
+    store.hook = replace_always
+    with pytest.raises(LakeError, match="plain is replaced faster than it can be copied"):
+        await create(store, clock, tmp_path)
+    store.hook = lambda _request, _when: None
+    assert not [key for key in store.objects if key.startswith(snapshots.SNAPSHOTS)]
+    assert (await run(store, clock, tmp_path, "ls"))["datasets"] == []
+
+
+async def test_create_killed_at_any_change_leaves_no_version_and_runs_again(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    changes = ("put", "copy", "delete", "delete_many")
+    objects, at = dict(store.objects), 0
+    while True:
+        seen = 0
+
+        def fail(request: Request, when: str, at: int = at) -> None:
+            nonlocal seen
+            if when == "before" and request.what in changes and not request.key.endswith("-lease"):
+                seen += 1
+                if seen > at:
+                    raise StoreError("killed")
+
+        store.hook = fail
+        try:
+            await create(store, clock, tmp_path)
+        except StoreError:
+            pass
+        else:
+            break
+        store.hook = lambda _request, _when: None
+        assert (await run(store, clock, tmp_path, "ls"))["datasets"] == []
+        clock.advance(2 * 86400)
+        await run_gc(work_of(store, clock, tmp_path), GcArgs(grace_s=0))
+        assert not [key for key in store.objects if key.startswith(snapshots.SNAPSHOTS)], at
+        store.objects.clear()
+        store.objects.update(objects)
+        at += 1
+    assert at >= 7
+    assert await shown(store, clock, tmp_path, "im@1") == renamed_back(files)
+
+
+async def test_object_that_another_tool_replaced_is_an_error_and_never_other_bytes(
+    store: MemoryStore, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await create(store, clock, tmp_path)
+    for key in [key for key in store.objects if key.startswith(OBJECTS)]:
+        store.give(key, store.data(key)[::-1] + b"!")
+    async with mounted(store, clock, tmp_path / "node", "im@1") as fs:
+        entry = fs.lookup(1, b"plain")
+        assert entry is not None
+        with pytest.raises(FileError) as failed:
+            await fs.read(entry.inode, 0, 100)
+    assert failed.value.errno == 5
+    assert "dataset verify" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"dataset": "im@1", "path": "data"}, "there is a dataset im@1 already.*2"),
+        ({"dataset": "a/b", "path": "data"}, "expected NAME or NAME@VERSION"),
+        ({"dataset": "..", "path": "data"}, "expected NAME or NAME@VERSION"),
+        ({"dataset": "im@0", "path": "data"}, "a number from 1"),
+        ({"dataset": "new", "path": "data/absent"}, "data/absent is not a directory"),
+        ({"dataset": "new", "path": "data/plain"}, "data/plain is not a directory"),
+        ({"dataset": "new", "path": "data/../other"}, "component . or .."),
+        ({"dataset": "new", "path": ".lakefs/commits"}, "no directory of files"),
+    ],
+)
+async def test_create_refuses_what_cannot_be_a_version(
+    store: MemoryStore, clock: Clock, tmp_path: Path, args: dict[str, str], said: str
+) -> None:
+    await create(store, clock, tmp_path)
+    before = set(store.objects)
+    with pytest.raises(ConfigError, match=said):
+        await run(store, clock, tmp_path, "create", **args)
+    assert set(store.objects) == before
+
+
+async def test_version_is_found_by_number_or_the_newest_is(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    for name in ("im", "im@10", "im@9", "im", "im.v2"):
+        await create(store, clock, tmp_path, name)
+    listed = (await run(store, clock, tmp_path, "ls"))["datasets"]
+    assert isinstance(listed, list)
+    assert [each["dataset"] for each in listed] == ["im@1", "im@9", "im@10", "im@11", "im.v2@1"]
+    assert (await run(store, clock, tmp_path, "show", dataset="im"))["version"] == 11
+    assert (await run(store, clock, tmp_path, "show", dataset="im@9"))["version"] == 9
+    with pytest.raises(ConfigError, match=r"there is no dataset im@2; there are: im@1, im@9, im@10, im@11, im\.v2@1"):
+        await run(store, clock, tmp_path, "show", dataset="im@2")
+    with pytest.raises(ConfigError, match="im has no version"):
+        await run(store, clock, tmp_path, "rm", dataset="im")
+
+
+async def test_snapshot_of_such_a_name_is_no_version(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    async with headless(store, clock) as view:
+        await fold(view, name="im.v1", report=silent)
+        assert await datasets.versions(view.client) == []
+    with pytest.raises(ConfigError, match=r"there is a snapshot im\.v1 already"):
+        await create(store, clock, tmp_path, "im@1")
+    assert (await create(store, clock, tmp_path))["dataset"] == "im@2"
+
+
+async def test_show_of_files_says_where_their_bytes_are(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    await create(store, clock, tmp_path)
+    rows: list[protocol.Row] = []
+    work = replace(work_of(store, clock, tmp_path), show=rows.append)
+    await run_dataset(work, DatasetArgs(action="show", dataset="im", files=True))
+    found: Tree = {}
+    for row in rows:
+        assert isinstance(row, protocol.FileEntry)
+        data = store.data(row.key)[row.offset : row.offset + row.size] if row.key else b"-> " + row.target.encode()
+        found[row.path] = data
+        assert not row.key or store.objects[row.key][1].etag == row.etag
+    assert found == renamed_back(files)

@@ -1,0 +1,89 @@
+"""Datasets of a real lake: made, mounted, read after everything was replaced, removed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.counting import costs
+from tests.mount.lakes import Lake, noise
+
+FILES = {f"part-{index}/{index}": noise(3000, index) for index in range(4)} | {"large": noise(3 << 20, 9)}
+
+
+def run(lake: Lake, action: str, *args: str) -> dict[str, object]:
+    options = lake.options if lake.source.startswith("s3:") else ()
+    done = lake.cli("dataset", action, lake.source, *options, *args, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def fill(lake: Lake) -> None:
+    for path, data in FILES.items():
+        (lake.path / "data" / path).parent.mkdir(parents=True, exist_ok=True)
+        (lake.path / "data" / path).write_bytes(data)
+    lake.outside.replace("data/plain", b"a plain object")
+    lake.settle()
+
+
+def shown(root: Path) -> dict[str, bytes]:
+    return {
+        str(Path(directory, name).relative_to(root)): Path(directory, name).read_bytes()
+        for directory, _, names in os.walk(root)
+        for name in names
+    }
+
+
+@pytest.mark.usefixtures("with_hooks")
+@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.long), "seaweedfs"])
+def test_dataset_is_read_after_another_mount_has_replaced_and_removed_its_files(
+    make_lake: LakeMaker, store: str
+) -> None:
+    lake = make_lake(store).mount()
+    fill(lake)
+    made = run(lake, "create", "im", "data")
+    assert (made["dataset"], made["files"]) == ("im@1", len(FILES) + 1)
+    for path in FILES:
+        (lake.path / "data" / path).unlink()
+    lake.outside.replace("data/plain", b"another one")
+    lake.settle()
+    options = lake.options if lake.source.startswith("s3:") else ()
+    for _ in range(2):  # the first run sees what is dead, the second deletes it
+        assert lake.cli("gc", lake.source, *options, "--grace", "0", "--uploads-older-than", "0").returncode == 0
+    lake.umount()
+    lake.cache_dir = lake.cache_dir.with_name("cache-im")
+    lake.mount("--dataset", "im@1")
+    expected = FILES | {"plain": b"a plain object"}
+    assert shown(lake.path) == expected
+    os.listdir(lake.path)
+    with costs(lake):
+        assert shown(lake.path) == expected
+    with pytest.raises(OSError, match="Read-only"):
+        (lake.path / "new").write_bytes(b"")
+    state = lake.stats()["immutable"]
+    assert isinstance(state, dict)
+    assert state["dataset"] == "im@1"
+
+
+def test_mount_of_a_dataset_says_what_is_wrong(make_lake: LakeMaker) -> None:
+    lake = make_lake("file").mount()
+    fill(lake)
+    run(lake, "create", "im", "data")
+    lake.umount()
+    for args, said in (
+        (("--dataset", "im@2"), "there is no dataset im@2; there are: im@1"),
+        (("--dataset", "im"), "im has no version: say which"),
+        (("--dataset", "../x@1"), "expected NAME or NAME@VERSION"),
+        (("--dataset", "im@1", "--snapshot", "v1"), "exclude each other"),
+        (("--dataset", "im@1", "--durability", "writeback"), "--durability: a --dataset mount writes nothing"),
+    ):
+        refused = lake.try_mount(*args)
+        assert refused.returncode == 2
+        assert said in refused.stderr
+    assert lake.cli("dataset", "rm", lake.source, "im@1").returncode == 0
+    assert run(lake, "ls") | {"seconds": 0} == {"datasets": [], "seconds": 0}
