@@ -20,6 +20,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.staging.part_layout import SPANS, STAGING_PARTS_MIN, PartLayout
+from lakefs_fuse.store.server_copy import COPY_PART_BYTES
 
 T = TypeVar("T")
 SAFETENSORS_HEADER_BYTES_MAX = 100 * MIB
@@ -184,12 +185,15 @@ def _uniform(size: int, part: int) -> list[int]:
 
 
 def _own_layouts(size: int, count: int) -> list[list[int]]:
-    """The layouts of this program; a node with little staging has smaller parts at the end."""
-    found = []
+    """The layouts of this program: of files, with smaller parts at the end from a node with little staging; of copies
+    that the store made."""
+    found: list[list[int]] = []
     for staging in (None, *(largest * STAGING_PARTS_MIN for largest, _ in SPANS[:-1])):
         layout = PartLayout(staging_bytes_max=staging)
         if size <= min(layout.file_bytes_max, 6 * 1024 * GIB) and layout.count(size) == count:
             found.append([min(end, size) - start for start, end in map(layout.range, range(count))])
+    if -(-size // COPY_PART_BYTES) == count:
+        found.append(_uniform(size, COPY_PART_BYTES))
     return found
 
 

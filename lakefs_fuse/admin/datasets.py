@@ -7,13 +7,16 @@ said by `dataset_builder`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import trio
 
-from lakefs_fuse.admin import dataset_builder
+from lakefs_fuse.admin import dataset_builder, dataset_check
+from lakefs_fuse.admin.dataset_diff import Comparison
 from lakefs_fuse.admin.lake_view import open_lake_view, scratch_directory
 from lakefs_fuse.admin.snapshot_rows import snapshot_rows
 from lakefs_fuse.admin.work import NS, Work
@@ -21,7 +24,7 @@ from lakefs_fuse.commits.index import datasets, snapshots
 from lakefs_fuse.commits.index.index import Manifest
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.errors import ConfigError, DamagedCommit, NotFound
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import RESERVED_NAME
@@ -51,7 +54,7 @@ async def _create(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
             built = await dataset_builder.build(lake, name, path, known[-1] if known else None, work.progress)
     counts = built.counts
     copied = f"{counts.copies:,} objects, {counts.bytes_copied:,} bytes, were copied in the store"
-    reused = f", {counts.reused:,} copies of {built.base} are used again" if counts.reused else ""
+    reused = f"; copies that {built.base} has already: {counts.reused:,}" if counts.reused else ""
     return work.finished(
         {
             **_describe(name, built.manifest),
@@ -113,12 +116,43 @@ async def _show(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
     name, manifest = await datasets.find(work.client, DatasetName.parse(args.dataset))
     if args.files:
         with scratch_directory(work.node, work.scratch) as scratch:
-            rows = snapshot_rows(work.client, work.node, name.snapshot, manifest, Path(scratch))
-            async with rows as database:
-                await _show_files(Tree(database), work.show)
+            async with _rows(work, name, manifest, Path(scratch)) as tree:
+                await _show_files(tree, work.show)
     found = _describe(name, manifest)
     text = "\n".join(f"{key.replace('_', ' ')}: {value}" for key, value in found.items())
     return work.finished(found, text)
+
+
+async def _diff(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
+    before = await datasets.find(work.client, DatasetName.parse(args.dataset))
+    after = await datasets.find(work.client, DatasetName.parse(args.other))
+    with scratch_directory(work.node, work.scratch) as scratch:
+        async with (
+            _rows(work, *before, Path(scratch) / "before") as one,
+            _rows(work, *after, Path(scratch) / "after") as two,
+        ):
+            totals = await Comparison(work.client, one, two, work.show, reads=args.read).run()
+    work.show(totals)
+    return work.finished(msgspec.to_builtins(totals), "")
+
+
+async def _verify(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
+    name, manifest = await datasets.find(work.client, DatasetName.parse(args.dataset))
+    told = manifest.dataset
+    assert told is not None, "only a version of a dataset is found"
+    with scratch_directory(work.node, work.scratch) as scratch:
+        try:
+            async with _rows(work, name, manifest, Path(scratch)) as tree:
+                done = await dataset_check.verify(work, str(name), told, tree, reads=args.read)
+        except NotFound as error:
+            raise DamagedCommit(f"{name} is lost, because a file of its manifest is gone: {error}") from error
+    return work.finished(done.summary(), done.describe(), failed=bool(done.files_hurt))
+
+
+@asynccontextmanager
+async def _rows(work: Work, name: DatasetName, manifest: Manifest, directory: Path) -> AsyncIterator[Tree]:
+    async with snapshot_rows(work.client, work.node, name.snapshot, manifest, directory) as database:
+        yield Tree(database)
 
 
 async def _show_files(tree: Tree, show: Callable[[protocol.Row], None]) -> None:
@@ -157,5 +191,7 @@ ACTIONS: dict[str, Callable[[Work, protocol.DatasetArgs], Awaitable[protocol.Fin
     "create": _create,
     "ls": _list,
     "show": _show,
+    "diff": _diff,
+    "verify": _verify,
     "rm": _remove,
 }

@@ -25,16 +25,20 @@ from enum import StrEnum
 from pathlib import Path
 
 from lakefs_fuse.admin.lake_view import LakeView, scratch_directory
+from lakefs_fuse.admin.number_set import NumberSet
+from lakefs_fuse.admin.snapshot_check import find_bad_objects
+from lakefs_fuse.admin.snapshot_rows import snapshot_rows
 from lakefs_fuse.admin.work import Report
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.archive_check import Audit, Fault, verify
+from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
 from lakefs_fuse.commits.record import OBJECTS, THIS, Put, Record, Relocate, Remove
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.sorted_tables import missing_before
-from lakefs_fuse.meta.tree import damaged_rows
+from lakefs_fuse.meta.tree import Tree, damaged_rows
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
@@ -69,6 +73,9 @@ class Kind(StrEnum):
     """An index is damaged, which affects no name as long as there is another, or all commits."""
     ROWS = "rows"
     """Rows of names from an index cannot be decoded, and mounts leave them out."""
+    SNAPSHOT = "snapshot"
+    """A named snapshot, or a version of a dataset, cannot be mounted, or lacks bytes of files, which affects no name of
+    the lake."""
     FUTURE = "future"
     """Mounts leave the commit out because of its time."""
 
@@ -149,27 +156,6 @@ class Hurt:
     crc: int | None
 
 
-class _Bits:
-    """A set of small numbers, one bit each."""
-
-    def __init__(self) -> None:
-        self._bits = bytearray()
-
-    def add(self, number: int) -> None:
-        at = number >> 3
-        if at >= len(self._bits):
-            self._bits += bytes(at + 4096 - len(self._bits))
-        self._bits[at] |= 1 << (number & 7)
-
-    def discard(self, number: int) -> None:
-        if number in self:
-            self._bits[number >> 3] &= ~(1 << (number & 7))
-
-    def __contains__(self, number: int) -> bool:
-        at = number >> 3
-        return at < len(self._bits) and bool(self._bits[at] & 1 << (number & 7))
-
-
 class Checker:
     """One check of a lake."""
 
@@ -183,9 +169,9 @@ class Checker:
         self._applied: set[str] = set()
         """Keys of applied commits with files, in any version."""
         self._problems: dict[tuple[str, Kind], Problem] = {}
-        self._found, self._intact = _Bits(), _Bits()
+        self._found, self._intact = NumberSet(), NumberSet()
         """Inodes of files, and numbers of plain objects, that the store has at their version."""
-        self._gone = _Bits()
+        self._gone = NumberSet()
         """Inodes of files whose plain object the first round did not find in the store."""
 
     async def run(self) -> Checked:
@@ -197,6 +183,7 @@ class Checker:
         self._check_names()
         self._check_rows()
         await self._check_indexes()
+        await self._check_snapshots()
         await self._confirm()
         self.done.problems = sorted(self._problems.values(), key=lambda problem: (problem.key, problem.kind))
         return self.done
@@ -229,7 +216,7 @@ class Checker:
         before, self._problems, self.hurt = self._problems, {}, []
         await self._refresh()
         paths = {path for problem in before.values() for path in problem.paths}
-        keys = {key for key, _ in before if key != UNKNOWN and not key.startswith(INDEX)}
+        keys = {key for key, _ in before if key != UNKNOWN and not key.startswith((INDEX, snapshots.SNAPSHOTS))}
         numbers = {row.number for row in self._lake.tree.objects.rows() if row.key in keys}
         numbers |= {entry.place for path in paths if (entry := self._lake.find(path)) is not None and entry.place}
         rows = [row for number in numbers if (row := self._lake.tree.objects.get(number)) is not None]
@@ -249,6 +236,8 @@ class Checker:
             self._check_rows()
         if any(kind is Kind.INDEX for _, kind in before):
             await self._check_indexes()
+        if any(kind is Kind.SNAPSHOT for _, kind in before):
+            await self._check_snapshots()
 
     async def _head(self, key: str) -> None:
         """Replace what LIST told of a key by its present version."""
@@ -381,6 +370,32 @@ class Checker:
                     self.done.bytes_read += manifest.bytes
             except (NotFound, DamagedCommit) as error:
                 self._problem(prefix_of(time_ns), Kind.INDEX, f"{error}: write a new one with snapshot")
+
+    async def _check_snapshots(self) -> None:
+        """Each can be read, and the store has every object below `.lakefs/` that it names."""
+        for name in await snapshots.names(self._lake.client):
+            try:
+                await self._check_snapshot(name)
+            except NotFound:
+                continue  # without a manifest it does not exist
+            except DamagedCommit as error:
+                self._problem(snapshots.prefix_of(name), Kind.SNAPSHOT, f"{error}: no mount can show it")
+
+    async def _check_snapshot(self, name: str) -> None:
+        lake = self._lake
+        manifest = await snapshots.fetch_manifest(lake.client, name)
+        with scratch_directory(lake.node, lake.scratch) as scratch:
+            try:
+                async with snapshot_rows(lake.client, lake.node, name, manifest, Path(scratch)) as database:
+                    bad = await find_bad_objects(lake.client, Tree(database).objects)
+            except NotFound as error:
+                raise DamagedCommit(str(error)) from error
+        self.done.bytes_read += manifest.bytes
+        if bad.count:
+            told = manifest.dataset
+            how = "" if told is None else f": `dataset verify SOURCE {told.name}@{told.version}` lists the files"
+            text = f"the store lacks {bad.count:,} of its objects, {bad.objects[0].row.key} among them{how}"
+            self._problem(snapshots.prefix_of(name), Kind.SNAPSHOT, text)
 
     # -- names
 

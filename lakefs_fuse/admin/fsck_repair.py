@@ -1,7 +1,7 @@
 """`fsck --repair`: repairs problems that `fsck` found. *Last copy*: it never deletes the only copy of anything.
 
 * A commit that no mount can use is moved to ``.lakefs/damaged/``: the store copies it, the copy is checked, and the
-  commit is deleted. It stays as long as a name has bytes in this very version.
+  commit is deleted. It stays as long as a name has bytes in this very version, or a named snapshot in the commit.
 * A name with damaged bytes is pointed at the plain object at its own key that the commit hides, if that object has the
   hidden ETag, and its bytes have the size and the CRC-32 of the intact ones, so that they are not older ones.
 * Commits from the future are committed again under right dates (see `future_commits`), and files in them are moved into
@@ -93,6 +93,8 @@ async def _move_aside(lake: LakeView, checker: Checker, problem: Problem) -> str
         return "left: it is gone"
     if used := lake.references(meta.key, meta.etag):
         return f"left where it is: {used:,} names have their bytes in it"
+    if meta.key in await snapshots.kept_objects(lake.client):
+        return "left where it is: a named snapshot has bytes in it"
     target = DAMAGED + meta.key.removeprefix(COMMITS)
     try:
         await lake.client.copy(meta.key, target, etag=meta.etag)

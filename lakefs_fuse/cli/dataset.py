@@ -20,7 +20,7 @@ from lakefs_fuse.cli.store_options import SOURCE_HELP, Options, json_option, sto
 from lakefs_fuse.cli.terminal import escaped
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.config import DatasetName
-from lakefs_fuse.control.worker_protocol import DatasetArgs, FileEntry, Row
+from lakefs_fuse.control.worker_protocol import ChangeTotals, DatasetArgs, FileChange, FileEntry, Row
 
 VERSION_HELP = "NAME@VERSION, such as imagenet@3."
 NEWEST_HELP = "NAME@VERSION, such as imagenet@3; NAME is its newest version."
@@ -35,7 +35,7 @@ def dataset() -> None:
     \b
       lakefs-fuse dataset create s3://bucket/lake imagenet data/imagenet
       lakefs-fuse mount s3://bucket/lake /mnt/imagenet --dataset imagenet@1
-      lakefs-fuse dataset ls s3://bucket/lake
+      lakefs-fuse dataset diff s3://bucket/lake imagenet@1 imagenet@2
 
     A version has the names, attributes and bytes that the directory had, until it is removed, whatever happens to the
     files later. Versions share what is the same in them.
@@ -93,7 +93,8 @@ def show(source: str, name: str, files: bool, as_json: bool, **options: Any) -> 
 
 
 def _show_json(row: Row) -> None:
-    click.echo(msgspec.json.encode(msgspec.structs.asdict(row)))
+    found = msgspec.structs.asdict(row)
+    click.echo(msgspec.json.encode({"totals": found} if isinstance(row, ChangeTotals) else found))
 
 
 def _show_text(row: Row) -> None:
@@ -103,6 +104,62 @@ def _show_text(row: Row) -> None:
     click.echo(
         f"{format_bytes(row.size):>9}  {local_time(row.mtime_ns)}  {row.etag or '-':32}  {path}  {place}".rstrip()
     )
+
+
+@dataset.command("diff", cls=GroupedCommand, context_settings=SETTINGS)
+@source_argument
+@argument("before", NEWEST_HELP)
+@argument("after", NEWEST_HELP)
+@option("--read", is_flag=True, help="Read and compare the bytes of files where nothing else tells, because plain "
+        "objects were packed between the versions. Without it, size and mtime decide there.")  # fmt: skip
+@option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with stable names; the last one has the "
+        "totals.")  # fmt: skip
+@store_options
+def diff(source: str, before: str, after: str, read: bool, as_json: bool, **options: Any) -> int:
+    """Show which names two versions do not share, or not with the same bytes or attributes.
+
+    Each line begins with + for a name that AFTER adds, - for one that it lacks, M for other bytes, or a for other
+    attributes (mode, owner, mtime, extended attributes). Nothing but the manifests is read.
+    """
+    args = DatasetArgs(action="diff", dataset=before, other=after, read=read)
+    for name in (before, after):
+        DatasetName.parse(name)
+    return run_offline("dataset", find_place(source, options), args, show=_show_json if as_json else _show_change)
+
+
+SIGNS = {"added": "+", "removed": "-", "changed": "M", "attributes": "a"}
+
+
+def _show_change(row: Row) -> None:
+    if isinstance(row, FileChange):
+        click.echo(f"{SIGNS[row.change]} {escaped(row.path)}{_sizes(row)}")
+        return
+    assert isinstance(row, ChangeTotals), "the others are answers of other commands"
+    click.echo(
+        f"{row.added:,} added, {row.removed:,} removed, {row.changed:,} changed, {row.attributes:,} with other "
+        f"attributes, {row.same:,} the same; {format_bytes(row.bytes_new)} are new"
+    )
+
+
+def _sizes(row: FileChange) -> str:
+    sizes = [format_bytes(size) for size in (row.size_before, row.size) if size is not None]
+    return f"  {' -> '.join(dict.fromkeys(sizes))}" if sizes else ""
+
+
+@dataset.command("verify", cls=GroupedCommand, context_settings=SETTINGS)
+@source_argument
+@argument("name", NEWEST_HELP)
+@option("--read", is_flag=True, help="Also read every byte, and compare it with the sums of packs (CRC-32) and with "
+        "ETags that are MD5s.")  # fmt: skip
+@json_option
+@store_options
+def verify(source: str, name: str, read: bool, as_json: bool, **options: Any) -> int:
+    """Check that the store has every object of a version, with its ETag and size.
+
+    Prints each file that is lost. Exit code 0 if none is, else 1. Without --read no byte of a file is read, and it
+    takes one LIST for 1,000 packs and hidden objects of the lake.
+    """
+    return _run(source, options, DatasetArgs(action="verify", dataset=name, read=read), as_json=as_json)
 
 
 @dataset.command("rm", cls=GroupedCommand, context_settings=SETTINGS)

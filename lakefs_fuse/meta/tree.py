@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from stat import S_ISGID
 
 import msgspec
@@ -43,6 +44,8 @@ COOKIE_BYTES = 8
 _DOTS = b".", b".."
 ROWS_AT_ONCE = 20_000
 """Rows read in one go: about 10 ms."""
+ROWS_TOGETHER = 512
+"""Rows whose keys are found out first, and which are then read together."""
 _KINDS = Flag.DIRECTORY | Flag.LOCAL
 COOKIE_MAX = (1 << 64) - 1
 DEPTH_MAX = 1024
@@ -222,6 +225,16 @@ class Tree:
             entry = self._read(key, row)
             if entry is not None:
                 yield entry
+
+    def children_by_name(self, parent: int) -> Iterator[Entry]:
+        """Entries of a directory in the order of their sort names."""
+        names = self.database.scan(schema.NAME + NUMBER.pack(parent), schema.NAME + NUMBER.pack(parent + 1))
+        while some := list(islice(names, ROWS_TOGETHER)):
+            keys = [schema.ENTRY + name[1:9] + cookie for name, cookie in some if len(cookie) == COOKIE_BYTES]
+            for key, row in zip(keys, self.database.get_many(keys), strict=True):
+                entry = self._read(key, row)
+                if entry is not None:
+                    yield entry
 
     def below(self, directory: int, path: str) -> Iterator[tuple[str, Entry]]:
         """Every entry below the directory at a path ("" is the root) with its path, directories before what is in

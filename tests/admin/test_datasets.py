@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.admin.commands import run_gc, run_pack
+from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack
 from lakefs_fuse.admin.datasets import run_dataset
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.index import datasets, snapshots
 from lakefs_fuse.commits.record import OBJECTS, Mkdir, Symlink
 from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.control.worker_protocol import DatasetArgs, GcArgs, PackArgs
+from lakefs_fuse.control.worker_protocol import DatasetArgs, FsckArgs, GcArgs, PackArgs
 from lakefs_fuse.errors import ConfigError, FileError, LakeError, StoreError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
@@ -339,3 +339,123 @@ async def test_show_of_files_says_where_their_bytes_are(
         found[row.path] = data
         assert not row.key or store.objects[row.key][1].etag == row.etag
     assert found == renamed_back(files)
+
+
+async def compare(
+    store: MemoryStore, clock: Clock, tmp_path: Path, *, read: bool = False
+) -> tuple[dict[str, str], protocol.ChangeTotals]:
+    """What changed by path, and the totals."""
+    rows: list[protocol.Row] = []
+    work = replace(work_of(store, clock, tmp_path), show=rows.append)
+    await run_dataset(work, DatasetArgs(action="diff", dataset="im@1", other="im@2", read=read))
+    *changes, totals = rows
+    assert isinstance(totals, protocol.ChangeTotals)
+    return {row.path: row.change for row in changes if isinstance(row, protocol.FileChange)}, totals
+
+
+async def test_diff_shows_names_bytes_and_attributes_in_the_order_of_names(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    async with lake(store, tmp_path / "writer", clock=clock, pack="never", delete_after_s=0) as node:
+        await node.write("data/packed/0003", b"other bytes")
+        await node.setattr("data/packed/0004", mode=0o600)
+        await node.unlink("data/packed/0005")
+        await node.rename("data/deep", "data/deeper")
+        await node.unlink("data/link")
+        await node.symlink("data/link", "elsewhere")
+        await node.fs.sync_names()
+    clock.advance(60)
+    store.give("data/plain", b"PLAIN")
+    await create(store, clock, tmp_path)
+    changes, totals = await compare(store, clock, tmp_path)
+    assert changes == {
+        "deep/": "removed",
+        "deeper/": "added",
+        "link": "changed",
+        "plain": "changed",
+        "deep/er/": "removed",
+        "deep/er/plain": "removed",
+        "deeper/er/": "added",
+        "deeper/er/plain": "added",
+        "packed/0003": "changed",
+        "packed/0004": "attributes",
+        "packed/0005": "removed",
+    }
+    assert list(changes)[:4] == ["deep/", "deeper/", "link", "plain"]
+    assert (totals.added, totals.removed, totals.changed, totals.attributes) == (3, 4, 3, 1)
+    assert totals.bytes_new == len(b"deeper") + 2000 + len(b"PLAIN") + len("elsewhere")
+
+
+async def test_diff_of_versions_between_which_everything_was_packed_and_repacked_is_empty(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    await run_pack(work_of(store, clock, tmp_path), PackArgs(grace_s=0))
+    async with lake(store, tmp_path / "writer", clock=clock, delete_after_s=0) as node:
+        for number in range(15):
+            await node.rename(f"data/packed/{number:04d}", f"other/{number}")
+            await node.unlink(f"other/{number}")
+        await node.fs.sync_names()
+    for _ in range(2):
+        clock.advance(86400)
+        await run_gc(work_of(store, clock, tmp_path), GcArgs(grace_s=0))
+    await create(store, clock, tmp_path)
+    for read in (False, True):
+        changes, totals = await compare(store, clock, tmp_path, read=read)
+        assert set(changes.values()) == {"removed"}
+        assert (totals.removed, totals.changed, totals.bytes_new) == (15, 0, 0)
+
+
+async def test_verify_names_the_files_whose_objects_are_gone_or_others(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    assert (await run(store, clock, tmp_path, "verify", dataset="im"))["ok"] is True
+    by_size = {len(store.data(key)): key for key in store.objects if key.startswith(OBJECTS)}
+    store.take(by_size[len(b"deeper")])
+    store.give(by_size[5], b"other")
+    done = await run(store, clock, tmp_path, "verify", dataset="im")
+    assert (done["ok"], done["objects_bad"], done["files_hurt"]) == (False, 2, 2)
+    problems = done["problems"]
+    assert isinstance(problems, list)
+    assert {each["path"]: each["kind"] for each in problems}["deep/er/plain"] == "missing"
+    assert {each["kind"] for each in problems} == {"missing", "changed"}
+
+
+async def test_verify_with_read_finds_bytes_that_are_not_those_of_their_sums(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    await create(store, clock, tmp_path)
+    done = await run(store, clock, tmp_path, "verify", dataset="im", read=True)
+    assert (done["ok"], done["bytes_read"]) == (True, sum(len(data) for path, data in files.items() if path != "link"))
+    (pack,) = [key for key in store.objects if key.endswith(".zip") and files["packed/0007"] in store.data(key)]
+    data, meta = store.objects[pack]
+    store.objects[pack] = data.replace(files["packed/0007"], files["packed/0007"][::-1]), meta
+    assert (await run(store, clock, tmp_path, "verify", dataset="im"))["ok"] is True
+    done = await run(store, clock, tmp_path, "verify", dataset="im", read=True)
+    assert isinstance(done["problems"], list)
+    assert [(each["path"], each["kind"]) for each in done["problems"]] == [("packed/0007", "damaged")]
+
+
+async def test_verify_of_a_version_whose_manifest_lost_a_file_says_so(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    store.take(".lakefs/snapshots/im.v1/0000.sst")
+    with pytest.raises(LakeError, match="im@1 is lost"):
+        await run(store, clock, tmp_path, "verify", dataset="im")
+
+
+async def test_fsck_reports_versions_that_lack_objects_and_leaves_commits_that_they_name(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    assert (await run_fsck(work_of(store, clock, tmp_path), FsckArgs())).exit_code == 0
+    store.take(next(key for key in store.objects if key.startswith(OBJECTS)))
+    for args in (FsckArgs(quick=True), FsckArgs(repair=True)):
+        done = await run_fsck(work_of(store, clock, tmp_path), args)
+        problems = done.summary["problems"]
+        assert isinstance(problems, list)
+        assert [(each["object"], each["kind"]) for each in problems] == [(".lakefs/snapshots/im.v1/", "snapshot")]
+        assert "dataset verify SOURCE im@1" in problems[0]["text"]
