@@ -27,3 +27,5 @@ XATTR_STATE, XATTR_LOCATION = f"{RESERVED_XATTR}state", f"{RESERVED_XATTR}locati
 XATTR_VERSION = f"{RESERVED_XATTR}version"
 
 ENVIRONMENT_PREFIX = "LAKEFS_"
+NODE_NAME_VARIABLE = f"{ENVIRONMENT_PREFIX}NODE_NAME"
+"""Name of this machine as its scheduler knows it, where that is not the host name."""

@@ -20,7 +20,7 @@ from lakefs_fuse.admin.dataset_diff import Comparison
 from lakefs_fuse.admin.lake_view import open_lake_view, scratch_directory
 from lakefs_fuse.admin.snapshot_rows import snapshot_rows
 from lakefs_fuse.admin.work import NS, Work
-from lakefs_fuse.commits.index import datasets, snapshots
+from lakefs_fuse.commits.index import datasets, node_records, snapshots
 from lakefs_fuse.commits.index.index import Manifest
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control import worker_protocol as protocol
@@ -30,6 +30,7 @@ from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import RESERVED_NAME
 
 NAMES_PER_STEP = 512
+NODES_NAMED_MAX = 10
 
 
 async def run_dataset(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
@@ -181,10 +182,46 @@ async def _remove(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
         there = await datasets.versions(client, wanted.name)
         if all(each.name != wanted for each in there):
             await datasets.find(client, wanted)  # raises what says which there are
+        nodes = [record for record, _ in await _records(work, wanted) if record.mounted]
         await snapshots.delete(client, wanted.snapshot)
+        await node_records.remove_records(client, wanted.snapshot)
+    if nodes:
+        work.note(f"{len(nodes):,} mounts show {wanted}, and fail to read what gc deletes: unmount them ("
+                  f"{', '.join(dict.fromkeys(record.node for record in nodes[:NODES_NAMED_MAX]))})")  # fmt: skip
     return work.finished(
         {"removed": str(wanted)}, f"dataset {wanted} is removed; gc gives back what only it had bytes in"
     )
+
+
+async def _status(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
+    name, manifest = await datasets.find(work.client, DatasetName.parse(args.dataset))
+    found = await _records(work, name)
+    now_ns = work.node.clock.wall_ns()
+    nodes = [
+        {
+            "node": record.node,
+            "mountpoint": record.mountpoint,
+            "mounted": record.mounted,
+            "local_bytes": record.local_bytes,
+            "bytes": record.bytes,
+            "share": record.local_bytes / record.bytes if record.bytes else 1.0,
+            "at": datetime.fromtimestamp(at_ns // NS, UTC).isoformat(),
+            "age_s": max(0, (now_ns - at_ns) // NS),
+        }
+        for record, at_ns in sorted(found, key=lambda each: -each[0].local_bytes)
+    ]
+    lines = [
+        f"{each['node']}  {each['share']:.1%}  {each['local_bytes']:,} of {each['bytes']:,} bytes  "
+        f"{each['mountpoint'] if each['mounted'] else 'not mounted'}  {each['age_s']:,} s ago"
+        for each in nodes
+    ]
+    text = "\n".join(lines) or f"no node mounts {name}, or did in the last {node_records.EXPIRES_S / 3600:g} hours"
+    told = _describe(name, manifest)
+    return work.finished({key: told[key] for key in ("dataset", "files", "bytes")} | {"nodes": nodes}, text)
+
+
+async def _records(work: Work, name: DatasetName) -> list[tuple[node_records.NodeRecord, int]]:
+    return await node_records.read_records(work.client, name.snapshot, work.node.clock.wall_ns())
 
 
 ACTIONS: dict[str, Callable[[Work, protocol.DatasetArgs], Awaitable[protocol.Finished]]] = {
@@ -193,5 +230,6 @@ ACTIONS: dict[str, Callable[[Work, protocol.DatasetArgs], Awaitable[protocol.Fin
     "show": _show,
     "diff": _diff,
     "verify": _verify,
+    "status": _status,
     "rm": _remove,
 }

@@ -23,7 +23,8 @@ The steps, and what being killed in or after each leaves:
    An object goes only if a run that was a grace period earlier found it unreferenced, too (*unreferenced for a grace
    period*): its last name may be another one than that of its key, and a mount that has not heard of the end of that
    name may rename it. Killed half-way: grace periods begin later.
-8. **Unfinished snapshots** of commands that were killed a day ago or more, and what they kept from then on.
+8. **Unfinished snapshots** of commands that were killed a day ago or more, and what they kept from then on; records of
+   nodes that mount datasets no more.
 9. **Time of the collection**, for those who ask whether the lake is due for the next one (`maintenance`).
 
 A grace period of 0 is for lakes that are mounted nowhere: a mount that has not polled may fail to read what was moved.
@@ -49,6 +50,7 @@ from lakefs_fuse.commits.bundles import parse_bundle
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, UNFINISHED_NS, manifests
+from lakefs_fuse.commits.index.node_records import remove_records
 from lakefs_fuse.commits.listing_digest import parse_digest
 from lakefs_fuse.commits.record import (
     COMMITS,
@@ -202,7 +204,9 @@ class Collector:
         await self._delete_objects(gc_record)
         await self._delete_spills()
         if not options.dry_run:
-            await snapshots.remove_unfinished(self._lake.client, self._lake.clock.wall_ns() - UNFINISHED_NS)
+            now_ns = self._lake.clock.wall_ns()
+            await snapshots.remove_unfinished(self._lake.client, now_ns - UNFINISHED_NS)
+            await remove_records(self._lake.client, expired_ns=now_ns)
         await self._abort_uploads()
         self.done.late = len(self._late)
         if not options.dry_run and not self.done.unreadable:

@@ -67,6 +67,10 @@ limit_option = option(
     "--limit", type=RATE, metavar="RATE", help="Maximum bytes a second from the store, such as 50M.  "
     "[default: no limit]",
 )  # fmt: skip
+fits_option = option(
+    "--as-much-as-fits", is_flag=True, help="Where the cache has no room for all, fetch what fits, in the order of the "
+    "paths, instead of nothing.",
+)  # fmt: skip
 background_option = option(
     "--background", is_flag=True, help="Return when it is known to fit. The daemon continues; `cache ls` and `stats` "
     "show how far it is.",
@@ -76,8 +80,7 @@ background_option = option(
 @cache.command("warm", cls=GroupedCommand, context_settings=SETTINGS)
 @selection_options
 @limit_option
-@option("--as-much-as-fits", is_flag=True, help="Where the cache has no room for all, fetch what fits, in the order of "
-        "the paths, instead of nothing.")  # fmt: skip
+@fits_option
 @background_option
 @option("--stop", is_flag=True, help="End the fetches in the background of the mount that PATH is in.")
 @json_option
@@ -102,8 +105,8 @@ def warm(
         stopped = ((mountpoint, _stop(mountpoint)) for mountpoint in selection)
         _tell(stopped, lambda point, values: f"{point}: {_number(values, 'stopped')} stopped", as_json=as_json)
         return
-    request = protocol.WarmCache(bytes_s_max=_rate(limit), partial=as_much_as_fits, background=background)
-    _warm_all(selection, request, as_json=as_json)
+    request = protocol.WarmCache(bytes_s_max=rate_of(limit), partial=as_much_as_fits, background=background)
+    warm_all(selection, request, as_json=as_json)
 
 
 @cache.command("pin", cls=GroupedCommand, context_settings=SETTINGS)
@@ -121,8 +124,8 @@ def pin(
     take up three quarters of --cache-size, less what keep-newest reserves; if there is no room, nothing is pinned, and
     exit code 1.
     """
-    request = protocol.WarmCache(bytes_s_max=_rate(limit), background=background, pin=True)
-    _warm_all(select(paths, files_from, null), request, as_json=as_json)
+    request = protocol.WarmCache(bytes_s_max=rate_of(limit), background=background, pin=True)
+    warm_all(select(paths, files_from, null), request, as_json=as_json)
 
 
 @cache.command("unpin", cls=GroupedCommand, context_settings=SETTINGS)
@@ -176,7 +179,8 @@ def list_cache(paths: tuple[str, ...], files_from: str | None, null: bool, pinne
             _print_list(mountpoint, values)
 
 
-def _rate(limit: float | None) -> int:
+def rate_of(limit: float | None) -> int:
+    """Bytes per second as `protocol.WarmCache` has them, of --limit."""
     return max(1, int(limit)) if limit else 0
 
 
@@ -267,7 +271,7 @@ def _stop(mountpoint: str) -> dict[str, Any]:
         return _values(client.call(protocol.StopWarming()))
 
 
-def _warm_all(selection: Selection, request: protocol.WarmCache, *, as_json: bool) -> None:
+def warm_all(selection: Selection, request: protocol.WarmCache, *, as_json: bool) -> None:
     """Fetch, one mount after another, and tell of each as soon as it is done; of all together with ``as_json``."""
     found: list[tuple[str, dict[str, Any]]] = []
     for mountpoint, selected in selection.items():

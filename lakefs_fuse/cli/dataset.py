@@ -12,7 +12,8 @@ from typing import Any
 import click
 import msgspec
 
-from lakefs_fuse.cli.daemons import checked_text
+from lakefs_fuse.cli.cache import background_option, fits_option, limit_option, rate_of, warm_all
+from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.log import local_time
 from lakefs_fuse.cli.parameters import format_bytes
@@ -20,10 +21,17 @@ from lakefs_fuse.cli.store_options import SOURCE_HELP, Options, json_option, sto
 from lakefs_fuse.cli.terminal import escaped
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.config import DatasetName
+from lakefs_fuse.control import protocol
+from lakefs_fuse.control.mounts import read_mounts
 from lakefs_fuse.control.worker_protocol import ChangeTotals, DatasetArgs, FileChange, FileEntry, Row
+from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.product import FILESYSTEM
 
 VERSION_HELP = "NAME@VERSION, such as imagenet@3."
 NEWEST_HELP = "NAME@VERSION, such as imagenet@3; NAME is its newest version."
+
+FUSE_TYPE = f"fuse.{FILESYSTEM}"
+"""Of our mounts in /proc/self/mountinfo."""
 
 source_argument = argument("source", SOURCE_HELP)
 
@@ -160,6 +168,84 @@ def verify(source: str, name: str, read: bool, as_json: bool, **options: Any) ->
     takes one LIST for 1,000 packs and hidden objects of the lake.
     """
     return _run(source, options, DatasetArgs(action="verify", dataset=name, read=read), as_json=as_json)
+
+
+@dataset.command("status", cls=GroupedCommand, context_settings=SETTINGS)
+@source_argument
+@argument("name", NEWEST_HELP)
+@json_option
+@store_options
+def status(source: str, name: str, as_json: bool, **options: Any) -> int:
+    """Show how much of a version is on the disk of each node that mounts it, the most first.
+
+    Mounts say so in the store within a minute of a change. A mount that ended is shown for a day: its cache is still
+    there. LAKEFS_NODE_NAME in the environment of `mount` is the name of the node, else its host name is.
+    """
+    return _run(source, options, DatasetArgs(action="status", dataset=name), as_json=as_json)
+
+
+MOUNTED = argument("mounted", "NAME@VERSION that is mounted on this node, or the directory where it is mounted.")
+
+
+@dataset.command("warm", cls=GroupedCommand, context_settings=SETTINGS)
+@MOUNTED
+@limit_option
+@fits_option
+@background_option
+@json_option
+def warm(mounted: str, limit: float | None, as_much_as_fits: bool, background: bool, as_json: bool) -> None:
+    """Fetch all of a version into the cache of a mount of it.
+
+    As `lakefs-fuse cache warm` does with the directory where it is mounted.
+    """
+    request = protocol.WarmCache(bytes_s_max=rate_of(limit), partial=as_much_as_fits, background=background)
+    warm_all({_find_mount(mounted): [("", "")]}, request, as_json=as_json)
+
+
+@dataset.command("pin", cls=GroupedCommand, context_settings=SETTINGS)
+@MOUNTED
+@limit_option
+@background_option
+@json_option
+def pin(mounted: str, limit: float | None, background: bool, as_json: bool) -> None:
+    """Fetch all of a version into the cache of a mount of it, and never evict it.
+
+    As `lakefs-fuse cache pin` does with the directory where it is mounted; `cache unpin` ends it.
+    """
+    request = protocol.WarmCache(bytes_s_max=rate_of(limit), background=background, pin=True)
+    warm_all({_find_mount(mounted): [("", "")]}, request, as_json=as_json)
+
+
+def _find_mount(mounted: str) -> str:
+    """The mountpoint of a dataset. Raises LakeError."""
+    if "/" in mounted or mounted in (".", ".."):
+        mountpoint, inside = locate(mounted)
+        if inside or not _shown_at(mountpoint):
+            raise ConfigError(
+                f"{mounted} is not where a dataset is mounted: `lakefs-fuse cache warm` and `pin` take any path in a "
+                "mount"
+            )
+        return mountpoint
+    name = DatasetName.parse_version(mounted)
+    found = [each.mountpoint for each in read_mounts() if each.fstype == FUSE_TYPE]
+    found = [mountpoint for mountpoint in dict.fromkeys(found) if _shown_at(mountpoint) == str(name)]
+    if not found:
+        raise LakeError(
+            f"{name} is not mounted on this node: `lakefs-fuse mount SOURCE MOUNTPOINT --dataset {name}` does that"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"{name} is mounted at {' and '.join(found)}: name one of these directories")
+    return found[0]
+
+
+def _shown_at(mountpoint: str) -> str:
+    """The dataset that a mount shows; empty for another mount, or one whose daemon cannot be asked."""
+    try:
+        with open_daemon(mountpoint) as client:
+            state = client.statistics().get("immutable")
+    except LakeError:
+        return ""
+    return str(state.get("dataset") or "") if isinstance(state, dict) else ""
 
 
 @dataset.command("rm", cls=GroupedCommand, context_settings=SETTINGS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.hint_channel import HintChannel, open_channel
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.product import NODE_NAME_VARIABLE
 from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.lake_record import KEY, OpenedLake
 from lakefs_fuse.store.open import find_lake
@@ -74,7 +76,8 @@ async def open_lake(
             config = structs.replace(config, read_only=True)
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         if config.immutable:
-            async with open_immutable(config, client, metrics, path=path, node=node) as immutable:
+            host = "" if opened.unknown else os.environ.get(NODE_NAME_VARIABLE) or os.uname().nodename
+            async with open_immutable(config, client, metrics, path=path, host=host, node=node) as immutable:
                 yield immutable, dataclasses.asdict(capabilities), _no_maintenance
         else:
             async with assembled(config, client, metrics, node=node, hints=_open_hints(config, opened)) as parts:

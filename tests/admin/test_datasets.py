@@ -8,22 +8,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack
 from lakefs_fuse.admin.datasets import run_dataset
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.index import datasets, snapshots
+from lakefs_fuse.commits.index.node_records import RESIDENCY
 from lakefs_fuse.commits.record import OBJECTS, Mkdir, Symlink
 from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.worker_protocol import DatasetArgs, FsckArgs, GcArgs, PackArgs
-from lakefs_fuse.errors import ConfigError, FileError, LakeError, StoreError
+from lakefs_fuse.errors import AccessDenied, ConfigError, FileError, LakeError, StoreError
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.vfs.immutable import residency_report
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
 from tests.admin.lakes import STORE, dataset, give_commit, give_pack, headless, silent, work_of
 from tests.fakes import node_of, store_client
-from tests.memory_store import MemoryStore, Request
+from tests.memory_store import Failures, MemoryStore, Request
 from tests.vfs.lakes import Clock, lake
+from tests.vfs.writing_back import until
 
 Tree = dict[str, bytes]
 
@@ -91,14 +95,16 @@ def renamed_back(files: Tree) -> Tree:
 
 
 @asynccontextmanager
-async def mounted(store: MemoryStore, clock: Clock, directory: Path, name: str) -> AsyncIterator[ImmutableFilesystem]:
-    directory.mkdir(exist_ok=True)
+async def mounted(
+    store: MemoryStore, clock: Clock, directory: Path, name: str, *, host: str = ""
+) -> AsyncIterator[ImmutableFilesystem]:
+    directory.mkdir(mode=0o700, exist_ok=True)
     config = MountConfig(
         store=STORE, mountpoint="/nowhere", cache_dir=str(directory), free_bytes_min=0, immutable=True, read_only=True,
         dataset=name, snapshot=DatasetName.parse_version(name).snapshot,
     )  # fmt: skip
     client = store_client(store, store.capabilities, retry_timeout_s=0)
-    async with open_immutable(config, client, Metrics(), node=node_of(clock, "reader")) as fs:
+    async with open_immutable(config, client, Metrics(), host=host, node=node_of(clock, "reader")) as fs:
         yield fs
 
 
@@ -459,3 +465,83 @@ async def test_fsck_reports_versions_that_lack_objects_and_leaves_commits_that_t
         assert isinstance(problems, list)
         assert [(each["object"], each["kind"]) for each in problems] == [(".lakefs/snapshots/im.v1/", "snapshot")]
         assert "dataset verify SOURCE im@1" in problems[0]["text"]
+
+
+Nodes = list[dict[str, object]]
+
+
+async def status(store: MemoryStore, clock: Clock, tmp_path: Path) -> Nodes:
+    nodes = (await run(store, clock, tmp_path, "status", dataset="im"))["nodes"]
+    assert isinstance(nodes, list)
+    return nodes
+
+
+def records(store: MemoryStore) -> list[str]:
+    return [key for key in store.objects if key.startswith(RESIDENCY)]
+
+
+def puts(store: MemoryStore) -> int:
+    """Of records."""
+    return sum(request.what == "put" and request.key.startswith(RESIDENCY) for request in list(store.requests))
+
+
+async def test_status_says_how_much_is_on_each_node(
+    store: MemoryStore, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Tree
+) -> None:
+    monkeypatch.setattr(residency_report, "REPORT_S", 0.01)
+    monkeypatch.setattr(residency_report, "PAUSE_SHARE", 0)
+    made = await create(store, clock, tmp_path)
+    async with (
+        mounted(store, clock, tmp_path / "one", "im@1", host="node/1") as one,
+        mounted(store, clock, tmp_path / "two", "im@1", host="node-2"),
+    ):
+        await until(lambda: len(records(store)) == 2)
+        assert [each["local_bytes"] for each in await status(store, clock, tmp_path)] == [0, 0]
+        written = puts(store)
+        assert await contents(one) == renamed_back(files)
+        await until(lambda: puts(store) > written)
+        await until_local(store, clock, tmp_path, made["bytes"])
+        nodes = await status(store, clock, tmp_path)
+        assert [(each["node"], each["share"], each["mounted"]) for each in nodes] == [
+            ("node/1", 1.0, True),
+            ("node-2", 0.0, True),
+        ]
+        written = puts(store)
+        await trio.sleep(0.1)
+        assert puts(store) == written, "nothing has changed"
+    nodes = await status(store, clock, tmp_path)
+    assert [(each["node"], each["mounted"]) for each in nodes] == [("node/1", False), ("node-2", False)]
+    clock.advance(25 * 3600)
+    assert await status(store, clock, tmp_path) == []
+    await run_gc(work_of(store, clock, tmp_path), GcArgs())
+    assert records(store) == []
+
+
+async def until_local(store: MemoryStore, clock: Clock, tmp_path: Path, size: object) -> None:
+    """Blocks are written behind the reads."""
+    with trio.fail_after(30):
+        while (await status(store, clock, tmp_path))[0]["local_bytes"] != size:
+            await trio.sleep(0.02)
+
+
+async def test_node_that_may_not_write_reads_on_and_says_once_what_is_missing(
+    store: MemoryStore, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture, files: Tree
+) -> None:
+    await create(store, clock, tmp_path)
+    store.hook = Failures(lambda request: request.what == "put", AccessDenied("no"), count=10**9)
+    async with mounted(store, clock, tmp_path / "one", "im@1", host="node-1") as fs:
+        await until(lambda: "allow s3:PutObject below .lakefs/residency/" in caplog.text)
+        assert await contents(fs) == renamed_back(files)
+    assert records(store) == []
+
+
+async def test_rm_names_the_nodes_that_show_the_version_and_forgets_them(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    notes: list[str] = []
+    async with mounted(store, clock, tmp_path / "one", "im@1", host="node-1"):
+        await until(lambda: bool(records(store)))
+        work = replace(work_of(store, clock, tmp_path), note=notes.append)
+        await run_dataset(work, DatasetArgs(action="rm", dataset="im@1"))
+    assert "node-1" in notes[0]

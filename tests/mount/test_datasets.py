@@ -10,9 +10,13 @@ import pytest
 
 from tests.mount.conftest import LakeMaker
 from tests.mount.counting import costs
-from tests.mount.lakes import Lake, noise
+from tests.mount.lakes import Lake, eventually, noise
 
 FILES = {f"part-{index}/{index}": noise(3000, index) for index in range(4)} | {"large": noise(3 << 20, 9)}
+
+NAME = "im-that-no-other-test-mounts"
+"""A command that finds a mount by its dataset sees the mounts of tests that run beside it."""
+WARM = f"{NAME}@1"
 
 
 def run(lake: Lake, action: str, *args: str) -> dict[str, object]:
@@ -58,6 +62,7 @@ def test_dataset_is_read_after_another_mount_has_replaced_and_removed_its_files(
     lake.umount()
     lake.cache_dir = lake.cache_dir.with_name("cache-im")
     lake.mount("--dataset", "im@1")
+    eventually(lambda: bool(run(lake, "status", "im")["nodes"]), "the node is in the status")  # no other PUT meanwhile
     expected = FILES | {"plain": b"a plain object"}
     assert shown(lake.path) == expected
     os.listdir(lake.path)
@@ -87,3 +92,42 @@ def test_mount_of_a_dataset_says_what_is_wrong(make_lake: LakeMaker) -> None:
         assert said in refused.stderr
     assert lake.cli("dataset", "rm", lake.source, "im@1").returncode == 0
     assert run(lake, "ls") | {"seconds": 0} == {"datasets": [], "seconds": 0}
+
+
+def test_dataset_that_is_warm_is_read_without_the_store_and_its_node_is_in_the_status(make_lake: LakeMaker) -> None:
+    lake = make_lake("file").mount()
+    fill(lake)
+    run(lake, "create", NAME, "data")
+    lake.umount()
+    refused = lake.cli("dataset", "warm", WARM)
+    assert refused.returncode == 1
+    assert f"{WARM} is not mounted on this node" in refused.stderr
+    lake.cache_dir = lake.cache_dir.with_name("cache-im")
+    lake.mount("--dataset", WARM)
+    eventually(lambda: bool(run(lake, "status", NAME)["nodes"]), "the node is in the status")
+    done = lake.cli("dataset", "warm", WARM)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(FILES) + 1} files" in done.stdout
+    before = lake.number("store.requests.get")
+    assert shown(lake.path) == FILES | {"plain": b"a plain object"}
+    assert lake.number("store.requests.get") == before
+    assert lake.cli("dataset", "pin", str(lake.path)).returncode == 0
+    pinned = json.loads(lake.cli("cache", "ls", str(lake.path), "--json").stdout)[0]["paths"][0]
+    assert (pinned["pinned"], pinned["local_bytes"]) == ("yes", pinned["bytes"])
+    refused = lake.cli("dataset", "pin", str(lake.path / "part-0"))
+    assert refused.returncode == 2
+    assert "is not where a dataset is mounted" in refused.stderr
+    lake.umount()
+    lake.mount("--dataset", WARM)
+    eventually(lambda: node_of(lake)["share"] == 1.0, "all is local")
+    assert node_of(lake)["mountpoint"] == str(lake.path)
+    lake.umount()
+    assert node_of(lake)["mounted"] is False
+
+
+def node_of(lake: Lake) -> dict[str, object]:
+    nodes = run(lake, "status", WARM)["nodes"]
+    assert isinstance(nodes, list)
+    (node,) = nodes
+    assert isinstance(node, dict)
+    return node

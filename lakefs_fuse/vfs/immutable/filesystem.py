@@ -40,6 +40,7 @@ from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.block_reader import open_reader
 from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import FileState
+from lakefs_fuse.vfs.immutable.residency_report import ResidencyReport
 from lakefs_fuse.vfs.immutable.state_names import StateNames
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
 from lakefs_fuse.vfs.namespace.attributes import learn
@@ -415,9 +416,11 @@ async def open_immutable(
     metrics: Metrics,
     *,
     path: str = "",
+    host: str = "",
     node: Node,
 ) -> AsyncIterator[ImmutableFilesystem]:
-    """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``).
+    """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``). Of a
+    dataset the store is told how much is on this machine, ``host``, if that is not empty.
 
     Raises CacheError (locked, another lake's, unusable), MountError (no such directory, not enough disk), and what the
     store answers.
@@ -433,6 +436,9 @@ async def open_immutable(
                 closing_last.callback(filesystem.close)
                 begin_counting(cache, nursery, node.threads)
                 nursery.start_soon(filesystem.residency.run)
+                if config.dataset and host:
+                    report = ResidencyReport(config, host, client, filesystem.residency, cache, state.note.bytes)
+                    nursery.start_soon(report.run)
                 try:
                     yield filesystem
                 finally:

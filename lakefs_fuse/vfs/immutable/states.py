@@ -103,6 +103,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     newest: int
     snapshot: str = ""
     mounting: str = ""
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,8 @@ class States:
             raise MountError(f"{lake.path} is not a directory of {lake.config.store.source} in the snapshot {name}")
         top = ROOT_INODE if entry is None else entry.inode
         return Note(
-            top=top, at_ns=manifest.time, newest=manifest.newest, snapshot=name, mounting=lake.config.mounting
+            top=top, at_ns=manifest.time, newest=manifest.newest, snapshot=name, mounting=lake.config.mounting,
+            bytes=0 if manifest.dataset is None else manifest.dataset.bytes,
         )  # fmt: skip
 
     async def _bring_up_to_date(self, database: Database, changed: ChangedNames | None) -> Note:

@@ -1,0 +1,90 @@
+"""What nodes say about a version of a dataset: how much of it is on their disks.
+
+`.lakefs/residency/<snapshot>/<node>` is the record of one mount, which nobody else writes; the last PUT counts. It is
+there for schedulers alone: losing one makes a node unknown for a while. A record that was not written for EXPIRES_S is
+that of a node that is gone, or of a mount that ended so long ago; readers leave it out, and `gc` deletes it.
+
+Raises StoreError kinds throughout. Tasks of one trio loop.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing, suppress
+
+import msgspec
+
+from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.nursery import for_each
+
+RESIDENCY = f"{RESERVED_PREFIX}residency/"
+FORMAT = 1
+RENEW_S = 6 * 3600.0
+"""A record that has not changed is written again after this time, so that it does not expire."""
+EXPIRES_S = 24 * 3600.0
+RECORD_BYTES_MAX = 64 << 10
+GETS_AT_ONCE = 16
+NS = 1_000_000_000
+
+
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """``local_bytes`` of the ``bytes`` of all files are on the disk of the machine ``node``, in the cache of the mount
+    at ``mountpoint``, which is there, or was until lately (not ``mounted``)."""
+
+    format: int = FORMAT
+    node: str
+    mountpoint: str
+    mounted: bool
+    local_bytes: int
+    bytes: int
+
+
+def key_of(snapshot: str, node_id: str) -> str:
+    """The key of a record; ``node_id`` is of one mount, in letters, digits, '.', '_' and '-'."""
+    return f"{RESIDENCY}{snapshot}/{node_id}"
+
+
+async def put_record(client: StoreClient, key: str, record: NodeRecord) -> None:
+    await client.put(key, msgspec.msgpack.encode(record))
+
+
+async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[tuple[NodeRecord, int]]:
+    """All that have not expired, each with the time of its last PUT (ns since 1970), by node and mountpoint. Records
+    that cannot be read are left out."""
+    found: list[tuple[NodeRecord, int]] = []
+
+    async def read(meta: ObjectMeta) -> None:
+        if meta.size > RECORD_BYTES_MAX:
+            return
+        with suppress(NotFound, msgspec.DecodeError, UnicodeDecodeError):
+            fetched = await client.get(meta.key, 0, RECORD_BYTES_MAX)
+            record = msgspec.msgpack.decode(fetched.data, type=NodeRecord)
+            if record.format == FORMAT:
+                found.append((record, meta.mtime_ns))
+
+    async with aclosing(client.list_all(f"{RESIDENCY}{snapshot}/")) as pages:
+        async for page in pages:
+            fresh = [meta for meta in page.objects if not _is_expired(meta, now_ns)]
+            await for_each(fresh, read, GETS_AT_ONCE)
+    return sorted(found, key=lambda each: (each[0].node, each[0].mountpoint))
+
+
+def _is_expired(meta: ObjectMeta, now_ns: int) -> bool:
+    return (now_ns - meta.mtime_ns) / NS >= EXPIRES_S
+
+
+async def remove_records(client: StoreClient, snapshot: str = "", *, expired_ns: int | None = None) -> int:
+    """Delete the records of a version, or of all; with ``expired_ns``, those that have expired by then. How many there
+    were. Raises LakeError where some object cannot be deleted."""
+    count = 0
+    async with aclosing(client.list_all(f"{RESIDENCY}{snapshot}/" if snapshot else RESIDENCY)) as pages:
+        async for page in pages:
+            doomed = [meta.key for meta in page.objects if expired_ns is None or _is_expired(meta, expired_ns)]
+            failed = await client.delete_many(doomed) if doomed else {}
+            if failed:
+                key, why = next(iter(failed.items()))
+                raise LakeError(f"{key} cannot be removed: {why}")
+            count += len(doomed)
+    return count
