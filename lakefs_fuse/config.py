@@ -267,6 +267,8 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """With ``immutable``: show the state of this named snapshot."""
     dataset: str = ""
     """With ``immutable``: show this version of a dataset, whose snapshot is ``snapshot``."""
+    records_residency: bool = False
+    """Tell the store how much of ``dataset`` is on this node: its only PUTs."""
     folds: bool = False
     """Of a command that writes the index, not of a mount: keep what changes since the newest one."""
     mounting: str = ""

@@ -85,7 +85,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @option("--snapshot", metavar="NAME", group=SOURCE_GROUP, help="With --immutable: show the state that `lakefs-fuse "
         "snapshot --name NAME` kept.  [default: the state at mount time]")  # fmt: skip
 @option("--dataset", metavar="NAME@VERSION", group=SOURCE_GROUP, help="Show this version of a dataset of the lake "
-        "SOURCE (`lakefs-fuse dataset create`), and nothing else: implies --immutable.")  # fmt: skip
+        "SOURCE (`lakefs-fuse dataset create`), and nothing else: implies --immutable. How much of it is on this node "
+        "is recorded in the store for `dataset status`, unless --read-only is given, too.")  # fmt: skip
 @_setting("--attributes", "attributes", type=click.Choice(["listing", "objects"]), group=SOURCE_GROUP,
         help="Origin of mode, owner and mtime of an object that was not opened here yet: the listing (--uid, "
         "--file-mode, LastModified) or the object (one HEAD request, once). Use objects where they matter before the "
@@ -269,6 +270,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
         "cache_dir": absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
         "log_file": absolute(options["log_file"]) or (None if options["foreground"] else default_log_file(point)),
         "read_only": bool(options["read_only"] or options["immutable"]),
+        "records_residency": options["dataset"] is not None and not options["read_only"],
     }
     return MountConfig(store=store, mountpoint=point, **values)
 

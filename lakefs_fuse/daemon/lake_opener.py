@@ -76,7 +76,8 @@ async def open_lake(
             config = structs.replace(config, read_only=True)
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         if config.immutable:
-            host = "" if opened.unknown else os.environ.get(NODE_NAME_VARIABLE) or os.uname().nodename
+            config = structs.replace(config, records_residency=config.records_residency and not opened.unknown)
+            host = os.environ.get(NODE_NAME_VARIABLE) or os.uname().nodename
             async with open_immutable(config, client, metrics, path=path, host=host, node=node) as immutable:
                 yield immutable, dataclasses.asdict(capabilities), _no_maintenance
         else:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
@@ -101,7 +102,7 @@ async def mounted(
     directory.mkdir(mode=0o700, exist_ok=True)
     config = MountConfig(
         store=STORE, mountpoint="/nowhere", cache_dir=str(directory), free_bytes_min=0, immutable=True, read_only=True,
-        dataset=name, snapshot=DatasetName.parse_version(name).snapshot,
+        dataset=name, records_residency=bool(host), snapshot=DatasetName.parse_version(name).snapshot,
     )  # fmt: skip
     client = store_client(store, store.capabilities, retry_timeout_s=0)
     async with open_immutable(config, client, Metrics(), host=host, node=node_of(clock, "reader")) as fs:
@@ -545,3 +546,16 @@ async def test_rm_names_the_nodes_that_show_the_version_and_forgets_them(
         work = replace(work_of(store, clock, tmp_path), note=notes.append)
         await run_dataset(work, DatasetArgs(action="rm", dataset="im@1"))
     assert "node-1" in notes[0]
+
+
+async def test_version_is_followed_to_the_etags_that_a_copy_of_the_lake_has(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    await create(store, clock, tmp_path)
+    for key, (data, meta) in list(store.objects.items()):
+        store.objects[key] = data, msgspec.structs.replace(meta, etag=f"{meta.etag}-moved")
+    assert (await run(store, clock, tmp_path, "verify", dataset="im"))["ok"] is False
+    await run_fsck(work_of(store, clock, tmp_path), FsckArgs(rebind=True, quick=True))
+    assert (await run(store, clock, tmp_path, "show", dataset="im"))["dataset"] == "im@1"
+    assert (await run(store, clock, tmp_path, "verify", dataset="im"))["ok"] is True
+    assert await shown(store, clock, tmp_path, "im@1") == renamed_back(files)

@@ -71,6 +71,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "immutable": False,
         "snapshot": "",
         "dataset": "",
+        "records_residency": False,
         "folds": False,
         "mounting": "",
         "allow_other": True,
@@ -333,6 +334,18 @@ def test_version_and_missing_command(capsys: pytest.CaptureFixture[str]) -> None
     assert __version__ in capsys.readouterr().out
     assert run(["frobnicate"]) == 2
     assert "frobnicate" in capsys.readouterr().err
+
+
+def test_dataset_is_the_snapshot_of_its_version_and_implies_immutable(mounted: list[MountConfig]) -> None:
+    for options in ("--dataset im@3", "-o dataset=im@3", "--dataset im@3 --read-only", "--immutable --snapshot im.v3"):
+        assert run(["mount", "s3://bucket", "mnt", *options.split()]) == 0
+    of_version, helper, read_only, snapshot = mounted
+    assert (of_version.dataset, of_version.snapshot, of_version.immutable) == ("im@3", "im.v3", True)
+    assert of_version.records_residency
+    assert helper.dataset == "im@3"
+    assert not read_only.records_residency
+    assert not snapshot.dataset
+    assert run(["mount", "s3://bucket", "--dataset", "im@3"]) == 2
 
 
 def test_foreign_is_a_duration_or_auto(mounted: list[MountConfig]) -> None:

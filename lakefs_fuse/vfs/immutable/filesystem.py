@@ -419,8 +419,8 @@ async def open_immutable(
     host: str = "",
     node: Node,
 ) -> AsyncIterator[ImmutableFilesystem]:
-    """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``). Of a
-    dataset the store is told how much is on this machine, ``host``, if that is not empty.
+    """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``);
+    ``host`` is the name of this machine in `config.records_residency`.
 
     Raises CacheError (locked, another lake's, unusable), MountError (no such directory, not enough disk), and what the
     store answers.
@@ -436,7 +436,7 @@ async def open_immutable(
                 closing_last.callback(filesystem.close)
                 begin_counting(cache, nursery, node.threads)
                 nursery.start_soon(filesystem.residency.run)
-                if config.dataset and host:
+                if config.records_residency:
                     report = ResidencyReport(config, host, client, filesystem.residency, cache, state.note.bytes)
                     nursery.start_soon(report.run)
                 try:
