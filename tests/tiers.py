@@ -18,6 +18,7 @@ INTEGRATION_DIRECTORIES = frozenset({"bench", "killed", "mount"})
 """Directories whose tests are all integration tests."""
 INTEGRATION_MODULES = frozenset(
     {
+        "admin/test_datasets.py",
         "admin/test_exclusion.py",
         "admin/test_fsck_concurrent.py",
         "admin/test_gc.py",

@@ -8,7 +8,8 @@ What always holds:
 * *one moment*: the rows are those of one view of the lake. Where an object was replaced before it was copied, the
   directory is listed again, and what is known by then is copied no second time;
 * *kept from the first copy on*: the list of objects to keep is stored before anything is copied, well within the time
-  for which mounts leave an object whose name is gone (`--delete-after`), so a version may take hours.
+  for which mounts leave an object whose name is gone (`--delete-after`); else it is checked that they all have names
+  still. So copying may take hours.
 
 Memory holds a batch of names and the numbers of directories; the rest is in databases in a scratch directory. A crash
 leaves a snapshot without a manifest and copies that nothing names: the next run for the same version takes the first
@@ -29,6 +30,7 @@ import trio
 from msgspec import structs
 
 from lakefs_fuse.admin.lake_view import LakeView, scratch_directory
+from lakefs_fuse.admin.number_set import NumberSet
 from lakefs_fuse.admin.snapshot import check_complete
 from lakefs_fuse.admin.snapshot_rows import new_rows, snapshot_rows
 from lakefs_fuse.commits.index import snapshots
@@ -50,6 +52,9 @@ from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 COPIES_AT_ONCE = 16
 ROUNDS_MAX = 8
 """Listings, each because objects were replaced before they were copied; then the command gives up."""
+KEPT_S_MAX = 60.0
+"""Mounts delete hidden objects minutes after their names are gone. Where the list of objects to keep came later after
+the look at the lake than this, it is looked at once more whether they still have names."""
 NAMES_PER_STEP = 512
 """5 ms."""
 CLEAR_S_MAX = 10.0
@@ -103,39 +108,58 @@ async def build(
             if base is not None:
                 rows = snapshot_rows(client, lake.node, base[0].snapshot, base[1], scratch / "base")
                 before = Tree(await stack.enter_async_context(rows))
-            ids = lake.node.random.stream("dataset-copies", str(name))
-            copies = bytes_copied = 0
-            for number in range(ROUNDS_MAX):
-                top = await _list_directory(lake, path, progress)
-                database = stack.enter_context(new_rows(lake.node, str(name), scratch / f"{number}"))
-                rows_made = _Rows(lake, database, before, ids, progress)
-                await rows_made.name_objects(top)
-                await snapshots.put_objects(client, name.snapshot, rows_made.tree.objects)
-                await rows_made.copy_objects()
-                copies, bytes_copied = copies + rows_made.counts.copies, bytes_copied + rows_made.counts.bytes_copied
-                if not rows_made.changed:
-                    break
-                before = rows_made.tree
-            else:
-                raise LakeError(
-                    f"{rows_made.changed} is replaced faster than it can be copied, or its object is gone: end what "
-                    "writes there and run it again; if nothing does, `lakefs-fuse fsck` says what is lost"
-                )
-            counts = rows_made.counts
-            counts.reused = max(0, counts.reused - (copies - counts.copies))
-            counts.copies, counts.bytes_copied = copies, bytes_copied
+            made = await _make_rows(lake, name, path, before, stack, scratch, progress)
+            counts = made.counts
             told = Dataset(name=name.name, version=name.version, path=path, files=counts.files, bytes=counts.bytes)
-            manifest = await _store(lake, name, database, rows_made.tree, told, scratch)
+            manifest = await _store(lake, name, made.tree, told, scratch)
             return Built(manifest, counts, None if base is None else base[0])
     except BaseException:
         with trio.move_on_after(CLEAR_S_MAX, shield=True), suppress(LakeError):
-            await snapshots.clear(client, name.snapshot)
+            await snapshots.remove(client, name.snapshot)
         raise
 
 
-async def _store(
-    lake: LakeView, name: DatasetName, database: Database, tree: Tree, told: Dataset, scratch: Path
-) -> Manifest:
+async def _make_rows(
+    lake: LakeView,
+    name: DatasetName,
+    path: str,
+    base: Tree | None,
+    stack: AsyncExitStack,
+    scratch: Path,
+    progress: Callable[[Progress], None],
+) -> _Rows:
+    """The rows of a version, complete, in a database that ``stack`` closes; counts are those of all rounds."""
+    ids = lake.node.random.stream("dataset-copies", str(name))
+    clock = lake.node.clock
+    copies = bytes_copied = 0
+    why = ""
+    for number in range(ROUNDS_MAX):
+        top, listed_s = await _list_directory(lake, path, progress)
+        database = stack.enter_context(new_rows(lake.node, str(name), scratch / f"{number}"))
+        rows = _Rows(lake, database, base, ids, progress)
+        await rows.name_objects(top)
+        await snapshots.put_objects(lake.client, name.snapshot, rows.tree.objects)
+        if clock.mono_s() - listed_s > KEPT_S_MAX:
+            await lake.refresh()
+            if why := rows.find_unnamed():
+                base = rows.tree
+                continue
+        await rows.copy_objects()
+        counts = rows.counts
+        copies, bytes_copied = copies + counts.copies, bytes_copied + counts.bytes_copied
+        if not rows.changed:
+            counts.reused = max(0, counts.reused - (copies - counts.copies))
+            counts.copies, counts.bytes_copied = copies, bytes_copied
+            return rows
+        base, why = rows.tree, f"the object of {rows.changed} was replaced, or is gone"
+    raise LakeError(
+        f"{path or 'the lake'} changes faster than it can be copied ({why}): end what writes there and run it again; "
+        "if nothing does, `lakefs-fuse fsck` says what is lost"
+    )
+
+
+async def _store(lake: LakeView, name: DatasetName, tree: Tree, told: Dataset, scratch: Path) -> Manifest:
+    database = tree.database
     tables.set_newest(database, tables.marks_of(lake.fs.database).newest)
     dump = tables.Dump(database, tables.empty_directory(scratch / "written"), applied_since=0)
     try:
@@ -147,8 +171,9 @@ async def _store(
         dump.close()
 
 
-async def _list_directory(lake: LakeView, path: str, progress: Callable[[Progress], None]) -> int:
-    """The inode of a directory of which everything is known, as of now. Raises ConfigError where there is none."""
+async def _list_directory(lake: LakeView, path: str, progress: Callable[[Progress], None]) -> tuple[int, float]:
+    """The inode of a directory of which everything is known, and since when (s of the monotonic clock). Raises
+    ConfigError where there is none."""
     top, namespace = ROOT_INODE, lake.namespace
     await lake.refresh()
     for component in filter(None, path.split("/")):
@@ -157,12 +182,13 @@ async def _list_directory(lake: LakeView, path: str, progress: Callable[[Progres
             raise ConfigError(f"{path} is not a directory of the lake: name one that there is")
         top = entry.inode
     await list_everything(namespace, lambda names: progress(Progress(what="listing", files_done=names)), top=top)
+    listed_s = lake.node.clock.mono_s()
     await lake.refresh()
     await check_complete(lake)
     await lake.log.read_time()
     if top != ROOT_INODE and lake.tree.entry(top) is None:
         raise ConfigError(f"{path} was removed while it was listed: name a directory that stays")
-    return top
+    return top, listed_s
 
 
 class _Rows:
@@ -180,6 +206,8 @@ class _Rows:
         self._lake, self._base, self._progress = lake, base, progress
         self.tree = Tree(database)
         self._ids = ids
+        self._copies = NumberSet()
+        """Objects that the base has, and perhaps the lake not."""
         self.counts = Counts()
         self.changed = ""
         """A file whose object was replaced before it was copied."""
@@ -213,6 +241,9 @@ class _Rows:
         reused = self._find_copies(files, sources, base)
         numbers = dict(zip((entry.cookie for entry in files), self.tree.objects.numbers(reused), strict=True))
         etags = dict(zip((entry.cookie for entry in files), self._copied_etags(sources, reused), strict=True))
+        for cookie, etag in etags.items():
+            if etag:
+                self._copies.add(numbers[cookie])
         batch, below = Batch(), list[tuple[int, int, int]]()
         for entry in seen:
             made = self.tree.insert_entry(
@@ -266,6 +297,14 @@ class _Rows:
     @staticmethod
     def _copied_etags(sources: Sequence[Source], objects: Sequence[Source]) -> list[str]:
         return ["" if before == after else before[1] for before, after in zip(sources, objects, strict=True)]
+
+    def find_unnamed(self) -> str:
+        """Why some hidden object may be deleted: no name of the lake means it any more. Empty where there is none."""
+        for row in self.tree.objects.rows():
+            is_named = row.number in self._copies or self._lake.references(row.key, row.etag)
+            if row.key.startswith(OBJECTS) and not is_named:
+                return f"{row.key} has no name in the lake any more"
+        return ""
 
     # -- copies
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import trio
 
+from lakefs_fuse.admin import dataset_builder
 from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack
 from lakefs_fuse.admin.datasets import run_dataset
 from lakefs_fuse.admin.snapshot import fold
@@ -217,6 +218,38 @@ async def test_object_that_is_replaced_before_it_is_copied_is_listed_again(
     assert found == renamed_back(files) | {"plain": b"meanwhile", "deep/er/plain": b"meanwhile"}
 
 
+async def test_hidden_object_that_lost_its_name_before_it_was_kept_is_not_relied_on(
+    store: MemoryStore, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Tree
+) -> None:
+    """The list of objects to keep comes late, and a mount removes the file meanwhile."""
+    monkeypatch.setattr(dataset_builder, "KEPT_S_MAX", -1.0)
+    async with lake(store, tmp_path / "writer", clock=clock, pack="never", delete_after_s=1e6) as node:
+        await node.rename("data/plain", "data/renamed")
+        await node.write("data/plain", b"below .lakefs/objects/")
+        await node.fs.sync_names()
+        assert [key for key in store.objects if key.startswith(OBJECTS)]
+        clock.advance(60)
+        await create(store, clock, tmp_path)
+        await node.unlink("data/plain")
+        before = set(store.objects)
+        await node.fs.sync_names()
+        late = {key: store.objects.pop(key) for key in set(store.objects) - before}
+
+        def remove_late(request: Request, when: str) -> None:
+            """Shows the removal when the list of the first round is stored."""
+            if request.what == "put" and request.key.endswith("/objects") and when == "before":
+                store.objects.update(late)
+                late.clear()
+
+        clock.advance(1)
+        store.hook = remove_late
+        await create(store, clock, tmp_path)
+    assert not late
+    expected = renamed_back(files) | {"renamed": b"plain"}
+    assert await shown(store, clock, tmp_path, "im@1") == expected | {"plain": b"below .lakefs/objects/"}
+    assert "plain" not in await shown(store, clock, tmp_path, "im@2")
+
+
 async def test_create_gives_up_where_an_object_is_always_another(
     store: MemoryStore, clock: Clock, tmp_path: Path
 ) -> None:
@@ -230,7 +263,7 @@ async def test_create_gives_up_where_an_object_is_always_another(
             store.give("data/plain", str(count).encode())
 
     store.hook = replace_always
-    with pytest.raises(LakeError, match="plain is replaced faster than it can be copied"):
+    with pytest.raises(LakeError, match="data changes faster than it can be copied"):
         await create(store, clock, tmp_path)
     store.hook = lambda _request, _when: None
     assert not [key for key in store.objects if key.startswith(snapshots.SNAPSHOTS)]

@@ -174,6 +174,11 @@ async def delete(client: StoreClient, name: str) -> None:
     """Its manifest first; `gc` gives back what it kept. Raises ConfigError where there is none."""
     if name not in await names(client):
         raise ConfigError(f"there is no snapshot {name}")
+    await remove(client, name)
+
+
+async def remove(client: StoreClient, name: str) -> None:
+    """Take away what there is of a snapshot, its manifest first."""
     await client.delete(prefix_of(name) + MANIFEST)
     await clear(client, name)
 
