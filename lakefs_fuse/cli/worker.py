@@ -20,7 +20,7 @@ import msgspec
 
 from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
 from lakefs_fuse.cli.store_options import Options, any_given, build_store
-from lakefs_fuse.cli.terminal import Bar, print_json, progress_bar
+from lakefs_fuse.cli.terminal import Bar, escaped, print_json, progress_bar
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.supervision import memory_file
@@ -108,7 +108,8 @@ def run_offline(
     if as_json:
         print_json(last.summary)
     elif show is None:
-        click.echo(last.text)
+        # Names in it are those that any client of the lake chose.
+        click.echo("\n".join(map(escaped, last.text.split("\n"))))
     return last.exit_code
 
 

@@ -219,3 +219,13 @@ def test_child_whose_entries_nobody_reads_is_ended(tmp_path: Path) -> None:
     with pytest.raises(BrokenPipeError):
         run_offline("log", PLACE, protocol.LogArgs(follow=True), show=show, program=program(tmp_path, body))
     assert time.monotonic() - began_s < END_S_MAX / 2
+
+
+def test_text_of_a_result_is_shown_without_what_a_terminal_obeys(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = r"""
+        say(type="finished", summary={}, text="first \x1b[2J\nsecond")
+    """
+    assert run_offline("gc", PLACE, protocol.GcArgs(), program=program(tmp_path, body)) == 0
+    assert capfd.readouterr().out == "first \\x1b[2J\nsecond\n"
