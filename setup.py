@@ -1,8 +1,8 @@
 """Builds the optional C library; everything else is in pyproject.toml.
 
-`lakefs_fuse/kernel/native/*.c` becomes `_native*.so`: a plain shared object that the program loads with ctypes (it is
-not a Python module). Without a compiler or libfuse's headers the install goes on without it, and the mount works,
-slower.
+`lakefs_fuse/kernel/native/*.c` becomes `_native.abi3.so`: a plain shared object that the program loads with ctypes (it
+is not a Python module), which depends on no version of Python and is linked with no libfuse. So a wheel depends on the
+platform alone. Without a compiler or libfuse's headers the install goes on without it, and the mount works, slower.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 NATIVE = Path("lakefs_fuse/kernel/native")
 PARTS = (
-    "dispatch", "request_loop", "leases", "attribute_cache", "create_offload", "privileges", "direntries",
+    "attribute_cache", "create_offload", "direntries", "dispatch", "leases", "libfuse", "privileges", "request_loop",
 )  # fmt: skip
 
 
-def fuse_flags(what: str, usual: str) -> list[str]:
-    """What pkg-config says about libfuse; the usual thing if it does not know."""
+class Wheel(bdist_wheel):
+    """A wheel for one platform and every Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """The tag of a wheel with an extension, less what it says of Python."""
+        return "py3", "none", super().get_tag()[2]
+
+
+def fuse_headers() -> list[str]:
+    """Where pkg-config says that libfuse's headers are; the usual place if it does not know."""
     try:
-        answer = subprocess.run(["pkg-config", "fuse3", what], capture_output=True, text=True, check=True)
+        answer = subprocess.run(["pkg-config", "fuse3", "--cflags"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return [usual]
+        return ["-I/usr/include/fuse3"]
     return shlex.split(answer.stdout)
 
 
@@ -36,16 +45,15 @@ def native() -> list[Extension]:
         Extension(
             "lakefs_fuse.kernel.native._native",
             sources=[str(NATIVE / f"{name}.c") for name in PARTS],
-            depends=[str(NATIVE / "native.h")],
+            depends=[str(NATIVE / name) for name in ("native.h", "libfuse.h", "python_abi.h")],
             define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
             undef_macros=["NDEBUG"],  # the assertions of create_offload.c are part of it
-            extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],
-            # ctypes binds every symbol at once: libfuse comes with the library, which is loaded before pyfuse3.
-            extra_link_args=fuse_flags("--libs", "-lfuse3"),
+            extra_compile_args=["-O2", "-fvisibility=default", *fuse_headers()],
             libraries=["dl"],
+            py_limited_api=True,
             optional=True,
         )
     ]
 
 
-setup(ext_modules=native())
+setup(ext_modules=native(), cmdclass={"bdist_wheel": Wheel})

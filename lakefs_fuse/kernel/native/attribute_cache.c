@@ -42,7 +42,7 @@ void lakefs_reply_attributes(fuse_req_t request, uint64_t inode)
 	int64_t left_ns = slot->until_ns - lakefs_monotonic_ns();
 
 	lakefs_count(FUSE_GETATTR);
-	fuse_reply_attr(request, &slot->attributes, left_ns > 0 ? (double)left_ns / NS : 0);
+	libfuse.reply_attr(request, &slot->attributes, left_ns > 0 ? (double)left_ns / NS : 0);
 }
 
 void lakefs_drop_attributes(uint64_t inode)

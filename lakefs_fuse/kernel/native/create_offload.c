@@ -149,7 +149,7 @@ static void reply_attributes(fuse_req_t request, const struct created *file)
 	struct name_lease *lease = lakefs_name_lease(file->parent);
 	struct stat attributes = attributes_of(file);
 
-	fuse_reply_attr(request, &attributes, lease ? (double)lease->timeout_ns / NS : 0);
+	libfuse.reply_attr(request, &attributes, lease ? (double)lease->timeout_ns / NS : 0);
 }
 
 /* -- what is answered here */
@@ -230,12 +230,12 @@ static void lookup(fuse_req_t request, fuse_ino_t parent, const char *name)
 	}
 	absent.entry_timeout = (double)(lease->until_ns - lakefs_request_time.monotonic_ns) / NS;
 	lakefs_count(FUSE_LOOKUP);
-	fuse_reply_entry(request, &absent);
+	libfuse.reply_entry(request, &absent);
 }
 
 static void create(fuse_req_t request, fuse_ino_t parent, const char *name, mode_t mode, struct fuse_file_info *info)
 {
-	const struct fuse_ctx *context = fuse_req_ctx(request);
+	const struct fuse_ctx *context = libfuse.req_ctx(request);
 	struct fuse_entry_param entry = {0};
 	struct name_lease *lease;
 	struct created *file;
@@ -262,7 +262,7 @@ static void create(fuse_req_t request, fuse_ino_t parent, const char *name, mode
 	entry.attr = attributes_of(file);
 	entry.attr_timeout = entry.entry_timeout = (double)lease->timeout_ns / NS;
 	lakefs_count(FUSE_CREATE);
-	if (fuse_reply_create(request, &entry, info) == -ENOENT) /* interrupted: it is not open */
+	if (libfuse.reply_create(request, &entry, info) == -ENOENT) /* interrupted: it is not open */
 		drop_file(file);
 }
 
@@ -292,7 +292,7 @@ static void write_buf(fuse_req_t request, fuse_ino_t inode, struct fuse_bufvec *
 		return;
 	}
 	if (!make_room(file, end)) {
-		fuse_reply_err(request, ENOMEM);
+		libfuse.reply_err(request, ENOMEM);
 		return;
 	}
 	memcpy(file->data + offset, buf->mem, buf->size);
@@ -300,7 +300,7 @@ static void write_buf(fuse_req_t request, fuse_ino_t inode, struct fuse_bufvec *
 		file->size = end;
 	file->written_ns = lakefs_request_time.realtime_ns;
 	lakefs_count(FUSE_WRITE);
-	fuse_reply_write(request, buf->size);
+	libfuse.reply_write(request, buf->size);
 }
 
 static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attributes, int to_set,
@@ -334,7 +334,7 @@ static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *i
 {
 	struct created *file = received(inode);
 
-	if (!may_close(inode, fuse_req_ctx(request)->pid)) {
+	if (!may_close(inode, libfuse.req_ctx(request)->pid)) {
 		next.flush(request, inode, info);
 		return;
 	}
@@ -355,7 +355,7 @@ static void release(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info 
 	}
 	drop_file(find_file(inode));
 	lakefs_count(FUSE_RELEASE);
-	fuse_reply_err(request, 0);
+	libfuse.reply_err(request, 0);
 }
 
 void lakefs_wrap_offloaded(struct fuse_lowlevel_ops *operations)
@@ -495,7 +495,7 @@ int lakefs_answer_close(uint64_t inode, int error)
 	transition(file, CLOSED);
 	if (error || file->handle_given)
 		drop_file(file);
-	fuse_reply_err(request, error);
+	libfuse.reply_err(request, error);
 	return 1;
 }
 

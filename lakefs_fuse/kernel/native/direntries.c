@@ -10,10 +10,8 @@
  *
  * The layout of a row is that of meta/entry.py.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "native.h"
+#include "python_abi.h"
 
 enum { KEY_PREFIX = 9, KEY_BYTES = 17, HEAD_BYTES = 67, ROW_NAME_BYTES_MAX = 255 };
 enum { DIRECTORY = 1, SYMLINK = 64, SHADOWED = 256 };
@@ -34,6 +32,16 @@ static Py_ssize_t entries;
 static uint64_t last_off;
 static int begun, reached;
 static PyObject *error_type, *error_value, *error_trace;
+
+/* Sets a variable that owns what it refers to; `value` may be NULL. */
+static void replace(PyObject **variable, PyObject *value)
+{
+	PyObject *before = *variable;
+
+	Py_IncRef(value);
+	*variable = value;
+	Py_DecRef(before);
+}
 
 static uint64_t little(const unsigned char *at, int bytes)
 {
@@ -77,7 +85,7 @@ static int is_whole(const unsigned char *row, Py_ssize_t length)
 				PyErr_Clear();
 				return 0;
 			}
-			Py_DECREF(text);
+			Py_DecRef(text);
 			break;
 		}
 	}
@@ -143,51 +151,65 @@ static PyObject *current_row(const unsigned char *row, PyObject *value)
 	PyObject *inode, *better = NULL;
 	int used;
 
-	if (!PyDict_GET_SIZE(in_use))
-		return Py_NewRef(value);
+	if (!PyDict_Size(in_use)) {
+		Py_IncRef(value);
+		return value;
+	}
 	inode = PyLong_FromUnsignedLongLong(little(row, 8));
 	if (!inode)
 		return NULL;
 	used = PyDict_Contains(in_use, inode);
-	if (used == 0)
-		better = Py_NewRef(value);
-	else if (used > 0)
-		better = PyObject_CallOneArg(row_of_file, inode);
-	Py_DECREF(inode);
-	if (better && !PyBytes_Check(better)) {
-		PyErr_SetString(PyExc_TypeError, "a row is bytes");
-		Py_CLEAR(better);
+	if (used == 0) {
+		Py_IncRef(value);
+		better = value;
+	} else if (used > 0) {
+		better = PyObject_CallFunctionObjArgs(row_of_file, inode, NULL);
 	}
+	Py_DecRef(inode);
 	return better;
 }
 
-/* As `add`, for a pair of key and row; or INVALID, perhaps with an error, BEYOND_END of the directory, or
+/* Borrows the bytes of an object; 0, with an error, where it is not bytes. */
+static int borrow(PyObject *bytes, const unsigned char **data, Py_ssize_t *length)
+{
+	return PyBytes_AsStringAndSize(bytes, (char **)data, length) == 0;
+}
+
+/* As `add`, for a row that is current and belongs to this key. */
+static Py_ssize_t add_current(char *buffer, size_t room, const unsigned char *key, PyObject *value)
+{
+	const unsigned char *row;
+	Py_ssize_t length;
+
+	if (!borrow(value, &row, &length) || !is_whole(row, length))
+		return INVALID;
+	return little(row + 8, 2) & SHADOWED ? PASSED_OVER : add(buffer, room, key, row, length);
+}
+
+/* As `add`, for a pair of key and row; or INVALID, with an error or without, BEYOND_END of the directory, or
  * PASSED_OVER, for a damaged row and for what the directory hides. */
 static Py_ssize_t add_item(char *buffer, size_t room, PyObject *item)
 {
 	const unsigned char *key, *row;
+	Py_ssize_t key_length, length, added;
 	PyObject *value;
-	Py_ssize_t added = INVALID;
 
-	if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2 || !PyBytes_Check(PyTuple_GET_ITEM(item, 0)) ||
-	    !PyBytes_Check(PyTuple_GET_ITEM(item, 1)))
+	if (PyTuple_Size(item) != 2 || !borrow(PyTuple_GetItem(item, 0), &key, &key_length) ||
+	    !borrow(PyTuple_GetItem(item, 1), &row, &length)) {
+		PyErr_Clear(); /* the caller says what is wrong */
 		return INVALID;
-	key = (const unsigned char *)PyBytes_AS_STRING(PyTuple_GET_ITEM(item, 0));
-	value = PyTuple_GET_ITEM(item, 1);
-	if (PyBytes_GET_SIZE(PyTuple_GET_ITEM(item, 0)) != KEY_BYTES || memcmp(key, prefix, KEY_PREFIX))
+	}
+	if (key_length != KEY_BYTES || memcmp(key, prefix, KEY_PREFIX))
 		return BEYOND_END;
-	if (!is_whole((const unsigned char *)PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value))) {
-		Py_XSETREF(damaged, Py_NewRef(PyTuple_GET_ITEM(item, 0)));
+	if (!is_whole(row, length)) {
+		replace(&damaged, PyTuple_GetItem(item, 0));
 		return PASSED_OVER;
 	}
-	value = current_row((const unsigned char *)PyBytes_AS_STRING(value), value);
+	value = current_row(row, PyTuple_GetItem(item, 1));
 	if (!value)
 		return INVALID;
-	row = (const unsigned char *)PyBytes_AS_STRING(value);
-	if (is_whole(row, PyBytes_GET_SIZE(value)))
-		added = little(row + 8, 2) & SHADOWED ? PASSED_OVER
-						      : add(buffer, room, key, row, PyBytes_GET_SIZE(value));
-	Py_DECREF(value);
+	added = add_current(buffer, room, key, value);
+	Py_DecRef(value);
 	return added;
 }
 
@@ -199,7 +221,7 @@ static size_t fill(char *buffer, size_t room)
 	while ((item = PyIter_Next(rows))) {
 		Py_ssize_t added = add_item(buffer + filled, room - filled, item);
 
-		Py_DECREF(item);
+		Py_DecRef(item);
 		if (added == PASSED_OVER)
 			continue;
 		if (added == INVALID && !PyErr_Occurred())
@@ -217,16 +239,12 @@ static size_t fill(char *buffer, size_t room)
 size_t fuse_add_direntry_plus(fuse_req_t request, char *buffer, size_t room, const char *name,
 			      const struct fuse_entry_param *param, off_t off)
 {
-	static size_t (*next)(fuse_req_t, char *, size_t, const char *, const struct fuse_entry_param *, off_t);
-
 	reached = 1;
 	if (begun) {
 		begun = 0;
 		return fill(buffer, room);
 	}
-	if (!next)
-		*(void **)&next = lakefs_libfuse("fuse_add_direntry_plus");
-	return next ? next(request, buffer, room, name, param, off) : SIZE_MAX;
+	return libfuse.add_direntry_plus(request, buffer, room, name, param, off);
 }
 
 /* -- called by Python */
@@ -244,20 +262,21 @@ int lakefs_is_direntry_reached(void)
 PyObject *lakefs_begin_entries(PyObject *pairs, PyObject *files, PyObject *row_of, const char *begin, double timeout,
 			       const struct defaults *defaults)
 {
-	if (!PyIter_Check(pairs) || !PyDict_Check(files)) {
+	if (!PyIter_Check(pairs) || PyDict_Size(files) < 0) {
+		PyErr_Clear();
 		PyErr_SetString(PyExc_TypeError, "rows are an iterator, and files a dict");
 		return NULL;
 	}
-	Py_XSETREF(rows, Py_NewRef(pairs));
-	Py_XSETREF(in_use, Py_NewRef(files));
-	Py_XSETREF(row_of_file, Py_NewRef(row_of));
+	replace(&rows, pairs);
+	replace(&in_use, files);
+	replace(&row_of_file, row_of);
 	memcpy(prefix, begin, KEY_PREFIX);
 	timeout_s = timeout < 0 ? 0 : timeout;
 	shown = *defaults;
 	entries = 0;
 	last_off = 0;
 	begun = 1;
-	Py_RETURN_NONE;
+	return Py_BuildValue("");
 }
 
 /*
@@ -266,17 +285,17 @@ PyObject *lakefs_begin_entries(PyObject *pairs, PyObject *files, PyObject *row_o
  */
 PyObject *lakefs_end_entries(void)
 {
-	PyObject *key = damaged ? damaged : Py_NewRef(Py_None);
+	PyObject *key = damaged ? damaged : Py_BuildValue("");
 
 	damaged = NULL;
 	begun = 0;
-	Py_CLEAR(rows);
-	Py_CLEAR(in_use);
-	Py_CLEAR(row_of_file);
+	replace(&rows, NULL);
+	replace(&in_use, NULL);
+	replace(&row_of_file, NULL);
 	if (error_type) {
 		PyErr_Restore(error_type, error_value, error_trace);
 		error_type = error_value = error_trace = NULL;
-		Py_DECREF(key);
+		Py_DecRef(key);
 		return NULL;
 	}
 	return Py_BuildValue("nKN", entries, (unsigned long long)last_off, key);

@@ -16,19 +16,15 @@ enum feature {
 	HANDLE_KILLPRIV = 32, /* dropping suid and sgid is left to us: privileges.c */
 };
 
+/* In FUSE_CAP_*, since libfuse 3.17; unused before. */
+#define CAP_HANDLE_KILLPRIV_V2 (1U << 21)
+
 static struct fuse_lowlevel_ops next; /* pyfuse3's handlers */
 static int hooked;
 static uint32_t requested, granted;
 static uint32_t background_max;
 static int64_t flush_pid;
 static int64_t answered[FUSE_BATCH_FORGET + 1]; /* by opcode */
-
-void *lakefs_libfuse(const char *name)
-{
-	void *libfuse = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
-
-	return libfuse ? dlsym(libfuse, name) : NULL;
-}
 
 void lakefs_count(uint32_t opcode)
 {
@@ -45,6 +41,7 @@ static void init(void *userdata, struct fuse_conn_info *connection)
 	connection->want &= ~FUSE_CAP_ATOMIC_O_TRUNC;
 	connection->want &= ~FUSE_CAP_SPLICE_READ;     /* what is written is looked at here */
 	connection->want &= ~FUSE_CAP_HANDLE_KILLPRIV; /* its first version does not tell who may keep suid */
+	connection->want &= ~CAP_HANDLE_KILLPRIV_V2;   /* privileges.c asks for it, in any version of libfuse */
 	granted = requested & NOFLUSH;
 	if (requested & HANDLE_KILLPRIV && lakefs_accept_killpriv())
 		granted |= HANDLE_KILLPRIV;
@@ -146,7 +143,7 @@ static void getxattr(fuse_req_t request, fuse_ino_t inode, const char *name, siz
 		return;
 	}
 	lakefs_count(FUSE_GETXATTR);
-	fuse_reply_err(request, xattr_error(name));
+	libfuse.reply_err(request, xattr_error(name));
 }
 
 /* A file that is clean and current, as far as Python said, is opened and closed here. */
@@ -173,12 +170,12 @@ static void open_file(fuse_req_t request, fuse_ino_t inode, struct fuse_file_inf
 static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
 	if (!(info->fh & HANDLE_READING)) {
-		flush_pid = fuse_req_ctx(request)->pid;
+		flush_pid = libfuse.req_ctx(request)->pid;
 		next.flush(request, inode, info);
 		return;
 	}
 	lakefs_count(FUSE_FLUSH);
-	fuse_reply_err(request, 0);
+	libfuse.reply_err(request, 0);
 }
 
 static void release(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
@@ -191,7 +188,7 @@ static void release(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info 
 	}
 	lease->handles--;
 	lakefs_count(FUSE_RELEASE);
-	fuse_reply_err(request, 0);
+	libfuse.reply_err(request, 0);
 }
 
 /* Lookups are not counted: what the kernel forgets needs no answer. */
@@ -200,7 +197,7 @@ static void forget(fuse_req_t request, fuse_ino_t inode, uint64_t lookups)
 	(void)inode;
 	(void)lookups;
 	lakefs_count(FUSE_FORGET);
-	fuse_reply_none(request);
+	libfuse.reply_none(request);
 }
 
 static void forget_multi(fuse_req_t request, size_t count, struct fuse_forget_data *forgets)
@@ -208,7 +205,7 @@ static void forget_multi(fuse_req_t request, size_t count, struct fuse_forget_da
 	(void)count;
 	(void)forgets;
 	lakefs_count(FUSE_FORGET);
-	fuse_reply_none(request);
+	libfuse.reply_none(request);
 }
 
 /* Once OPEN or OPENDIR was answered ENOSYS there are no handles. pyfuse3 does not pass on the inode: that is it. */
@@ -255,16 +252,12 @@ static void copy_file_range_here(fuse_req_t request, fuse_ino_t source, off_t of
 
 /* -- the session */
 
+/* Changes what pyfuse3 passes, which is a variable of its own: a copy would lack what a later libfuse has at its end. */
 int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info)
 {
-	static int (*reply)(fuse_req_t, const struct fuse_file_info *);
-	struct fuse_file_info answer = *info;
-
-	if (!reply)
-		*(void **)&reply = lakefs_libfuse("fuse_reply_open");
 	if (granted & NOFLUSH && (info->flags & O_ACCMODE) == O_RDONLY)
-		answer.noflush = 1;
-	return reply(request, &answer);
+		((struct fuse_file_info *)info)->noflush = 1;
+	return libfuse.reply_open(request, info);
 }
 
 /* Handlers that are called without being asked for: pyfuse3's table has all of them. */
@@ -293,21 +286,43 @@ static void wrap(struct fuse_lowlevel_ops *operations)
 	lakefs_wrap_offloaded(operations);
 }
 
+/* pyfuse3's table, wrapped; returns its size. Handlers that a later libfuse has, and this library does not know, are
+ * left out. */
+static size_t wrap_table(struct fuse_lowlevel_ops *operations, const struct fuse_lowlevel_ops *table, size_t size)
+{
+	size_t known = size < sizeof(*operations) ? size : sizeof(*operations);
+
+	memcpy(operations, table, known);
+	hooked = is_complete(operations);
+	if (hooked)
+		wrap(operations);
+	return known;
+}
+
 struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_lowlevel_ops *table, size_t size,
 				      void *userdata)
 {
-	struct fuse_session *(*make)(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t, void *);
 	struct fuse_lowlevel_ops operations = {0};
 	struct fuse_session *session;
 
-	*(void **)&make = lakefs_libfuse("fuse_session_new");
-	if (!make)
+	if (!libfuse.session_new)
 		return NULL;
-	memcpy(&operations, table, size < sizeof(operations) ? size : sizeof(operations));
-	hooked = is_complete(&operations);
-	if (hooked)
-		wrap(&operations);
-	session = make(args, &operations, size < sizeof(operations) ? size : sizeof(operations), userdata);
+	size = wrap_table(&operations, table, size);
+	session = libfuse.session_new(args, &operations, size, userdata);
+	lakefs_set_session(session);
+	return session;
+}
+
+struct fuse_session *fuse_session_new_versioned(struct fuse_args *args, const struct fuse_lowlevel_ops *table,
+						size_t size, void *version, void *userdata)
+{
+	struct fuse_lowlevel_ops operations = {0};
+	struct fuse_session *session;
+
+	if (!libfuse.session_new_versioned)
+		return NULL;
+	size = wrap_table(&operations, table, size);
+	session = libfuse.session_new_versioned(args, &operations, size, version, userdata);
 	lakefs_set_session(session);
 	return session;
 }
@@ -331,11 +346,6 @@ uint32_t lakefs_granted_features(void)
 int lakefs_is_hooked(void)
 {
 	return hooked;
-}
-
-const char *lakefs_libfuse_version(void)
-{
-	return fuse_pkgversion();
 }
 
 /* Requests of a kind that were answered here; FORGET includes BATCH_FORGET. */

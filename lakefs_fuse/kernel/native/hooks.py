@@ -1,5 +1,8 @@
 """Loads the C library; must be imported before pyfuse3, whose calls it receives. See native.h for its parts.
 
+One build of it serves every Python from 3.11 on that has a GIL, and every libfuse 3: it uses the stable ABI of the one
+(python_abi.h), and finds the other through pyfuse3 (libfuse.h).
+
 ``LAKEFS_FUSE_HOOKS=off`` leaves it out. Its functions never wait, and are called with the GIL from the trio thread
 only.
 """
@@ -7,7 +10,9 @@ only.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import sys
 from enum import IntFlag
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +60,8 @@ class CopyRequest(ctypes.Structure):
 
 _id, _time_ns, _inode = ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "bind_libfuse": (ctypes.c_int, (ctypes.c_char_p,)),
+    "has_custom_io": (ctypes.c_int, ()),
     "is_hooked": (ctypes.c_int, ()),
     "libfuse_version": (ctypes.c_char_p, ()),
     "request_features": (None, (ctypes.c_uint32, ctypes.c_uint32)),
@@ -90,13 +97,23 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
 """What Python calls of the library, without its prefix: result and parameters."""
 
 
+def _is_free_threaded() -> bool:
+    return "t" in sys.abiflags
+
+
 def _is_turned_off() -> bool:
     return os.environ.get(f"{ENVIRONMENT_PREFIX}FUSE_HOOKS", "on").lower() in ("off", "0", "no")
 
 
+def pyfuse3_extension() -> str:
+    """Path of pyfuse3's extension module, which is not imported by that; empty where pyfuse3 is not installed."""
+    found = importlib.util.find_spec("pyfuse3")
+    return found.origin or "" if found is not None else ""
+
+
 def load() -> ctypes.PyDLL | None:
     """The library, where it was built for this machine and this version of the program, and is not turned off."""
-    if _is_turned_off():
+    if _is_turned_off() or _is_free_threaded():
         return None
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
@@ -106,7 +123,8 @@ def load() -> ctypes.PyDLL | None:
                 function.restype, function.argtypes = result, parameters
         except (OSError, AttributeError):
             continue
-        return found
+        if found.lakefs_bind_libfuse(os.fsencode(pyfuse3_extension())):
+            return found
     return None
 
 
@@ -125,11 +143,12 @@ def active() -> bool:
 
 def why_inactive() -> str:
     """Why there are no hooks, and what that costs."""
-    why = (
-        "turned off by LAKEFS_FUSE_HOOKS"
-        if _is_turned_off()
-        else "not there: install lakefs-fuse again with a compiler"
-    )
+    if _is_turned_off():
+        why = "turned off by LAKEFS_FUSE_HOOKS"
+    elif _is_free_threaded():
+        why = "not for a free-threaded Python: install lakefs-fuse with another one"
+    else:
+        why = "not there: install lakefs-fuse from a wheel, or again with a compiler and libfuse3-dev"
     return (
         f"the hooks library is {why}; every open, close and listing asks the daemon, and a program that is started "
         "while a file is being written publishes what is there of it"

@@ -1,9 +1,9 @@
 /*
  * What the parts of the library share. Python's declarations of what it calls are in hooks.py and create_offload.py.
  *
- * pyfuse3's calls of fuse_session_new, fuse_reply_open, fuse_session_receive_buf and fuse_add_direntry_plus arrive in
- * this library, which is loaded with RTLD_GLOBAL before pyfuse3, and go on to libfuse (`lakefs_libfuse`). Every other
- * function of libfuse is called as usual.
+ * pyfuse3's calls of fuse_session_new (fuse_session_new_versioned since libfuse 3.17), fuse_reply_open,
+ * fuse_session_receive_buf and fuse_add_direntry_plus arrive in this library, which is loaded with RTLD_GLOBAL before
+ * pyfuse3, and go on to libfuse. All functions of libfuse are called through `libfuse` (libfuse.h).
  *
  * Invariant "one thread": libfuse calls the handlers from the one thread that reads /dev/fuse, and the Python
  * coroutine of a request begins to run before the next request is read. Nothing here is locked.
@@ -11,21 +11,10 @@
 #ifndef LAKEFS_NATIVE_H
 #define LAKEFS_NATIVE_H
 
-/* Later versions of libfuse declare these as inline functions or macros; here they are defined. */
-#define fuse_session_new fuse_session_new_as_declared
-#define fuse_reply_open fuse_reply_open_as_declared
-#define fuse_session_receive_buf fuse_session_receive_buf_as_declared
-#include <fuse_lowlevel.h>
-#undef fuse_session_new
-#undef fuse_reply_open
-#undef fuse_session_receive_buf
-struct fuse_session *fuse_session_new(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t, void *userdata);
-int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info);
-int fuse_session_receive_buf(struct fuse_session *session, struct fuse_buf *buf);
+#include "libfuse.h"
 
 #include <linux/fuse.h>
 
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -52,9 +41,6 @@ static inline struct timespec timespec_of(int64_t ns)
 }
 
 /* -- dispatch.c */
-
-/* libfuse's own function of that name. */
-void *lakefs_libfuse(const char *name);
 
 /* A request that is answered here is counted by its opcode, for the statistics. */
 void lakefs_count(uint32_t opcode);

@@ -5,9 +5,9 @@
  * asks once, and says with a flag of WRITE, SETATTR and CREATE that the caller lacks CAP_FSETID. OPEN never carries
  * it: O_TRUNC comes as SETATTR here (`init` of dispatch.c).
  *
- * libfuse before 3.17 neither knows the feature nor passes on any of the flags. So it reads requests and writes
- * answers through the two functions below: one keeps the flag of each request, the other adds the feature to the
- * answer to INIT. Only notifications of the kernel may be written by another thread.
+ * libfuse before 3.17 neither knows the feature nor passes on any of the flags. So libfuse, of any version, reads
+ * requests and writes answers through the two functions below: one keeps the flag of each request, the other adds the
+ * feature to the answer to INIT. Only notifications of the kernel may be written by another thread.
  */
 #include "native.h"
 
@@ -80,13 +80,9 @@ static ssize_t write_answer(int fd, struct iovec *iov, int count, void *userdata
 void lakefs_watch_privileges(struct fuse_session *session, int fd)
 {
 	static const struct fuse_custom_io io = {.writev = write_answer, .read = read_request};
-	void *libfuse = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
-	int (*set_io)(struct fuse_session *, const struct fuse_custom_io *, int) = NULL;
 
-	if (libfuse) /* since 3.13; later versions have another one of that name as well */
-		*(void **)&set_io = dlvsym(libfuse, "fuse_session_custom_io", "FUSE_3.0");
-	if (set_io)
-		set_io(session, &io, fd);
+	if (libfuse.session_custom_io)
+		libfuse.session_custom_io(session, &io, fd);
 }
 
 int lakefs_accept_killpriv(void)

@@ -9,9 +9,8 @@
  * after one it looks for the next for AWAIT_NS, without the GIL, and altogether no longer than AWAY_NS, for the
  * caller's loop has other things to do.
  */
-#include <Python.h>
-
 #include "native.h"
+#include "python_abi.h"
 
 #include <sched.h>
 
@@ -56,13 +55,9 @@ static int needs_no_python(const struct fuse_buf *buf)
 /* As libfuse does it, and what time it is. */
 static int receive(struct fuse_session *se, struct fuse_buf *buf)
 {
-	static int (*next)(struct fuse_session *, struct fuse_buf *);
+	int size = libfuse.session_receive_buf(se, buf);
 	struct timespec now;
-	int size;
 
-	if (!next)
-		*(void **)&next = lakefs_libfuse("fuse_session_receive_buf");
-	size = next(se, buf);
 	if (size > 0) {
 		clock_gettime(CLOCK_REALTIME, &now);
 		lakefs_request_time.realtime_ns = (int64_t)now.tv_sec * NS + now.tv_nsec;
@@ -88,7 +83,7 @@ static int answer_in_a_row(struct fuse_session *se, struct fuse_buf *buf)
 
 	do {
 		until = followed_within_ns(buf);
-		fuse_session_process_buf(se, buf);
+		libfuse.session_process_buf(se, buf);
 		until += lakefs_monotonic_ns();
 		while ((size = receive(se, buf)) == -EAGAIN && lakefs_monotonic_ns() < until)
 			sched_yield();
@@ -128,7 +123,7 @@ int lakefs_begin_reading(void)
 
 	if (!session)
 		return 0;
-	fd = fuse_session_fd(session);
+	fd = libfuse.session_fd(session);
 	flags = fcntl(fd, F_GETFL);
 	if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0)
 		return 0;
@@ -146,10 +141,10 @@ int lakefs_is_drained(void)
 /* The mount is gone, or the session was ended. */
 int lakefs_session_exited(void)
 {
-	return fuse_session_exited(session);
+	return libfuse.session_exited(session);
 }
 
 int lakefs_session_fd(void)
 {
-	return fuse_session_fd(session);
+	return libfuse.session_fd(session);
 }

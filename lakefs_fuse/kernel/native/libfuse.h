@@ -1,0 +1,48 @@
+/*
+ * libfuse's functions, found when the library is loaded: in the libfuse that pyfuse3 is linked with, whichever that is.
+ *
+ * So this library is linked with no libfuse, and one build serves libfuse3.so.3 and libfuse3.so.4. What it shares with
+ * libfuse (fuse_lowlevel_ops, fuse_file_info, fuse_conn_info, fuse_buf, fuse_custom_io) has the same layout in both;
+ * later versions of libfuse only add at the end, or in what was reserved.
+ *
+ * The functions that are defined here under libfuse's names are declared here too: later versions declare some as
+ * inline functions or macros.
+ */
+#ifndef LAKEFS_LIBFUSE_H
+#define LAKEFS_LIBFUSE_H
+
+#define fuse_session_new_versioned fuse_session_new_versioned_as_declared
+#define fuse_reply_open fuse_reply_open_as_declared
+#define fuse_session_receive_buf fuse_session_receive_buf_as_declared
+#include <fuse_lowlevel.h>
+#undef fuse_session_new
+#undef fuse_session_new_versioned
+#undef fuse_reply_open
+#undef fuse_session_receive_buf
+struct fuse_session *fuse_session_new(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t, void *userdata);
+/* Since 3.17, whose headers turn fuse_session_new into it. The version is that of the headers of the caller. */
+struct fuse_session *fuse_session_new_versioned(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t,
+						void *version, void *userdata);
+int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info);
+int fuse_session_receive_buf(struct fuse_session *session, struct fuse_buf *buf);
+
+#define LIBFUSE_FUNCTIONS(each)                                                                                        \
+	each(add_direntry_plus) each(pkgversion) each(reply_attr) each(reply_create) each(reply_entry) each(reply_err) \
+	each(reply_none) each(reply_open) each(reply_write) each(req_ctx) each(session_exited) each(session_fd)       \
+	each(session_process_buf) each(session_receive_buf)
+
+struct libfuse {
+#define DECLARE(name) __typeof__(&fuse_##name) name;
+	LIBFUSE_FUNCTIONS(DECLARE)
+#undef DECLARE
+	/* One of the two at least; NULL where this libfuse lacks it. */
+	__typeof__(&fuse_session_new) session_new;
+	__typeof__(&fuse_session_new_versioned) session_new_versioned;
+	/* Since 3.13, of a struct without what later versions added to it; else NULL. */
+	int (*session_custom_io)(struct fuse_session *, const struct fuse_custom_io *, int);
+};
+
+/* All NULL until `lakefs_bind_libfuse` has found every one that is needed; without them no session can be made. */
+extern struct libfuse libfuse;
+
+#endif
