@@ -1,3 +1,8 @@
 """A data lake (a bucket of an S3-compatible object store) mounted as a POSIX tree, for training jobs."""
 
-__version__ = "0.1.0"
+try:
+    from lakefs_fuse import _version
+except ImportError:  # a checkout that was never installed
+    __version__ = "0+unknown"
+else:
+    __version__ = _version.__version__

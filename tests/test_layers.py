@@ -14,11 +14,12 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
 
-FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "findings", "metrics", "product"})
+FOUNDATION = frozenset({"lakefs_fuse", "_version", "errors", "config", "findings", "metrics", "product"})
 """What every layer may use. Among themselves: config uses errors."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    "lakefs_fuse": frozenset(),
+    "_version": frozenset(),
+    "lakefs_fuse": frozenset({"_version"}),
     "errors": frozenset(),
     "findings": frozenset(),
     "product": frozenset(),
