@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from lakefs_fuse import __version__
 from lakefs_fuse.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LakeError
 from lakefs_fuse.product import PROGRAM
 
@@ -59,8 +58,17 @@ class Commands(click.Group):
         return command
 
 
+def _print_version(context: click.Context, option: click.Parameter, given: bool) -> None:
+    from lakefs_fuse.cli.version import print_version
+
+    print_version(context, option, given)
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name=PROGRAM)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+    help="Show the versions of the program and of what it runs on, and exit.",
+)  # fmt: skip
 def commands() -> None:
     """Mount a data lake in an S3-compatible object store as a directory."""
 

@@ -82,10 +82,15 @@ class RequestTurns:
             self._coming += 1
 
 
+def is_possible() -> bool:
+    """Whether the library is there, and pyfuse3 waits in the way that `begin` replaces."""
+    return hooks.library() is not None and hasattr(pyfuse3, "_wait_fuse_readable")
+
+
 def begin() -> bool:
     """Replace pyfuse3's way of waiting, between its `init` and `main`. False where that is not possible."""
     library = hooks.library()
-    if library is None or not hasattr(pyfuse3, "_wait_fuse_readable") or not library.lakefs_begin_reading():
+    if library is None or not is_possible() or not library.lakefs_begin_reading():
         return False
     vars(pyfuse3)["_wait_fuse_readable"] = RequestTurns().wait
     return True

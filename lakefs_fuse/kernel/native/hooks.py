@@ -141,23 +141,31 @@ def active() -> bool:
     return _library is not None and bool(_library.lakefs_is_hooked())
 
 
+def why_absent() -> str:
+    """Why the library is not loaded, and what to do."""
+    if _is_turned_off():
+        return "turned off by LAKEFS_FUSE_HOOKS"
+    if _is_free_threaded():
+        return "not for a free-threaded Python: install lakefs-fuse with another one"
+    return "not there: install lakefs-fuse from a wheel, or again with a compiler and libfuse3-dev"
+
+
 def why_inactive() -> str:
     """Why there are no hooks, and what that costs."""
-    if _is_turned_off():
-        why = "turned off by LAKEFS_FUSE_HOOKS"
-    elif _is_free_threaded():
-        why = "not for a free-threaded Python: install lakefs-fuse with another one"
-    else:
-        why = "not there: install lakefs-fuse from a wheel, or again with a compiler and libfuse3-dev"
     return (
-        f"the hooks library is {why}; every open, close and listing asks the daemon, and a program that is started "
-        "while a file is being written publishes what is there of it"
+        f"the hooks library is {why_absent()}; every open, close and listing asks the daemon, and a program that is "
+        "started while a file is being written publishes what is there of it"
     )
 
 
 def libfuse_version() -> str:
     """Version of libfuse; empty where it is not known."""
     return _library.lakefs_libfuse_version().decode() if _library is not None else ""
+
+
+def has_custom_io() -> bool:
+    """Whether libfuse lets the library see requests and answers as they are, which `Feature.HANDLE_KILLPRIV` takes."""
+    return _library is not None and bool(_library.lakefs_has_custom_io())
 
 
 def request_features(features: Feature, background_max: int) -> None:
