@@ -16,8 +16,14 @@
 #   make simulate-one SEED=7 PROFILE=mixed             one seed, with what each node and the store did
 #   make simulate-mutants                              how soon deliberate defects are found
 #   make scale                                         what one lake serves: measures, and makes docs/guide/scale.md
+#
+# Packages for installing it elsewhere, in dist/ (nothing is published):
+#
+#   make dist            source distribution, wheels for x86-64 and ARM, a wheel of pyfuse3, a Debian package
+#   make wheels          the same without the Debian package
 
 STORE ?= file
+DIST ?= dist
 PYTEST ?=
 BENCH ?= --out docs/benchmarks/results.json --report docs/benchmarks.md
 VENV := .venv
@@ -34,7 +40,7 @@ SHORT := -n $(or $(JOBS),4) -m "not long"
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/kernel/native/*.c)
 
-.PHONY: demo bench check test test-long lint unit short setup clean \
+.PHONY: demo bench check test test-long lint unit short setup clean dist wheels deb \
 	simulate simulate-one simulate-mutants scale
 .DELETE_ON_ERROR:
 
@@ -47,7 +53,7 @@ check: $(VENV)/.installed-test
 test: $(VENV)/.installed-test
 	$(MAKE) --no-print-directory -j2 --output-sync=none lint short
 
-test-long: $(VENV)/.installed-test
+test-long: $(VENV)/.installed-test $(VENV)/.installed-dist
 	LAKEFS_TEST_LONG=1 $(RUN) -m pytest --dist worksteal -n $(or $(JOBS),3) $(PYTEST)
 
 unit: $(VENV)/.installed-test
@@ -72,6 +78,11 @@ scale: $(VENV)/.installed-test
 	$(BIN)/python -m scripts.scale run --nodes 24 --writers 2 --commits 0.5 --seconds 60
 	$(BIN)/python -m scripts.scale --write
 
+dist: deb
+
+deb wheels: $(VENV)/.installed-dist
+	$(BIN)/python -m scripts.dist $@ --out $(DIST)
+
 bench: $(VENV)/.installed-bench
 	$(RUN) -m scripts.bench $(BENCH)
 
@@ -89,4 +100,4 @@ $(VENV)/.installed-%: $(SOURCES)
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lakefs_fuse scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f lakefs_fuse/kernel/native/_*.so
+	rm -f lakefs_fuse/_version.py lakefs_fuse/kernel/native/_*.so

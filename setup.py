@@ -7,6 +7,7 @@ platform alone. Without a compiler or libfuse's headers the install goes on with
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -38,7 +39,7 @@ def fuse_headers() -> list[str]:
 
 
 def native() -> list[Extension]:
-    """``optional`` makes a failed compilation a warning."""
+    """``optional`` makes a failed compilation a warning; the environment can ask for an error."""
     if not (Path(__file__).parent / NATIVE / "native.h").exists():
         return []
     return [
@@ -51,7 +52,7 @@ def native() -> list[Extension]:
             extra_compile_args=["-O2", "-fvisibility=default", *fuse_headers()],
             libraries=["dl"],
             py_limited_api=True,
-            optional=True,
+            optional=os.environ.get("LAKEFS_FUSE_NATIVE") != "required",
         )
     ]
 
