@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import click
-from click_man.core import write_man_pages
 
 from lakefs_fuse.cli import MODULES, commands
 from scripts.dist.wheels import only, run
@@ -91,7 +90,7 @@ def install_program(root: Path, version: str, out: Path) -> None:
 
 def libfuse_of(root: Path) -> str:
     """File name of the libfuse that the installed program uses. Raises ValueError where a fast path does not work."""
-    found = json.loads(run(root / PREFIX / "bin" / "python", "-m", "lakefs_fuse.kernel.installation"))
+    found = json.loads(run(root / PREFIX / "bin" / "python", "-P", "-m", "lakefs_fuse.kernel.installation"))
     broken = {name: why for name, why in found["fast_paths"].items() if why}
     if broken:
         raise ValueError(f"the program that was packaged lacks fast paths: {broken}")
@@ -100,6 +99,8 @@ def libfuse_of(root: Path) -> str:
 
 def add_manual(root: Path, version: str) -> None:
     """A page for each command, made from its help; mount.lakefs has that of `lakefs-fuse mount`."""
+    from click_man.core import write_man_pages  # of the extra `dist`, which tests of the rest do without
+
     section = root / "usr" / "share" / "man" / "man1"
     section.mkdir(parents=True)
     # click-man finds no command that is loaded when it is used.
@@ -145,8 +146,8 @@ def add_link(path: Path, target: str) -> None:
 
 
 def debian_version(version: str) -> str:
-    """The same for dpkg, which sorts 1.0~rc1 and 1.0~dev3 before 1.0."""
-    return re.sub(r"(?<=\d)\.?(a|b|rc|dev)(?=\d)", r"~\1", version)
+    """The same for dpkg, which sorts 1.0~~dev3 before 1.0~rc1, and that before 1.0."""
+    return re.sub(r"(?<=\d)(a|b|rc)(?=\d)", r"~\1", version).replace(".dev", "~~dev")
 
 
 def pack(root: Path, version: str, out: Path) -> Path:
