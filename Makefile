@@ -21,6 +21,7 @@
 #
 #   make dist            source distribution, wheels for x86-64 and ARM, a wheel of pyfuse3, a Debian package
 #   make wheels          the same without the Debian package
+#   make lowest          the unit tests with the oldest versions of libraries that pyproject.toml allows
 
 STORE ?= file
 DIST ?= dist
@@ -40,7 +41,7 @@ SHORT := -n $(or $(JOBS),4) -m "not long"
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/kernel/native/*.c)
 
-.PHONY: demo bench check test test-long lint unit short setup clean dist wheels deb \
+.PHONY: demo bench check test test-long lint unit short setup clean dist wheels deb lowest \
 	simulate simulate-one simulate-mutants scale
 .DELETE_ON_ERROR:
 
@@ -83,6 +84,11 @@ dist: deb
 deb wheels: $(VENV)/.installed-dist
 	$(BIN)/python -m scripts.dist $@ --out $(DIST)
 
+lowest: $(VENV)/.installed-dist
+	mkdir -p build
+	$(BIN)/python scripts/lowest.py > build/lowest.txt
+	PIP_CONSTRAINT="$(CURDIR)/build/lowest.txt" $(MAKE) --no-print-directory VENV=$(VENV)-lowest unit
+
 bench: $(VENV)/.installed-bench
 	$(RUN) -m scripts.bench $(BENCH)
 
@@ -98,6 +104,6 @@ $(VENV)/.installed-%: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lakefs_fuse scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f lakefs_fuse/_version.py lakefs_fuse/kernel/native/_*.so
