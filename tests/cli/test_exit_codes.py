@@ -14,7 +14,7 @@ from lakefs_fuse.cli import MODULES, answer_errors, commands
 from lakefs_fuse.errors import ConfigError, LakeError, LeaseHeld, ReportedError, StoreError
 
 MANUAL = Path(__file__).parents[2] / "docs" / "operations.md"
-LEASED = {"fsck", "gc", "pack", "relocate", "snapshot", "unpack", "upgrade"}
+LEASED = {"dataset", "fsck", "gc", "pack", "relocate", "snapshot", "unpack", "upgrade"}
 """Commands that change a lake under its maintenance lease."""
 
 
