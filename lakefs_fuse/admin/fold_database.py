@@ -110,8 +110,9 @@ async def _opened(client: StoreClient, work: Work, database: FoldDatabase) -> As
     database.clean()
     try:
         async with open_lake_view(
-            client, work.store, node=work.node, scratch=work.scratch, cache_dir=database.path, lists=False, folds=True
-        ) as lake:
+            client, work.store, node=work.node, scratch=work.scratch, cache_dir=database.path, lists=False, folds=True,
+            lake_id=work.lake_id,
+        ) as lake:  # fmt: skip
             database.record(folded_of(lake.fs.database).index)  # a run that is killed leaves it as well
             yield lake
             newest = folded_of(lake.fs.database).index

@@ -169,12 +169,14 @@ async def open_lake_view(
     cache_dir: str | None = None,
     lists: bool = True,
     folds: bool = False,
+    lake_id: str = "",
 ) -> AsyncIterator[LakeView]:
     """Open a view of the lake in ``store``; errors of the block leave it as themselves, not as a group.
 
     ``scratch`` is a directory for temporary files, ``cache_dir`` the cache directory of a node, which is kept. Without
     ``lists``, directories keep their listings, of whatever age, and are not listed again. A view that ``folds`` writes
     levels of the index, in a lake that has the feature; a cache directory with which it did so is for such views alone.
+    Names in ``cache_dir`` that are not of the lake with the id ``lake_id`` are dropped.
     Raises LakeError: CacheError where the cache directory is in use.
     """
     metrics = Metrics()
@@ -191,7 +193,7 @@ async def open_lake_view(
             refresh_s=NEVER_S,
             folds=folds,
         )
-        async with open_filesystem(config, client, metrics, node=node) as fs:
+        async with open_filesystem(config, client, metrics, node=node, lake_id=lake_id) as fs:
             if lists:
                 fs.namespace.tree.forget_listings()  # those of an index, or a node, count for as long as NEVER_S says
             clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))

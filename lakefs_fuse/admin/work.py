@@ -43,6 +43,8 @@ class Work:
     """Prints part of the result while the command runs."""
     levels: bool = False
     """The lake has levels of the index (`lake_record.LEVELS`)."""
+    lake_id: str = ""
+    """Of the lake record; empty where there is none."""
     uploads_max: int = 4
     began_s: float = field(default_factory=trio.current_time)
 

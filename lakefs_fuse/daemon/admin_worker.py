@@ -173,6 +173,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             host=os.uname().nodename,
             process=os.getpid(),
             levels=connection.opened.has_levels,
+            lake_id=record.id if (record := connection.opened.record) is not None else "",
             uploads_max=request.uploads_max,
         )
         run: Callable[[Work, msgspec.Struct], Awaitable[protocol.Finished]] = pkgutil.resolve_name(

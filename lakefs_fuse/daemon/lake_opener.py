@@ -81,7 +81,9 @@ async def open_lake(
             async with open_immutable(config, client, metrics, path=path, host=host, node=node) as immutable:
                 yield immutable, dataclasses.asdict(capabilities), _no_maintenance
         else:
-            async with assembled(config, client, metrics, node=node, hints=_open_hints(config, opened)) as parts:
+            lake_id = opened.record.id if opened.record is not None else ""
+            hints = _open_hints(config, opened)
+            async with assembled(config, client, metrics, node=node, hints=hints, lake_id=lake_id) as parts:
                 fs = parts.filesystem
                 maintain, section = _no_maintenance, _no_section
                 if config.maintenance == "auto" and not config.read_only:

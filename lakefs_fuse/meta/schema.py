@@ -51,6 +51,8 @@ XATTRS = b"X"
 
 SINGLE_IDENTITY = b"Midentity"
 """Name of the lake."""
+SINGLE_LAKE = b"Mlake"
+"""Id of the lake record whose names these are."""
 SINGLE_VERSION = b"Mschema"
 SINGLE_INODE = b"Minode"
 """Inode numbers below were given out, or are set aside for that."""

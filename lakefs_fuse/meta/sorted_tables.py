@@ -417,6 +417,15 @@ def are_names_outdated(database: Database) -> bool:
     return database.get(schema.SINGLE_OUTDATED) is not None
 
 
+def lake_of(database: Database) -> str:
+    """Id of the lake record that the names belong to; empty where none was noted."""
+    return (database.get(schema.SINGLE_LAKE) or b"").decode()
+
+
+def note_lake(database: Database, lake_id: str) -> None:
+    database.commit(Batch({schema.SINGLE_LAKE: lake_id.encode()}))
+
+
 def writer_of(database: Database) -> str:
     """Who committed last from this cache directory; empty before the first commit."""
     return (database.get(schema.SINGLE_WRITER) or b"").decode()

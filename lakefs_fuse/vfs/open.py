@@ -29,7 +29,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
 from lakefs_fuse.meta.database import Database, RocksEngines
-from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, marks_of
+from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, lake_of, marks_of, note_lake
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
@@ -143,9 +143,10 @@ async def open_filesystem(
     metrics: Metrics,
     *,
     node: Node,
+    lake_id: str = "",
 ) -> AsyncIterator[Filesystem]:
     """The filesystem of `assembled`."""
-    async with assembled(config, client, metrics, node=node) as parts:
+    async with assembled(config, client, metrics, node=node, lake_id=lake_id) as parts:
         yield parts.filesystem
 
 
@@ -158,9 +159,10 @@ async def assembled(
     node: Node,
     spans: tuple[tuple[int, int], ...] = SPANS,
     hints: HintChannel | None = None,
+    lake_id: str = "",
 ) -> AsyncIterator[Assembly]:
     """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says. ``hints`` of commits
-    go over this channel.
+    go over this channel. ``lake_id`` is that of the lake record, if there is one.
 
     Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk). On leaving, what is not
     durable stays in staging with its record.
@@ -175,7 +177,7 @@ async def assembled(
         try:
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
-                await _drop_wrong_names(database, client, node.clock)
+                await _drop_wrong_names(database, client, node.clock, lake_id)
                 await load_newest_index(database, client, node.threads, directory / "index", folds=config.folds)
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans, hints))
                 await parts.begin()
@@ -193,9 +195,10 @@ async def assembled(
             database.close()
 
 
-async def _drop_wrong_names(database: Database, client: StoreClient, clock: Clock) -> None:
-    """Drop all names where some are dated too far ahead, which would hide what others commit, or where the daemon
-    before found that they may be outdated. Raises LakeError."""
+async def _drop_wrong_names(database: Database, client: StoreClient, clock: Clock, lake_id: str) -> None:
+    """Drop all names where some are dated too far ahead, which would hide what others commit, where the daemon before
+    found that they may be outdated, or where they are those of a lake that was at this place before. Raises
+    LakeError."""
     newest = marks_of(database).newest
     is_ahead = newest > clock.wall_ns() + AHEAD_NS_MAX
     if is_ahead:
@@ -203,10 +206,13 @@ async def _drop_wrong_names(database: Database, client: StoreClient, clock: Cloc
             is_ahead = newest > await client.time_ns() + AHEAD_NS_MAX
         except Unsupported:
             pass  # then this machine's clock is what there is
-    if is_ahead or are_names_outdated(database):
-        why = "are dated in the future" if is_ahead else "may be outdated"
+    is_other = bool(lake_id) and lake_of(database) not in ("", lake_id)
+    if is_ahead or is_other or are_names_outdated(database):
+        why = "are dated in the future" if is_ahead else "are of another lake" if is_other else "may be outdated"
         log.warning("names in the cache directory %s: all names are read again", why)
         drop_names(database)
+    if lake_id and lake_of(database) != lake_id:
+        note_lake(database, lake_id)
 
 
 async def _resolve_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:

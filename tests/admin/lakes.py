@@ -40,7 +40,9 @@ async def headless(
             yield lake
 
 
-def work_of(store: MemoryStore, clock: Clock, scratch: Path, *, seed: int = 7, levels: bool = False) -> Work:
+def work_of(
+    store: MemoryStore, clock: Clock, scratch: Path, *, seed: int = 7, levels: bool = False, lake_id: str = ""
+) -> Work:
     """A run of a command, of another process for each seed; ``scratch`` is of one test. The lake has ``levels``."""
     store.clock = clock
     return Work(
@@ -55,6 +57,7 @@ def work_of(store: MemoryStore, clock: Clock, scratch: Path, *, seed: int = 7, l
         host="here",
         process=seed,
         levels=levels,
+        lake_id=lake_id,
     )
 
 

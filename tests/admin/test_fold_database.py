@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -51,6 +52,7 @@ class Node:
         self.directory, self.database = directory, FoldDatabase(directory / "folded")
         directory.mkdir()
         self.client = store_client(store, store.capabilities, retry_timeout_s=0)
+        self.lake_id = "one"
 
     async def fold(self, commits_max: int = 0) -> dict[str, object]:
         """Without a collection, which is not due."""
@@ -59,7 +61,9 @@ class Node:
         return await self.maintain(commits_max)
 
     async def maintain(self, commits_max: int = 0) -> dict[str, object]:
-        work = work_of(self.store, self.clock, self.directory, seed=self._seed, levels=self._levels)
+        work = work_of(
+            self.store, self.clock, self.directory, seed=self._seed, levels=self._levels, lake_id=self.lake_id
+        )
         args = MaintenanceArgs(interval_s=HOUR_S, commits_max=commits_max, fold_database=self.database.path)
         return (await run_maintenance(work, args)).summary
 
@@ -108,6 +112,23 @@ async def test_fresh_mount_has_what_one_has_that_read_every_commit(
     for key in [key for key in store.objects if key.startswith(INDEX)]:
         store.take(key)
     assert await names_and_attributes(store, clock, tmp_path / "without") == with_index
+
+
+async def test_names_of_a_lake_that_was_emptied_come_into_no_index(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    node = Node(store, clock, tmp_path / "node")
+    give_pack(store, clock, {"before": b"before"})
+    assert (await node.fold())["folded"]
+    for key in list(store.objects):
+        store.take(key)
+    node.lake_id = "another"
+    clock.advance(1000)
+    give_pack(store, clock, {"after": b"after"})
+    clock.advance(1000)
+    assert (await node.fold())["folded"]
+    tree, _ = cast("tuple[list[str], object]", await names_and_attributes(store, clock, tmp_path / "shown"))
+    assert list(tree) == ["after"]
 
 
 async def costs(store: MemoryStore, clock: Clock, node: Node, names: int) -> tuple[int, int]:

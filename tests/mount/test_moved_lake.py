@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import MIB, PART_BYTES, Bucket, Lake, noise, sha256
+from tests.mount.lakes import MIB, PART_BYTES, Bucket, Directory, Lake, noise, sha256
 
 LARGE_BYTES = PART_BYTES + MIB
 MTIME_NS = 1_234_567_890_987_654_321
@@ -112,3 +113,20 @@ def test_moved_lake_is_what_it_was_after_rebind(make_lake: LakeMaker, with_index
         moved.cache_dir = moved.cache_dir.with_name("cache-v1")
         moved.mount("--immutable", "--snapshot", "v1")
         assert bytes_of(shown(moved.path)) == bytes_of(before)
+
+
+def test_names_of_a_lake_that_was_replaced_are_forgotten(make_lake: LakeMaker) -> None:
+    """Somebody empties the place and begins again; what the cache directory knows is of the lake before."""
+    lake = make_lake("file").mount()
+    lake.outside.replace("d/removed", b"before")
+    (lake.path / "d/removed").unlink()
+    (lake.path / "d/written").write_bytes(b"before")
+    lake.umount()
+    assert isinstance(lake.outside, Directory)
+    shutil.rmtree(lake.outside.root)
+    lake.outside.root.mkdir()
+    lake.outside.replace("d/removed", b"of the new lake")
+    lake.mount()
+    assert os.listdir(lake.path / "d") == ["removed"]
+    assert (lake.path / "d/removed").read_bytes() == b"of the new lake"
+    assert "are of another lake: all names are read again" in lake.log()
