@@ -33,6 +33,7 @@ from lakefs_fuse.store.open import find_lake
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
+from lakefs_fuse.vfs.immutable.residency_report import Host
 from lakefs_fuse.vfs.open import assembled
 
 NS = 1_000_000_000
@@ -77,7 +78,8 @@ async def open_lake(
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         if config.immutable:
             config = structs.replace(config, records_residency=config.records_residency and not opened.unknown)
-            host = os.environ.get(NODE_NAME_VARIABLE) or os.uname().nodename
+            machine = os.uname().nodename
+            host = Host(os.environ.get(NODE_NAME_VARIABLE) or machine, machine)
             async with open_immutable(config, client, metrics, path=path, host=host, node=node) as immutable:
                 yield immutable, dataclasses.asdict(capabilities), _no_maintenance
         else:

@@ -25,6 +25,7 @@ from lakefs_fuse.errors import AccessDenied, ConfigError, FileError, LakeError, 
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.vfs.immutable import residency_report
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
+from lakefs_fuse.vfs.immutable.residency_report import Host
 from tests.admin.lakes import STORE, dataset, give_commit, give_pack, headless, silent, work_of
 from tests.fakes import node_of, store_client
 from tests.memory_store import Failures, MemoryStore, Request
@@ -106,7 +107,7 @@ async def mounted(
         dataset=name, records_residency=bool(host), snapshot=DatasetName.parse_version(name).snapshot,
     )  # fmt: skip
     client = store_client(store, store.capabilities, retry_timeout_s=0)
-    async with open_immutable(config, client, Metrics(), host=host, node=node_of(clock, "reader")) as fs:
+    async with open_immutable(config, client, Metrics(), host=Host(host, host), node=node_of(clock, "reader")) as fs:
         yield fs
 
 
@@ -592,3 +593,13 @@ async def test_version_is_followed_to_the_etags_that_a_copy_of_the_lake_has(
     assert (await run(store, clock, tmp_path, "show", dataset="im"))["dataset"] == "im@1"
     assert (await run(store, clock, tmp_path, "verify", dataset="im"))["ok"] is True
     assert await shown(store, clock, tmp_path, "im@1") == renamed_back(files)
+
+
+def test_node_id_is_another_for_each_container_and_cache_directory() -> None:
+    ids = [
+        residency_report.node_id(host, cache)
+        for host in (Host("node/1", "pod-1"), Host("node/1", "pod-2"), Host("node-1", "pod-1"))
+        for cache in ("/cache/a", "/cache/b")
+    ]
+    assert len(set(ids)) == 6
+    assert all(each.startswith("node-1-") for each in ids)

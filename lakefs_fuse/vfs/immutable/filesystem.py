@@ -40,7 +40,7 @@ from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.block_reader import open_reader
 from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import FileState
-from lakefs_fuse.vfs.immutable.residency_report import ResidencyReport
+from lakefs_fuse.vfs.immutable.residency_report import Host, ResidencyReport
 from lakefs_fuse.vfs.immutable.state_names import StateNames
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
 from lakefs_fuse.vfs.namespace.attributes import learn
@@ -416,11 +416,11 @@ async def open_immutable(
     metrics: Metrics,
     *,
     path: str = "",
-    host: str = "",
+    host: Host | None = None,
     node: Node,
 ) -> AsyncIterator[ImmutableFilesystem]:
     """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``);
-    ``host`` is the name of this machine in `config.records_residency`.
+    ``host`` names this machine in the record of what is local (``config.records_residency``).
 
     Raises CacheError (locked, another lake's, unusable), MountError (no such directory, not enough disk), and what the
     store answers.
@@ -437,7 +437,9 @@ async def open_immutable(
                 begin_counting(cache, nursery, node.threads)
                 nursery.start_soon(filesystem.residency.run)
                 if config.records_residency:
-                    report = ResidencyReport(config, host, client, filesystem.residency, cache, state.note.bytes)
+                    report = ResidencyReport(
+                        config, host or Host(), client, filesystem.residency, cache, state.note.bytes
+                    )
                     nursery.start_soon(report.run)
                 try:
                     yield filesystem

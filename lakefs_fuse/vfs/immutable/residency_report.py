@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import trio
@@ -36,23 +37,32 @@ NODE_ID_MAX = 64
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The machine of a mount: ``name`` as its scheduler knows it, and ``machine``, its host name, of which each
+    container may have another one."""
+
+    name: str = ""
+    machine: str = ""
+
+
 class ResidencyReport:
     """Writes the record of one mount."""
 
     def __init__(
         self,
         config: MountConfig,
-        host: str,
+        host: Host,
         client: StoreClient,
         residency: Residency,
         cache: BlockCache,
         size_bytes: int,
     ) -> None:
-        """``host`` is the name of this machine, ``size_bytes`` that of all files."""
+        """``size_bytes`` is that of all files."""
         self._client, self._residency, self._cache = client, residency, cache
         self._key = key_of(config.snapshot, node_id(host, config.cache_dir))
         self._record = NodeRecord(
-            node=host, mountpoint=config.mountpoint, mounted=True, local_bytes=0, bytes=size_bytes
+            node=host.name, mountpoint=config.mountpoint, mounted=True, local_bytes=0, bytes=size_bytes
         )
         self._dataset = config.dataset
         self._counted_bytes = 0
@@ -68,13 +78,19 @@ class ResidencyReport:
             while not self._is_refused:
                 began_s, is_counted = trio.current_time(), self._cache.counted
                 if is_counted:
-                    await self.report()
+                    await self._attempt()
                 pause_s = max(REPORT_S, PAUSE_SHARE * (trio.current_time() - began_s))
                 await trio.sleep(pause_s if is_counted else COUNTED_S)
         finally:
             if self._written is not None:
                 with trio.move_on_after(LAST_S_MAX, shield=True):
                     await self._write(structs.replace(self._written, mounted=False))
+
+    async def _attempt(self) -> None:
+        try:
+            await self.report()
+        except Exception:
+            log.exception("recording what is local of %s", self._dataset)
 
     async def report(self) -> None:
         """Count, if the cache has changed, and write the record, if it has changed or is to be renewed."""
@@ -106,8 +122,9 @@ class ResidencyReport:
             self._written, self._written_s, self._has_failed = record, trio.current_time(), False
 
 
-def node_id(host: str, cache_dir: str) -> str:
-    """Name of the record of a mount: one for each cache directory of a machine."""
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-.")[:NODE_ID_MAX] or "node"
-    digest = xxhash.xxh3_64_hexdigest(f"{host}\0{Path(cache_dir).absolute()}".encode("utf-8", "surrogateescape"))
+def node_id(host: Host, cache_dir: str) -> str:
+    """Name of the record of a mount: one for each cache directory of a machine, or of a container."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", host.name).strip("-.")[:NODE_ID_MAX] or "node"
+    meant = f"{host.name}\0{host.machine}\0{Path(cache_dir).absolute()}"
+    digest = xxhash.xxh3_64_hexdigest(meant.encode("utf-8", "surrogateescape"))
     return f"{readable}-{digest}"
