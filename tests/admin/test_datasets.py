@@ -603,3 +603,26 @@ def test_node_id_is_another_for_each_container_and_cache_directory() -> None:
     ]
     assert len(set(ids)) == 6
     assert all(each.startswith("node-1-") for each in ids)
+
+
+async def test_list_of_kept_objects_is_read_once_and_ends_with_its_version(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    copies = [key for key in store.objects if key.startswith(OBJECTS)]
+    kept = snapshots.KeptObjects(store_client(store, store.capabilities))
+    store.requests.clear()
+    for _ in range(2):
+        await kept.refresh()
+        assert all(key in kept for key in copies)
+        assert "data/plain" not in kept
+    assert store.count("get") == 1
+    await create(store, clock, tmp_path)
+    await run(store, clock, tmp_path, "rm", dataset="im@1")
+    store.requests.clear()
+    await kept.refresh()
+    assert all(key in kept for key in copies), "the next version has the same copies"
+    assert store.count("get") == 1
+    await run(store, clock, tmp_path, "rm", dataset="im@2")
+    await kept.refresh()
+    assert not any(key in kept for key in copies)
