@@ -52,6 +52,8 @@ from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 COPIES_AT_ONCE = 16
 ROUNDS_MAX = 8
 """Listings, each because objects were replaced before they were copied; then the command gives up."""
+MANY, SMALL_BYTES = 10_000, 1 << 20
+"""So many plain objects, of so few bytes each on average, are better packed before."""
 KEPT_S_MAX = 60.0
 """Mounts delete hidden objects minutes after their names are gone. Where the list of objects to keep came later after
 the look at the lake than this, it is looked at once more whether they still have names."""
@@ -96,6 +98,7 @@ async def build(
     path: str,
     base: tuple[DatasetName, Manifest] | None,
     progress: Callable[[Progress], None],
+    note: Callable[[str], None],
 ) -> Built:
     """Store a version of the directory ``path``, empty for all of the lake. Raises ConfigError where there is no such
     directory, LakeError; then there is no such version."""
@@ -108,7 +111,7 @@ async def build(
             if base is not None:
                 rows = snapshot_rows(client, lake.node, base[0].snapshot, base[1], scratch / "base")
                 before = Tree(await stack.enter_async_context(rows))
-            made = await _make_rows(lake, name, path, before, stack, scratch, progress)
+            made = await _make_rows(lake, name, path, before, stack, scratch, progress, note)
             counts = made.counts
             told = Dataset(name=name.name, version=name.version, path=path, files=counts.files, bytes=counts.bytes)
             manifest = await _store(lake, name, made.tree, told, scratch)
@@ -127,6 +130,7 @@ async def _make_rows(
     stack: AsyncExitStack,
     scratch: Path,
     progress: Callable[[Progress], None],
+    note: Callable[[str], None],
 ) -> _Rows:
     """The rows of a version, complete, in a database that ``stack`` closes; counts are those of all rounds."""
     ids = lake.node.random.stream("dataset-copies", str(name))
@@ -144,8 +148,13 @@ async def _make_rows(
             if why := rows.find_unnamed():
                 base = rows.tree
                 continue
-        await rows.copy_objects()
         counts = rows.counts
+        if not number and counts.copies_wanted >= MANY and counts.bytes_wanted < SMALL_BYTES * counts.copies_wanted:
+            note(
+                f"the store copies {counts.copies_wanted:,} small plain objects, with a request for each: `lakefs-fuse "
+                "pack` before would save these, for later versions as well"
+            )
+        await rows.copy_objects()
         copies, bytes_copied = copies + counts.copies, bytes_copied + counts.bytes_copied
         if not rows.changed:
             counts.reused = max(0, counts.reused - (copies - counts.copies))

@@ -52,7 +52,9 @@ async def _create(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
         await snapshots.check_free(client, name.snapshot)
         known = [(each.name, each.manifest) for each in there if each.manifest is not None]
         async with open_lake_view(client, work.store, node=work.node, scratch=work.scratch) as lake:
-            built = await dataset_builder.build(lake, name, path, known[-1] if known else None, work.progress)
+            built = await dataset_builder.build(
+                lake, name, path, known[-1] if known else None, work.progress, work.note
+            )
     counts = built.counts
     copied = f"{counts.copies:,} objects, {counts.bytes_copied:,} bytes, were copied in the store"
     reused = f"; copies that {built.base} has already: {counts.reused:,}" if counts.reused else ""

@@ -193,6 +193,19 @@ async def test_create_copies_only_what_the_version_before_has_no_copy_of(
     assert await shown(store, clock, tmp_path, "im@2") == renamed_back(files) | {"plain": b"newer"}
 
 
+async def test_create_with_many_small_plain_objects_says_that_packing_saves_their_copies(
+    store: MemoryStore, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    work = replace(work_of(store, clock, tmp_path), note=notes.append)
+    args = DatasetArgs(action="create", dataset="im", path="data")
+    monkeypatch.setattr(dataset_builder, "MANY", 4)
+    await run_dataset(work, args)
+    await run_dataset(work, args)
+    assert len(notes) == 1, "the second version copies nothing"
+    assert "4 small plain objects" in notes[0]
+
+
 async def test_create_of_packed_files_copies_nothing(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     await run_pack(work_of(store, clock, tmp_path), PackArgs(grace_s=0))
     store.requests.clear()

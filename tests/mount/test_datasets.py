@@ -59,6 +59,8 @@ def test_dataset_is_read_after_another_mount_has_replaced_and_removed_its_files(
     options = lake.options if lake.source.startswith("s3:") else ()
     for _ in range(2):  # the first run sees what is dead, the second deletes it
         assert lake.cli("gc", lake.source, *options, "--grace", "0", "--uploads-older-than", "0").returncode == 0
+    verified = run(lake, "verify", "im", "--read")
+    assert (verified["ok"], verified["bytes_read"]) == (True, made["bytes"])
     lake.umount()
     lake.cache_dir = lake.cache_dir.with_name("cache-im")
     lake.mount("--dataset", "im@1")
