@@ -8,6 +8,7 @@ Blocking; one thread, except `put_scratch` and `get_scratch`, which may be calle
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import TypeVar
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, StoreError, Unsupported
 from lakefs_fuse.findings import Finding, Severity, failed, ok, skipped, warning
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.probe import OTHER_ETAG, PROBES
 from lakefs_fuse.store.protocol import Body, ObjectStore, PartRef
@@ -138,6 +140,8 @@ class Checkup:
                 self._delete(key)
             except LakeError as error:
                 failure = error
+        if written:
+            self._remove_directories()
         if failure is not None:
             return failed("store.delete", f"{failure}; what was written stays at {self.base}: remove it by hand")
         return ok("store.delete", "DELETE is allowed, and nothing is left of this check") if written else None
@@ -216,6 +220,14 @@ class Checkup:
         except Unsupported:
             return False
         return False
+
+    def _remove_directories(self) -> None:
+        """A server that keeps its keys in directories goes on listing empty ones as prefixes."""
+        with contextlib.suppress(LakeError):
+            self._ask(partial(self._store.delete, self.base))
+            page = self._store.list_page(RESERVED_PREFIX, delimiter="/", keys_max=2)
+            if not page.prefixes and [meta.key for meta in page.objects] == [RESERVED_PREFIX]:
+                self._store.delete(RESERVED_PREFIX)
 
     def _delete(self, key: str) -> None:
         self._ask(lambda: self._store.delete(key))

@@ -53,8 +53,8 @@ def test_store_that_allows_everything_is_ok_and_left_as_it_was(lake: Lake) -> No
     assert cleaned is not None
     assert cleaned.severity is Severity.OK
     assert checkup.clean() is None, "once"
-    keys = [meta.key for meta in lake.store.list_page("").objects if not meta.key.endswith("/")]
-    assert keys == ["data"]
+    assert [meta.key for meta in lake.store.list_page("").objects] == ["data"]
+    assert list(lake.store.list_page("", delimiter="/").prefixes) == [], "no empty directory is left"
     assert lake.store.list_multipart("") == []
 
 

@@ -330,7 +330,9 @@ BROKEN = {
         "is for another host name",
     ),
     "https on a port of http": Broken(
-        lambda request: config_of(request.getfixturevalue("plain"), "https"), "begin --endpoint-url with http://"
+        lambda request: config_of(request.getfixturevalue("plain"), "https"),
+        "begin --endpoint-url with http://",
+        is_begun=True,
     ),
     "connection refused": Broken(lambda request: config_of(servers.free_port()), "nothing listens there"),
     "unknown host": Broken(lambda request: config_of(9000, host="store.invalid"), "check --endpoint-url and DNS"),

@@ -112,8 +112,9 @@ _CONNECTIONS: Sequence[tuple[re.Pattern[str], bool, str]] = tuple(
             "the store's certificate is not trusted: give its authority with --ca-bundle",
         ),
         (
+            # A record that was damaged on the way, after the request was sent, looks the same.
             r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|HTTP_REQUEST|InvalidContentType|received corrupt message",
-            False,
+            True,
             "the server at this port does not speak https: begin --endpoint-url with http://, or check its port",
         ),
         (
