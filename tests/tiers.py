@@ -42,6 +42,7 @@ INTEGRATION_MODULES = frozenset(
         "simulation/test_seeds.py",
         "store/test_cached_gets.py",
         "store/test_rate_limit.py",
+        "store/test_s3_errors.py",
         "upload/test_spilled_parts.py",
         "vfs/test_create.py",
         "vfs/test_every_batch.py",

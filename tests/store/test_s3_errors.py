@@ -5,6 +5,7 @@ Each answer names its source. Identifiers in it are shortened, since none may co
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from collections.abc import Callable, Iterator
@@ -68,7 +69,6 @@ def config_of(port: int, scheme: str = "http", host: str = "127.0.0.1", **change
 
 
 OPERATIONS: dict[str, Callable[[S3Store], object]] = {
-    "mount": lambda store: None,
     "list": lambda store: store.list_page(""),
     "get": lambda store: store.get("dir/a", 0, 1),
     "put": lambda store: store.put("dir/a", b"x"),
@@ -82,18 +82,25 @@ OPERATIONS: dict[str, Callable[[S3Store], object]] = {
 }
 
 
-def failure_of(operation: str, config: StoreConfig) -> LakeError:
-    """The error of an operation of an open store, or of opening one as a mount does."""
+@contextlib.contextmanager
+def opened(config: StoreConfig) -> Iterator[S3Store]:
+    """A store that was not asked for anything yet."""
+    store = S3Store(connect(config, Instant()), Instant())
+    store.adapt(Capabilities(name="s3"))
+    with contextlib.closing(store):
+        yield store
+
+
+def failure_at_mount(config: StoreConfig) -> LakeError:
+    """The error of opening a store as a mount does."""
     with pytest.raises(LakeError) as caught:
-        if operation == "mount":
-            open_store(config, node())
-        else:
-            store = S3Store(connect(config, Instant()), Instant())
-            store.adapt(Capabilities(name="s3"))
-            try:
-                OPERATIONS[operation](store)
-            finally:
-                store.close()
+        open_store(config, node())
+    return caught.value
+
+
+def failure_of(operation: str, store: S3Store) -> LakeError:
+    with pytest.raises(LakeError) as caught:
+        OPERATIONS[operation](store)
     return caught.value
 
 
@@ -283,9 +290,10 @@ CASES = {
 def test_recorded_answer_becomes_one_sentence_that_says_what_to_do(name: str) -> None:
     case = CASES[name]
     assert case.source.startswith("https://")
-    with answering(case.answer) as port:
+    with answering(case.answer) as port, opened(config_of(port)) as store:
         for operation in case.operations.split():
-            check(failure_of(operation, config_of(port)), case.kind, case.errno, case.advice)
+            error = failure_at_mount(config_of(port)) if operation == "mount" else failure_of(operation, store)
+            check(error, case.kind, case.errno, case.advice)
 
 
 # -- failures without an answer --------------------------------------------------------------------------------------
@@ -353,13 +361,14 @@ def test_broken_connection_becomes_one_sentence_that_says_what_to_do(name: str, 
     """The same through each of the three HTTP clients."""
     case = BROKEN[name]
     config = case.config(request)
-    for operation in ("get", "put", "delete", "list"):
-        kind = Unavailable if case.is_begun else NotCarriedOut
-        check(failure_of(operation, config), kind, errno.EIO, case.advice)
-    check(failure_of("mount", config), Unavailable, errno.EIO, case.advice)
+    kind = Unavailable if case.is_begun else NotCarriedOut
+    with opened(config) as store:
+        for operation in ("get", "put", "delete", "list"):
+            check(failure_of(operation, store), kind, errno.EIO, case.advice)
+    check(failure_at_mount(config), Unavailable, errno.EIO, case.advice)
 
 
 def test_missing_credentials_become_one_sentence_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    check(failure_of("mount", config_of(9)), AccessDenied, errno.EACCES, "set AWS_ACCESS_KEY_ID")
+    check(failure_at_mount(config_of(9)), AccessDenied, errno.EACCES, "set AWS_ACCESS_KEY_ID")
