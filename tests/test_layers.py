@@ -14,14 +14,14 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
 
-FOUNDATION = frozenset({"lakefs_fuse", "_version", "errors", "config", "findings", "metrics", "product"})
+FOUNDATION = frozenset({"lakefs_fuse", "_version", "errors", "config", "checks", "metrics", "product"})
 """What every layer may use. Among themselves: config uses errors."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "_version": frozenset(),
     "lakefs_fuse": frozenset({"_version"}),
     "errors": frozenset(),
-    "findings": frozenset(),
+    "checks": frozenset(),
     "product": frozenset(),
     "metrics": frozenset(),
     "config": frozenset({"errors"}),

@@ -1,4 +1,4 @@
-"""The file of `doctor --bundle`: findings, statistics, configuration and logs for somebody who is to help, as a ZIP.
+"""The file of `doctor --bundle`: results, statistics, configuration and logs for somebody who is to help, as a ZIP.
 
 *No secrets*: every member goes through a `Redactor`; of the environment only names are told, and the values of a few.
 The file is made with mode 0600, and not over another one.
@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from lakefs_fuse import __version__
+from lakefs_fuse.checks import CheckResult
 from lakefs_fuse.cli.redaction import Redactor, environment_of, secrets_of
 from lakefs_fuse.cli.stats_values import number
 from lakefs_fuse.control.mounts import MOUNTINFO
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.findings import Finding
 from lakefs_fuse.product import ENVIRONMENT_PREFIX
 
 LOG_BYTES_MAX = 8 << 20
@@ -44,7 +44,7 @@ _NAMED = ("AWS_", ENVIRONMENT_PREFIX)
 class Contents:
     """What goes into a bundle."""
 
-    findings: list[Finding]
+    results: list[CheckResult]
     statistics: Mapping[str, object]
     """Values of ``stats --json``; empty without a mount."""
     configuration: Mapping[str, object]
@@ -74,7 +74,7 @@ def write_bundle(path: Path, contents: Contents) -> None:
 
 
 def _members(contents: Contents, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    yield "findings.json", _json(contents.findings)
+    yield "checks.json", _json(contents.results)
     yield "configuration.json", _json(contents.configuration)
     if contents.statistics:
         yield "stats.json", _json(contents.statistics)

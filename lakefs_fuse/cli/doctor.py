@@ -1,7 +1,7 @@
 """`lakefs-fuse doctor`: checks a machine, a store and a mount, and says what to do about what is wrong.
 
 What needs neither a store nor the kernel's libraries is checked here, the rest in a child process
-(`daemon.diagnosis`). Each finding is printed as soon as it is known. Nothing is changed, but for scratch objects in the
+(`daemon.diagnosis`). Each result is printed as soon as it is known. Nothing is changed, but for scratch objects in the
 store, which are removed.
 """
 
@@ -18,6 +18,7 @@ import click
 import platformdirs
 from msgspec import structs
 
+from lakefs_fuse.checks import CheckResult, Severity, failed, skipped
 from lakefs_fuse.cli import machine_checks, mount_health
 from lakefs_fuse.cli.bundle import Contents, write_bundle
 from lakefs_fuse.cli.daemons import open_daemon
@@ -33,7 +34,6 @@ from lakefs_fuse.control.diagnosis_protocol import Diagnosis
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.worker_protocol import Row
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
-from lakefs_fuse.findings import Finding, Severity, failed, skipped
 from lakefs_fuse.product import PROGRAM
 
 _WORDS = {Severity.OK: "ok", Severity.WARNING: "warning", Severity.FAILED: "FAILED", Severity.SKIPPED: "skipped"}
@@ -51,7 +51,7 @@ class Target:
     log_file: str = ""
     statistics: dict[str, object] = field(default_factory=dict)
     """Of the daemon, for a mountpoint."""
-    findings: list[Finding] = field(default_factory=list)
+    results: list[CheckResult] = field(default_factory=list)
     """What was found out about the daemon."""
 
 
@@ -64,7 +64,7 @@ class Target:
         "credentials that may only read.")  # fmt: skip
 @option("--throughput/--no-throughput", default=True, help="Measure for 5 s how fast bytes go to the store and come "
         "back, at most 1 GiB each way. Turn it off where traffic costs.")  # fmt: skip
-@option("--bundle", type=click.Path(dir_okay=False), metavar="FILE", help="Write findings, statistics, configuration "
+@option("--bundle", type=click.Path(dir_okay=False), metavar="FILE", help="Write results, statistics, configuration "
         "and logs into a ZIP file, without secrets. Send it to whoever is to help.")  # fmt: skip
 @json_option
 @store_options
@@ -94,19 +94,19 @@ def doctor(
     if cache_dir is not None:
         wanted.cache_dir = str(absolute(cache_dir))
     wanted.read_only = wanted.read_only or read_only
-    found: list[Finding] = []
+    found: list[CheckResult] = []
 
-    def show(finding: Finding) -> None:
-        found.append(finding)
+    def show(result: CheckResult) -> None:
+        found.append(result)
         if not as_json:
-            click.echo(line_of(finding))
+            click.echo(line_of(result))
 
-    for finding in _checks(wanted):
-        show(finding)
+    for result in _checks(wanted):
+        show(result)
     _run_diagnosis(wanted, throughput=throughput, show=show)
-    is_ok = all(finding.severity is not Severity.FAILED for finding in found)
+    is_ok = all(result.severity is not Severity.FAILED for result in found)
     if as_json:
-        print_json({"ok": is_ok, "target": target, "findings": [_plain(finding) for finding in found]})
+        print_json({"ok": is_ok, "target": target, "checks": [_plain(result) for result in found]})
     if bundle is not None:
         configuration = {"target": target, "cache_dir": wanted.cache_dir, "store": wanted.store}
         write_bundle(Path(bundle).expanduser(), Contents(found, wanted.statistics, configuration, wanted.log_file))
@@ -114,15 +114,15 @@ def doctor(
     return 0 if is_ok else EXIT_FAILURE
 
 
-def line_of(finding: Finding) -> str:
-    """A finding as it is printed."""
-    return escaped(f"{_WORDS[finding.severity]:8} {finding.check}: {finding.text}")
+def line_of(result: CheckResult) -> str:
+    """A result as it is printed."""
+    return escaped(f"{_WORDS[result.severity]:8} {result.check}: {result.text}")
 
 
-def _plain(finding: Finding) -> dict[str, object]:
-    """A finding for ``--json``."""
+def _plain(result: CheckResult) -> dict[str, object]:
+    """A result for ``--json``."""
     return {
-        "check": finding.check, "severity": finding.severity, "text": finding.text, "values": finding.values,
+        "check": result.check, "severity": result.severity, "text": result.text, "values": result.values,
     }  # fmt: skip
 
 
@@ -139,34 +139,34 @@ def _resolve(target: str | None, options: Options) -> Target:
         with open_daemon(target) as client:
             found = Target(store=client.store().store, statistics=client.statistics())
     except LakeError as error:
-        findings = [
+        results = [
             failed("mount.daemon", str(error)),
             skipped("store.list", "how to reach the store is known to the daemon only: name the lake by its URL"),
         ]
-        return Target(findings=findings, log_file=default_log_file(real_mountpoint(target)))
+        return Target(results=results, log_file=default_log_file(real_mountpoint(target)))
     mounted = section(found.statistics, "mount")
     found.cache_dir, found.read_only = str(mounted["cache_dir"]), bool(mounted["read_only"])
     found.log_file = str(mounted["log_file"])
-    found.findings = list(mount_health.health(found.statistics, time.time()))
+    found.results = list(mount_health.health(found.statistics, time.time()))
     return found
 
 
-def _checks(target: Target) -> Iterator[Finding]:
+def _checks(target: Target) -> Iterator[CheckResult]:
     host = Host.this()
     yield from machine_checks.machine(host, platform.release())
     if target.cache_dir:
         yield from machine_checks.cache_directory(target.cache_dir, _FREE_BYTES_MIN, host.mountinfo)
-    yield from target.findings
+    yield from target.results
 
 
-def _run_diagnosis(target: Target, *, throughput: bool, show: Callable[[Finding], None]) -> None:
+def _run_diagnosis(target: Target, *, throughput: bool, show: Callable[[CheckResult], None]) -> None:
     """Let the child check the rest. Raises LakeError where it ends without an answer."""
 
-    def show_finding(answer: Row) -> None:
-        assert isinstance(answer, Finding)
+    def show_result(answer: Row) -> None:
+        assert isinstance(answer, CheckResult)
         show(answer)
 
     request = Diagnosis(
         cache_dir=target.cache_dir, store=target.store, read_only=target.read_only, throughput=throughput
     )
-    run_child(DIAGNOSIS, request, command="doctor", show=show_finding)
+    run_child(DIAGNOSIS, request, command="doctor", show=show_result)

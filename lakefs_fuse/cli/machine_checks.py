@@ -12,11 +12,11 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lakefs_fuse.checks import CheckResult, failed, ok, warning
 from lakefs_fuse.cli import preflight
 from lakefs_fuse.cli.parameters import format_bytes
 from lakefs_fuse.control.mounts import mount_of
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.findings import Finding, failed, ok, warning
 
 KERNEL_MIN = 5, 16
 """The oldest kernel with FOPEN_NOFLUSH (protocol 7.35 in its include/uapi/linux/fuse.h): before, each close asks."""
@@ -24,7 +24,7 @@ _REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "glu
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
-def machine(host: preflight.Host, release: str) -> Iterator[Finding]:
+def machine(host: preflight.Host, release: str) -> Iterator[CheckResult]:
     """Kernel ``release`` (uname -r), device, fusermount3, and whether others may be let in."""
     numbers = tuple(int(each) for each in re.findall(r"\d+", release)[:2])
     if numbers < KERNEL_MIN:
@@ -49,7 +49,7 @@ def machine(host: preflight.Host, release: str) -> Iterator[Finding]:
     )
 
 
-def cache_directory(cache_dir: str, free_bytes_min: int, mountinfo: Path) -> Iterator[Finding]:
+def cache_directory(cache_dir: str, free_bytes_min: int, mountinfo: Path) -> Iterator[CheckResult]:
     """Kind of disk, room and permissions of a cache directory, or of the nearest directory above one to be made."""
     directory = Path(cache_dir)
     while not directory.exists() and directory != directory.parent:
@@ -96,7 +96,7 @@ def cache_directory(cache_dir: str, free_bytes_min: int, mountinfo: Path) -> Ite
         yield ok("cache.permissions", "only its owner may enter")
 
 
-def _checked(check: str, call: Callable[[], None], text: str) -> Finding:
+def _checked(check: str, call: Callable[[], None], text: str) -> CheckResult:
     try:
         call()
     except LakeError as error:

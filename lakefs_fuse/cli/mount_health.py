@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lakefs_fuse import __version__
+from lakefs_fuse.checks import CheckResult, failed, ok, warning
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
 from lakefs_fuse.cli.stats_values import Values, number, section
-from lakefs_fuse.findings import Finding, failed, ok, warning
 
 OLDEST_S_MAX = 3600.0
 """Acknowledged files that are older are more than a slow store: something keeps them."""
 
 
-def health(values: Values, now_s: float) -> Iterator[Finding]:
-    """Findings from the values of ``stats --json``; ``now_s`` is the time since 1970."""
+def health(values: Values, now_s: float) -> Iterator[CheckResult]:
+    """Results from the values of ``stats --json``; ``now_s`` is the time since 1970."""
     yield _daemon(section(values, "daemon"), str(section(values, "mount").get("log_file") or "the journal"))
     yield from _backlog(values)
     yield _requests(section(values, "store"))
@@ -27,7 +27,7 @@ def health(values: Values, now_s: float) -> Iterator[Finding]:
     yield _kernel(section(values, "kernel"))
 
 
-def _daemon(daemon: Values, log: str) -> Finding:
+def _daemon(daemon: Values, log: str) -> CheckResult:
     check = "mount.daemon"
     restarts, version = number(daemon, "restarts"), str(daemon.get("version", ""))
     text = f"pid {daemon.get('pid')}, up for {format_duration(number(daemon, 'uptime_s'))}"
@@ -38,7 +38,7 @@ def _daemon(daemon: Values, log: str) -> Finding:
     return ok(check, text, restarts=0)
 
 
-def _backlog(values: Values) -> Iterator[Finding]:
+def _backlog(values: Values) -> Iterator[CheckResult]:
     check, dirty, writeback = "mount.backlog", section(values, "dirty"), section(values, "writeback")
     files, size, refused = number(dirty, "files"), number(dirty, "bytes"), number(dirty, "failed")
     text = f"{files:,.0f} files, {format_bytes(size)}, are not in the store"
@@ -63,7 +63,7 @@ def _backlog(values: Values) -> Iterator[Finding]:
         )
 
 
-def _requests(store: Values) -> Finding:
+def _requests(store: Values) -> CheckResult:
     check, requests = "mount.requests", section(store, "requests")
     sent = sum(number(requests, kind) for kind in requests)
     errors, throttled = number(store, "errors"), number(store, "throttled")
@@ -76,7 +76,7 @@ def _requests(store: Values) -> Finding:
     return ok(check, text, **counts)
 
 
-def _commits(commits: Values) -> Finding:
+def _commits(commits: Values) -> CheckResult:
     check, damaged, future = "mount.commits", number(commits, "damaged"), number(commits, "future")
     if damaged:
         return failed(check, f"{damaged:,.0f} commits cannot be read: run `lakefs-fuse fsck`", damaged=int(damaged))
@@ -89,7 +89,7 @@ def _commits(commits: Values) -> Finding:
     return ok(check, f"{number(commits, 'applied'):,.0f} commits applied, none left out")
 
 
-def _disk(name: str, state: str) -> Finding:
+def _disk(name: str, state: str) -> CheckResult:
     check = f"mount.{name}"
     if state == "failed":
         return failed(check, f"the disk of the {name} answers with errors: see the kernel's log, and replace it")
@@ -98,7 +98,7 @@ def _disk(name: str, state: str) -> Finding:
     return ok(check, state)
 
 
-def _maintenance(maintenance: Values, now_s: float) -> Finding:
+def _maintenance(maintenance: Values, now_s: float) -> CheckResult:
     check, fold_s = "mount.maintenance", number(maintenance, "last_fold_s")
     last = f"last fold {format_duration(max(0.0, now_s - fold_s))} ago" if fold_s else "no fold yet"
     if maintenance.get("overdue"):
@@ -111,7 +111,7 @@ def _maintenance(maintenance: Values, now_s: float) -> Finding:
     return ok(check, last)
 
 
-def _kernel(kernel: Values) -> Finding:
+def _kernel(kernel: Values) -> CheckResult:
     check, missing = "mount.kernel", kernel.get("missing")
     if not kernel.get("hooks") and isinstance(missing, list) and missing:
         return warning(check, str(missing[0]))

@@ -1,6 +1,6 @@
 """Messages between the command line and `lakefs_fuse.daemon.diagnosis`: one `Diagnosis` in, JSON lines out.
 
-The lines are any number of `Finding`, then one `Finished` or `Failed` of `worker_protocol`. Both ends belong to one
+The lines are any number of `CheckResult`, then one `Finished` or `Failed` of `worker_protocol`. Both ends belong to one
 installation, so there is no version. *No secrets*: credentials are in the environment only.
 """
 

@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 import msgspec
 
+from lakefs_fuse.checks import CheckResult
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.control.protocol import encode as encode
 from lakefs_fuse.control.protocol import printable as printable
 from lakefs_fuse.errors import EXIT_FAILURE
 from lakefs_fuse.errors import EXIT_INTERRUPTED as EXIT_INTERRUPTED
-from lakefs_fuse.findings import Finding
 
 REQUEST_BYTES_MAX = 1 << 20
 LINE_BYTES_MAX = 16 << 20
@@ -256,7 +256,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     exit_code: int = EXIT_FAILURE
 
 
-Row: TypeAlias = LogStart | LogEntry | Finding | FileEntry | FileChange | ChangeTotals
+Row: TypeAlias = LogStart | LogEntry | CheckResult | FileEntry | FileChange | ChangeTotals
 """Part of a result that is printed while it comes."""
 Answer: TypeAlias = Progress | Note | Row | Finished | Failed
 

@@ -1,7 +1,7 @@
 """The process of `doctor` and `mount --explain`: `python -m lakefs_fuse.daemon.diagnosis`, run by `cli.worker`.
 
 It is a process of its own because the command line loads neither the libraries that reach a store nor those of the
-kernel. It reads one `Diagnosis` from the descriptor that ``--request-fd`` names and writes each finding as soon as it
+kernel. It reads one `Diagnosis` from the descriptor that ``--request-fd`` names and writes each result as soon as it
 has it. Checks run one after another, because they measure. SIGINT ends it with `store.checkup.Checkup.clean`.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+from lakefs_fuse.checks import CheckResult, Severity, failed, ok, skipped, warning
 from lakefs_fuse.config import MountConfig, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.diagnosis_protocol import Diagnosis
@@ -26,7 +27,6 @@ from lakefs_fuse.environment import disk_speed
 from lakefs_fuse.environment.descriptor_limit import DESCRIPTORS_MIN
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, StoreError
-from lakefs_fuse.findings import Finding, Severity, failed, ok, skipped, warning
 from lakefs_fuse.kernel.features import background_max, features_for
 from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.store import lake_record
@@ -51,7 +51,7 @@ THROUGHPUT_BYTES_MAX = 1 << 30
 """In each direction, so that a fast network does not cost much."""
 
 
-def programs() -> Iterator[Finding]:
+def programs() -> Iterator[CheckResult]:
     """What this installation has of libfuse and of the C library, and how many files it may open."""
     version = hooks.libfuse_version()
     if hooks.library() is None:
@@ -71,7 +71,7 @@ def programs() -> Iterator[Finding]:
         yield ok("machine.open-files", f"the hard limit is {text}", hard=hard)
 
 
-def disk(cache_dir: str) -> Finding:
+def disk(cache_dir: str) -> CheckResult:
     """How fast the disk of a cache directory is."""
     check, directory = "cache.speed", Path(cache_dir)
     while not directory.exists() and directory != directory.parent:
@@ -87,7 +87,7 @@ def disk(cache_dir: str) -> Finding:
     return ok(check, text, **values)
 
 
-def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterator[Finding]:
+def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterator[CheckResult]:
     """Everything about a store. What was written is removed, whatever happens."""
     if config.source.scheme != "s3":
         try:
@@ -111,21 +111,21 @@ def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterato
 
 
 def _checks_of(
-    request: Diagnosis, store: ObjectStore, node: Node, configuration: Callable[[], Iterator[Finding]]
-) -> Iterator[Finding]:
+    request: Diagnosis, store: ObjectStore, node: Node, configuration: Callable[[], Iterator[CheckResult]]
+) -> Iterator[CheckResult]:
     checkup = Checkup(store, node.random.stream("checkup"), node.clock)
     try:
         yield checkup.clock_skew()
         found = dict[str, Severity]()
-        for finding in checkup.reading() if request.read_only else checkup.writing():
-            found[finding.check] = finding.severity
-            yield finding
+        for result in checkup.reading() if request.read_only else checkup.writing():
+            found[result.check] = result.severity
+            yield result
         if Severity.OK in found.values():
             yield checkup.round_trip()
             keeps_versions = isinstance(store, NetworkStore)
-            for finding in configuration():
-                keeps_versions = bool(finding.values.get("keeps_versions", keeps_versions))
-                yield finding
+            for result in configuration():
+                keeps_versions = bool(result.values.get("keeps_versions", keeps_versions))
+                yield result
             if request.throughput and found.get("store.put") is Severity.OK:
                 yield throughput(checkup, node, repeats=not keeps_versions)
             elif request.throughput:
@@ -137,7 +137,7 @@ def _checks_of(
         store.close()
 
 
-def throughput(checkup: Checkup, node: Node, *, repeats: bool) -> Finding:
+def throughput(checkup: Checkup, node: Node, *, repeats: bool) -> CheckResult:
     """Bytes per second to and from a store, with some requests at a time on as many scratch objects; ``repeats``:
     they may be written again and again, because no versions of them are kept."""
     check, body = "store.throughput", node.random.stream("throughput").randbytes(THROUGHPUT_BYTES)
@@ -228,13 +228,13 @@ def diagnose(request: Diagnosis, answers: Answers, node: Node) -> protocol.Finis
     """Run the checks, or explain a mount."""
     if request.explains is not None:
         return protocol.Finished(summary=explain(request.explains, node), text="")
-    for finding in programs():
-        answers.send(finding)
+    for result in programs():
+        answers.send(result)
     if request.cache_dir:
         answers.send(disk(request.cache_dir))
     if request.store is not None:
-        for finding in store_checks(request, request.store, node):
-            answers.send(finding)
+        for result in store_checks(request, request.store, node):
+            answers.send(result)
     return protocol.Finished(summary={}, text="")
 
 

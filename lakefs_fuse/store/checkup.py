@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+from lakefs_fuse.checks import CheckResult, Severity, failed, ok, skipped, warning
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, StoreError, Unsupported
-from lakefs_fuse.findings import Finding, Severity, failed, ok, skipped, warning
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.probe import OTHER_ETAG, PROBES
@@ -49,7 +49,7 @@ class Checkup:
         self._readable = ""
         """A key that can be read; empty where none is known."""
 
-    def reading(self) -> Iterator[Finding]:
+    def reading(self) -> Iterator[CheckResult]:
         """LIST, HEAD and GET of what is there."""
         yield self._try("store.list", "LIST", self._find_readable)
         if self._readable:
@@ -58,7 +58,7 @@ class Checkup:
         else:
             yield skipped("store.get", "nothing is there to be read: put an object there, then run this again")
 
-    def writing(self) -> Iterator[Finding]:
+    def writing(self) -> Iterator[CheckResult]:
         """PUT, multipart uploads, copies and conditions; then LIST, HEAD and GET of what was written."""
         key = self.base + "object"
         put = self._try("store.put", "PUT", lambda: self.put_scratch("object", BODY))
@@ -74,7 +74,7 @@ class Checkup:
             yield self._copying(key)
             yield self._conditions(key)
 
-    def clock_skew(self) -> Finding:
+    def clock_skew(self) -> CheckResult:
         """This machine's clock against the store's."""
         check = "store.clock"
         try:
@@ -92,7 +92,7 @@ class Checkup:
             return warning(check, f"{text}: run NTP; mounts correct it meanwhile", skew_s=round(skew_s, 1))
         return ok(check, text, skew_s=round(skew_s, 1))
 
-    def round_trip(self) -> Finding:
+    def round_trip(self) -> CheckResult:
         """The median of some small requests, after one that opens the connection."""
         check, head = "store.round-trip", bool(self._readable)
         taken: list[float] = []
@@ -125,7 +125,7 @@ class Checkup:
         """Read a range of a scratch object; the number of bytes that came. Raises StoreError."""
         return len(self._store.get(self.base + name, start, end).data)
 
-    def clean(self) -> Finding | None:
+    def clean(self) -> CheckResult | None:
         """Remove what was written since the last call; whether that worked is the check of DELETE. None where nothing
         was."""
         failure: LakeError | None = None
@@ -153,7 +153,7 @@ class Checkup:
         if not self._readable:
             self._readable = next((meta.key for meta in page.objects if meta.size), "")
 
-    def _uploading(self) -> Iterator[Finding]:
+    def _uploading(self) -> Iterator[CheckResult]:
         key, begun = self.base + "upload", list[str]()
         checks = ("store.create-upload", "store.upload-part", "store.complete-upload", "store.abort-upload")
         yield self._try(checks[0], "begin of a multipart upload", lambda: begun.append(self._begin(key)))
@@ -186,12 +186,12 @@ class Checkup:
         self._store.abort_multipart(key, upload_id)
         self._uploads.remove((key, upload_id))
 
-    def _copying(self, key: str) -> Finding:
+    def _copying(self, key: str) -> CheckResult:
         target = self.base + "copy"
         self._written.append(target)
         return self._try("store.copy", "copy", lambda: self._store.copy(key, target))
 
-    def _conditions(self, key: str) -> Finding:
+    def _conditions(self, key: str) -> CheckResult:
         """Whether a PUT whose condition does not hold is refused."""
         check = "store.conditions"
         try:
@@ -242,7 +242,7 @@ class Checkup:
     def _ask(self, call: Callable[[], T]) -> T:
         return retry_unavailable(call, self._clock)
 
-    def _try(self, check: str, verb: str, call: Callable[[], object]) -> Finding:
+    def _try(self, check: str, verb: str, call: Callable[[], object]) -> CheckResult:
         began_s = self._clock.mono_s()
         try:
             self._ask(call)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.checks import CheckResult, Severity
 from lakefs_fuse.cli import machine_checks
 from lakefs_fuse.cli.preflight import Host
-from lakefs_fuse.findings import Finding, Severity
 
 EXT4 = "22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw\n"
 
@@ -26,12 +26,12 @@ def host(tmp_path: Path) -> Host:
     )
 
 
-def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
-    return {finding.check: finding for finding in findings}
+def by_check(results: Iterable[CheckResult]) -> dict[str, CheckResult]:
+    return {result.check: result for result in results}
 
 
-def severities(findings: dict[str, Finding]) -> set[Severity]:
-    return {finding.severity for finding in findings.values()}
+def severities(results: dict[str, CheckResult]) -> set[Severity]:
+    return {result.severity for result in results.values()}
 
 
 def test_machine_where_all_is_well_is_ok(host: Host) -> None:

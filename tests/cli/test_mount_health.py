@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lakefs_fuse import __version__
+from lakefs_fuse.checks import Severity
 from lakefs_fuse.cli.mount_health import health
-from lakefs_fuse.findings import Severity
 
 NOW_S = 1_800_000_000.0
 WELL: dict[str, Any] = {
@@ -34,8 +34,8 @@ def changed(dotted: str, value: object) -> dict[str, Any]:
 
 
 def test_mount_where_all_is_well_is_ok() -> None:
-    found = {finding.check: finding for finding in health(WELL, NOW_S)}
-    assert {finding.severity for finding in found.values()} == {Severity.OK}
+    found = {result.check: result for result in health(WELL, NOW_S)}
+    assert {result.severity for result in found.values()} == {Severity.OK}
     assert found["mount.backlog"].text == "2 files, 1.0 KiB, are not in the store"
     assert found["mount.maintenance"].text == "last fold 2.0 h ago"
 
@@ -63,7 +63,7 @@ def test_mount_where_all_is_well_is_ok() -> None:
 def test_mount_that_is_ill_says_what_to_do(
     dotted: str, value: object, check: str, severity: Severity, said: str
 ) -> None:
-    found = {finding.check: finding for finding in health(changed(dotted, value), NOW_S)}
+    found = {result.check: result for result in health(changed(dotted, value), NOW_S)}
     assert found[check].severity is severity
     assert said in found[check].text
 
@@ -71,13 +71,13 @@ def test_mount_that_is_ill_says_what_to_do(
 def test_mount_without_fast_paths_is_a_warning() -> None:
     values = changed("kernel.hooks", False)
     values["kernel"]["missing"] = ["the hooks library is not there: install lakefs-fuse again"]
-    assert [finding.text for finding in health(values, NOW_S) if finding.severity is Severity.WARNING] == [
+    assert [result.text for result in health(values, NOW_S) if result.severity is Severity.WARNING] == [
         "the hooks library is not there: install lakefs-fuse again"
     ]
 
 
 def test_immutable_mount_has_no_backlog_and_no_staging() -> None:
     values = {name: WELL[name] for name in ("daemon", "store", "cache", "kernel")}
-    found = {finding.check: finding for finding in health(values, NOW_S)}
-    assert {finding.severity for finding in found.values()} == {Severity.OK}
+    found = {result.check: result for result in health(values, NOW_S)}
+    assert {result.severity for result in found.values()} == {Severity.OK}
     assert "mount.staging" not in found

@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 import pytest
 
+from lakefs_fuse.checks import ok
 from lakefs_fuse.cli.bundle import Contents, write_bundle
 from lakefs_fuse.cli.redaction import Redactor, environment_of, secrets_of
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.findings import ok
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLE",
@@ -103,7 +103,7 @@ def test_bundle_has_everything_but_secrets(
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name).decode() for name in archive.namelist()}
     assert set(members) == {
-        "findings.json", "configuration.json", "stats.json", "machine.json", "mountinfo.txt", "logs/lake.log",
+        "checks.json", "configuration.json", "stats.json", "machine.json", "mountinfo.txt", "logs/lake.log",
         "logs/lake.log.1",
     }  # fmt: skip
     assert "INFO started" in members["logs/lake.log"]

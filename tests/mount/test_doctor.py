@@ -18,13 +18,13 @@ TOKEN = "cache-token-never-to-be-seen"
 SIGNED = "X-Amz-Signature=0123456789abcdef"
 
 
-def findings_of(lake: Lake, *arguments: str, expected: int = 0) -> dict[str, dict[str, Any]]:
+def checks_of(lake: Lake, *arguments: str, expected: int = 0) -> dict[str, dict[str, Any]]:
     """What ``doctor --json`` prints, by check."""
     done = lake.cli("doctor", *arguments, "--json")
     assert done.returncode == expected, done.stdout + done.stderr
     answer = json.loads(done.stdout)
     assert answer["ok"] == (expected == 0)
-    return {finding["check"]: finding for finding in answer["findings"]}
+    return {result["check"]: result for result in answer["checks"]}
 
 
 def store_options(lake: Lake) -> list[str]:
@@ -33,7 +33,7 @@ def store_options(lake: Lake) -> list[str]:
 
 
 def failed(found: dict[str, dict[str, Any]]) -> set[str]:
-    return {check for check, finding in found.items() if finding["severity"] == "failed"}
+    return {check for check, result in found.items() if result["severity"] == "failed"}
 
 
 def test_mount_that_is_well_passes_and_its_bundle_has_no_secret(make_lake: LakeMaker, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_mount_that_is_well_passes_and_its_bundle_has_no_secret(make_lake: LakeM
     (lake.path / "f").write_bytes(b"x")
     rotated = lake.log_file.with_name("log.1")
     rotated.write_text(f"planted {servers.SECRET_KEY} {TOKEN} {SIGNED} https://user:pass-word@host/\n")
-    found = findings_of(lake, str(lake.path), "--no-throughput", "--bundle", str(tmp_path / "report.zip"))
+    found = checks_of(lake, str(lake.path), "--no-throughput", "--bundle", str(tmp_path / "report.zip"))
     assert failed(found) == set()
     assert {"mount.daemon", "mount.backlog", "mount.cache", "machine.dev-fuse", "cache.speed", "store.put",
             "store.delete", "store.lifecycle", "store.credentials"} <= set(found)  # fmt: skip
@@ -70,12 +70,12 @@ def test_mount_whose_daemon_died_fails_and_says_what_to_do(make_lake: LakeMaker,
     assert f"FAILED   mount.daemon: the daemon of {lake.path} is dead: run `lakefs-fuse umount" in done.stdout
     assert "skipped  store.list" in done.stdout
     with zipfile.ZipFile(tmp_path / "report.zip") as archive:
-        assert "findings.json" in archive.namelist()
+        assert "checks.json" in archive.namelist()
 
 
 def test_store_is_checked_by_its_url_with_throughput(make_lake: LakeMaker) -> None:
     lake = make_lake("file")
-    found = findings_of(lake, lake.source, "--cache-dir", str(lake.cache_dir))
+    found = checks_of(lake, lake.source, "--cache-dir", str(lake.cache_dir))
     assert failed(found) == set()
     assert found["store.throughput"]["values"]["up_bytes_s"] > 1_000_000
     assert found["cache.permissions"]["text"].startswith("made by the first mount")
@@ -86,24 +86,24 @@ def test_store_is_checked_by_its_url_with_throughput(make_lake: LakeMaker) -> No
 def test_credentials_that_may_only_read_pass_with_read_only(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs")
     lake.env["AWS_ACCESS_KEY_ID"] = servers.READ_ONLY_ACCESS_KEY
-    assert failed(findings_of(lake, lake.source, *store_options(lake), "--read-only")) == set()
+    assert failed(checks_of(lake, lake.source, *store_options(lake), "--read-only")) == set()
 
 
 def test_store_that_cannot_be_reached_fails_and_the_machine_is_checked(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs")
     lake.env["AWS_SECRET_ACCESS_KEY"] = "this-is-not-the-secret-key"
-    found = findings_of(lake, lake.source, *store_options(lake), expected=1)
+    found = checks_of(lake, lake.source, *store_options(lake), expected=1)
     assert "check AWS_SECRET_ACCESS_KEY" in found["store.list"]["text"]
     assert found["machine.open-files"]["severity"] == "ok"
     del lake.env["AWS_ACCESS_KEY_ID"], lake.env["AWS_SECRET_ACCESS_KEY"]
-    found = findings_of(lake, lake.source, *store_options(lake), expected=1)
+    found = checks_of(lake, lake.source, *store_options(lake), expected=1)
     assert failed(found) == {"store.credentials"}
     assert "set AWS_ACCESS_KEY_ID" in found["store.credentials"]["text"]
 
 
 def test_machine_alone_is_checked_without_a_target(make_lake: LakeMaker) -> None:
     lake = make_lake("file")
-    found = findings_of(lake)
+    found = checks_of(lake)
     assert not any(check.startswith(("store.", "mount.")) for check in found)
     assert {"machine.kernel", "machine.libfuse", "machine.fast-paths", "cache.room"} <= set(found)
     done = lake.cli("doctor", "/mnt/lake", "--region", "eu-west-1")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lakefs_fuse.checks import CheckResult, Severity
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
-from lakefs_fuse.findings import Finding, Severity
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.checkup import BODY, Checkup
 from lakefs_fuse.store.s3 import bucket as s3_bucket
@@ -34,8 +34,8 @@ def checkup_of(store: Any, clock: SystemClock | None = None) -> Checkup:
     return Checkup(store, random.Random(1), clock or SystemClock())
 
 
-def by_check(findings: Iterator[Finding]) -> dict[str, Finding]:
-    return {finding.check: finding for finding in findings}
+def by_check(results: Iterator[CheckResult]) -> dict[str, CheckResult]:
+    return {result.check: result for result in results}
 
 
 def test_store_that_allows_everything_is_ok_and_left_as_it_was(lake: Lake) -> None:
@@ -43,7 +43,7 @@ def test_store_that_allows_everything_is_ok_and_left_as_it_was(lake: Lake) -> No
     checkup = checkup_of(lake.store)
     found = by_check(checkup.writing())
     assert set(found) == VERBS
-    failures = [finding for finding in found.values() if finding.severity is Severity.FAILED]
+    failures = [result for result in found.values() if result.severity is Severity.FAILED]
     assert failures == []
     assert checkup.round_trip().severity is Severity.OK
     assert checkup.clock_skew().severity is Severity.OK
@@ -66,7 +66,7 @@ def test_reader_of_a_store_writes_nothing(faults: tuple[Server, Faults], new_buc
     client.close()
     access, store = s3_of(s3_config(server, bucket))
     checkup = checkup_of(store)
-    assert {finding.severity for finding in checkup.reading()} == {Severity.OK}
+    assert {result.severity for result in checkup.reading()} == {Severity.OK}
     assert checkup.round_trip().values["median_s"] >= 0  # type: ignore[operator]
     assert checkup.clean() is None
     assert set(controls.counts) <= {"GET", "HEAD"}
@@ -114,7 +114,7 @@ def test_one_verb_that_is_forbidden_fails_alone(
     controls.forbid(1000, method=method)
     checkup = checkup_of(store)
     found = by_check(checkup.writing())
-    denied = {check for check, finding in found.items() if finding.severity is Severity.FAILED}
+    denied = {check for check, result in found.items() if result.severity is Severity.FAILED}
     cleaned = checkup.clean()
     assert cleaned is not None
     if method == "DELETE":
@@ -213,7 +213,7 @@ def test_configuration_of_a_bucket_is_read(moto: Server, new_bucket: Callable[[S
     bucket = new_bucket(moto)
     access, store = s3_of(s3_config(moto, f"{bucket}/lake"))
     plain = by_check(s3_bucket.configuration(access))
-    warned = {check for check, finding in plain.items() if finding.severity is not Severity.OK}
+    warned = {check for check, result in plain.items() if result.severity is not Severity.OK}
     assert warned == {"store.unfinished-uploads"}
     assert plain["store.versioning"].values == {"keeps_versions": False}
     client = s3_client(moto)
@@ -260,7 +260,7 @@ def test_configuration_that_may_not_be_read_is_skipped_with_the_permission(
     controls.forbid(100)
     found = by_check(s3_bucket.configuration(access))
     controls.clear()
-    assert {finding.severity for finding in found.values()} == {Severity.SKIPPED}
+    assert {result.severity for result in found.values()} == {Severity.SKIPPED}
     assert "allow s3:GetLifecycleConfiguration" in found["store.lifecycle"].text
     store.close()
 

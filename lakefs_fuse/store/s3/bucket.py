@@ -1,7 +1,7 @@
 """Where the credentials for a bucket come from, and what its configuration means for a lake in it.
 
 Read with the bucket's own requests (versioning, object lock, lifecycle, encryption, who pays), which a mount never
-sends: each needs a permission of its own, and where that is missing the finding says so. *No secrets*: of credentials
+sends: each needs a permission of its own, and where that is missing the result says so. *No secrets*: of credentials
 only their source and their end are told. Blocking; sends nothing that changes a bucket.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from botocore import exceptions as boto
 
+from lakefs_fuse.checks import CheckResult, failed, ok, skipped, warning
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.findings import Finding, failed, ok, skipped, warning
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import from_boto
 
@@ -46,7 +46,7 @@ _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 """Classes whose objects have to be restored before they can be read."""
 
 
-def credentials(access: S3Access, clock: Clock) -> Finding:
+def credentials(access: S3Access, clock: Clock) -> CheckResult:
     """Where the credentials come from, and until when they hold."""
     check, found = "store.credentials", access.session_credentials
     try:
@@ -74,7 +74,7 @@ def credentials(access: S3Access, clock: Clock) -> Finding:
     return ok(check, f"{text}, without an end", source=method)
 
 
-def configuration(access: S3Access) -> Iterator[Finding]:
+def configuration(access: S3Access) -> Iterator[CheckResult]:
     """What the bucket's configuration means for this lake."""
     reader = _Reader(access)
     rules = reader.read("get_bucket_lifecycle_configuration")
@@ -110,8 +110,8 @@ class _Reader:
             return None
         return answer
 
-    def unreadable(self, check: str, permission: str, what: str) -> Finding:
-        """The finding about what could not be read just now."""
+    def unreadable(self, check: str, permission: str, what: str) -> CheckResult:
+        """The result about what could not be read just now."""
         if self._reason in ("AccessDenied", "Forbidden", "403"):
             return skipped(check, f"these credentials may not read {what}: allow {permission} to have it checked")
         return skipped(check, f"the store does not tell {what} ({self._reason}): look at it with its own tools")
@@ -121,7 +121,7 @@ class _Reader:
         return self._access.config.source.prefix
 
 
-def _versioning(reader: _Reader, rules: Mapping[str, Any] | None) -> Finding:
+def _versioning(reader: _Reader, rules: Mapping[str, Any] | None) -> CheckResult:
     check = "store.versioning"
     answer = reader.read("get_bucket_versioning")
     if answer is None:
@@ -158,7 +158,7 @@ def _noncurrent(reader: _Reader) -> str:
     )
 
 
-def _object_lock(reader: _Reader) -> Finding:
+def _object_lock(reader: _Reader) -> CheckResult:
     check = "store.object-lock"
     answer = reader.read("get_object_lock_configuration")
     if answer is None:
@@ -175,7 +175,7 @@ def _object_lock(reader: _Reader) -> Finding:
     return ok(check, "objects are not locked by default")
 
 
-def _encryption(reader: _Reader) -> Finding:
+def _encryption(reader: _Reader) -> CheckResult:
     check = "store.encryption"
     answer = reader.read("get_bucket_encryption")
     if answer is None:
@@ -187,7 +187,7 @@ def _encryption(reader: _Reader) -> Finding:
     return ok(check, f"by default with {names[0]}" if names and names[0] else "not by default")
 
 
-def _payer(reader: _Reader) -> Finding:
+def _payer(reader: _Reader) -> CheckResult:
     check = "store.payer"
     answer = reader.read("get_bucket_request_payment")
     if answer is None:
@@ -197,7 +197,7 @@ def _payer(reader: _Reader) -> Finding:
     return ok(check, "its owner pays for requests")
 
 
-def lifecycle(rules: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[Finding]:
+def lifecycle(rules: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[CheckResult]:
     """What lifecycle rules do to a lake with this prefix. Rules for objects with tags do nothing to it: its own have
     none."""
     active = [rule for rule in rules if rule.get("Status") == "Enabled" and not _has_tags(rule)]

@@ -1,6 +1,6 @@
 """What a check of a machine, a store or a mount found: one line each, for `lakefs-fuse doctor`.
 
-*No secrets*: a finding holds no credential and no URL with a password. Its names and values are for scripts, and final
+*No secrets*: a result holds no credential and no URL with a password. Its names and values are for scripts, and final
 once released.
 """
 
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Severity(Enum):
-    """How bad a finding is."""
+    """How bad a result is."""
 
     OK = "ok"
     WARNING = "warning"
@@ -23,7 +23,7 @@ class Severity(Enum):
     """It could not be checked, or was not to be."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="finding"):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="check_result"):
     """The result of one ``check``. ``text`` is one sentence, and says what to do unless all is well."""
 
     check: str
@@ -33,21 +33,21 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     """Measured numbers, whose names end in their unit."""
 
 
-def ok(check: str, text: str, **values: object) -> Finding:
+def ok(check: str, text: str, **values: object) -> CheckResult:
     """All is well."""
-    return Finding(check=check, severity=Severity.OK, text=text, values=values)
+    return CheckResult(check=check, severity=Severity.OK, text=text, values=values)
 
 
-def warning(check: str, text: str, **values: object) -> Finding:
+def warning(check: str, text: str, **values: object) -> CheckResult:
     """See `Severity.WARNING`."""
-    return Finding(check=check, severity=Severity.WARNING, text=text, values=values)
+    return CheckResult(check=check, severity=Severity.WARNING, text=text, values=values)
 
 
-def failed(check: str, text: str, **values: object) -> Finding:
+def failed(check: str, text: str, **values: object) -> CheckResult:
     """See `Severity.FAILED`."""
-    return Finding(check=check, severity=Severity.FAILED, text=text, values=values)
+    return CheckResult(check=check, severity=Severity.FAILED, text=text, values=values)
 
 
-def skipped(check: str, text: str) -> Finding:
+def skipped(check: str, text: str) -> CheckResult:
     """See `Severity.SKIPPED`."""
-    return Finding(check=check, severity=Severity.SKIPPED, text=text)
+    return CheckResult(check=check, severity=Severity.SKIPPED, text=text)
