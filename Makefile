@@ -54,7 +54,7 @@ check: $(VENV)/.installed-test
 test: $(VENV)/.installed-test
 	$(MAKE) --no-print-directory -j2 --output-sync=none lint short
 
-test-long: $(VENV)/.installed-test $(VENV)/.installed-dist
+test-long: $(VENV)/.installed-test-long
 	LAKEFS_TEST_LONG=1 $(RUN) -m pytest --dist worksteal -n $(or $(JOBS),3) $(PYTEST)
 
 unit: $(VENV)/.installed-test
