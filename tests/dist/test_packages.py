@@ -1,11 +1,12 @@
 """What `make dist` builds installs where only Python and libfuse are, without a compiler, and mounts there.
 
-`packages` builds them, once for a worker of pytest. Systems are made with mmdebstrap, and a
+`packages` builds them once. Systems are made with mmdebstrap, and a
 process with a mount namespace of its own runs in them, so that no mount outlives it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
@@ -72,9 +73,14 @@ def versions(text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that `make dist` fills."""
-    out = tmp_path_factory.mktemp("packages")
-    run(sys.executable, "-m", "scripts.dist", "deb", "--out", out)
+    """The directory that `make dist` fills, of all workers: a build of the working tree disturbs another."""
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "packages"
+    with open(out.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            run(sys.executable, "-m", "scripts.dist", "deb", "--out", out.with_suffix(".partial"))
+            out.with_suffix(".partial").rename(out)
     return out
 
 

@@ -10,7 +10,17 @@ import pytest
 from scripts.dist.deb import debian_version
 from scripts.lowest import names, normalize
 
-RISING = ["0.1.0.dev0", "0.1.0.dev12+g6e73a43", "0.1.0a2", "0.1.0b1", "0.1.0rc1.dev4", "0.1.0rc1", "0.1.0", "0.1.1.dev3", "0.10.0"]
+RISING = [
+    "0.1.0.dev0",
+    "0.1.0.dev12+g6e73a43",
+    "0.1.0a2",
+    "0.1.0b1",
+    "0.1.0rc1.dev4",
+    "0.1.0rc1",
+    "0.1.0",
+    "0.1.1.dev3",
+    "0.10.0",
+]
 
 
 @pytest.mark.parametrize(("earlier", "later"), list(itertools.pairwise(RISING)))
