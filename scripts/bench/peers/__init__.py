@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scripts.bench.peers.bare import BareBoto3, BareObstore, LocalDisk
-from scripts.bench.peers.others import JuiceFS, Rclone, S3fs, WeedMount
+from scripts.bench.peers.others import JuiceFS, JuiceFSWriteback, Rclone, S3fs, WeedMount
 from scripts.bench.peers.ours import Lakefs, LakefsImmutable, LakefsPacked, LakefsWriteback
 from scripts.bench.peers.peer import Peer
 from scripts.bench.stage import Stage
@@ -17,6 +17,7 @@ CLASSES: tuple[type[Peer], ...] = (
     S3fs,
     WeedMount,
     JuiceFS,
+    JuiceFSWriteback,
     BareObstore,
     BareBoto3,
     LocalDisk,

