@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from scripts.bench import machine, workloads
 from scripts.bench.access import Access
@@ -142,6 +143,25 @@ def small(session: Session) -> None:
             session.measure(workloads.RENAME, Rename(access, "renamed", "final", sizes.tree_files, limit_s), drain=True)
 
 
+def warm(session: Session) -> None:
+    """Have the whole data set fetched ahead, then read it. A bare client only reads it, as the local disk does."""
+    sizes, peer = session.stage.sizes, session.peer
+    order, wanted = session.stage.set_names(), session.stage.small_sizes(sizes.files)
+    limit_s = 7 * sizes.limit_s
+    epoch = partial(Epoch, readers=sizes.warm_readers, limit_s=limit_s)
+    command = peer.warming("set")
+    if command is None and peer.kind not in ("client", "disk"):
+        return
+    peer.provide("set", "set")
+    with attached(session, "set") as access:
+        if command is None:
+            session.measure(workloads.WARM if peer.kind == "client" else workloads.WARMED, epoch(access, order))
+            return
+        job = Command(tuple(command), {}, len(wanted), sum(wanted), limit_s)
+        if session.measure(workloads.WARM, job) is not None:
+            session.measure(workloads.WARMED, epoch(access, order))
+
+
 def ingest(session: Session) -> None:
     """A local directory is loaded by the program that each has for it."""
     sizes, peer = session.stage.sizes, session.peer
@@ -161,6 +181,7 @@ ALL: dict[str, Group] = {
     "large files": large,
     "checkpoint": checkpoint,
     "small files": small,
+    "warm": warm,
     "ingest": ingest,
 }
 

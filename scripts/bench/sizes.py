@@ -51,6 +51,11 @@ class Sizes(msgspec.Struct, frozen=True):
         """How an epoch is read, one after the other: so many readers; None is torch's DataLoader."""
         return (*self.readers, None) if self.loader_workers else self.readers
 
+    @property
+    def warm_readers(self) -> int:
+        """Processes of an epoch after a warm."""
+        return max(self.readers, default=2)
+
     def is_long(self, readers: int | None) -> bool:
         """Whether that is the loop that is given the most time, and is read once more after a restart."""
         return readers is not None and readers == max(self.readers)

@@ -11,6 +11,7 @@ SCATTERED_COLD, SCATTERED_WARM = "large file, random, cold", "large file, random
 SAVE, LOAD, RANKS, LOAD_COLD = "torch.save", "torch.load, just saved", "ranks save shards", "torch.load, elsewhere"
 WRITE, RENAME, REMOVE = "write small files", "rename a directory", "remove a directory"
 LOAD_SET = "load a data set"
+WARM, WARMED = "warm a data set", "epoch after a warm"
 
 CLIENT, DISK = "client", "disk"
 """What a workload is held against: cold ones against the bare store client, warm ones against the local disk."""
@@ -36,7 +37,8 @@ def _readers(readers: int | None) -> str:
 
 def notes(sizes: Sizes) -> list[WorkloadNote]:
     """Of all workloads at these sizes."""
-    return [*_names(sizes), *_epochs(sizes), *_large(sizes), *_checkpoints(sizes), *_small(sizes), *_ingest(sizes)]
+    groups = (_names, _epochs, _large, _checkpoints, _small, _warm, _ingest)
+    return [note for group in groups for note in group(sizes)]
 
 
 def _names(sizes: Sizes) -> list[WorkloadNote]:
@@ -151,6 +153,22 @@ def _small(sizes: Sizes) -> list[WorkloadNote]:
         ),
         WorkloadNote(
             RENAME, "small files", "files/s", CLIENT, "A finished directory gets its name.", f"`os.rename` of {tree}.",
+        ),
+    ]  # fmt: skip
+
+
+def _warm(sizes: Sizes) -> list[WorkloadNote]:
+    low, high = sizes.file_bytes_min // 1000, sizes.file_bytes_max // 1000
+    files = f"{sizes.files:,} files of {low}–{high} KB"
+    return [
+        WorkloadNote(
+            WARM, "warm", "files/s", CLIENT, "A node fetches the data set while the job before still runs.",
+            f"All {files}: `lakefs-fuse cache warm`, `juicefs warmup`; of a bare client, {sizes.warm_readers} "
+            "processes that read them.",
+        ),
+        WorkloadNote(
+            WARMED, "warm", "files/s", DISK, "Training begins on the node that was warmed.",
+            f"The same files in shuffled order, opened, read and closed by {sizes.warm_readers} processes.",
         ),
     ]  # fmt: skip
 

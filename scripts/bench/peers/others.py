@@ -164,6 +164,9 @@ class JuiceFS(Mount):
         super()._start(prefix)
         return Paths(f"{self.mountpoint}/{prefix}")
 
+    def warming(self, prefix: str) -> list[str] | None:
+        return [program("juicefs"), "--no-agent", "warmup", str(self.mountpoint / prefix)]
+
     def provide(self, prefix: str, what: str) -> None:
         mine = f"{self._volume}-{prefix}"
         if mine in self.stage.provided:

@@ -80,6 +80,9 @@ class Lakefs(Mount):
         counts: dict[str, int] = statistics_of(self.mountpoint)["upcalls"]
         return counts
 
+    def warming(self, prefix: str) -> list[str] | None:
+        return [*LAKEFS, "cache", "warm", str(self.mountpoint)]
+
     def drained(self, limit_s: float) -> bool:
         try:
             lakefs("flush", str(self.mountpoint), "--timeout", f"{limit_s:.0f}s", limit_s=limit_s + UMOUNT_S_MAX)
@@ -120,7 +123,7 @@ class LakefsImmutable(Lakefs):
     remark = "the kernel remembers everything; mounting lists it all, which is not timed"
     more = ("--immutable",)
     writes = False
-    lists_groups = ("names", "epochs", "large files")
+    lists_groups = ("names", "epochs", "large files", "warm")
 
 
 class LakefsPacked(Lakefs):
@@ -128,7 +131,7 @@ class LakefsPacked(Lakefs):
 
     name = "lakefs packed"
     remark = "read-write; the data were loaded with `ingest` and folded with `snapshot`, not timed"
-    lists_groups = ("names", "epochs", "ingest")
+    lists_groups = ("names", "epochs", "warm", "ingest")
 
     def provide(self, prefix: str, what: str) -> None:
         packed = f"packed-{prefix}"

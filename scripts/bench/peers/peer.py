@@ -67,6 +67,10 @@ class Peer(ABC):
         """The command that loads a local directory without a mount, and what its environment needs, if it has one."""
         return None
 
+    def warming(self, prefix: str) -> list[str] | None:
+        """The command that fetches all that is attached with this prefix into its cache, if it has one."""
+        return None
+
     def drained(self, limit_s: float) -> bool:
         """Everything written is in the store; whether it was in time."""
         return True
