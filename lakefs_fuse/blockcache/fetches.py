@@ -67,7 +67,10 @@ class PendingBlock:
 class Load:
     """Blocks [first, stop) of a version; ``done`` is set when all of it is over, writing to disk too."""
 
-    __slots__ = ("blocks", "done", "first", "for_memory", "is_kept", "readahead", "scattered", "scope", "version")
+    __slots__ = (
+        "blocks", "done", "first", "for_memory", "is_kept", "missed_weight", "readahead", "scattered", "scope",
+        "version",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class Load:
         readahead: Readahead | None = None,
         *,
         scattered: bool = False,
+        missed_weight: int = 0,
         for_memory: bool = True,
         is_kept: bool = True,
     ) -> None:
@@ -91,6 +95,8 @@ class Load:
         """The plan this load belongs to, which learns whether the cache disk had it."""
         self.scattered = scattered
         """A jumping reader asked for it."""
+        self.missed_weight = missed_weight
+        """See `Readahead.missed_weight`."""
         self.for_memory = for_memory
         """Whether to keep it in memory too; else it goes to the cache disk only."""
         self.is_kept = is_kept

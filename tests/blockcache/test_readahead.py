@@ -69,6 +69,58 @@ def test_a_jump_ends_it_and_reading_on_from_there_begins_again() -> None:
     assert plans(readahead, [(500 * MIB + 4096, 4096)]) == [(501 * MIB, 502 * MIB)]
 
 
+def runs_of(length: int, begins: list[int], step: int = MIB) -> list[list[tuple[int, int]]]:
+    return [sequence(length, step, begin) for begin in begins]
+
+
+def test_runs_of_one_length_are_planned_to_their_end_and_no_further() -> None:
+    """Row groups, or some tensors of a checkpoint."""
+    readahead = Readahead()
+    length, begins = 8 * MIB, [160 * MIB, 240 * MIB, 32 * MIB, 96 * MIB, 600 * MIB]
+    found = [plans(readahead, reads) for reads in runs_of(length, begins)]
+    for begin, made in zip(begins, found, strict=True):
+        assert made[0][0] == begin + 2 * MIB
+        fetched = made[-1][1] - begin
+        assert length <= fetched <= (length if begin != begins[0] else 2 * length)
+    assert [len(made) for made in found[2:]] == [1, 1, 1], "all of it at once"
+
+
+def test_run_that_goes_on_is_planned_on() -> None:
+    readahead = Readahead()
+    for reads in runs_of(4 * MIB, [100 * MIB, 200 * MIB, 300 * MIB]):
+        plans(readahead, reads)
+    found = plans(readahead, sequence(200 * MIB, MIB, 500 * MIB))
+    gaps = [two[0] - one[1] for one, two in pairwise(found)]
+    assert gaps[0] <= 2 * MIB, "to see that it goes on"
+    assert not any(gaps[1:])
+    assert found[-1][1] >= 700 * MIB
+    assert readahead.window_bytes == WINDOW_BYTES_MAX
+
+
+def test_run_of_unknown_length_is_fetched_ahead_no_further_than_it_has_come() -> None:
+    readahead = Readahead()
+    for offset, length in sequence(64 * MIB, MIB, 300 * MIB):
+        planned = readahead.plan(offset, length, SIZE)
+        assert planned is None or planned[1] - (offset + length) <= max(2 * MIB, offset + length - 300 * MIB)
+
+
+def test_what_counts_as_a_sign_that_all_is_read_in_random_order() -> None:
+    rng, readahead, weights = random.Random(5), Readahead(), list[int]()
+    assert readahead.missed_weight == 1
+    for _ in range(1000):
+        readahead.plan(rng.randrange(SIZE), 64 * KIB, SIZE)
+        weights.append(readahead.missed_weight)
+    assert 900 < sum(weights) < 1100, "as many as there are reads"
+    headers = Readahead()
+    for offset in range(0, SIZE, 4 * MIB):
+        headers.plan(offset, 64 * KIB, SIZE)
+    assert headers.missed_weight == 0
+    tensors = Readahead()
+    for reads in runs_of(4 * MIB, [400 * MIB, 300 * MIB, 200 * MIB, 100 * MIB]):
+        plans(tensors, reads)
+    assert tensors.missed_weight == 0
+
+
 def test_random_reads_plan_nothing() -> None:
     rng = random.Random(7)
     reads = [(rng.randrange(SIZE // 4096) * 4096, 4096) for _ in range(500)]
