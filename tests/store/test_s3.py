@@ -358,6 +358,20 @@ def test_what_a_store_says_of_credentials_is_not_passed_on() -> None:
     assert "secret key is wrong" in text
 
 
+def test_answer_that_is_cut_short_as_urllib3_says_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """botocore 1.42 and before passes on what urllib3 raises while the body of an error is read."""
+
+    def cut_short(*_: object) -> AWSResponse:
+        raise urllib3.exceptions.ProtocolError("Connection broken: 120 bytes read, 49880 more expected")
+
+    store = opened(s3_config(Server("nobody", "http://127.0.0.1:9"), "bucket"))
+    monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", cut_short)
+    with contextlib.closing(store):
+        for call in (lambda: store.get("not//expressible", 0, 5), lambda: store.list_page(""), store.time_ns):
+            with pytest.raises(Unavailable, match=r"\(ProtocolError\)"):
+                call()
+
+
 def test_a_bucket_elsewhere_names_the_option() -> None:
     assert "--region" in str(from_answer("list ''", "PermanentRedirect", 301))
 

@@ -165,6 +165,10 @@ _XML_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
 _XML_MESSAGE = re.compile(r"<Message>([^<]{1,400})</Message>")
 
 
+RAISED_BY_BOTO = (boto.BotoCoreError, boto.ClientError, urllib3.exceptions.HTTPError, OSError, ValueError)
+"""What a call may raise. botocore 1.42 and before passes on what urllib3 raises of an error that is cut short."""
+
+
 def from_answer(what: str, code: str, status: int, reason: str = "", region: str = "") -> StoreError:
     """The error of an answer with an S3 error code (or none) and an HTTP status. ``what`` begins with the operation,
     as `advice` knows it; ``region`` is the bucket's, where the answer names it."""

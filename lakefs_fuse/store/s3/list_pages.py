@@ -18,12 +18,11 @@ from html import unescape
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
-from botocore.exceptions import BotoCoreError
 from botocore.httpsession import URLLib3Session
 
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.store.s3.access import S3Access
-from lakefs_fuse.store.s3.errors import REGION_HEADER, from_boto, from_page, from_xml
+from lakefs_fuse.store.s3.errors import RAISED_BY_BOTO, REGION_HEADER, from_boto, from_page, from_xml
 
 
 class S3Pages:
@@ -57,7 +56,7 @@ class S3Pages:
         try:
             response = self._http.send(self._access.sign_get(self._access.bucket_url, parameters))
             status, body = int(response.status_code), bytes(response.content)
-        except (BotoCoreError, OSError, ValueError) as error:
+        except RAISED_BY_BOTO as error:
             raise from_boto(what, error) from error
         if status != 200:
             raise from_xml(what, status, body, response.headers.get(REGION_HEADER, ""))

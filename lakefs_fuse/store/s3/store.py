@@ -50,7 +50,7 @@ from lakefs_fuse.store.protocol import (
 )
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.access import S3Access, connect
-from lakefs_fuse.store.s3.errors import RangeNotSatisfiable, WrongRegion, from_boto
+from lakefs_fuse.store.s3.errors import RAISED_BY_BOTO, RangeNotSatisfiable, WrongRegion, from_boto
 from lakefs_fuse.store.s3.fast_path import CachedGets, S3FastPath, is_expressible
 from lakefs_fuse.store.s3.list_pages import S3Pages
 from lakefs_fuse.store.s3.upload import Answer, S3Sender, etag_of, hides_md5, md5_of_sent
@@ -389,7 +389,7 @@ class S3Store:
             answer = error.response
             if answer["ResponseMetadata"]["HTTPStatusCode"] != 403:
                 raise from_boto("ask for the time", error) from error
-        except (boto.BotoCoreError, OSError, ValueError) as error:
+        except RAISED_BY_BOTO as error:
             raise from_boto("ask for the time", error) from error
         try:
             date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
@@ -409,7 +409,7 @@ class S3Store:
             parameters["Key"] = self._prefix + key
         try:
             answer: Answer = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
-        except (boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
+        except RAISED_BY_BOTO as error:
             raise from_boto(what, error) from error
         if operation == "get_object":
             self.server = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", "")
