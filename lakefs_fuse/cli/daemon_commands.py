@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import click
 
-from lakefs_fuse.cli.daemons import checked_text, describe_files, follow, locate, open_daemon
+from lakefs_fuse.cli.daemons import checked_text, describe_files, locate, open_daemon, store_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import json_option
@@ -59,13 +59,7 @@ def flush(path: str, timeout: float, as_json: bool) -> None:
 
     Failed uploads are retried. Exit code 1 if something cannot be stored; the files and the reasons are printed.
     """
-    mountpoint, relative = locate(path)
-    with open_daemon(mountpoint) as client:
-        reply = follow(
-            client.follow(protocol.MakeDurable(relative)),
-            what=f"storing {path}",
-            deadline_s=time.monotonic() + timeout,
-        )
+    reply = store_changes(path, timeout)
     files = reply.files if isinstance(reply, protocol.Failed) else ()
     if as_json:
         print_json({"path": os.path.abspath(path), "stored": not isinstance(reply, protocol.Failed), "files": files})

@@ -91,6 +91,18 @@ def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float) -
     return reply
 
 
+def store_changes(path: str, timeout_s: float) -> protocol.Reply:
+    """Have the daemon of the mount that ``path`` lies in store every change at ``path`` and below; what it answers at
+    last, `Done` or `Failed`. Shows progress. Raises LakeError, also where that takes longer than ``timeout_s``."""
+    mountpoint, relative = locate(path)
+    with open_daemon(mountpoint) as client:
+        return follow(
+            client.follow(protocol.MakeDurable(relative)),
+            what=f"storing {path}",
+            deadline_s=time.monotonic() + timeout_s,
+        )
+
+
 def describe_files(files: tuple[Unfinished, ...]) -> list[str]:
     """One line for each file that is not durable, with the reason; FILES_SHOWN_MAX files at most."""
     lines = [

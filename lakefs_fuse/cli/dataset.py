@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from lakefs_fuse.cli.cache import background_option, fits_option, limit_option, rate_of, warm_all
-from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
+from lakefs_fuse.cli.daemons import checked_text, describe_files, locate, open_daemon, store_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.log import local_time
 from lakefs_fuse.cli.parameters import format_bytes
@@ -29,6 +29,9 @@ from lakefs_fuse.product import FILESYSTEM
 
 VERSION_HELP = "NAME@VERSION, such as imagenet@3."
 NEWEST_HELP = "NAME@VERSION, such as imagenet@3; NAME is its newest version."
+
+FLUSH_S_MAX = 24 * 3600.0
+"""A backlog of write-back may take hours; Ctrl-C ends the wait, and the uploads go on."""
 
 FUSE_TYPE = f"fuse.{FILESYSTEM}"
 """Of our mounts in /proc/self/mountinfo."""
@@ -69,9 +72,24 @@ def create(source: str, name: str, path: str, as_json: bool, **options: Any) -> 
     replaces, unless the version before has one: that is one request for each, and its bytes once more. `lakefs-fuse
     pack` before it saves both for small files. Mounts may read and write meanwhile, and an interruption leaves no
     version. Exit code 75 while another command changes the lake.
+
+    Where SOURCE is a path in a mount, what was written there is stored first, as by `lakefs-fuse flush`. Changes that
+    other nodes have not stored yet are not in the version, and with a URL those of this node are not either: run
+    `lakefs-fuse flush` before where mounts have `--durability writeback`, or files are being written.
     """
     args = DatasetArgs(action="create", dataset=name, path=checked_text(path))
-    return _run(source, options, args, as_json=as_json)
+    DatasetName.parse(name)
+    place = find_place(source, options)
+    if place.mountpoint:
+        _store_changes(f"{source}/{path}")
+    return run_offline("dataset", place, args, as_json=as_json)
+
+
+def _store_changes(path: str) -> None:
+    """Raises LakeError where some file cannot be stored."""
+    reply = store_changes(path, FLUSH_S_MAX)
+    if isinstance(reply, protocol.Failed):
+        raise LakeError("\n".join([f"no version was made: {reply.message}", *describe_files(reply.files)]))
 
 
 @dataset.command("ls", cls=GroupedCommand, context_settings=SETTINGS)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
 from tests.mount.counting import costs
 from tests.mount.lakes import Lake, eventually, noise
+from tests.mount.writeback_lakes import FOR_EVER, OPTIONS, flush
+from tests.servers import Server
 
 FILES = {f"part-{index}/{index}": noise(3000, index) for index in range(4)} | {"large": noise(3 << 20, 9)}
 
@@ -125,6 +128,28 @@ def test_dataset_that_is_warm_is_read_without_the_store_and_its_node_is_in_the_s
     assert node_of(lake)["mountpoint"] == str(lake.path)
     lake.umount()
     assert node_of(lake)["mounted"] is False
+
+
+def test_create_of_a_path_in_a_mount_stores_what_was_written_there_first(
+    make_lake: LakeMaker, faults: tuple[Server, Faults]
+) -> None:
+    lake = make_lake("seaweedfs", *OPTIONS, "--writeback-delay", "10m", through=faults[0]).mount()
+    data = lake.path / "data"
+    data.mkdir()
+    (data / "old").write_bytes(b"old")
+    flush(lake)
+    (data / "old").write_bytes(b"newer")
+    (data / "added").write_bytes(b"added")
+    faults[1].forbid(FOR_EVER, method="PUT")
+    refused = lake.cli("dataset", "create", str(lake.path), "im", "data")
+    assert refused.returncode == 1
+    assert "no version was made" in refused.stderr
+    faults[1].clear()
+    for source, path in ((lake.path, "data"), (data, "")):
+        (data / "old").write_bytes(b"newest")
+        made = lake.cli("dataset", "create", str(source), "im", path, "--json")
+        assert made.returncode == 0, made.stderr
+        assert json.loads(made.stdout)["bytes"] == len(b"newest" + b"added")
 
 
 def node_of(lake: Lake) -> dict[str, object]:
