@@ -391,7 +391,10 @@ class Checker:
             except NotFound as error:
                 raise DamagedCommit(str(error)) from error
         self.done.bytes_read += manifest.bytes
-        if bad.count:
+        if await lake.client.find(snapshots.prefix_of(name) + snapshots.OBJECTS) is None:
+            text = f"its list of objects is gone, so gc deletes nothing: {snapshots.removal_of(name)} deletes it"
+            self._problem(snapshots.prefix_of(name), Kind.SNAPSHOT, text)
+        elif bad.count:
             told = manifest.dataset
             how = "" if told is None else f": `dataset verify SOURCE {told.name}@{told.version}` lists the files"
             text = f"the store lacks {bad.count:,} of its objects, {bad.objects[0].row.key} among them{how}"

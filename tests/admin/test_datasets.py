@@ -515,6 +515,21 @@ async def test_fsck_reports_versions_that_lack_objects_and_leaves_commits_that_t
         assert "dataset verify SOURCE im@1" in problems[0]["text"]
 
 
+async def test_gc_deletes_nothing_while_a_version_has_no_list_of_its_objects(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    store.take(".lakefs/snapshots/im.v1/objects")
+    with pytest.raises(LakeError, match="dataset rm SOURCE im@1"):
+        await destroy(store, clock, tmp_path)
+    done = await run_fsck(work_of(store, clock, tmp_path), FsckArgs(quick=True))
+    assert "its list of objects is gone" in done.text
+    assert (await run(store, clock, tmp_path, "verify", dataset="im"))["ok"] is True
+    await run(store, clock, tmp_path, "rm", dataset="im@1")
+    await destroy(store, clock, tmp_path)
+    assert not any(key.startswith(OBJECTS) for key in store.objects)
+
+
 Nodes = list[dict[str, object]]
 
 

@@ -32,6 +32,7 @@ from lakefs_fuse.commits.index.index import (
     fetch_files,
     write_index,
 )
+from lakefs_fuse.config import DatasetName
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import ConfigError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
@@ -57,6 +58,12 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a snapshot: {NAME_CHARACTERS}")
     return name
+
+
+def removal_of(name: str) -> str:
+    """The command that deletes a snapshot, by its name: a version of a dataset, or not."""
+    version = DatasetName.of_snapshot(name)
+    return f"`lakefs-fuse {f'snapshot SOURCE --delete {name}' if version is None else f'dataset rm SOURCE {version}'}`"
 
 
 def prefix_of(name: str) -> str:
@@ -215,7 +222,7 @@ async def remove_unfinished(client: StoreClient, before_ns: int) -> int:
 class KeptObjects:
     """Keys of all objects below `.lakefs/` that some snapshot has bytes in, also one that is being written.
 
-    What always holds (*at least those*): what a snapshot named when `refresh` began is in it. Keys are remembered as
+    What always holds (*at least those*): what a snapshot named when `refresh` began is in it, or `refresh` fails. Keys are remembered as
     64-bit sums, 8 bytes each, so it may have another one as well, which then stays. A list is read once for each
     version of its object. Trio thread only."""
 
@@ -225,20 +232,36 @@ class KeptObjects:
         """By key of the list: its ETag, and sums in order."""
 
     async def refresh(self) -> None:
-        """Read what has changed. Raises LakeError: DamagedCommit where a list cannot be read."""
+        """Read what has changed. Raises LakeError: DamagedCommit where a list cannot be read, or is gone."""
         found: dict[str, tuple[str, array[int]]] = {}
+        finished, listed = set[str](), set[str]()
         async with aclosing(self._client.list_all(SNAPSHOTS)) as pages:
             async for page in pages:
                 for meta in page.objects:
                     name, _, file = meta.key.removeprefix(SNAPSHOTS).partition("/")
-                    if file != OBJECTS or not _NAME.fullmatch(name):
+                    if not _NAME.fullmatch(name):
                         continue
+                    if file == MANIFEST:
+                        finished.add(name)
+                    if file != OBJECTS:
+                        continue
+                    listed.add(name)
                     before = self._sums.get(meta.key)
                     if before is not None and before[0] == meta.etag:
                         found[meta.key] = before
                     elif (sums := await self._read(meta.key)) is not None:
                         found[meta.key] = sums
+        for name in sorted(finished - listed):
+            await self._check_deleted(name)
         self._sums = found
+
+    async def _check_deleted(self, name: str) -> None:
+        """A snapshot of which LIST shows the manifest and no list is being deleted, manifest first."""
+        try:
+            await self._client.head(prefix_of(name) + MANIFEST)
+        except NotFound:
+            return
+        raise DamagedCommit(f"{prefix_of(name)}{OBJECTS} is gone, so nobody knows what it keeps: {removal_of(name)} deletes it")
 
     async def _read(self, key: str) -> tuple[str, array[int]] | None:
         """None for one that is deleted meanwhile."""
@@ -249,7 +272,9 @@ class KeptObjects:
         try:
             keys = msgspec.msgpack.decode(fetched.data, type=list[str])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DamagedCommit(f"{key} cannot be read, so nobody knows what it keeps: delete that snapshot") from error
+            name = key.removeprefix(SNAPSHOTS).partition("/")[0]
+            why = f"{key} cannot be read, so nobody knows what it keeps"
+            raise DamagedCommit(f"{why}: {removal_of(name)} deletes it") from error
         return fetched.meta.etag, array("Q", sorted(xxhash.xxh3_64_intdigest(each.encode(*PATH)) for each in keys))
 
     def __contains__(self, key: object) -> bool:
