@@ -222,9 +222,9 @@ async def remove_unfinished(client: StoreClient, before_ns: int) -> int:
 class KeptObjects:
     """Keys of all objects below `.lakefs/` that some snapshot has bytes in, also one that is being written.
 
-    What always holds (*at least those*): what a snapshot named when `refresh` began is in it, or `refresh` fails. Keys are remembered as
-    64-bit sums, 8 bytes each, so it may have another one as well, which then stays. A list is read once for each
-    version of its object. Trio thread only."""
+    What always holds (*at least those*): what a snapshot named when `refresh` began is in it, or `refresh` fails. Keys
+    are remembered as 64-bit sums, 8 bytes each, so it may have another one as well, which then stays. A list is read
+    once for each version of its object. Trio thread only."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
@@ -261,7 +261,9 @@ class KeptObjects:
             await self._client.head(prefix_of(name) + MANIFEST)
         except NotFound:
             return
-        raise DamagedCommit(f"{prefix_of(name)}{OBJECTS} is gone, so nobody knows what it keeps: {removal_of(name)} deletes it")
+        raise DamagedCommit(
+            f"{prefix_of(name)}{OBJECTS} is gone, so nobody knows what it keeps: {removal_of(name)} deletes it"
+        )
 
     async def _read(self, key: str) -> tuple[str, array[int]] | None:
         """None for one that is deleted meanwhile."""
