@@ -215,7 +215,7 @@ def capabilities(config: StoreConfig, node: Node) -> dict[str, object]:
         opened = lake_record.open_record(store, config, node.random.stream("probe"), node.clock, may_write=False)
         known = opened.record is not None and any(each is opened.finding for each in opened.record.stores)
         return {
-            "probed": known or not isinstance(store, NetworkStore),
+            "probed": known,
             "lake": opened.record.id if opened.record is not None else None,
             "needs_newer_program": list(opened.unknown),
             "capabilities": dataclasses.asdict(opened.capabilities),

@@ -111,6 +111,12 @@ def test_machine_alone_is_checked_without_a_target(make_lake: LakeMaker) -> None
     assert "--region goes with a source URL" in done.stderr
 
 
+def test_explain_of_a_directory_that_was_never_mounted_assumes_nothing_of_it(make_lake: LakeMaker) -> None:
+    done = make_lake("file").try_mount("--explain")
+    assert "what it can do is not known yet" in done.stdout
+    assert "cannot: " not in done.stdout
+
+
 def test_explain_tells_what_a_mount_would_do_and_makes_none(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs")
     done = lake.try_mount("--explain", "--json")
