@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ import pytest
 from lakefs_fuse.checks import CheckResult, Severity
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.checkup import BODY, Checkup
+from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.s3 import bucket as s3_bucket
 from lakefs_fuse.store.s3.access import S3Access, connect
 from lakefs_fuse.store.s3.store import S3Store
 from tests import servers
+from tests.fakes import FakeClock
 from tests.faults import Faults
 from tests.memory_store import MemoryStore
 from tests.servers import Server, s3_client
@@ -136,6 +140,37 @@ def test_store_that_ignores_conditions_is_a_warning(rclone: Server, new_bucket: 
     assert found["store.conditions"].severity is Severity.WARNING
     assert found["store.conditions"].values == {"if_absent": False, "if_match": False}
     store.close()
+
+
+def test_directory_is_not_said_to_replace_files_under_a_condition(tmp_path: Path) -> None:
+    checkup = checkup_of(LocalStore(str(tmp_path), random.Random(1), SystemClock()))
+    assert by_check(checkup.writing())["store.conditions"].values == {"if_absent": True, "if_match": False}
+    checkup.clean()
+
+
+class SilentStore:
+    """Every request ends with its timeout."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock, self.asked = clock, 0
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def attempt(*_: object, **__: object) -> object:
+            self.asked += 1
+            self._clock.advance(20)
+            raise Unavailable("the store did not answer in time")
+
+        return attempt
+
+
+def test_store_that_never_answers_is_asked_once() -> None:
+    clock = FakeClock()
+    store = SilentStore(clock)
+    checkup = Checkup(store, random.Random(1), clock)  # type: ignore[arg-type]
+    assert checkup.clock_skew().severity is Severity.FAILED
+    assert {result.severity for result in checkup.writing()} == {Severity.SKIPPED}
+    assert checkup.clean() is None
+    assert store.asked == 1
 
 
 class SkewedClock(SystemClock):
