@@ -38,7 +38,7 @@ from lakefs_fuse.commits.index.index import Dataset, Manifest
 from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control.worker_protocol import Progress
-from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.errors import ConfigError, DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
@@ -96,30 +96,45 @@ async def build(
     lake: LakeView,
     name: DatasetName,
     path: str,
-    base: tuple[DatasetName, Manifest] | None,
+    known: Sequence[tuple[DatasetName, Manifest]],
     progress: Callable[[Progress], None],
     note: Callable[[str], None],
 ) -> Built:
-    """Store a version of the directory ``path``, empty for all of the lake. Raises ConfigError where there is no such
-    directory, LakeError; then there is no such version."""
+    """Store a version of the directory ``path``, empty for all of the lake, which uses the copies of the first of the
+    ``known`` versions that can be read. Raises ConfigError where there is no such directory, LakeError; then there is
+    no such version."""
     client = lake.client
     await snapshots.clear(client, name.snapshot)
     try:
         async with AsyncExitStack() as stack:
             scratch = Path(stack.enter_context(scratch_directory(lake.node, lake.scratch)))
-            before = None
-            if base is not None:
-                rows = snapshot_rows(client, lake.node, base[0].snapshot, base[1], scratch / "base")
-                before = Tree(await stack.enter_async_context(rows))
+            base, before = await _open_base(lake, known, stack, scratch, note)
             made = await _make_rows(lake, name, path, before, stack, scratch, progress, note)
             counts = made.counts
             told = Dataset(name=name.name, version=name.version, path=path, files=counts.files, bytes=counts.bytes)
             manifest = await _store(lake, name, made.tree, told, scratch)
-            return Built(manifest, counts, None if base is None else base[0])
+            return Built(manifest, counts, base)
     except BaseException:
         with trio.move_on_after(CLEAR_S_MAX, shield=True), suppress(LakeError):
             await snapshots.remove(client, name.snapshot)
         raise
+
+
+async def _open_base(
+    lake: LakeView,
+    known: Sequence[tuple[DatasetName, Manifest]],
+    stack: AsyncExitStack,
+    scratch: Path,
+    note: Callable[[str], None],
+) -> tuple[DatasetName | None, Tree | None]:
+    """The first version that can be read, and its rows, in a database that ``stack`` closes."""
+    for name, manifest in known:
+        rows = snapshot_rows(lake.client, lake.node, name.snapshot, manifest, scratch / f"base-{name.version}")
+        try:
+            return name, Tree(await stack.enter_async_context(rows))
+        except DamagedCommit as error:
+            note(f"copies that only {name} has are not used again: {error}")
+    return None, None
 
 
 async def _make_rows(

@@ -24,7 +24,7 @@ from lakefs_fuse.commits.index import datasets, node_records, snapshots
 from lakefs_fuse.commits.index.index import Manifest
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import ConfigError, DamagedCommit, NotFound
+from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import RESERVED_NAME
@@ -52,9 +52,7 @@ async def _create(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
         await snapshots.check_free(client, name.snapshot)
         known = [(each.name, each.manifest) for each in there if each.manifest is not None]
         async with open_lake_view(client, work.store, node=work.node, scratch=work.scratch) as lake:
-            built = await dataset_builder.build(
-                lake, name, path, known[-1] if known else None, work.progress, work.note
-            )
+            built = await dataset_builder.build(lake, name, path, known[::-1], work.progress, work.note)
     counts = built.counts
     copied = f"{counts.copies:,} objects, {counts.bytes_copied:,} bytes, were copied in the store"
     reused = f"; copies that {built.base} has already: {counts.reused:,}" if counts.reused else ""
@@ -144,11 +142,8 @@ async def _verify(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
     told = manifest.dataset
     assert told is not None, "only a version of a dataset is found"
     with scratch_directory(work.node, work.scratch) as scratch:
-        try:
-            async with _rows(work, name, manifest, Path(scratch)) as tree:
-                done = await dataset_check.verify(work, str(name), told, tree, reads=args.read)
-        except NotFound as error:
-            raise DamagedCommit(f"{name} is lost, because a file of its manifest is gone: {error}") from error
+        async with _rows(work, name, manifest, Path(scratch)) as tree:
+            done = await dataset_check.verify(work, str(name), told, tree, reads=args.read)
     return work.finished(done.summary(), done.describe(), failed=bool(done.files_hurt))
 
 

@@ -501,6 +501,24 @@ async def test_verify_of_a_version_whose_manifest_lost_a_file_says_so(
         await run(store, clock, tmp_path, "verify", dataset="im")
 
 
+@pytest.mark.parametrize("file", ["manifest", "0000.sst"])
+async def test_create_goes_on_where_the_newest_version_is_damaged(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree, file: str
+) -> None:
+    await create(store, clock, tmp_path)
+    await create(store, clock, tmp_path)
+    store.give(f".lakefs/snapshots/im.v2/{file}", b"junk")
+    if file != "manifest":
+        store.take(f".lakefs/snapshots/im.v2/{file}")
+    made = await create(store, clock, tmp_path)
+    assert (made["dataset"], made["objects_copied"], made["copies_reused"]) == ("im@3", 0, 4)
+    assert await shown(store, clock, tmp_path, "im@3") == renamed_back(files)
+    with pytest.raises(LakeError, match="delete what is left with `lakefs-fuse dataset rm SOURCE im@2`"):
+        await run(store, clock, tmp_path, "show", dataset="im@2", files=True)
+    with pytest.raises(LakeError, match="delete what is left with `lakefs-fuse dataset rm SOURCE im@2`"):
+        await shown(store, clock, tmp_path, "im@2")
+
+
 async def test_fsck_reports_versions_that_lack_objects_and_leaves_commits_that_they_name(
     store: MemoryStore, clock: Clock, tmp_path: Path
 ) -> None:

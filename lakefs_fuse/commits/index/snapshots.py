@@ -82,16 +82,20 @@ async def fetch_manifest(client: StoreClient, name: str) -> Manifest:
     """Raises NotFound where there is none of this name, DamagedCommit where it cannot be used."""
     key = prefix_of(name) + MANIFEST
     fetched = await client.get(key, 0, MANIFEST_BYTES_MAX)
+    lost = (
+        "if no newer version of this program wrote it, restore it, if the bucket keeps versions, or delete what is "
+        f"left with {removal_of(name)}"
+    )
     try:
         time = msgspec.msgpack.decode(fetched.data, type=dict[str, object]).get("time")
         manifest = decode(fetched.data, time if isinstance(time, int) else -1)
-        if manifest.format != FORMAT:
-            raise DamagedCommit(f"format {manifest.format}, and files of a snapshot are its own")
-        return manifest
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedCommit(f"{key}: not a manifest: {str(error)[:200]}") from error
+        raise DamagedCommit(f"{key}: not a manifest: {str(error)[:200]}: {lost}") from error
     except DamagedCommit as error:
-        raise DamagedCommit(f"{key}: {error}") from error
+        raise DamagedCommit(f"{key}: {error}: {lost}") from error
+    if manifest.format != FORMAT:
+        raise DamagedCommit(f"{key}: format {manifest.format}, and files of a snapshot are its own")
+    return manifest
 
 
 async def manifest_of(client: StoreClient, name: str) -> Manifest:
@@ -107,11 +111,19 @@ async def manifest_of(client: StoreClient, name: str) -> Manifest:
 async def take_in(
     client: StoreClient, threads: Threads, name: str, manifest: Manifest, database: Database, directory: Path
 ) -> None:
-    """Into a database without names; ``directory`` is for files on their way. Raises DamagedCommit, CacheError."""
+    """Into a database without names; ``directory`` is for files on their way. Raises DamagedCommit, also where a file
+    is gone, CacheError."""
     try:
         paths = await fetch_files(client, threads, manifest, tables.empty_directory(directory), prefix=prefix_of(name))
         marks = tables.Marks(inode=manifest.inode, object=manifest.object, newest=manifest.newest)
         tables.ingest(database, paths, marks, directory)
+    except (NotFound, DamagedCommit) as error:
+        told = manifest.dataset
+        what = f"snapshot {name}" if told is None else f"{told.name}@{told.version}"
+        raise DamagedCommit(
+            f"{what} is lost, because a file of its manifest is gone or damaged ({error}): restore that, if the bucket "
+            f"keeps versions, or delete what is left with {removal_of(name)}"
+        ) from error
     finally:
         tables.remove_directory(directory)
 
