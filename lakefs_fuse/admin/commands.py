@@ -19,9 +19,11 @@ from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, Inspect
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import NotFound, Unsupported
+from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, DamagedCommit, NotFound, Unsupported
 from lakefs_fuse.store import lake_record
+from lakefs_fuse.store.client import StoreClient
 
 
 @asynccontextmanager
@@ -128,6 +130,7 @@ async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protoco
 async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Finished:
     if args.delete:
         async with work.lease("snapshot --delete").held() as client:
+            await _check_no_dataset(client, args.delete)
             await snapshots.delete(client, args.delete)
         return protocol.Finished(
             summary={"deleted": args.delete},
@@ -157,17 +160,39 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
 async def _list_snapshots(work: Work) -> protocol.Finished:
     """Each name, with the time of its state and its size."""
     found: list[dict[str, object]] = []
+    unreadable = 0
     for name in await snapshots.names(work.client):
         try:
             manifest = await snapshots.fetch_manifest(work.client, name)
         except NotFound:
             continue  # it is being written, or was never finished
+        except DamagedCommit as error:
+            work.note(f"{name} cannot be read: {error}")
+            unreadable += 1
+            continue
         if manifest.dataset is not None:
             continue  # `dataset ls` has it
         at = datetime.fromtimestamp(manifest.time / NS, UTC).isoformat(timespec="seconds")
         found.append({"name": name, "at": at, "names": manifest.names, "bytes": manifest.bytes})
     lines = [f"{each['name']}  {each['at']}  {each['names']:,} names" for each in found]
-    return protocol.Finished(summary={"snapshots": found}, text="\n".join(lines) or "there are no snapshots")
+    return protocol.Finished(
+        summary={"snapshots": found},
+        text="\n".join(lines) or "there are no snapshots",
+        exit_code=EXIT_FAILURE if unreadable else 0,
+    )
+
+
+async def _check_no_dataset(client: StoreClient, name: str) -> None:
+    """Raises ConfigError for a version of a dataset, which `dataset rm` removes with what nodes say of it."""
+    if DatasetName.of_snapshot(name) is None:
+        return
+    try:
+        told = (await snapshots.fetch_manifest(client, name)).dataset
+    except (NotFound, DamagedCommit):
+        return
+    if told is not None:
+        version = f"{told.name}@{told.version}"
+        raise ConfigError(f"{name} is the dataset {version}: `lakefs-fuse dataset rm SOURCE {version}` removes it")
 
 
 async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:

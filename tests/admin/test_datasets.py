@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from lakefs_fuse.admin import dataset_builder
-from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack
+from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_snapshot
 from lakefs_fuse.admin.datasets import run_dataset
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.index import datasets, snapshots
@@ -20,7 +20,7 @@ from lakefs_fuse.commits.index.node_records import RESIDENCY
 from lakefs_fuse.commits.record import OBJECTS, Mkdir, Symlink
 from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.control.worker_protocol import DatasetArgs, FsckArgs, GcArgs, PackArgs
+from lakefs_fuse.control.worker_protocol import DatasetArgs, FsckArgs, GcArgs, PackArgs, SnapshotArgs
 from lakefs_fuse.errors import AccessDenied, ConfigError, FileError, LakeError, StoreError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.vfs.immutable import residency_report
@@ -517,6 +517,25 @@ async def test_create_goes_on_where_the_newest_version_is_damaged(
         await run(store, clock, tmp_path, "show", dataset="im@2", files=True)
     with pytest.raises(LakeError, match="delete what is left with `lakefs-fuse dataset rm SOURCE im@2`"):
         await shown(store, clock, tmp_path, "im@2")
+
+
+async def test_damaged_snapshot_is_told_beside_the_others(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs(name=name))
+    store.give(".lakefs/snapshots/one/manifest", b"junk")
+    done = await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs(list=True))
+    assert (done.exit_code, done.text.split()[0]) == (1, "two")
+
+
+async def test_version_of_a_dataset_is_not_deleted_as_a_snapshot(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    with pytest.raises(ConfigError, match="dataset rm SOURCE im@1"):
+        await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs(delete="im.v1"))
+    assert (await run(store, clock, tmp_path, "verify", dataset="im"))["ok"] is True
+    with pytest.raises(ConfigError, match="there is no snapshot"):
+        await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs(delete="../v1"))
 
 
 async def test_fsck_reports_versions_that_lack_objects_and_leaves_commits_that_they_name(
