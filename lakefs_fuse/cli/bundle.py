@@ -59,7 +59,7 @@ class Contents:
 
 
 def write_bundle(path: Path, contents: Contents) -> None:
-    """Write the ZIP. Raises LakeError where it exists, or cannot be written."""
+    """Write the ZIP. Raises LakeError where it exists, or cannot be written whole; then there is none."""
     environments = [dict(os.environ), *([environment_of(contents.pid)] if contents.pid else [])]
     redactor = Redactor(secret for each in environments for secret in secrets_of(each))
     try:
@@ -68,9 +68,13 @@ def write_bundle(path: Path, contents: Contents) -> None:
         raise LakeError(f"--bundle {path} exists: name another file") from error
     except OSError as error:
         raise LakeError(f"--bundle {path} cannot be written ({error.strerror}): name another file") from error
-    with open(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in _members(contents, environments[-1]):
-            archive.writestr(name, redactor.redact(text))
+    try:
+        with open(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in _members(contents, environments[-1]):
+                archive.writestr(name, redactor.redact(text))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise LakeError(f"--bundle {path} cannot be written ({error.strerror}): name another file") from error
 
 
 def _members(contents: Contents, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

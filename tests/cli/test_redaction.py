@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import zipfile
 from pathlib import Path
 from urllib.parse import quote
@@ -117,3 +118,15 @@ def test_bundle_has_everything_but_secrets(
         write_bundle(path, contents)
     with pytest.raises(LakeError, match="cannot be written"):
         write_bundle(tmp_path / "no" / "bundle.zip", contents)
+
+
+def test_bundle_that_cannot_be_written_whole_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "bundle.zip"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # Python ignores SIGXFSZ, so writes fail
+    try:
+        with pytest.raises(LakeError, match="cannot be written"):
+            write_bundle(path, Contents([ok("machine.kernel", "x")], {}, {}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not path.exists()
