@@ -143,6 +143,7 @@ def _refusals(config: MountConfig) -> Iterator[str]:
         partial(preflight.check_overlap, config),
         partial(preflight.check_mountpoint, config.mountpoint, host),
         partial(preflight.check_fuse, config, host),
+        partial(preflight.check_room, config),
     )
     for check in checks:
         try:

@@ -51,9 +51,7 @@ def machine(host: preflight.Host, release: str) -> Iterator[CheckResult]:
 
 def cache_directory(cache_dir: str, free_bytes_min: int, mountinfo: Path) -> Iterator[CheckResult]:
     """Kind of disk, room and permissions of a cache directory, or of the nearest directory above one to be made."""
-    directory = Path(cache_dir)
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
+    directory = preflight.nearest_directory(cache_dir)
     mounted = mount_of(os.path.realpath(directory), mountinfo)
     kind = mounted.fstype if mounted is not None else "unknown"
     if kind in _REMOTE:

@@ -143,6 +143,21 @@ def check_cache_dir(config: MountConfig) -> None:
         raise CacheError(
             f"cache directory {directory} cannot be written to ({error.strerror}): choose one with --cache-dir"
         ) from error
+    check_room(config)
+
+
+def nearest_directory(path: str) -> Path:
+    """The directory, or the nearest one above it that exists: the one whose disk it is on, or will be."""
+    directory = Path(path)
+    while not os.path.exists(directory) and directory != directory.parent:
+        directory = directory.parent
+    return directory
+
+
+def check_room(config: MountConfig) -> None:
+    """Check that the disk of the cache directory, which need not exist, has room beyond --free-space. Raises
+    MountError."""
+    directory = nearest_directory(config.cache_dir)
     free = shutil.disk_usage(directory).free
     if free < config.free_bytes_min + ROOM_BYTES_MIN:
         raise MountError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +75,7 @@ def programs() -> Iterator[CheckResult]:
 def disk(cache_dir: str) -> CheckResult:
     """How fast the disk of a cache directory is."""
     check, directory = "cache.speed", Path(cache_dir)
-    while not directory.exists() and directory != directory.parent:
+    while not os.path.exists(directory) and directory != directory.parent:
         directory = directory.parent
     try:
         speed = disk_speed.measure(str(directory))

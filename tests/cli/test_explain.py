@@ -102,6 +102,15 @@ def test_text_has_all_parts_and_nothing_is_mounted(
     assert not cache.exists()
 
 
+def test_disk_without_room_would_refuse_the_mount(
+    asked: list[Diagnosis], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["--explain", "--cache-dir", str(tmp_path / "cache"), "--free-space", "900TiB"]
+    assert run(["mount", "s3://bucket/lake", str(tmp_path), *arguments]) == 0
+    assert "not enough disk: " in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize(
     ("store", "said"),
     [

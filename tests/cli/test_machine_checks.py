@@ -71,6 +71,12 @@ def test_disk_of_the_cache_directory_is_to_be_local_and_no_memory(
     assert not (tmp_path / "to").exists(), "nothing is made"
 
 
+def test_cache_directory_whose_name_is_too_long_is_looked_up_without_an_error(host: Host, tmp_path: Path) -> None:
+    host.mountinfo.write_text(EXT4)
+    found = by_check(machine_checks.cache_directory(str(tmp_path / ("x" * 300)), 0, host.mountinfo))
+    assert found["cache.room"].severity is Severity.OK
+
+
 def test_cache_directory_without_room_or_open_to_others_says_what_to_do(host: Host, tmp_path: Path) -> None:
     directory = tmp_path / "cache"
     directory.mkdir(mode=0o755)
