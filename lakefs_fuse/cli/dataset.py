@@ -56,7 +56,7 @@ def dataset() -> None:
 def _run(source: str, options: Options, args: DatasetArgs, *, as_json: bool) -> int:
     for name in filter(None, (args.dataset, args.other)):
         DatasetName.parse(name)
-    return run_offline("dataset", find_place(source, options), args, as_json=as_json)
+    return run_offline("dataset", find_place(source, options, is_lake=True), args, as_json=as_json)
 
 
 @dataset.command("create", cls=GroupedCommand, context_settings=SETTINGS)
@@ -115,7 +115,9 @@ def show(source: str, name: str, files: bool, as_json: bool, **options: Any) -> 
     if not files:
         return _run(source, options, args, as_json=as_json)
     DatasetName.parse(name)
-    return run_offline("dataset", find_place(source, options), args, show=_show_json if as_json else _show_text)
+    return run_offline(
+        "dataset", find_place(source, options, is_lake=True), args, show=_show_json if as_json else _show_text
+    )
 
 
 def _show_json(row: Row) -> None:
@@ -150,7 +152,9 @@ def diff(source: str, before: str, after: str, read: bool, as_json: bool, **opti
     args = DatasetArgs(action="diff", dataset=before, other=after, read=read)
     for name in (before, after):
         DatasetName.parse(name)
-    return run_offline("dataset", find_place(source, options), args, show=_show_json if as_json else _show_change)
+    return run_offline(
+        "dataset", find_place(source, options, is_lake=True), args, show=_show_json if as_json else _show_change
+    )
 
 
 SIGNS = {"added": "+", "removed": "-", "changed": "M", "attributes": "a"}

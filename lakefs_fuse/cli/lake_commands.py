@@ -175,7 +175,7 @@ def snapshot(
     if sum(map(bool, (name, list_all, delete))) > 1:
         raise ConfigError("--name, --list and --delete exclude each other: give one of them")
     args = SnapshotArgs(cache_dir=absolute(cache_dir), name=name, delete=delete, list=list_all)
-    return run_offline("snapshot", find_place(source, options), args, as_json=as_json)
+    return run_offline("snapshot", find_place(source, options, is_lake=True), args, as_json=as_json)
 
 
 @click.command("gc", cls=GroupedCommand, context_settings=SETTINGS)
@@ -216,7 +216,7 @@ def gc(
         wait=wait,
         dry_run=dry_run,
     )
-    return run_offline("gc", find_place(source, options), args, as_json=as_json)
+    return run_offline("gc", find_place(source, options, is_lake=True), args, as_json=as_json)
 
 
 @click.command("fsck", cls=GroupedCommand, context_settings=SETTINGS)
@@ -251,7 +251,7 @@ def fsck(
     if dry_run and not rebind:
         raise click.UsageError("--dry-run is for --rebind: without --repair, fsck changes nothing")
     args = FsckArgs(quick=quick, repair=repair, rebind=rebind, dry_run=dry_run, cache_dir=absolute(cache_dir))
-    return run_offline("fsck", find_place(source, options), args, as_json=as_json)
+    return run_offline("fsck", find_place(source, options, is_lake=True), args, as_json=as_json)
 
 
 @click.command("upgrade", cls=GroupedCommand, context_settings=SETTINGS)
@@ -265,4 +265,4 @@ def upgrade(source: str, as_json: bool, **options: Any) -> int:
     committed in the last hour: unmount its mounts first. Mounts of this version continue. Exit code 75 while another
     command changes the lake.
     """
-    return run_offline("upgrade", find_place(source, options), UpgradeArgs(), as_json=as_json)
+    return run_offline("upgrade", find_place(source, options, is_lake=True), UpgradeArgs(), as_json=as_json)

@@ -34,10 +34,11 @@ END_S_MAX = 30.0
 """Time for the child to end after its last line."""
 
 
-def find_place(path: str, options: Options, lake: str | None = None) -> Place:
+def find_place(path: str, options: Options, lake: str | None = None, *, is_lake: bool = False) -> Place:
     """The place that PATH names: a URL with store options, or a path in a mount, whose daemon knows the store.
 
-    ``lake`` is the URL of the lake's root, if --lake gives it. Raises LakeError.
+    ``lake`` is the URL of the lake's root, if --lake gives it. ``is_lake``: PATH says which lake is meant, and no file
+    or directory of it. Raises LakeError, ConfigError for a path in a mount of a dataset where one is.
     """
     if "://" in path:
         store = build_store(Source.parse(path), options)
@@ -56,6 +57,11 @@ def find_place(path: str, options: Options, lake: str | None = None) -> Place:
     checked_text(inside)
     with open_daemon(mountpoint) as client:
         known = client.store()
+    if known.dataset and (inside or not is_lake):
+        raise ConfigError(
+            f"{path} shows the dataset {known.dataset}, whose paths are not those of the lake: name the lake by its "
+            f"URL, {known.store.source}"
+        )
     if known.find_root:
         return Place(store=place_below(known.store, inside), find_root=True, mountpoint=mountpoint)
     return Place(store=known.store, path=inside, mountpoint=mountpoint)

@@ -179,10 +179,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 class StoreOf(msgspec.Struct, frozen=True, tag="store"):
     """The mounted lake, and how its store is reached; nothing secret.
 
-    With ``find_root`` the source is a place in a lake, whose root is there or above."""
+    With ``find_root`` the source is a place in a lake, whose root is there or above. Where a ``dataset`` is shown,
+    paths in the mount are not those of the lake."""
 
     store: StoreConfig
     find_root: bool = False
+    dataset: str = ""
 
 
 class Statistics(msgspec.Struct, frozen=True, tag="statistics"):

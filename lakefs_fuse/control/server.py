@@ -235,7 +235,8 @@ class ControlServer:
             case protocol.Stats():
                 return protocol.Statistics(self.statistics())
             case protocol.GetStore():
-                return protocol.StoreOf(self._config.store, find_root=self._config.immutable)
+                config = self._config
+                return protocol.StoreOf(config.store, find_root=config.immutable, dataset=config.dataset)
             case protocol.ListUnfinished():
                 files = self._fs.unfinished()
                 return protocol.UnfinishedFiles(wire_files(files), len(files))

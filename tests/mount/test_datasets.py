@@ -99,6 +99,28 @@ def test_mount_of_a_dataset_says_what_is_wrong(make_lake: LakeMaker) -> None:
     assert run(lake, "ls") | {"seconds": 0} == {"datasets": [], "seconds": 0}
 
 
+def test_path_in_a_mount_of_a_dataset_names_no_file_of_the_lake(make_lake: LakeMaker) -> None:
+    lake = make_lake("file").mount()
+    fill(lake)
+    (lake.path / "part-0").mkdir()
+    (lake.path / "part-0" / "another").write_bytes(b"of the lake")
+    lake.settle()
+    run(lake, "create", "im", "data")
+    lake.umount()
+    lake.cache_dir = lake.cache_dir.with_name("cache-im")
+    lake.mount("--dataset", "im@1")
+    below = str(lake.path / "part-0")
+    for args in (("dataset", "create", str(lake.path), "x", "part-0"), ("pack", below), ("log", below)):
+        refused = lake.cli(*args)
+        assert refused.returncode == 2, args
+        assert (
+            f"shows the dataset im@1, whose paths are not those of the lake: name the lake by its URL, {lake.source}"
+            in (refused.stderr)
+        )
+    shown_by_root = lake.cli("dataset", "ls", str(lake.path))
+    assert "im@1" in shown_by_root.stdout
+
+
 def test_dataset_that_is_warm_is_read_without_the_store_and_its_node_is_in_the_status(make_lake: LakeMaker) -> None:
     lake = make_lake("file").mount()
     fill(lake)
