@@ -174,6 +174,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time for which a failing request is retried before its error is returned."""
     requests_max: int = 32
     """Concurrent store requests, besides uploads of parts."""
+    unsigned: bool = False
+    """Requests carry no signature, and no credentials are looked up: the store is asked as anybody may ask it."""
 
     @property
     def meant(self) -> tuple[str, str, str]:

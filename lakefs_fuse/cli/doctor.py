@@ -130,7 +130,7 @@ def _resolve(target: str | None, options: Options) -> Target:
     """What TARGET names. Raises ConfigError."""
     if target is not None and "://" in target:
         store = build_store(Source.parse(target), options)
-        return Target(store=store, cache_dir=default_cache_dir(store))
+        return Target(store=store, cache_dir=default_cache_dir(store), read_only=store.unsigned)
     if flag := any_given(options):
         raise ConfigError(f"{flag} goes with a source URL: name the lake by its URL, or leave {flag} out")
     if target is None:

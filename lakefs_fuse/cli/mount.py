@@ -204,7 +204,7 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
     storing files, the command waits for it first.
 
     boto3 finds the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role. They are
-    never arguments.
+    never arguments. A public bucket needs none: --unsigned.
 
     SIZE is bytes, 500M or 10GiB; RATE is a SIZE per second; DURATION is seconds, 1.5s, 5m, 2h or 7d.
     """
@@ -212,9 +212,10 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
     if options["as_json"] and not options["explain"]:
         raise ConfigError("--json goes with --explain: add that, or leave --json out")
     if options["explain"]:
-        origin, found = f"--profile-for {options['workload']}", workload_settings(options)
-        context = click.get_current_context()
-        explain(config, context, lambda name: origin if name in found else "", as_json=options["as_json"])
+        origins = dict.fromkeys(workload_settings(options), f"--profile-for {options['workload']}")
+        if options["unsigned"] and options["read_only"] is None:
+            origins["read_only"] = "--unsigned"
+        explain(config, click.get_current_context(), lambda name: origins.get(name, ""), as_json=options["as_json"])
         return
     if config.immutable:
         config = structs.replace(config, mounting=uuid.uuid4().hex)
@@ -242,6 +243,8 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     """The checked configuration, with absolute paths, because the daemon works in another directory.
 
     Raises ConfigError, and LakeError where SOURCE is a path that is not in a mount."""
+    if options["unsigned"] and options["read_only"] is None:
+        options = {**options, "read_only": True}
     if options["dataset"] is not None:
         options = {**options, **_of_dataset(options)}
     if options["immutable"]:
@@ -307,7 +310,8 @@ def workload_settings(options: Options) -> dict[str, Any]:
         return {}
     if workload in OF_WRITERS and (options["read_only"] or options["immutable"]):
         raise ConfigError(
-            f"--profile-for {workload} is for mounts that write: leave out that, or --read-only and --immutable"
+            f"--profile-for {workload} is for mounts that write: leave out that, or --read-only, --immutable and "
+            "--unsigned"
         )
     meaningless = {*_OF_WRITING, *_OF_CHANGES} if options["immutable"] else set[str]()
     return {

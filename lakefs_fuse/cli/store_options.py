@@ -37,8 +37,11 @@ FLAGS = {
     "ca_bundle": "--ca-bundle",
     "requests_max": "--requests",
     "retry_timeout_s": "--retry-timeout",
+    "unsigned": "--unsigned",
 }
 """Options that say how a store is reached, by their fields of `StoreConfig`."""
+_OF_S3 = ("unsigned",)
+"""Options that a directory refuses: what they ask for would not happen."""
 
 
 def setting(
@@ -105,6 +108,15 @@ _OPTIONS = (
         help="Maximum time for which a failing request is retried before its error is returned. Raise it to survive "
         "longer outages.",
     ),
+    option(
+        "--unsigned",
+        is_flag=True,
+        default=None,
+        show_default=False,
+        group=GROUP,
+        help="Sign no request and look up no credentials. Use it for a public bucket; a mount is read-only then, "
+        "unless --read-write is given.",
+    ),
 )
 
 lake_option = option(
@@ -128,6 +140,8 @@ def store_options(command: Decorated) -> Decorated:
 def build_store(source: Source, options: Options) -> StoreConfig:
     """The store of ``source``, with absolute paths, because daemons work in another directory. Raises ConfigError."""
     values = given(options, FLAGS)
+    if source.scheme != "s3" and (named := next((FLAGS[name] for name in _OF_S3 if name in values), "")):
+        raise ConfigError(f"{named}: {source} is not an S3 store: leave the option out")
     if "endpoint_url" in values:
         values["endpoint_url"] = _checked_endpoint(values["endpoint_url"])
     if "ca_bundle" in values:

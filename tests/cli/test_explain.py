@@ -86,6 +86,9 @@ def test_set_of_options_is_the_origin_of_what_it_sets(
     assert found["--staging-timeout"] == ("2m", "--profile-for ci")
     assert found["--cache-size"] == ("3GiB", "command line")
     assert found["--profile-for"] == ("ci", "command line")
+    assert found["--unsigned"] == ("off", "default")
+    found = rows(explained(capsys, tmp_path, "--unsigned"))
+    assert (found["--unsigned"], found["--read-only"]) == (("on", "command line"), ("on", "--unsigned"))
     assert found["--refresh"] == ("5s", "default")
 
 

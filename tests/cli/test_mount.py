@@ -41,7 +41,8 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
         --no-supervise --log-level debug --foreground --foreign 2m --maintenance off --hard-links local
         --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache
-        --hints redis://user@localhost:6380/2 --memory 1GiB --download-limit 500M/s""".split()
+        --hints redis://user@localhost:6380/2 --memory 1GiB --download-limit 500M/s
+        --unsigned""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -56,6 +57,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
             "read_timeout_s": StoreConfig(source=config.store.source).read_timeout_s,
             "retry_timeout_s": 120.0,
             "requests_max": 64,
+            "unsigned": True,
         },
         "mountpoint": str(tmp_path / "mnt"),
         "cache_dir": str(tmp_path / "cache"),
@@ -134,6 +136,24 @@ def test_an_immutable_mount(mounted: list[MountConfig], capsys: pytest.CaptureFi
         assert said in capsys.readouterr().err
     assert run(["mount", "--immutable", "/proc/sys"]) == 1
     assert "is neither inside a mount of this program nor a source URL" in capsys.readouterr().err
+
+
+def test_unsigned_mount_is_read_only_unless_told(
+    mounted: list[MountConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["mount", "s3://bucket", "/mnt/lake"]) == 0
+    assert run(["mount", "s3://bucket", "/mnt/lake", "--unsigned"]) == 0
+    assert run(["mount", "s3://bucket", "/mnt/lake", "-o", "unsigned,rw"]) == 0
+    assert run(["mount", "s3://bucket", "/mnt/lake", "--unsigned", "--dataset", "a@1"]) == 0
+    assert [(config.store.unsigned, config.read_only, config.records_residency) for config in mounted] == [
+        (False, False, False), (True, True, False), (True, False, False), (True, True, False),
+    ]  # fmt: skip
+    for arguments, said in (
+        (["file:///lake", "--unsigned"], "--unsigned: file:///lake is not an S3 store: leave the option out"),
+        (["s3://bucket", "--unsigned", "--profile-for", "checkpoints"], "is for mounts that write"),
+    ):
+        assert run(["mount", arguments[0], "/mnt/lake", *arguments[1:]]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_cluster_cache_is_checked(mounted: list[MountConfig], capsys: pytest.CaptureFixture[str]) -> None:

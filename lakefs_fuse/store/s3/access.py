@@ -1,8 +1,8 @@
 """Access to one bucket: its boto3 client, and the addresses, proxies and credentials that the fast path shares.
 
 What always holds: one call is one attempt; a response that stalls longer than the read timeout is an error; credentials
-stay inside boto3 and obstore and are never formatted; every request goes where botocore reads from the environment
-(``https_proxy``, ``http_proxy``, ``no_proxy``) that it should.
+stay inside boto3 and obstore and are never formatted, and none are looked up where requests are not to be signed; every
+request goes where botocore reads from the environment (``https_proxy``, ``http_proxy``, ``no_proxy``) that it should.
 
 Made once for each store by `store.open_s3`; the client may be used from many threads.
 """
@@ -23,6 +23,7 @@ import boto3
 import boto3.session
 import botocore.session
 import urllib3
+from botocore import UNSIGNED
 from botocore import exceptions as boto
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
@@ -67,7 +68,7 @@ class S3Access:
     connections_max: int
     clock: Clock
     session_credentials: Any = field(repr=False)
-    """botocore's, which it renews."""
+    """botocore's, which it renews; None where requests are not signed."""
     proxies: Mapping[str, str] = field(repr=False)
     """What botocore's requests use: URLs by scheme, which may hold a password."""
 
@@ -81,10 +82,11 @@ class S3Access:
             "expires_at": datetime.fromtimestamp(self.clock.wall_ns() / 1e9, UTC) + CREDENTIAL_TTL,
         }
 
-    def sign_get(self, url: str, parameters: dict[str, str]) -> AWSPreparedRequest:
+    def prepare_get(self, url: str, parameters: dict[str, str]) -> AWSPreparedRequest:
         """A GET of a URL with parameters, signed in its headers: the URL holds nothing secret."""
         request = AWSRequest("GET", url, params=parameters)
-        S3SigV4Auth(self.session_credentials.get_frozen_credentials(), "s3", self.region).add_auth(request)
+        if self.session_credentials is not None:
+            S3SigV4Auth(self.session_credentials.get_frozen_credentials(), "s3", self.region).add_auth(request)
         prepared: AWSPreparedRequest = request.prepare()
         return prepared
 
@@ -138,7 +140,7 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
             endpoint_url=config.endpoint_url,
             verify=ca_bundle,
             config=Config(
-                signature_version="s3v4",
+                signature_version=UNSIGNED if config.unsigned else "s3v4",
                 connect_timeout=config.connect_timeout_s,
                 read_timeout=config.read_timeout_s,
                 max_pool_connections=connections_max,
@@ -151,11 +153,11 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
                 s3={"addressing_style": config.addressing_style, "payload_signing_enabled": False},
             ),
         )
-        credentials = session.get_credentials()
+        credentials = None if config.unsigned else session.get_credentials()
         # botocore asks servers for leave to send a body. That is a round trip for each part, and a whole second with a
         # server that does not know the custom; a refusal comes through just as well without.
         client.meta.events.unregister("before-call.s3", add_expect_header)
-    if credentials is None:
+    if credentials is None and not config.unsigned:
         raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")
     base_url, virtual_host = _where(client, config.source.bucket)
     access = S3Access(

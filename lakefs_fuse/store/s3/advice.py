@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 NO_CREDENTIALS = (
     "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
-    "or give this machine a role (boto3's credential chain)"
+    "or give this machine a role (boto3's credential chain); a public bucket needs none with --unsigned"
 )
 PROXY = "the proxy refuses its password (407): check http_proxy, https_proxy or LAKEFS_CLUSTER_CACHE_TOKEN"
 NO_CONNECTION = "no connection: check the network, firewalls, http_proxy and https_proxy, and --endpoint-url"

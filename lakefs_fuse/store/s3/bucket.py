@@ -49,6 +49,8 @@ _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 def credentials(access: S3Access, clock: Clock) -> CheckResult:
     """Where the credentials come from, and until when they hold."""
     check, found = "store.credentials", access.session_credentials
+    if found is None:
+        return ok(check, "none: requests are not signed (--unsigned)", source="none")
     try:
         token = found.get_frozen_credentials().token
     except boto.BotoCoreError as error:

@@ -72,15 +72,16 @@ class S3FastPath:
             "aws_endpoint_url_s3": access.base_url,
             "region": access.region,
             "virtual_hosted_style_request": access.virtual_host,
-            "skip_signature": False,
+            "skip_signature": access.config.unsigned,
         }
+        if not access.config.unsigned:
+            configuration["credential_provider"] = access.credentials
         self._prefix = access.config.source.prefix
         try:
             self._store: Any = obstore.store.S3Store(
                 access.config.source.bucket,
                 client_options=cast(Any, options),
                 retry_config={"max_retries": 0, "retry_timeout": read_timeout},
-                credential_provider=cast(Any, access.credentials),
                 **configuration,
             )
         except obstore.exceptions.BaseError:

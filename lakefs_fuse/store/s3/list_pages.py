@@ -3,8 +3,8 @@
 An answer in the usual form, which is that of its first object for all of them, is taken apart by one regular
 expression; any other by expat (9 ms).
 
-The request is signed by botocore's signer and sent by botocore's own HTTP session, which is given the proxies and the
-certificates of every other call.
+The request is signed, if at all, by botocore's signer and sent by botocore's own HTTP session, which is given the
+proxies and the certificates of every other call.
 
 Called from any worker thread.
 """
@@ -54,7 +54,7 @@ class S3Pages:
             parameters["start-after"] = lake + start_after
         what = f"list {prefix!r}"
         try:
-            response = self._http.send(self._access.sign_get(self._access.bucket_url, parameters))
+            response = self._http.send(self._access.prepare_get(self._access.bucket_url, parameters))
             status, body = int(response.status_code), bytes(response.content)
         except RAISED_BY_BOTO as error:
             raise from_boto(what, error) from error
