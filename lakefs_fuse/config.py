@@ -176,6 +176,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Concurrent store requests, besides uploads of parts."""
     unsigned: bool = False
     """Requests carry no signature, and no credentials are looked up: the store is asked as anybody may ask it."""
+    requester_pays: bool = False
+    """Each request says that its sender pays for it."""
 
     @property
     def meant(self) -> tuple[str, str, str]:

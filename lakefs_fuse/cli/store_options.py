@@ -38,9 +38,10 @@ FLAGS = {
     "requests_max": "--requests",
     "retry_timeout_s": "--retry-timeout",
     "unsigned": "--unsigned",
+    "requester_pays": "--requester-pays",
 }
 """Options that say how a store is reached, by their fields of `StoreConfig`."""
-_OF_S3 = ("unsigned",)
+_OF_S3 = ("unsigned", "requester_pays")
 """Options that a directory refuses: what they ask for would not happen."""
 
 
@@ -117,6 +118,15 @@ _OPTIONS = (
         help="Sign no request and look up no credentials. Use it for a public bucket; a mount is read-only then, "
         "unless --read-write is given.",
     ),
+    option(
+        "--requester-pays",
+        is_flag=True,
+        default=None,
+        show_default=False,
+        group=GROUP,
+        help="Pay for each request and each byte that is sent, in place of the bucket's owner. Use it for a bucket "
+        "whose requesters pay.",
+    ),
 )
 
 lake_option = option(
@@ -142,6 +152,10 @@ def build_store(source: Source, options: Options) -> StoreConfig:
     values = given(options, FLAGS)
     if source.scheme != "s3" and (named := next((FLAGS[name] for name in _OF_S3 if name in values), "")):
         raise ConfigError(f"{named}: {source} is not an S3 store: leave the option out")
+    if values.get("unsigned") and values.get("requester_pays"):
+        raise ConfigError(
+            "--unsigned and --requester-pays exclude each other: who pays has to sign, so leave --unsigned out"
+        )
     if "endpoint_url" in values:
         values["endpoint_url"] = _checked_endpoint(values["endpoint_url"])
     if "ca_bundle" in values:

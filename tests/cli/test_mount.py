@@ -42,7 +42,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --no-supervise --log-level debug --foreground --foreign 2m --maintenance off --hard-links local
         --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache
         --hints redis://user@localhost:6380/2 --memory 1GiB --download-limit 500M/s
-        --unsigned""".split()
+        --requester-pays""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -57,7 +57,8 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
             "read_timeout_s": StoreConfig(source=config.store.source).read_timeout_s,
             "retry_timeout_s": 120.0,
             "requests_max": 64,
-            "unsigned": True,
+            "unsigned": False,
+            "requester_pays": True,
         },
         "mountpoint": str(tmp_path / "mnt"),
         "cache_dir": str(tmp_path / "cache"),
@@ -151,6 +152,8 @@ def test_unsigned_mount_is_read_only_unless_told(
     for arguments, said in (
         (["file:///lake", "--unsigned"], "--unsigned: file:///lake is not an S3 store: leave the option out"),
         (["s3://bucket", "--unsigned", "--profile-for", "checkpoints"], "is for mounts that write"),
+        (["s3://bucket", "--unsigned", "--requester-pays"], "exclude each other: who pays has to sign"),
+        (["file:///lake", "--requester-pays"], "--requester-pays: file:///lake is not an S3 store"),
     ):
         assert run(["mount", arguments[0], "/mnt/lake", *arguments[1:]]) == 2
         assert said in capsys.readouterr().err

@@ -187,7 +187,7 @@ CASES = {
     ),
     "requester pays": Case(
         DENIED, "https://github.com/aws/aws-cli/issues/2557",
-        "makes requesters pay", AccessDenied, errno.EACCES, "mount get",
+        "mount it with --requester-pays", AccessDenied, errno.EACCES, "mount get",
     ),
     "object lock": Case(
         s3(403, "AccessDenied", "Access Denied because object protected by object lock."),

@@ -47,6 +47,7 @@ CACHE_TOKEN = f"{ENVIRONMENT_PREFIX}CLUSTER_CACHE_TOKEN"
 """Environment variable of the password that the proxies of a cluster cache ask for."""
 CACHE_CONNECT_S_MAX = 0.5
 """A proxy of a cluster cache is near, or of no use."""
+PAYER_HEADER = "x-amz-request-payer"
 CREDENTIAL_TTL = timedelta(minutes=5)
 """How long obstore may keep what it was given; botocore renews expiring credentials 15 minutes ahead."""
 
@@ -85,6 +86,8 @@ class S3Access:
     def prepare_get(self, url: str, parameters: dict[str, str]) -> AWSPreparedRequest:
         """A GET of a URL with parameters, signed in its headers: the URL holds nothing secret."""
         request = AWSRequest("GET", url, params=parameters)
+        if self.config.requester_pays:
+            _add_payer(request)
         if self.session_credentials is not None:
             S3SigV4Auth(self.session_credentials.get_frozen_credentials(), "s3", self.region).add_auth(request)
         prepared: AWSPreparedRequest = request.prepare()
@@ -157,6 +160,8 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         # botocore asks servers for leave to send a body. That is a round trip for each part, and a whole second with a
         # server that does not know the custom; a refusal comes through just as well without.
         client.meta.events.unregister("before-call.s3", add_expect_header)
+        if config.requester_pays:
+            client.meta.events.register("before-sign.s3", _add_payer)
     if credentials is None and not config.unsigned:
         raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")
     base_url, virtual_host = _where(client, config.source.bucket)
@@ -175,6 +180,11 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
     if (access.proxy_url or "").count("://") > 1:  # botocore takes any other scheme for a host, and would quote it.
         raise ConfigError("http_proxy or https_proxy: expected http://[user:password@]host:port")
     return access
+
+
+def _add_payer(request: AWSRequest, **_: object) -> None:
+    """Every request, while its signature is yet to be made. botocore's parameter RequestPayer is missing from some."""
+    request.headers[PAYER_HEADER] = "requester"
 
 
 @functools.cache

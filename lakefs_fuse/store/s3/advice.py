@@ -69,7 +69,7 @@ OF_CODES: Mapping[str, str] = {
 }
 OF_STATUSES: Mapping[int, str] = {405: _UNIMPLEMENTED, 429: _SLOW, 501: _UNIMPLEMENTED, 507: _FULL, 511: WEB_PAGE}
 
-_READING = "if the bucket makes requesters pay, copy what you need, as such buckets cannot be mounted"
+_READING = "if the bucket makes requesters pay, mount it with --requester-pays"
 _PERMISSIONS: Sequence[tuple[str, str, str]] = (
     ("list uploads", "list unfinished uploads", "s3:ListBucketMultipartUploads"),
     ("list", "list the bucket", "s3:ListBucket"),

@@ -87,7 +87,7 @@ def configuration(access: S3Access) -> Iterator[CheckResult]:
     else:
         yield from lifecycle(rules.get("Rules", ()), access.config.source.prefix)
     yield _encryption(reader)
-    yield _payer(reader)
+    yield _payer(reader, is_payer=access.config.requester_pays)
 
 
 class _Reader:
@@ -189,13 +189,15 @@ def _encryption(reader: _Reader) -> CheckResult:
     return ok(check, f"by default with {names[0]}" if names and names[0] else "not by default")
 
 
-def _payer(reader: _Reader) -> CheckResult:
+def _payer(reader: _Reader, *, is_payer: bool) -> CheckResult:
     check = "store.payer"
     answer = reader.read("get_bucket_request_payment")
     if answer is None:
         return reader.unreadable(check, "s3:GetBucketRequestPayment", "who pays for requests")
     if answer.get("Payer") == "Requester":
-        return failed(check, "requesters pay, and such buckets cannot be mounted: copy what you need to one of yours")
+        if is_payer:
+            return ok(check, "requesters pay for requests and bytes, and these requests say that they do")
+        return failed(check, "requesters pay for requests and bytes: give --requester-pays if you are to")
     return ok(check, "its owner pays for requests")
 
 

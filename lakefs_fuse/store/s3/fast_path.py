@@ -73,6 +73,7 @@ class S3FastPath:
             "region": access.region,
             "virtual_hosted_style_request": access.virtual_host,
             "skip_signature": access.config.unsigned,
+            "request_payer": access.config.requester_pays,
         }
         if not access.config.unsigned:
             configuration["credential_provider"] = access.credentials
