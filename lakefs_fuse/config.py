@@ -45,6 +45,10 @@ DURATION_S_MAX = 10 * 365 * 86400.0
 _DATASET_CHARACTERS, _VERSION_DIGITS = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}", "[1-9][0-9]{0,8}"
 _DATASET = re.compile(f"({_DATASET_CHARACTERS})(?:@({_VERSION_DIGITS}))?")
 _DATASET_SNAPSHOT = re.compile(rf"({_DATASET_CHARACTERS})\.v({_VERSION_DIGITS})")
+_SSE = re.compile(r"s3|kms(:[A-Za-z0-9:/_.-]{1,2048})?")
+_STORAGE_CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+ARCHIVE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+"""Classes whose objects have to be restored before they can be read."""
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 
 
@@ -89,6 +93,22 @@ def parse_cluster_cache(text: str) -> tuple[str, ...]:
     if not urls:
         raise ConfigError(f"{text!r} names no proxy: expected for example http://cache-1:8080")
     return tuple(dict.fromkeys(urls))
+
+
+def parse_sse(text: str) -> str:
+    """``s3``, ``kms`` or ``kms:KEY-ID`` of server-side encryption. Raises ConfigError."""
+    if _SSE.fullmatch(text) is None:
+        raise ConfigError(f"{text!r} is not an encryption: expected s3, kms or kms:KEY-ID")
+    return text
+
+
+def parse_storage_class(text: str) -> str:
+    """The name of a storage class whose objects can be read at once. Raises ConfigError."""
+    if _STORAGE_CLASS.fullmatch(text) is None:
+        raise ConfigError(f"{text!r} is not a storage class: expected for example STANDARD_IA or INTELLIGENT_TIERING")
+    if text.upper() in ARCHIVE_CLASSES:
+        raise ConfigError(f"{text} is an archive, whose objects cannot be read at once: choose for example GLACIER_IR")
+    return text
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -178,6 +198,10 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests carry no signature, and no credentials are looked up: the store is asked as anybody may ask it."""
     requester_pays: bool = False
     """Each request says that its sender pays for it."""
+    sse: str = ""
+    """Encryption of what is stored: ``s3``, ``kms`` or ``kms:KEY-ID``; empty leaves it to the bucket."""
+    storage_class: str = ""
+    """Of the files that are stored; empty leaves it to the store."""
 
     @property
     def meant(self) -> tuple[str, str, str]:

@@ -48,6 +48,7 @@ FIELDS_OF_STORE = frozenset(StoreConfig.__struct_fields__)
 _UNSET = {
     "uid": "yours", "gid": "yours", "foreign_s": "auto", "log_file": "standard error", "endpoint_url": "that of boto3",
     "region": "that of boto3", "profile": "that of boto3", "ca_bundle": "that of boto3",
+    "sse": "that of the bucket", "storage_class": "that of the store",
 }  # fmt: skip
 TEXT_CHARS_MAX = 48
 """Longer values push their origin aside."""

@@ -289,7 +289,7 @@ def _of_dataset(options: Options) -> Options:
 _OF_WRITING = (
     "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "delete_after_s", "durability",
     "writeback_delay_s", "publish_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
-    "maintenance", "hard_links",
+    "maintenance", "hard_links", "sse", "storage_class",
 )  # fmt: skip
 _OF_CHANGES = ("metadata_ttl_s", "foreign_s", "refresh_s", "hints")
 

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from lakefs_fuse.cli.help import option
 from lakefs_fuse.cli.parameters import DURATION, default_text
-from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.config import Source, StoreConfig, parse_sse, parse_storage_class
 from lakefs_fuse.errors import ConfigError
 
 GROUP = "Source options"
@@ -39,9 +39,11 @@ FLAGS = {
     "retry_timeout_s": "--retry-timeout",
     "unsigned": "--unsigned",
     "requester_pays": "--requester-pays",
+    "sse": "--sse",
+    "storage_class": "--storage-class",
 }
 """Options that say how a store is reached, by their fields of `StoreConfig`."""
-_OF_S3 = ("unsigned", "requester_pays")
+_OF_S3 = ("unsigned", "requester_pays", "sse", "storage_class")
 """Options that a directory refuses: what they ask for would not happen."""
 
 
@@ -127,6 +129,21 @@ _OPTIONS = (
         help="Pay for each request and each byte that is sent, in place of the bucket's owner. Use it for a bucket "
         "whose requesters pay.",
     ),
+    option(
+        "--sse",
+        metavar="HOW",
+        group=GROUP,
+        help="Encryption that the store is asked for with each object that is stored: s3 (its own key), kms (the "
+        "default key of KMS), or kms:KEY-ID. Set it where the bucket's default is not what you need, or its policy "
+        "asks for it.  [default: that of the bucket]",
+    ),
+    option(
+        "--storage-class",
+        metavar="CLASS",
+        group=GROUP,
+        help="Storage class of files that are stored, such as INTELLIGENT_TIERING. Set it for data that is kept for "
+        "long and read rarely.  [default: that of the store]",
+    ),
 )
 
 lake_option = option(
@@ -158,6 +175,9 @@ def build_store(source: Source, options: Options) -> StoreConfig:
         )
     if "endpoint_url" in values:
         values["endpoint_url"] = _checked_endpoint(values["endpoint_url"])
+    for name, parse in (("sse", parse_sse), ("storage_class", parse_storage_class)):
+        if name in values:
+            values[name] = parse(values[name])
     if "ca_bundle" in values:
         if not os.access(values["ca_bundle"], os.R_OK):
             raise ConfigError(f"--ca-bundle {values['ca_bundle']} cannot be read: name a PEM file that you may read")

@@ -8,8 +8,8 @@ What always holds:
 * a change replaces the version that was read: with ``If-Match`` where the store has it, else after another GET, so that
   of two changes within milliseconds one may be lost. A finding that was lost is made again.
 
-A finding is valid for `KEPT_NS`, for one endpoint, one server name (header ``Server``) and one version of the probe
-(`PROBE`); then the store is probed again. Blocking; called before anything is served. A crash
+A finding is valid for `KEPT_NS`, for one endpoint, one server name (header ``Server``), one kind of encryption and one
+version of the probe (`PROBE`); then the store is probed again. Blocking; called before anything is served. A crash
 leaves the record unchanged or changed as a whole.
 """
 
@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a probe of one store. ``endpoint`` is empty for AWS and directories."""
+    """Result of a probe of one store. ``endpoint`` is empty for AWS and directories, ``encryption`` is ``kms`` where
+    what was stored was to have a key of KMS, which makes ETags something else than MD5 sums."""
 
     endpoint: str
     server: str
@@ -61,8 +62,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     found_ns: int
     expires_ns: int
     capabilities: Capabilities
+    encryption: str = ""
 
     def is_about(self, other: Finding) -> bool:
+        return self.is_of_store(other) and self.encryption == other.encryption
+
+    def is_of_store(self, other: Finding) -> bool:
+        """Whatever encryption either was made with."""
         return (self.endpoint, self.server, self.probe) == (other.endpoint, other.server, other.probe)
 
 
@@ -233,12 +239,16 @@ def _finding(store: ObjectStore, config: StoreConfig, now_ns: int, capabilities:
         found_ns=now_ns,
         expires_ns=now_ns + KEPT_NS,
         capabilities=capabilities,
+        encryption="kms" if config.sse.startswith("kms") else "",
     )
 
 
 def _fresh(record: LakeRecord, asked: Finding, may_write: bool) -> Finding | None:
-    """The finding about this store. A reader uses an expired one, too: it cannot probe by writing."""
+    """The finding about this store. A reader uses an expired one, too, and one that was made with another encryption:
+    it cannot probe by writing, and stores nothing."""
     found = next((each for each in record.stores if each.is_about(asked)), None)
+    if found is None and not may_write:
+        found = next((each for each in record.stores if each.is_of_store(asked)), None)
     if found is None or (may_write and not found.found_ns <= asked.found_ns < found.expires_ns):
         return None
     return found

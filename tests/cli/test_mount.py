@@ -42,7 +42,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --no-supervise --log-level debug --foreground --foreign 2m --maintenance off --hard-links local
         --cluster-cache http://cache-1:8080/,https://cache-2:8443 --trust-cluster-cache
         --hints redis://user@localhost:6380/2 --memory 1GiB --download-limit 500M/s
-        --requester-pays""".split()
+        --requester-pays --sse kms:arn:aws:kms:eu-1:1:key/some-id --storage-class STANDARD_IA""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -59,6 +59,8 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
             "requests_max": 64,
             "unsigned": False,
             "requester_pays": True,
+            "sse": "kms:arn:aws:kms:eu-1:1:key/some-id",
+            "storage_class": "STANDARD_IA",
         },
         "mountpoint": str(tmp_path / "mnt"),
         "cache_dir": str(tmp_path / "cache"),
@@ -157,6 +159,25 @@ def test_unsigned_mount_is_read_only_unless_told(
     ):
         assert run(["mount", arguments[0], "/mnt/lake", *arguments[1:]]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sse", "aes"], "'aes' is not an encryption: expected s3, kms or kms:KEY-ID"),
+        (["--sse", "kms:"], "is not an encryption"),
+        (["--sse", "kms:a key"], "is not an encryption"),
+        (["--storage-class", "a class"], "is not a storage class: expected for example STANDARD_IA"),
+        (["--storage-class", "DEEP_ARCHIVE"], "DEEP_ARCHIVE is an archive, whose objects cannot be read at once"),
+        (["--immutable", "--sse", "s3"], "--sse: an --immutable mount writes nothing"),
+        (["--immutable", "--storage-class", "STANDARD_IA"], "--storage-class: an --immutable mount writes nothing"),
+    ],
+)
+def test_how_objects_are_stored_is_checked(
+    mounted: list[MountConfig], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert run(["mount", "s3://bucket", "/mnt/lake", *arguments]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_cluster_cache_is_checked(mounted: list[MountConfig], capsys: pytest.CaptureFixture[str]) -> None:

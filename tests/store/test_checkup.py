@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from lakefs_fuse.checks import CheckResult, Severity
 from lakefs_fuse.config import StoreConfig
@@ -270,6 +271,8 @@ def test_configuration_of_a_bucket_is_read(moto: Server, new_bucket: Callable[[S
     assert "deletes objects after 30 days" in found["store.lifecycle"].text
     assert found["store.unfinished-uploads"].severity is Severity.OK
     assert "KMS" in found["store.encryption"].text
+    told = replace(access, config=structs.replace(access.config, sse="s3"))
+    assert "with --sse s3" in by_check(s3_bucket.configuration(told))["store.encryption"].text
     locked = f"{bucket}-locked"
     client.create_bucket(Bucket=locked, ObjectLockEnabledForBucket=True)
     client.put_object_lock_configuration(

@@ -99,7 +99,7 @@ def test_open_record_lake_of_an_older_program_gets_no_feature(key: str) -> None:
     assert opened.commit_format == 1
 
 
-@pytest.mark.parametrize("what", ["expired", "endpoint", "questions", "from the future"])
+@pytest.mark.parametrize("what", ["expired", "endpoint", "encryption", "questions", "from the future"])
 def test_open_record_finding_of_another_kind_is_found_anew(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     asked, config, at_ns = Asked(MemoryStore()), CONFIG, NOW_NS
     first = asked.open()
@@ -109,6 +109,8 @@ def test_open_record_finding_of_another_kind_is_found_anew(monkeypatch: pytest.M
         at_ns -= 1
     elif what == "endpoint":
         config = msgspec.structs.replace(config, endpoint_url="http://127.0.0.1:2")
+    elif what == "encryption":
+        config = msgspec.structs.replace(config, sse="kms:key")
     else:
         monkeypatch.setattr(lake_record, "PROBE", lake_record.PROBE + 1)
     again = asked.open(config, at_ns=at_ns)

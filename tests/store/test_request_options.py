@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from botocore.credentials import CredentialResolver
@@ -14,7 +16,7 @@ from msgspec import structs
 from lakefs_fuse.checks import Severity
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
-from lakefs_fuse.errors import AccessDenied
+from lakefs_fuse.errors import AccessDenied, StoreError
 from lakefs_fuse.store.checkup import Checkup
 from lakefs_fuse.store.lake_record import open_record
 from lakefs_fuse.store.probe import probe
@@ -22,7 +24,8 @@ from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.store.s3 import bucket as s3_bucket
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.store import S3Store, open_s3
-from tests.recording import Recorder, recording
+from lakefs_fuse.store.s3.stored_objects import BILLED_BYTES_MIN
+from tests.recording import Recorder, Request, recording
 from tests.servers import Server, s3_client
 from tests.store.lakes import s3_config
 
@@ -147,3 +150,105 @@ def test_doctor_asks_for_the_option_where_requesters_pay(
     (found,) = (result for result in s3_bucket.configuration(access) if result.check == "store.payer")
     assert found.severity is severity
     assert ("give --requester-pays" in found.text) is not is_payer
+
+
+# -- encryption and storage class --------------------------------------------------------------------------------
+
+SSE, CLASS = "x-amz-server-side-encryption", "x-amz-storage-class"
+SSE_KEY = f"{SSE}-aws-kms-key-id"
+KEY_ID = "arn:aws:kms:us-east-1:1:key/some-id"
+
+
+def makes_object(request: Request) -> bool:
+    """Whether it is one of the three requests that say how an object is to be stored."""
+    begins_upload = request.method == "POST" and request.path.endswith("?uploads")
+    return begins_upload or (request.method == "PUT" and "uploadId=" not in request.path)
+
+
+@pytest.mark.parametrize(
+    ("sse", "expected"),
+    [
+        ("", {}),
+        ("s3", {SSE: "AES256"}),
+        ("kms", {SSE: "aws:kms"}),
+        (f"kms:{KEY_ID}", {SSE: "aws:kms", SSE_KEY: KEY_ID}),
+    ],
+)
+def test_encryption_is_asked_for_with_each_object(
+    config: StoreConfig, recorder: Recorder, sse: str, expected: dict[str, str]
+) -> None:
+    with opened(structs.replace(config, sse=sse)) as store:
+        use_every_request(store)
+    storing = [request for request in recorder.requests if makes_object(request)]
+    assert {request.client for request in storing} == {"boto3", "obstore"}
+    assert {request.method for request in storing} == {"PUT", "POST"}
+    assert any("x-amz-copy-source" in request.headers for request in storing)
+    for request in recorder.requests:
+        sent = {name: value for name, value in request.headers.items() if name in (SSE, SSE_KEY)}
+        assert sent == (expected if makes_object(request) else {}), request
+
+
+def test_object_stored_with_key_of_kms_has_it_and_is_read_back(
+    config: StoreConfig, moto: Server, recorder: Recorder
+) -> None:
+    with opened(structs.replace(config, sse=f"kms:{KEY_ID}", storage_class="STANDARD_IA")) as store:
+        store.put("small", b"data")
+        store.put("large", b"x" * (2 << 20))
+        upload_id = store.create_multipart("parts")
+        store.complete_multipart("parts", upload_id, [store.upload_part("parts", upload_id, 1, b"data")])
+        store.copy("small", "copied")
+        assert not store.has_md5_etag("small")
+        for key in ("small", "parts", "copied"):
+            assert bytes(store.get(key, 0, 10).data) == b"data"
+    client = s3_client(moto)
+    for key in ("small", "large", "parts", "copied"):
+        found = client.head_object(Bucket=config.source.bucket, Key=f"lake/{key}")
+        assert (found["ServerSideEncryption"], found["SSEKMSKeyId"]) == ("aws:kms", KEY_ID), key
+        assert found["StorageClass"] == "STANDARD_IA", key
+    client.close()
+
+
+def test_storage_class_is_that_of_files_and_not_of_small_records(config: StoreConfig, recorder: Recorder) -> None:
+    body = b"x" * BILLED_BYTES_MIN
+    with opened(structs.replace(config, storage_class="GLACIER_IR")) as store:
+        for key, stored in (("file", b"x"), (".lakefs/commits/pack", body), (".lakefs/lake", body[1:])):
+            store.put(key, stored)
+            store.put(f"{key}-too", stored, metadata={"content-type": "none"})
+        store.copy("file", ".lakefs/objects/copy")
+    classes = {
+        unquote(request.path).partition("/lake/")[2]: (request.client, request.headers.get(CLASS))
+        for request in recorder.requests
+        if makes_object(request)
+    }
+    assert classes == {
+        "file": ("obstore", "GLACIER_IR"), "file-too": ("boto3", "GLACIER_IR"),
+        ".lakefs/commits/pack": ("obstore", "GLACIER_IR"), ".lakefs/commits/pack-too": ("boto3", "GLACIER_IR"),
+        ".lakefs/lake": ("obstore", None), ".lakefs/lake-too": ("boto3", None),
+        ".lakefs/objects/copy": ("boto3", "GLACIER_IR"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["aws:kms", "sse-c"])
+def test_variables_of_obstore_alone_change_nothing(
+    config: StoreConfig, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """Other programs that use the same library are configured by them."""
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", value)
+    monkeypatch.setenv("AWS_SSE_CUSTOMER_KEY_BASE64", base64.b64encode(b"k" * 32).decode())
+    with opened(config) as store:
+        store.put("data", b"data")
+        read_in_every_way(store, "data")
+    assert {request.client for request in recorder.requests} == CLIENTS
+    for request in recorder.requests:
+        assert not any(name.startswith(SSE) for name in request.headers), request
+
+
+def test_refused_storage_class_says_what_to_do(config: StoreConfig, recorder: Recorder) -> None:
+    body = b"<Error><Code>InvalidStorageClass</Code><Message>The storage class is not valid</Message></Error>"
+    recorder.refuses = lambda request: (
+        (400, {"Content-Type": "application/xml"}, body) if CLASS in request.headers else None
+    )
+    with opened(structs.replace(config, storage_class="NEARLINE")) as store:
+        for metadata in ({}, {"content-type": "none"}):
+            with pytest.raises(StoreError, match="choose another with --storage-class"):
+                store.put("data", b"data", metadata=metadata)

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -40,6 +41,7 @@ from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
 from lakefs_fuse.product import ENVIRONMENT_PREFIX, PROGRAM
 from lakefs_fuse.store.s3.advice import NO_CREDENTIALS
 from lakefs_fuse.store.s3.errors import from_boto
+from lakefs_fuse.store.s3.stored_objects import STORING_OPERATIONS, boto3_encryption
 
 DEFAULT_REGION = "us-east-1"
 CONNECTIONS_MIN = 64
@@ -160,6 +162,8 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         # botocore asks servers for leave to send a body. That is a round trip for each part, and a whole second with a
         # server that does not know the custom; a refusal comes through just as well without.
         client.meta.events.unregister("before-call.s3", add_expect_header)
+        for operation in STORING_OPERATIONS:
+            client.meta.events.register(f"before-parameter-build.s3.{operation}", partial(_add_encryption, config))
         if config.requester_pays:
             client.meta.events.register("before-sign.s3", _add_payer)
     if credentials is None and not config.unsigned:
@@ -185,6 +189,10 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
 def _add_payer(request: AWSRequest, **_: object) -> None:
     """Every request, while its signature is yet to be made. botocore's parameter RequestPayer is missing from some."""
     request.headers[PAYER_HEADER] = "requester"
+
+
+def _add_encryption(config: StoreConfig, params: dict[str, object], **_: object) -> None:
+    params |= boto3_encryption(config)
 
 
 @functools.cache

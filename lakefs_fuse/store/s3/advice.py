@@ -47,6 +47,8 @@ OF_CODES: Mapping[str, str] = {
     "KMS.DisabledException": _KMS,
     "KMS.KMSInvalidStateException": _KMS,
     "KMS.NotFoundException": _KMS,
+    "InvalidStorageClass": "the store has no such storage class: choose another with --storage-class",
+    "InvalidEncryptionAlgorithmError": "the store does not encrypt so: choose another --sse, or leave it out",
     "QuotaExceeded": _FULL,
     "StorageFull": _FULL,
     "XMinioStorageFull": _FULL,

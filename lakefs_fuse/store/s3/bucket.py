@@ -14,6 +14,7 @@ from typing import Any
 from botocore import exceptions as boto
 
 from lakefs_fuse.checks import CheckResult, failed, ok, skipped, warning
+from lakefs_fuse.config import ARCHIVE_CLASSES
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import from_boto
@@ -42,8 +43,6 @@ _ABSENT = frozenset(
     }
 )
 """Answers that say that there is no such configuration."""
-_ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
-"""Classes whose objects have to be restored before they can be read."""
 
 
 def credentials(access: S3Access, clock: Clock) -> CheckResult:
@@ -86,7 +85,7 @@ def configuration(access: S3Access) -> Iterator[CheckResult]:
         yield reader.unreadable("store.lifecycle", "s3:GetLifecycleConfiguration", "its lifecycle rules")
     else:
         yield from lifecycle(rules.get("Rules", ()), access.config.source.prefix)
-    yield _encryption(reader)
+    yield _encryption(reader, access.config.sse)
     yield _payer(reader, is_payer=access.config.requester_pays)
 
 
@@ -177,8 +176,10 @@ def _object_lock(reader: _Reader) -> CheckResult:
     return ok(check, "objects are not locked by default")
 
 
-def _encryption(reader: _Reader) -> CheckResult:
+def _encryption(reader: _Reader, sse: str) -> CheckResult:
     check = "store.encryption"
+    if sse:
+        return ok(check, f"what is stored from here is encrypted with --sse {sse}, whatever the bucket does by default")
     answer = reader.read("get_bucket_encryption")
     if answer is None:
         return reader.unreadable(check, "s3:GetEncryptionConfiguration", "how it encrypts objects")
@@ -240,7 +241,7 @@ def _harm(rule: Mapping[str, Any]) -> str:
     if expiration.get("Date"):
         return f"deletes objects on {expiration['Date']:%Y-%m-%d}"
     for each in rule.get("Transitions", ()):
-        if each.get("StorageClass") in _ARCHIVES:
+        if each.get("StorageClass") in ARCHIVE_CLASSES:
             return f"archives objects ({each['StorageClass']}) after {each.get('Days', 0)} days"
     return ""
 

@@ -11,6 +11,7 @@ Called from any worker thread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -26,6 +27,7 @@ from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import from_obstore
+from lakefs_fuse.store.s3.stored_objects import is_told_by_environment, obstore_encryption
 
 T = TypeVar("T")
 
@@ -74,10 +76,12 @@ class S3FastPath:
             "virtual_hosted_style_request": access.virtual_host,
             "skip_signature": access.config.unsigned,
             "request_payer": access.config.requester_pays,
+            **obstore_encryption(access.config),
         }
         if not access.config.unsigned:
             configuration["credential_provider"] = access.credentials
         self._prefix = access.config.source.prefix
+        self._puts = not is_told_by_environment(os.environ)
         try:
             self._store: Any = obstore.store.S3Store(
                 access.config.source.bucket,
@@ -114,20 +118,25 @@ class S3FastPath:
         result = _translated(f"head {key!r}", lambda: obstore.get(self._store, self._prefix + key, options=options))
         return _meta(key, result)
 
-    @staticmethod
-    def can_put(size: int, metadata: Mapping[str, str] | None) -> bool:
+    def can_put(self, size: int, metadata: Mapping[str, str] | None) -> bool:
         """Whether `put` may be used: obstore takes metadata named like a header for that header."""
-        return size <= SMALL_PUT_BYTES_MAX and _HEADERS.isdisjoint(name.lower() for name in metadata or ())
+        is_small = size <= SMALL_PUT_BYTES_MAX
+        return is_small and self._puts and _HEADERS.isdisjoint(name.lower() for name in metadata or ())
 
-    def put(self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
-        """One small object, whole."""
+    def put(
+        self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool, storage_class: str = ""
+    ) -> ObjectMeta:
+        """One small object, whole; ``storage_class`` is empty for the store's own default."""
+        attributes = dict(metadata or {})
+        if storage_class:
+            attributes["Storage-Class"] = storage_class
         answer = _translated(
             f"put {key!r}",
             lambda: obstore.put(
                 self._store,
                 self._prefix + key,
                 body,
-                attributes=cast(Any, dict(metadata or {})),
+                attributes=cast(Any, attributes),
                 mode="create" if if_absent else "overwrite",
                 use_multipart=False,
             ),

@@ -53,6 +53,7 @@ from lakefs_fuse.store.s3.access import S3Access, connect
 from lakefs_fuse.store.s3.errors import RAISED_BY_BOTO, RangeNotSatisfiable, WrongRegion, from_boto
 from lakefs_fuse.store.s3.fast_path import CachedGets, S3FastPath, is_expressible
 from lakefs_fuse.store.s3.list_pages import S3Pages
+from lakefs_fuse.store.s3.stored_objects import storage_class_of
 from lakefs_fuse.store.s3.upload import Answer, S3Sender, etag_of, hides_md5, md5_of_sent
 
 SKIP_BYTES = 1 << 20
@@ -179,11 +180,13 @@ class S3Store:
             small = b"".join(body.pieces()) if isinstance(body, FileSlice) else body
             if self._limiter is not None:
                 self._limiter.wait(size)
-            meta = self._fast.put(key, small, metadata, if_absent=if_absent)
+            meta = self._fast.put(
+                key, small, metadata, if_absent=if_absent, storage_class=self._storage_class(key, size)
+            )
             if self.sender.compares_md5 and md5_of_sent(small) != meta.etag:
                 raise Unavailable(f"{what}: what arrived is not what was sent")
             return meta if meta.etag else self.head(key)
-        parameters: dict[str, object] = {"Metadata": dict(metadata or {})}
+        parameters: dict[str, object] = {"Metadata": dict(metadata or {}), **self._class_parameter(key, size)}
         if if_absent:
             parameters["IfNoneMatch"] = "*"
         if etag is not None:
@@ -259,7 +262,8 @@ class S3Store:
         """See `ObjectStore.copy`. Asks for the target's HEAD too, as the answer to a copy has no size."""
         self._refuse_marker(source, NotFound)
         self._refuse_key(target)
-        self._copy("copy_object", f"copy {source!r} to {target!r}", source, etag, target)
+        what, stored = f"copy {source!r} to {target!r}", self._class_parameter(target, None)
+        self._copy("copy_object", what, source, etag, target, **stored)
         return self.head(target)
 
     def _copy(
@@ -283,7 +287,11 @@ class S3Store:
     def create_multipart(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
         """See `ObjectStore.create_multipart`."""
         self._refuse_key(key)
-        parameters = {"Metadata": dict(metadata or {}), **self.sender.upload_parameters()}
+        parameters = {
+            "Metadata": dict(metadata or {}),
+            **self.sender.upload_parameters(),
+            **self._class_parameter(key, None),
+        }
         answer = self._call("create_multipart_upload", f"create upload {key!r}", key, **parameters)
         return str(answer["UploadId"])
 
@@ -414,6 +422,14 @@ class S3Store:
         if operation == "get_object":
             self.server = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", "")
         return answer
+
+    def _storage_class(self, key: str, size: int | None) -> str:
+        return storage_class_of(self._access.config, key, size)
+
+    def _class_parameter(self, key: str, size: int | None) -> dict[str, object]:
+        """For the requests that make an object."""
+        name = self._storage_class(key, size)
+        return {"StorageClass": name} if name else {}
 
     def _require_version(self, key: str, etag: str | None) -> None:
         """Check what the store itself does not. Raises PreconditionFailed, NotFound."""
