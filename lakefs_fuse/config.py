@@ -124,6 +124,8 @@ class Source(msgspec.Struct, frozen=True):
         parts = urlsplit(url)
         if parts.query or parts.fragment or "@" in parts.netloc:
             raise ConfigError(f"source {parts.scheme}://…: only s3://bucket/prefix and file:///dir, nothing after it")
+        if parts.scheme == "s3" and parts.netloc.startswith("arn:"):
+            raise ConfigError(f"source {url}: give the alias of the access point in place of its ARN: s3://…-s3alias")
         if parts.scheme == "s3" and parts.netloc:
             prefix = parts.path.strip("/")
             if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:

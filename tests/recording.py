@@ -29,8 +29,8 @@ class Request:
         return "boto3" if "boto3" in agent else "obstore" if "object_store" in agent else "list"
 
 
-Refusal = tuple[int, dict[str, str], bytes]
-"""Status, headers and body of an answer that the store is not asked for."""
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers and body."""
 
 
 class Recorder:
@@ -40,7 +40,7 @@ class Recorder:
         self.server = server
         """The store by way of this proxy."""
         self.requests: list[Request] = []
-        self.refuses: Callable[[Request], Refusal | None] = lambda request: None
+        self.refuses: Callable[[Request], Answer | None] = lambda request: None
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def recording(upstream: Server) -> Iterator[Recorder]:
             recorder.requests.append(request)
             self._send(*(recorder.refuses(request) or self._ask_store(body, headers)))
 
-        def _ask_store(self, body: bytes, headers: dict[str, str]) -> Refusal:
+        def _ask_store(self, body: bytes, headers: dict[str, str]) -> Answer:
             connection = http.client.HTTPConnection(address, timeout=20)
             try:
                 connection.request(self.command, self.path, body or None, headers)

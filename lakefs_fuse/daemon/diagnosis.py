@@ -100,14 +100,16 @@ def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterato
         return
     from lakefs_fuse.store.s3 import bucket
     from lakefs_fuse.store.s3.access import connect
-    from lakefs_fuse.store.s3.store import S3Store
+    from lakefs_fuse.store.s3.store import S3Store, follow_region
 
     try:
-        access = connect(config, node.clock)
+        asked = connect(config, node.clock)
+        access = follow_region(asked, node.clock)
     except LakeError as error:
         yield failed("store.credentials", str(error))
         return
     yield bucket.credentials(access, node.clock)
+    yield bucket.region(asked, access)
     yield from _checks_of(request, S3Store(access, node.clock), node, lambda: bucket.configuration(access))
 
 
@@ -199,8 +201,9 @@ def _store_of(config: StoreConfig, node: Node, *, finds_lake: bool) -> dict[str,
         if config.source.scheme == "s3":
             from lakefs_fuse.store.s3 import bucket
             from lakefs_fuse.store.s3.access import connect
+            from lakefs_fuse.store.s3.store import follow_region
 
-            access = connect(config, node.clock)
+            access = follow_region(connect(config, node.clock), node.clock)
             found |= {"region": access.region, "endpoint": access.base_url, "proxied": access.proxy_url is not None}
             found["credentials"] = bucket.credentials(access, node.clock).text
         lake, _ = find_lake(config, node) if finds_lake else (config, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,23 +25,10 @@ from lakefs_fuse.store.s3 import bucket as s3_bucket
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.store import S3Store, open_s3
 from lakefs_fuse.store.s3.stored_objects import BILLED_BYTES_MIN
-from tests.recording import Recorder, Request, recording
+from tests.recording import Recorder, Request
 from tests.servers import Server, s3_client
-from tests.store.lakes import s3_config
 
 CLIENTS = {"boto3", "obstore", "list"}
-
-
-@pytest.fixture
-def recorder(moto: Server) -> Iterator[Recorder]:
-    """moto, and what it is asked."""
-    with recording(moto) as found:
-        yield found
-
-
-@pytest.fixture
-def config(recorder: Recorder, moto: Server, new_bucket: Callable[[Server], str]) -> StoreConfig:
-    return s3_config(recorder.server, f"{new_bucket(moto)}/lake")
 
 
 @contextlib.contextmanager
@@ -68,11 +55,11 @@ def read_in_every_way(store: S3Store, key: str) -> None:
 
 
 def test_unsigned_store_sends_no_signature_and_looks_no_credentials_up(
-    config: StoreConfig, recorder: Recorder, moto: Server, monkeypatch: pytest.MonkeyPatch
+    recorded_config: StoreConfig, recorder: Recorder, moto: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = s3_client(moto)
-    client.put_bucket_acl(Bucket=config.source.bucket, ACL="public-read")
-    client.put_object(Bucket=config.source.bucket, Key="lake/data", Body=b"data", ACL="public-read")
+    client.put_bucket_acl(Bucket=recorded_config.source.bucket, ACL="public-read")
+    client.put_object(Bucket=recorded_config.source.bucket, Key="lake/data", Body=b"data", ACL="public-read")
     client.close()
 
     def load_credentials(_resolver: CredentialResolver) -> Any:
@@ -82,7 +69,7 @@ def test_unsigned_store_sends_no_signature_and_looks_no_credentials_up(
         monkeypatch.delenv(name)
     with monkeypatch.context() as patched:
         patched.setattr(CredentialResolver, "load_credentials", load_credentials)
-        unsigned = structs.replace(config, unsigned=True)
+        unsigned = structs.replace(recorded_config, unsigned=True)
         with opened(unsigned) as store:
             read_in_every_way(store, "data")
             open_record(store, unsigned, random.Random(1), SystemClock(), may_write=False)
@@ -94,11 +81,11 @@ def test_unsigned_store_sends_no_signature_and_looks_no_credentials_up(
         assert "X-Amz-Signature" not in request.path
 
 
-def test_unsigned_store_that_is_not_public_says_what_to_do(config: StoreConfig, recorder: Recorder) -> None:
+def test_unsigned_store_that_is_not_public_says_what_to_do(recorded_config: StoreConfig, recorder: Recorder) -> None:
     body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
     recorder.refuses = lambda request: (403, {"Content-Type": "application/xml"}, body)
     with pytest.raises(AccessDenied, match="leave out --unsigned"):
-        open_s3(structs.replace(config, unsigned=True), SystemClock(), None)
+        open_s3(structs.replace(recorded_config, unsigned=True), SystemClock(), None)
 
 
 # -- requester pays ----------------------------------------------------------------------------------------------
@@ -114,8 +101,8 @@ def use_every_request(store: S3Store) -> None:
     checkup.clean()
 
 
-def test_requester_pays_with_every_request(config: StoreConfig, recorder: Recorder) -> None:
-    paying = structs.replace(config, requester_pays=True)
+def test_requester_pays_with_every_request(recorded_config: StoreConfig, recorder: Recorder) -> None:
+    paying = structs.replace(recorded_config, requester_pays=True)
     with opened(paying) as store:
         use_every_request(store)
         list(s3_bucket.configuration(connect(paying, SystemClock())))
@@ -127,11 +114,11 @@ def test_requester_pays_with_every_request(config: StoreConfig, recorder: Record
 
 
 def test_owner_pays_unless_told_whatever_the_environment_says(
-    config: StoreConfig, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    recorded_config: StoreConfig, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """obstore reads a variable for it, which boto3 does not know."""
     monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
-    with opened(config) as store:
+    with opened(recorded_config) as store:
         store.put("data", b"data")
         read_in_every_way(store, "data")
     assert {request.client for request in recorder.requests} == CLIENTS
@@ -140,13 +127,13 @@ def test_owner_pays_unless_told_whatever_the_environment_says(
 
 @pytest.mark.parametrize(("is_payer", "severity"), [(True, Severity.OK), (False, Severity.FAILED)])
 def test_doctor_asks_for_the_option_where_requesters_pay(
-    config: StoreConfig, recorder: Recorder, is_payer: bool, severity: Severity
+    recorded_config: StoreConfig, recorder: Recorder, is_payer: bool, severity: Severity
 ) -> None:
     body = b"<RequestPaymentConfiguration><Payer>Requester</Payer></RequestPaymentConfiguration>"
     recorder.refuses = lambda request: (
         (200, {"Content-Type": "application/xml"}, body) if request.path.endswith("?requestPayment") else None
     )
-    access = connect(structs.replace(config, requester_pays=is_payer), SystemClock())
+    access = connect(structs.replace(recorded_config, requester_pays=is_payer), SystemClock())
     (found,) = (result for result in s3_bucket.configuration(access) if result.check == "store.payer")
     assert found.severity is severity
     assert ("give --requester-pays" in found.text) is not is_payer
@@ -175,9 +162,9 @@ def makes_object(request: Request) -> bool:
     ],
 )
 def test_encryption_is_asked_for_with_each_object(
-    config: StoreConfig, recorder: Recorder, sse: str, expected: dict[str, str]
+    recorded_config: StoreConfig, recorder: Recorder, sse: str, expected: dict[str, str]
 ) -> None:
-    with opened(structs.replace(config, sse=sse)) as store:
+    with opened(structs.replace(recorded_config, sse=sse)) as store:
         use_every_request(store)
     storing = [request for request in recorder.requests if makes_object(request)]
     assert {request.client for request in storing} == {"boto3", "obstore"}
@@ -189,9 +176,9 @@ def test_encryption_is_asked_for_with_each_object(
 
 
 def test_object_stored_with_key_of_kms_has_it_and_is_read_back(
-    config: StoreConfig, moto: Server, recorder: Recorder
+    recorded_config: StoreConfig, moto: Server, recorder: Recorder
 ) -> None:
-    with opened(structs.replace(config, sse=f"kms:{KEY_ID}", storage_class="STANDARD_IA")) as store:
+    with opened(structs.replace(recorded_config, sse=f"kms:{KEY_ID}", storage_class="STANDARD_IA")) as store:
         store.put("small", b"data")
         store.put("large", b"x" * (2 << 20))
         upload_id = store.create_multipart("parts")
@@ -202,15 +189,17 @@ def test_object_stored_with_key_of_kms_has_it_and_is_read_back(
             assert bytes(store.get(key, 0, 10).data) == b"data"
     client = s3_client(moto)
     for key in ("small", "large", "parts", "copied"):
-        found = client.head_object(Bucket=config.source.bucket, Key=f"lake/{key}")
+        found = client.head_object(Bucket=recorded_config.source.bucket, Key=f"lake/{key}")
         assert (found["ServerSideEncryption"], found["SSEKMSKeyId"]) == ("aws:kms", KEY_ID), key
         assert found["StorageClass"] == "STANDARD_IA", key
     client.close()
 
 
-def test_storage_class_is_that_of_files_and_not_of_small_records(config: StoreConfig, recorder: Recorder) -> None:
+def test_storage_class_is_that_of_files_and_not_of_small_records(
+    recorded_config: StoreConfig, recorder: Recorder
+) -> None:
     body = b"x" * BILLED_BYTES_MIN
-    with opened(structs.replace(config, storage_class="GLACIER_IR")) as store:
+    with opened(structs.replace(recorded_config, storage_class="GLACIER_IR")) as store:
         for key, stored in (("file", b"x"), (".lakefs/commits/pack", body), (".lakefs/lake", body[1:])):
             store.put(key, stored)
             store.put(f"{key}-too", stored, metadata={"content-type": "none"})
@@ -230,12 +219,12 @@ def test_storage_class_is_that_of_files_and_not_of_small_records(config: StoreCo
 
 @pytest.mark.parametrize("value", ["aws:kms", "sse-c"])
 def test_variables_of_obstore_alone_change_nothing(
-    config: StoreConfig, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, value: str
+    recorded_config: StoreConfig, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     """Other programs that use the same library are configured by them."""
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", value)
     monkeypatch.setenv("AWS_SSE_CUSTOMER_KEY_BASE64", base64.b64encode(b"k" * 32).decode())
-    with opened(config) as store:
+    with opened(recorded_config) as store:
         store.put("data", b"data")
         read_in_every_way(store, "data")
     assert {request.client for request in recorder.requests} == CLIENTS
@@ -243,12 +232,12 @@ def test_variables_of_obstore_alone_change_nothing(
         assert not any(name.startswith(SSE) for name in request.headers), request
 
 
-def test_refused_storage_class_says_what_to_do(config: StoreConfig, recorder: Recorder) -> None:
+def test_refused_storage_class_says_what_to_do(recorded_config: StoreConfig, recorder: Recorder) -> None:
     body = b"<Error><Code>InvalidStorageClass</Code><Message>The storage class is not valid</Message></Error>"
     recorder.refuses = lambda request: (
         (400, {"Content-Type": "application/xml"}, body) if CLASS in request.headers else None
     )
-    with opened(structs.replace(config, storage_class="NEARLINE")) as store:
+    with opened(structs.replace(recorded_config, storage_class="NEARLINE")) as store:
         for metadata in ({}, {"content-type": "none"}):
             with pytest.raises(StoreError, match="choose another with --storage-class"):
                 store.put("data", b"data", metadata=metadata)

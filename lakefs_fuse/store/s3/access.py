@@ -49,9 +49,12 @@ CACHE_TOKEN = f"{ENVIRONMENT_PREFIX}CLUSTER_CACHE_TOKEN"
 """Environment variable of the password that the proxies of a cluster cache ask for."""
 CACHE_CONNECT_S_MAX = 0.5
 """A proxy of a cluster cache is near, or of no use."""
+DIRECTORY_BUCKET = "--x-s3"
+"""How names of directory buckets end. They take sessions in place of signatures, and list in no order."""
 PAYER_HEADER = "x-amz-request-payer"
-CREDENTIAL_TTL = timedelta(minutes=5)
-"""How long obstore may keep what it was given; botocore renews expiring credentials 15 minutes ahead."""
+CREDENTIAL_TTL = timedelta(minutes=6)
+"""Obstore asks again 5 minutes before the end that it was told (TokenCache of object_store), so once a minute; at most
+ten times a second where they end sooner. botocore renews expiring credentials 15 minutes ahead."""
 
 Boto3Client = Any
 """botocore makes its methods at run time; every answer is checked where it is used."""
@@ -78,11 +81,13 @@ class S3Access:
     def credentials(self) -> dict[str, object]:
         """What obstore calls when it needs credentials, in its form."""
         frozen = self.session_credentials.get_frozen_credentials()
+        kept_until = datetime.fromtimestamp(self.clock.wall_ns() / 1e9, UTC) + CREDENTIAL_TTL
+        ends: datetime | None = getattr(self.session_credentials, "_expiry_time", None)
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.fromtimestamp(self.clock.wall_ns() / 1e9, UTC) + CREDENTIAL_TTL,
+            "expires_at": kept_until if ends is None else min(kept_until, ends.astimezone(UTC)),
         }
 
     def prepare_get(self, url: str, parameters: dict[str, str]) -> AWSPreparedRequest:
@@ -129,6 +134,10 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
     """Build, without a request to the store. Raises ConfigError, AccessDenied where there are no credentials."""
     if config.addressing_style not in ("auto", "path", "virtual"):
         raise ConfigError(f"addressing style {config.addressing_style!r}: expected auto, path or virtual")
+    if config.source.bucket.endswith(DIRECTORY_BUCKET):
+        raise ConfigError(
+            f"{config.source}: directory buckets (S3 Express One Zone) cannot be mounted: use a general purpose bucket"
+        )
     ca_bundle = _checked_ca_bundle(config.ca_bundle)
     with _configuration_errors(config):
         core = botocore.session.Session(profile=config.profile)
@@ -144,28 +153,10 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
             region_name=region,
             endpoint_url=config.endpoint_url,
             verify=ca_bundle,
-            config=Config(
-                signature_version=UNSIGNED if config.unsigned else "s3v4",
-                connect_timeout=config.connect_timeout_s,
-                read_timeout=config.read_timeout_s,
-                max_pool_connections=connections_max,
-                retries={"total_max_attempts": 1, "mode": "standard"},
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                tcp_keepalive=True,
-                # Hashing a payload for the signature costs 12 ms for 16 MiB, and of the servers tried none compares
-                # it. `upload` says what guards the bytes instead.
-                s3={"addressing_style": config.addressing_style, "payload_signing_enabled": False},
-            ),
+            config=_client_config(config, connections_max),
         )
         credentials = None if config.unsigned else session.get_credentials()
-        # botocore asks servers for leave to send a body. That is a round trip for each part, and a whole second with a
-        # server that does not know the custom; a refusal comes through just as well without.
-        client.meta.events.unregister("before-call.s3", add_expect_header)
-        for operation in STORING_OPERATIONS:
-            client.meta.events.register(f"before-parameter-build.s3.{operation}", partial(_add_encryption, config))
-        if config.requester_pays:
-            client.meta.events.register("before-sign.s3", _add_payer)
+        _register_handlers(client, config)
     if credentials is None and not config.unsigned:
         raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")
     base_url, virtual_host = _where(client, config.source.bucket)
@@ -184,6 +175,38 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
     if (access.proxy_url or "").count("://") > 1:  # botocore takes any other scheme for a host, and would quote it.
         raise ConfigError("http_proxy or https_proxy: expected http://[user:password@]host:port")
     return access
+
+
+def _client_config(config: StoreConfig, connections_max: int) -> Config:
+    return Config(
+        signature_version=UNSIGNED if config.unsigned else "s3v4",
+        connect_timeout=config.connect_timeout_s,
+        read_timeout=config.read_timeout_s,
+        max_pool_connections=connections_max,
+        retries={"total_max_attempts": 1, "mode": "standard"},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        tcp_keepalive=True,
+        # Hashing a payload for the signature costs 12 ms for 16 MiB, and of the servers tried none compares it.
+        # `upload` says what guards the bytes instead.
+        s3={**_addressing(config), "payload_signing_enabled": False},
+    )
+
+
+def _register_handlers(client: Boto3Client, config: StoreConfig) -> None:
+    """What changes requests of every caller."""
+    # botocore asks servers for leave to send a body. That is a round trip for each part, and a whole second with a
+    # server that does not know the custom; a refusal comes through just as well without.
+    client.meta.events.unregister("before-call.s3", add_expect_header)
+    for operation in STORING_OPERATIONS:
+        client.meta.events.register(f"before-parameter-build.s3.{operation}", partial(_add_encryption, config))
+    if config.requester_pays:
+        client.meta.events.register("before-sign.s3", _add_payer)
+
+
+def _addressing(config: StoreConfig) -> dict[str, str]:
+    """``auto`` is not told to botocore, which would then not look into its own configuration."""
+    return {} if config.addressing_style == "auto" else {"addressing_style": config.addressing_style}
 
 
 def _add_payer(request: AWSRequest, **_: object) -> None:
@@ -245,6 +268,11 @@ def _where(client: Boto3Client, bucket: str) -> tuple[str, bool]:
         client.head_object(Bucket=bucket, Key="k")
     except boto.ParamValidationError as error:
         raise ConfigError(f"{bucket!r} is not a bucket's name") from error
+    except boto.EndpointProviderError as error:
+        raise ConfigError(
+            f"bucket {bucket!r} has no endpoint with these settings: check --region, and use_accelerate_endpoint, "
+            "use_dualstack_endpoint and use_fips_endpoint in ~/.aws/config"
+        ) from error
     except (boto.BotoCoreError, ValueError) as error:
         raise from_boto(f"bucket {bucket!r}", error) from error
     finally:

@@ -180,10 +180,14 @@ def denied(what: str, reason: str) -> str:
     return f"these credentials may not do that: allow it {where}, or {_CHECK_KEYS}"
 
 
-def region(reason: str, named: str) -> str:
-    """The sentence about a bucket in another region, which is ``named``, or which ``reason`` names."""
+def region_named(reason: str, named: str) -> str:
+    """The region that is ``named``, or that ``reason`` names; empty where neither is."""
     found = _REGION_NAME.search(reason)
-    name = named if re.fullmatch(r"[a-z0-9-]{1,40}", named) else (found[1] or found[2]) if found else ""
+    return named if re.fullmatch(r"[a-z0-9-]{1,40}", named) else (found[1] or found[2]) if found else ""
+
+
+def region(name: str) -> str:
+    """The sentence about a bucket in another region; ``name`` is empty where it is not known."""
     if name:
         return f"the bucket is in another region: give --region {name}, or set AWS_DEFAULT_REGION"
     return "the bucket is in another region: give the right one with --region or AWS_DEFAULT_REGION"

@@ -75,6 +75,19 @@ def credentials(access: S3Access, clock: Clock) -> CheckResult:
     return ok(check, f"{text}, without an end", source=method)
 
 
+def region(asked: S3Access, found: S3Access) -> CheckResult:
+    """Whether the bucket is in the region that was asked; ``found`` is where it is."""
+    check = "store.region"
+    if asked.region == found.region:
+        return ok(check, f"{found.region}, at {found.base_url}", region=found.region)
+    return warning(
+        check,
+        f"the bucket is in {found.region}, not in {asked.region}: mounts follow it there, with a request more; give "
+        f"--region {found.region}, or set AWS_DEFAULT_REGION",
+        region=found.region,
+    )
+
+
 def configuration(access: S3Access) -> Iterator[CheckResult]:
     """What the bucket's configuration means for this lake."""
     reader = _Reader(access)

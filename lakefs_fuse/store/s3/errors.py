@@ -37,7 +37,12 @@ REASON_CHARS_MAX = 200
 
 
 class WrongRegion(StoreError):
-    """The bucket lives in another region than the one asked; `open_s3` turns it into advice."""
+    """The bucket lives in another region than the one asked; `open_s3` follows it there. ``region`` is empty where the
+    answer does not name it."""
+
+    def __init__(self, message: str, region: str = "") -> None:
+        super().__init__(message)
+        self.region = region
 
 
 class RangeNotSatisfiable(StoreError):
@@ -191,7 +196,8 @@ def from_answer(what: str, code: str, status: int, reason: str = "", region: str
     if kind is AccessDenied:
         return AccessDenied(f"{what}: {named}: {known or advice.denied(what, reason)}")
     if kind is WrongRegion:
-        return WrongRegion(f"{what}: {named}: {advice.region(reason, region)}")
+        name = advice.region_named(reason, region)
+        return WrongRegion(f"{what}: {named}: {advice.region(name)}", name)
     if known or kind is StoreError:
         return kind(f"{what}: {named}: {known or 'look this answer up in the documentation of the store'}")
     reason = " ".join(reason.split())[:REASON_CHARS_MAX]

@@ -12,6 +12,7 @@ Called from any worker thread; holds connections only. A crash leaves at most an
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from botocore import exceptions as boto
+from msgspec import structs
 
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import Clock
@@ -56,6 +58,7 @@ from lakefs_fuse.store.s3.list_pages import S3Pages
 from lakefs_fuse.store.s3.stored_objects import storage_class_of
 from lakefs_fuse.store.s3.upload import Answer, S3Sender, etag_of, hides_md5, md5_of_sent
 
+_log = logging.getLogger(__name__)
 SKIP_BYTES = 1 << 20
 """Read at a time of what lies before a range."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
@@ -500,19 +503,49 @@ def _skip(stream: Any, count: int) -> None:
 
 
 def open_s3(config: StoreConfig, clock: Clock, limiter: RateLimiter | None) -> S3Store:
-    """Connect, and list one key: that needs the bucket, the credentials and the region to be right. Raises as
-    `lakefs_fuse.store.open.open_store`; the message says what to do."""
+    """Connect, and list one key: that needs the bucket and the credentials to be right. A bucket in another region is
+    followed there once. Raises as `lakefs_fuse.store.open.open_store`; the message says what to do."""
     access = connect(config, clock)
+    try:
+        try:
+            return _opened(access, clock, limiter)
+        except WrongRegion as error:
+            if error.region in ("", access.region):
+                raise
+            _log.warning(
+                "bucket %r is in region %s, not in %s, and is asked there: give --region %s, or set AWS_DEFAULT_REGION",
+                config.source.bucket, error.region, access.region, error.region,
+            )  # fmt: skip
+            access = connect(structs.replace(config, region=error.region), clock)
+        return _opened(access, clock, limiter)
+    except StoreError as error:
+        raise _advice(config, access.base_url, error) from error
+
+
+def _opened(access: S3Access, clock: Clock, limiter: RateLimiter | None) -> S3Store:
     store = S3Store(access, clock, limiter)
     try:
         retry_unavailable(lambda: store.list_page("", keys_max=1), clock)
-    except StoreError as error:
-        store.close()
-        raise _advice(config, access.base_url, error) from error
     except BaseException:
         store.close()
         raise
     return store
+
+
+def follow_region(access: S3Access, clock: Clock) -> S3Access:
+    """The bucket in the region that it is in, which one LIST finds out. Any other failure of that is left for the next
+    request to tell. Raises as `connect`."""
+    pages = S3Pages(access)
+    try:
+        pages.page("", "", "", None, 1)
+    except WrongRegion as error:
+        if error.region not in ("", access.region):
+            return connect(structs.replace(access.config, region=error.region), clock)
+    except StoreError:
+        pass
+    finally:
+        pages.close()
+    return access
 
 
 def _advice(config: StoreConfig, base_url: str, error: StoreError) -> Exception:
