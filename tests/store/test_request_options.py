@@ -81,9 +81,13 @@ def test_unsigned_store_sends_no_signature_and_looks_no_credentials_up(
         assert "X-Amz-Signature" not in request.path
 
 
-def test_unsigned_store_that_is_not_public_says_what_to_do(recorded_config: StoreConfig, recorder: Recorder) -> None:
-    body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
-    recorder.refuses = lambda request: (403, {"Content-Type": "application/xml"}, body)
+@pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (400, "UnsupportedAlgorithm")])
+def test_unsigned_store_that_is_not_public_says_what_to_do(
+    recorded_config: StoreConfig, recorder: Recorder, status: int, code: str
+) -> None:
+    """As S3 answers, and rclone."""
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+    recorder.refuses = lambda request: (status, {"Content-Type": "application/xml"}, body)
     with pytest.raises(AccessDenied, match="leave out --unsigned"):
         open_s3(structs.replace(recorded_config, unsigned=True), SystemClock(), None)
 

@@ -552,10 +552,10 @@ def _advice(config: StoreConfig, base_url: str, error: StoreError) -> Exception:
     bucket = config.source.bucket
     if isinstance(error, NoSuchBucket | NotFound):
         return NoSuchBucket(f"bucket {bucket!r} does not exist at {base_url}: create it, or check --endpoint-url")
-    if isinstance(error, AccessDenied) and config.unsigned:
+    if type(error) in (AccessDenied, StoreError) and config.unsigned:
         return AccessDenied(
-            f"bucket {bucket!r} at {base_url}: the store does not let everybody list it: leave out --unsigned, and "
-            "give credentials"
+            f"bucket {bucket!r} at {base_url}: the store does not let everybody list it ({error}): leave out "
+            "--unsigned, and give credentials"
         )
     if isinstance(error, AccessDenied):
         return AccessDenied(f"bucket {bucket!r} at {base_url}: access denied: {error}")
