@@ -68,8 +68,7 @@ class Load:
     """Blocks [first, stop) of a version; ``done`` is set when all of it is over, writing to disk too."""
 
     __slots__ = (
-        "blocks", "done", "first", "for_memory", "is_kept", "missed_weight", "readahead", "scattered", "scope",
-        "version",
+        "blocks", "done", "first", "for_memory", "is_kept", "missed_weight", "readahead", "scope", "version",
     )  # fmt: skip
 
     def __init__(
@@ -80,8 +79,7 @@ class Load:
         asked: range,
         readahead: Readahead | None = None,
         *,
-        scattered: bool = False,
-        missed_weight: int = 0,
+        missed_weight: int | None = None,
         for_memory: bool = True,
         is_kept: bool = True,
     ) -> None:
@@ -93,14 +91,17 @@ class Load:
         """Cancelled where nobody wants the blocks any more."""
         self.readahead = readahead
         """The plan this load belongs to, which learns whether the cache disk had it."""
-        self.scattered = scattered
-        """A jumping reader asked for it."""
         self.missed_weight = missed_weight
-        """See `Readahead.missed_weight`."""
+        """See `Readahead.missed_weight`; None: no jumping reader asked for it."""
         self.for_memory = for_memory
         """Whether to keep it in memory too; else it goes to the cache disk only."""
         self.is_kept = is_kept
         """Whether it goes to the cache disk."""
+
+    @property
+    def scattered(self) -> bool:
+        """A jumping reader asked for it."""
+        return self.missed_weight is not None
 
     @property
     def stop(self) -> int:

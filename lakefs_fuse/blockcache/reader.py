@@ -273,7 +273,7 @@ class BlockReader:
         self, version: Version, first: int, stop: int, readahead: Readahead | None, scattered: bool, is_kept: bool
     ) -> list[memoryview | PendingBlock]:
         """Each block, or the pending load of it; counts hits, and starts loads of missing blocks."""
-        weight = 0 if not scattered else 1 if readahead is None else readahead.missed_weight
+        weight = None if not scattered else 1 if readahead is None else readahead.missed_weight
         found: list[memoryview | PendingBlock | None] = []
         missing = False
         for index in range(first, stop):
@@ -287,9 +287,7 @@ class BlockReader:
                 self._metrics.hits += 1
         if missing:
             for run in self._missing(version, *self._span(version, first, stop, readahead)):
-                load = Load(
-                    version, *run, range(first, stop), scattered=scattered, missed_weight=weight, is_kept=is_kept
-                )
+                load = Load(version, *run, range(first, stop), missed_weight=weight, is_kept=is_kept)
                 self._start(load, room_taken=False)
         return [item or self._pending[version, index] for index, item in enumerate(found, first)]
 
