@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -243,6 +244,14 @@ def test_bucket_without_a_rule_for_unfinished_uploads_is_a_warning() -> None:
         assert found["store.unfinished-uploads"].severity is Severity.WARNING
     found = by_check(s3_bucket.lifecycle([ABORT], "some/lake/"))
     assert found["store.unfinished-uploads"].text.endswith("after 7 days")
+
+
+def test_rules_of_the_example_harm_no_lake_and_are_accepted(moto: Server, new_bucket: Callable[[Server], str]) -> None:
+    example = Path(__file__).parents[2] / "deploy" / "lifecycle.json"
+    configuration = json.loads(example.read_text().replace("PREFIX", "some/lake"))
+    s3_client(moto).put_bucket_lifecycle_configuration(Bucket=new_bucket(moto), LifecycleConfiguration=configuration)
+    found = by_check(s3_bucket.lifecycle(configuration["Rules"], "some/lake/"))
+    assert {each.severity for each in found.values()} == {Severity.OK}
 
 
 def test_configuration_of_a_bucket_is_read(moto: Server, new_bucket: Callable[[Server], str]) -> None:
