@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -27,6 +28,7 @@ from lakefs_fuse.store.s3.store import S3Store, open_s3
 from lakefs_fuse.store.s3.stored_objects import BILLED_BYTES_MIN
 from tests.recording import Recorder, Request
 from tests.servers import Server, s3_client
+from tests.store.lakes import config_of
 
 CLIENTS = {"boto3", "obstore", "list"}
 
@@ -105,18 +107,6 @@ def use_every_request(store: S3Store) -> None:
     checkup.clean()
 
 
-def test_requester_pays_with_every_request(recorded_config: StoreConfig, recorder: Recorder) -> None:
-    paying = structs.replace(recorded_config, requester_pays=True)
-    with opened(paying) as store:
-        use_every_request(store)
-        list(s3_bucket.configuration(connect(paying, SystemClock())))
-    assert {request.client for request in recorder.requests} == CLIENTS
-    assert {request.method for request in recorder.requests} == {"GET", "HEAD", "PUT", "POST", "DELETE"}
-    for request in recorder.requests:
-        assert request.headers.get("x-amz-request-payer") == "requester", request
-        assert "x-amz-request-payer" in request.headers["authorization"], "it is signed"
-
-
 def test_owner_pays_unless_told_whatever_the_environment_says(
     recorded_config: StoreConfig, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,27 +146,38 @@ def makes_object(request: Request) -> bool:
     return begins_upload or (request.method == "PUT" and "uploadId=" not in request.path)
 
 
-@pytest.mark.parametrize(
-    ("sse", "expected"),
-    [
-        ("", {}),
-        ("s3", {SSE: "AES256"}),
-        ("kms", {SSE: "aws:kms"}),
-        (f"kms:{KEY_ID}", {SSE: "aws:kms", SSE_KEY: KEY_ID}),
-    ],
-)
-def test_encryption_is_asked_for_with_each_object(
+def test_every_request_says_who_pays_and_each_object_how_it_is_encrypted(
+    recorded_config: StoreConfig, recorder: Recorder
+) -> None:
+    config = structs.replace(recorded_config, requester_pays=True, sse=f"kms:{KEY_ID}")
+    with opened(config) as store:
+        use_every_request(store)
+        list(s3_bucket.configuration(connect(config, SystemClock())))
+    assert {request.client for request in recorder.requests} == CLIENTS
+    assert {request.method for request in recorder.requests} == {"GET", "HEAD", "PUT", "POST", "DELETE"}
+    storing = [request for request in recorder.requests if makes_object(request)]
+    assert {(request.client, request.method) for request in storing} == {
+        ("boto3", "PUT"), ("boto3", "POST"), ("obstore", "PUT"),
+    }  # fmt: skip
+    assert any("x-amz-copy-source" in request.headers for request in storing)
+    for request in recorder.requests:
+        assert request.headers.get("x-amz-request-payer") == "requester", request
+        assert "x-amz-request-payer" in request.headers["authorization"], "it is signed"
+        sent = {name: value for name, value in request.headers.items() if name in (SSE, SSE_KEY)}
+        assert sent == ({SSE: "aws:kms", SSE_KEY: KEY_ID} if makes_object(request) else {}), request
+
+
+@pytest.mark.parametrize(("sse", "expected"), [("", {}), ("s3", {SSE: "AES256"}), ("kms", {SSE: "aws:kms"})])
+def test_encryption_without_a_key_is_asked_for_by_both_clients(
     recorded_config: StoreConfig, recorder: Recorder, sse: str, expected: dict[str, str]
 ) -> None:
     with opened(structs.replace(recorded_config, sse=sse)) as store:
-        use_every_request(store)
+        store.put("small", b"data")
+        store.put("other", b"data", metadata={"content-type": "none"})
     storing = [request for request in recorder.requests if makes_object(request)]
-    assert {request.client for request in storing} == {"boto3", "obstore"}
-    assert {request.method for request in storing} == {"PUT", "POST"}
-    assert any("x-amz-copy-source" in request.headers for request in storing)
-    for request in recorder.requests:
-        sent = {name: value for name, value in request.headers.items() if name in (SSE, SSE_KEY)}
-        assert sent == (expected if makes_object(request) else {}), request
+    assert [request.client for request in storing] == ["obstore", "boto3"]
+    for request in storing:
+        assert {name: value for name, value in request.headers.items() if name.startswith(SSE)} == expected
 
 
 def test_object_stored_with_key_of_kms_has_it_and_is_read_back(
@@ -245,3 +246,18 @@ def test_refused_storage_class_says_what_to_do(recorded_config: StoreConfig, rec
         for metadata in ({}, {"content-type": "none"}):
             with pytest.raises(StoreError, match="choose another with --storage-class"):
                 store.put("data", b"data", metadata=metadata)
+
+
+@pytest.mark.parametrize("name", ["seaweedfs", "rclone"])
+def test_options_are_taken_by_other_servers(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[Server], str]
+) -> None:
+    """As the manual says of them."""
+    plain = config_of(name, request, tmp_path, new_bucket)
+    with opened(structs.replace(plain, requester_pays=True, storage_class="STANDARD_IA")) as store:
+        for key, body in (("small", b"data"), ("large", b"data" + b"x" * (2 << 20))):
+            store.put(key, body)
+            store.adapt(Capabilities(name="s3", partial_status=False))
+            assert bytes(store.get(key, 0, 4).data) == b"data"
+    with pytest.raises(AccessDenied, match="leave out --unsigned"):
+        open_s3(structs.replace(plain, unsigned=True), SystemClock(), None)
