@@ -96,8 +96,12 @@ def check_room(directory: Path, config: MountConfig, disk: Disk) -> None:
     free, needed = disk.free_bytes(directory), config.free_bytes_min + ROOM_BYTES_MIN
     if free < needed:
         raise MountError(
-            f"not enough disk: {directory} has {free // MIB} MiB free, {needed // MIB} MiB are needed "
-            "(--free-space says how much is left alone)"
+            f"not enough disk: {directory} has {free // MIB} MiB free, {needed // MIB} MiB are needed: make room, or "
+            + (
+                "choose another --cache-dir, or lower --free-space"
+                if config.mountpoint
+                else "set TMPDIR to another disk"
+            )
         )
 
 

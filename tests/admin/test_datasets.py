@@ -21,13 +21,14 @@ from lakefs_fuse.commits.record import OBJECTS, Mkdir, Symlink
 from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.worker_protocol import DatasetArgs, FsckArgs, GcArgs, PackArgs, SnapshotArgs
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied, ConfigError, FileError, LakeError, StoreError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.vfs.immutable import residency_report
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
 from lakefs_fuse.vfs.immutable.residency_report import Host
 from tests.admin.lakes import STORE, dataset, give_commit, give_pack, headless, silent, work_of
-from tests.fakes import node_of, store_client
+from tests.fakes import FakeDisk, node_of, store_client
 from tests.memory_store import Failures, MemoryStore, Request
 from tests.vfs.lakes import Clock, lake
 from tests.vfs.writing_back import until
@@ -517,6 +518,16 @@ async def test_create_goes_on_where_the_newest_version_is_damaged(
         await run(store, clock, tmp_path, "show", dataset="im@2", files=True)
     with pytest.raises(LakeError, match="delete what is left with `lakefs-fuse dataset rm SOURCE im@2`"):
         await shown(store, clock, tmp_path, "im@2")
+
+
+async def test_create_without_room_for_temporary_files_says_where_to_put_them(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    work = work_of(store, clock, tmp_path)
+    work = replace(work, node=Node(work.node.clock, work.node.random, work.node.threads, FakeDisk(room=0)))
+    with pytest.raises(LakeError, match=r"not enough disk: .* set TMPDIR"):
+        await run_dataset(work, DatasetArgs(action="create", dataset="im", path="data"))
+    assert await snapshots.names(work.client) == []
 
 
 async def test_damaged_snapshot_is_told_beside_the_others(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
