@@ -64,6 +64,18 @@ def test_options_that_cannot_be_used(seaweed: Server, change: dict[str, str], ad
         open_store(msgspec.structs.replace(s3_config(seaweed, "bucket"), **change), Node.of_this_machine())
 
 
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_endpoint_of_the_environment_with_a_password_is_refused_and_not_told(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv(variable, f"http://user:pa55word@127.0.0.1:{servers.free_port()}")
+    with pytest.raises(ConfigError, match="must not hold credentials") as raised:
+        open_store(StoreConfig(source=Source.parse("s3://bucket/lake")), Node.of_this_machine())
+    assert "pa55word" not in str(raised.value)
+
+
 def test_wrong_secret_key(
     seaweed: Server, new_bucket: Callable[[Server], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

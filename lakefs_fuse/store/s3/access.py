@@ -160,6 +160,7 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
     if credentials is None and not config.unsigned:
         raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")
     base_url, virtual_host = _where(client, config.source.bucket)
+    _check_endpoint(base_url)
     access = S3Access(
         config=config,
         client=client,
@@ -223,6 +224,15 @@ def _service_files(search_path: str | None) -> Loader:
     """What botocore reads and parses to make a client, kept for the next one: to find a lake takes one for each level
     of the path, and most of the time of a client is the parsing."""
     return create_loader(search_path)
+
+
+def _check_endpoint(url: str) -> None:
+    """Raises ConfigError for a URL with a password: errors, logs and statistics name the endpoint."""
+    if "@" in urlsplit(url).netloc:
+        raise ConfigError(
+            "the endpoint's URL in AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or ~/.aws/config must not hold credentials: "
+            "put them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in ~/.aws/credentials"
+        )
 
 
 def _checked_ca_bundle(path: object) -> str | None:
