@@ -14,20 +14,21 @@ class ByteRate:
 
     def __init__(self, bytes_s_max: int = 0) -> None:
         self.bytes_s_max = bytes_s_max
+        self._turn = trio.Lock()
+        """Held by the task that is next, while it waits; others stand in line."""
         self._free_s = float("-inf")
 
     async def wait(self, count: int) -> float:
         """Wait until ``count`` more bytes may come; answers for how many seconds. A task that is cancelled meanwhile
-        gives its turn back. Not a checkpoint where there is nothing to wait for."""
+        takes no bytes. Not a checkpoint where there is nothing to wait for."""
         if not self.bytes_s_max:
             return 0.0
-        now_s, takes_s = trio.current_time(), count / self.bytes_s_max
-        due_s = max(self._free_s, now_s)
-        self._free_s = due_s + takes_s
-        if due_s > now_s:
-            try:
-                await trio.sleep_until(due_s)
-            except trio.Cancelled:
-                self._free_s -= takes_s
-                raise
-        return due_s - now_s
+        began_s = trio.current_time()
+        if self._free_s <= began_s and not self._turn.locked():
+            self._free_s = began_s + count / self.bytes_s_max
+            return 0.0
+        async with self._turn:
+            due_s = max(self._free_s, trio.current_time())
+            await trio.sleep_until(due_s)
+            self._free_s = due_s + count / self.bytes_s_max
+        return due_s - began_s

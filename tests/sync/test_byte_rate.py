@@ -33,3 +33,25 @@ async def test_a_cancelled_task_gives_its_turn_back(autojump_clock: trio.testing
         await rate.wait(10_000)
     assert scope.cancelled_caught
     assert await rate.wait(1) == pytest.approx(0.5)
+
+
+async def test_tasks_behind_cancelled_ones_stay_within_the_rate(autojump_clock: trio.testing.MockClock) -> None:
+    rate, began = ByteRate(100), list[float]()
+
+    async def take() -> None:
+        await rate.wait(100)
+        began.append(trio.current_time())
+
+    await take()
+    async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as cancelled:
+            for _ in range(10):
+                cancelled.start_soon(take)
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in range(5):
+                nursery.start_soon(take)
+            await trio.testing.wait_all_tasks_blocked()
+            cancelled.cancel_scope.cancel()
+        for _ in range(10):
+            nursery.start_soon(take)
+    assert began == pytest.approx([began[0] + number for number in range(16)])
