@@ -203,7 +203,7 @@ async def _list_directory(lake: LakeView, path: str, progress: Callable[[Progres
     for component in filter(None, path.split("/")):
         entry, _ = await namespace.lookup(top, component.encode("utf-8", "surrogatepass"), ask=True)
         if entry is None or not entry.is_dir:
-            raise ConfigError(f"{path} is not a directory of the lake: name one that there is")
+            raise ConfigError(f"{path} is not a directory of the lake: name one that there is, relative to SOURCE")
         top = entry.inode
     await list_everything(namespace, lambda names: progress(Progress(what="listing", files_done=names)), top=top)
     listed_s = lake.node.clock.mono_s()

@@ -183,8 +183,8 @@ async def _remove(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
         await snapshots.delete(client, wanted.snapshot)
         await node_records.remove_records(client, wanted.snapshot)
     if nodes:
-        work.note(f"{len(nodes):,} mounts show {wanted}, and fail to read what gc deletes: unmount them ("
-                  f"{', '.join(dict.fromkeys(record.node for record in nodes[:NODES_NAMED_MAX]))})")  # fmt: skip
+        work.note(f"warning: mounts of {wanted} fail to read what gc deletes: unmount them on "
+                  f"{', '.join(dict.fromkeys(record.node for record in nodes[:NODES_NAMED_MAX]))}")  # fmt: skip
     return work.finished(
         {"removed": str(wanted)}, f"dataset {wanted} is removed; gc gives back what only it had bytes in"
     )

@@ -222,6 +222,8 @@ def warm(mounted: str, limit: float | None, as_much_as_fits: bool, background: b
     """
     request = protocol.WarmCache(bytes_s_max=rate_of(limit), partial=as_much_as_fits, background=background)
     warm_all({_find_mount(mounted): [("", "")]}, request, as_json=as_json)
+    if not as_json:
+        click.echo("`lakefs-fuse dataset status` shows it within a minute")
 
 
 @dataset.command("pin", cls=GroupedCommand, context_settings=SETTINGS)

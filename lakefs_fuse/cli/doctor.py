@@ -47,6 +47,8 @@ class Target:
 
     store: StoreConfig | None = None
     cache_dir: str = ""
+    is_named: bool = True
+    """``cache_dir`` is that of one mount."""
     read_only: bool = False
     log_file: str = ""
     statistics: dict[str, object] = field(default_factory=dict)
@@ -134,7 +136,7 @@ def _resolve(target: str | None, options: Options) -> Target:
     if flag := any_given(options):
         raise ConfigError(f"{flag} goes with a source URL: name the lake by its URL, or leave {flag} out")
     if target is None:
-        return Target(cache_dir=platformdirs.user_cache_dir(PROGRAM))
+        return Target(cache_dir=platformdirs.user_cache_dir(PROGRAM), is_named=False)
     try:
         with open_daemon(target) as client:
             found = Target(store=client.store().store, statistics=client.statistics())
@@ -156,6 +158,8 @@ def _checks(target: Target) -> Iterator[CheckResult]:
     yield from machine_checks.machine(host, platform.release())
     if target.cache_dir:
         yield from machine_checks.cache_directory(target.cache_dir, _FREE_BYTES_MIN, host.mountinfo)
+        if target.is_named:  # else it is the directory above all default ones, which lists their names only
+            yield machine_checks.cache_permissions(target.cache_dir)
     yield from target.results
 
 

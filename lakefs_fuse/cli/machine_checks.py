@@ -78,20 +78,24 @@ def cache_directory(cache_dir: str, free_bytes_min: int, mountinfo: Path) -> Ite
         )
     else:
         yield ok("cache.room", f"{format_bytes(free)} free", free_bytes=free)
-    if str(directory) != cache_dir:
-        yield ok("cache.permissions", "made by the first mount, with mode 0700")
-        return
-    status = os.stat(directory)
+
+
+def cache_permissions(cache_dir: str) -> CheckResult:
+    """Whether a cache directory is its owner's alone."""
+    check = "cache.permissions"
+    try:
+        status = os.stat(cache_dir)
+    except OSError:
+        return ok(check, "made by the first mount, with mode 0700")
     if status.st_uid != os.geteuid():
-        yield failed("cache.permissions", f"{cache_dir} belongs to uid {status.st_uid}: choose one of yours")
-    elif status.st_mode & 0o077:
-        yield warning(
-            "cache.permissions",
+        return failed(check, f"{cache_dir} belongs to uid {status.st_uid}: choose one of yours")
+    if status.st_mode & 0o077:
+        return warning(
+            check,
             f"{cache_dir} is open to others (mode {stat.S_IMODE(status.st_mode):04o}): run `chmod 700 {cache_dir}`, or "
             "let the next mount do it",
         )
-    else:
-        yield ok("cache.permissions", "only its owner may enter")
+    return ok(check, "only its owner may enter")
 
 
 def _checked(check: str, call: Callable[[], None], text: str) -> CheckResult:

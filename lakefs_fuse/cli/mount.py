@@ -31,6 +31,7 @@ from lakefs_fuse.config import (
     HARD_LINKS,
     MAINTENANCE,
     MEMORY_BYTES_MIN,
+    MIB,
     PACK_MODES,
     REFRESH_S_MIN,
     DatasetName,
@@ -333,7 +334,7 @@ def _check_bounds(options: Options) -> None:
         check_pack_threshold(options["pack_threshold_bytes"], "--pack-threshold")
     memory = options["memory_bytes_max"]
     if memory is not None and memory < MEMORY_BYTES_MIN:
-        raise ConfigError(f"--memory {memory}: expected {MEMORY_BYTES_MIN >> 20}MiB or more")
+        raise ConfigError(f"--memory {memory / MIB:g}MiB: expected {MEMORY_BYTES_MIN >> 20}MiB or more")
     if options["hints"]:
         check_hints(options["hints"])
     if options["publish_s"] is not None:

@@ -48,8 +48,16 @@ def parse_mode(text: str) -> int:
     return int(digits, 8)
 
 
+def parse_rate(text: str) -> int:
+    """Bytes per second: ``500MiB/s``, ``2G``. Raises ConfigError."""
+    try:
+        return parse_size(text.strip().removesuffix("/s"))
+    except ConfigError as error:
+        raise ConfigError(f"{text!r} is not a rate: expected for example 500MiB/s, or 0 for no limit") from error
+
+
 SIZE = Quantity("size", parse_size)
-RATE = Quantity("rate", lambda text: parse_size(text.strip().removesuffix("/s")))
+RATE = Quantity("rate", parse_rate)
 DURATION = Quantity("duration", parse_duration)
 OCTAL_MODE = Quantity("mode", parse_mode)
 FOREIGN = Quantity("auto|duration", parse_foreign)

@@ -22,6 +22,7 @@ from lakefs_fuse.control.runtime import client_socket_paths, real_mountpoint
 from lakefs_fuse.control.supervision import Process, supervisor_of
 from lakefs_fuse.errors import LakeError
 
+TIMEOUT_S, LAZY_TIMEOUT_S = 3600.0, 10.0
 LAZY_WAIT_S_MAX = 2.0
 """A lazily detached mount ends when its last file is closed, which may be never, so the wait is short."""
 
@@ -39,9 +40,9 @@ SUPERVISOR_S_MAX = 20.0
 @argument("mountpoint", "The directory of the mount.", type=click.Path(readable=False))
 @option("--lazy", is_flag=True, help="Detach although the mount is in use or bytes cannot be stored. The bytes stay in "
         "the cache directory, and the next mount stores or lists them.")  # fmt: skip
-@option("--timeout", type=DURATION, default="1h", help="Maximum time for uploads; after it the mount stays. Raise it "
-        "for slow networks.")  # fmt: skip
-def umount(mountpoint: str, lazy: bool, timeout: float) -> None:
+@option("--timeout", type=DURATION, help="Maximum time for uploads; after it the mount stays, or is detached with "
+        "--lazy. Raise it for slow networks.  [default: 1h; 10s with --lazy]")  # fmt: skip
+def umount(mountpoint: str, lazy: bool, timeout: float | None) -> None:
     """Store everything, then unmount.
 
     If something cannot be stored, the files and the reasons are printed, and the mount stays. A dead mount, whose
@@ -50,6 +51,8 @@ def umount(mountpoint: str, lazy: bool, timeout: float) -> None:
     """
     point = real_mountpoint(mountpoint)
     mounted = mount_at(point)
+    if timeout is None:
+        timeout = LAZY_TIMEOUT_S if lazy else TIMEOUT_S
     deadline_s = time.monotonic() + timeout
     client = connect_to_owner(point, mounted) if lazy else connect_serving(point, mounted)
     with ExitStack() as stack:
@@ -83,7 +86,9 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
             has_ended = daemon.wait(LAZY_WAIT_S_MAX)
             if not has_ended:
                 click.echo(
-                    f"lakefs-fuse: {point} is detached; its daemon (pid {client.pid}) ends when it is idle", err=True
+                    f"lakefs-fuse: {point} is detached; its daemon (pid {client.pid}) goes on storing what is left, "
+                    "and ends when no file is open any more",
+                    err=True,
                 )
             return has_ended
         # Sent before the mount is detached, so that the result of the drain is not missed.

@@ -27,11 +27,11 @@ from lakefs_fuse.daemon.admin_worker import Answers, run_process
 from lakefs_fuse.environment import disk_speed
 from lakefs_fuse.environment.descriptor_limit import DESCRIPTORS_MIN
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import LakeError, StoreError
+from lakefs_fuse.errors import AccessDenied, LakeError, StoreError
 from lakefs_fuse.kernel.features import background_max, features_for
 from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.store import lake_record
-from lakefs_fuse.store.checkup import Checkup
+from lakefs_fuse.store.checkup import SILENCE_S, Checkup
 from lakefs_fuse.store.open import find_lake, open_store
 from lakefs_fuse.store.protocol import NetworkStore, ObjectStore
 
@@ -98,19 +98,29 @@ def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterato
             return
         yield from _checks_of(request, store, node, lambda: iter(()))
         return
-    from lakefs_fuse.store.s3 import bucket
+    from lakefs_fuse.store.s3 import advice, bucket
     from lakefs_fuse.store.s3.access import connect
-    from lakefs_fuse.store.s3.store import S3Store, follow_region
+    from lakefs_fuse.store.s3.store import S3Store, open_s3
 
     try:
         asked = connect(config, node.clock)
-        access = follow_region(asked, node.clock)
     except LakeError as error:
         yield failed("store.credentials", str(error))
         return
-    yield bucket.credentials(access, node.clock)
-    yield bucket.region(asked, access)
-    yield from _checks_of(request, S3Store(access, node.clock), node, lambda: bucket.configuration(access))
+    yield bucket.credentials(asked, node.clock)
+    try:
+        store = open_s3(config, node.clock, None, tries_s_max=SILENCE_S)
+    except LakeError as error:
+        useless = any(advice.OF_CODES[code] in str(error) for code in advice.OF_CREDENTIALS)
+        if useless or not isinstance(error, AccessDenied):
+            yield failed("store.bucket", str(error))
+            yield skipped("store.requests", "no other request was sent, and nothing written: mend that first")
+            return
+        store = S3Store(asked, node.clock)  # LIST is not allowed; the other requests may be
+    else:
+        yield ok("store.bucket", f"{config.source.bucket} is there, and can be listed")
+    yield bucket.region(asked, store.access)
+    yield from _checks_of(request, store, node, lambda: bucket.configuration(store.access))
 
 
 def _checks_of(

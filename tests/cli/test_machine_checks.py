@@ -67,7 +67,7 @@ def test_disk_of_the_cache_directory_is_to_be_local_and_no_memory(
     host.mountinfo.write_text(EXT4.replace("ext4", kind))
     found = by_check(machine_checks.cache_directory(str(tmp_path / "to" / "be" / "made"), 0, host.mountinfo))
     assert found["cache.disk"].severity is severity
-    assert found["cache.permissions"].severity is Severity.OK
+    assert machine_checks.cache_permissions(str(tmp_path / "to")).severity is Severity.OK
     assert not (tmp_path / "to").exists(), "nothing is made"
 
 
@@ -84,8 +84,9 @@ def test_cache_directory_without_room_or_open_to_others_says_what_to_do(host: Ho
     found = by_check(machine_checks.cache_directory(str(directory), 1 << 60, host.mountinfo))
     assert found["cache.room"].severity is Severity.FAILED
     assert "--free-space" in found["cache.room"].text
-    assert found["cache.permissions"].severity is Severity.WARNING
-    assert f"chmod 700 {directory}" in found["cache.permissions"].text
+    permissions = machine_checks.cache_permissions(str(directory))
+    assert permissions.severity is Severity.WARNING
+    assert f"chmod 700 {directory}" in permissions.text
     directory.chmod(0o700)
-    again = by_check(machine_checks.cache_directory(str(directory), 0, host.mountinfo))
-    assert severities(again) == {Severity.OK}
+    assert machine_checks.cache_permissions(str(directory)).severity is Severity.OK
+    assert severities(by_check(machine_checks.cache_directory(str(directory), 0, host.mountinfo))) == {Severity.OK}

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lakefs_fuse.cli import run
+from lakefs_fuse.cli import run, umount
 from lakefs_fuse.control import runtime
 from lakefs_fuse.control.mounts import mount_at
 
@@ -145,6 +145,19 @@ def test_umount_gives_up_at_its_timeout(daemon: Callable[..., Mounted], capsys: 
     assert run(["umount", "--timeout", "300ms", str(mounted.point)]) == 1
     assert is_mounted(mounted.point)
     assert "takes longer than --timeout allows: 1 files are left" in capsys.readouterr().err
+
+
+def test_lazy_does_not_wait_an_hour_for_a_store_that_is_away(
+    daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert umount.LAZY_TIMEOUT_S <= 10
+    monkeypatch.setattr(umount, "LAZY_TIMEOUT_S", 0.3)
+    mounted = daemon(files=[DIRTY], step=0)
+    began_s = time.monotonic()
+    run(["umount", "--lazy", str(mounted.point)])
+    assert time.monotonic() - began_s < 60
+    assert not is_mounted(mounted.point)
+    assert "the bytes stay in staging" in capsys.readouterr().err
 
 
 def test_umount_of_a_mount_in_use(daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]) -> None:

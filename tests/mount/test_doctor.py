@@ -12,7 +12,7 @@ from typing import Any
 from lakefs_fuse.store.probe import PROBES
 from tests import servers
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Lake, eventually, is_running
+from tests.mount.lakes import Bucket, Lake, eventually, is_running
 
 TOKEN = "cache-token-never-to-be-seen"
 SIGNED = "X-Amz-Signature=0123456789abcdef"
@@ -93,7 +93,8 @@ def test_store_that_cannot_be_reached_fails_and_the_machine_is_checked(make_lake
     lake = make_lake("seaweedfs")
     lake.env["AWS_SECRET_ACCESS_KEY"] = "this-is-not-the-secret-key"
     found = checks_of(lake, lake.source, *store_options(lake), expected=1)
-    assert "check AWS_SECRET_ACCESS_KEY" in found["store.list"]["text"]
+    assert failed(found) == {"store.bucket"}
+    assert "check AWS_SECRET_ACCESS_KEY" in found["store.bucket"]["text"]
     assert found["machine.open-files"]["severity"] == "ok"
     del lake.env["AWS_ACCESS_KEY_ID"], lake.env["AWS_SECRET_ACCESS_KEY"]
     found = checks_of(lake, lake.source, *store_options(lake), expected=1)
@@ -101,10 +102,22 @@ def test_store_that_cannot_be_reached_fails_and_the_machine_is_checked(make_lake
     assert "set AWS_ACCESS_KEY_ID" in found["store.credentials"]["text"]
 
 
+def test_bucket_that_is_not_there_is_not_made(make_lake: LakeMaker) -> None:
+    lake = make_lake("seaweedfs")
+    for more in ([], ["--read-only"]):
+        found = checks_of(lake, "s3://mistyped/lake", *store_options(lake), *more, expected=1)
+        assert failed(found) == {"store.bucket"}
+        assert "bucket 'mistyped' does not exist" in found["store.bucket"]["text"]
+        assert found["store.requests"]["severity"] == "skipped"
+    assert isinstance(lake.outside, Bucket)
+    assert "mistyped" not in {each["Name"] for each in lake.outside.client.list_buckets()["Buckets"]}
+
+
 def test_machine_alone_is_checked_without_a_target(make_lake: LakeMaker) -> None:
     lake = make_lake("file")
     found = checks_of(lake)
     assert not any(check.startswith(("store.", "mount.")) for check in found)
+    assert "cache.permissions" not in found, "of no mount in particular"
     assert {"machine.kernel", "machine.libfuse", "machine.fast-paths", "cache.room"} <= set(found)
     done = lake.cli("doctor", "/mnt/lake", "--region", "eu-west-1")
     assert done.returncode == 2

@@ -32,6 +32,9 @@ _SLOW = "it limits the rate of requests: lower --requests and --uploads, or ask 
 _UNIMPLEMENTED = "the store does not implement this request: use another store, or a newer version of it"
 _KEY = "the store takes no object of this name: choose a shorter or a simpler one"
 
+OF_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "RequestTimeTooSkewed")
+"""Codes in answer to whatever is asked with these credentials, or at this time."""
+
 OF_CODES: Mapping[str, str] = {
     "InvalidAccessKeyId": f"the store does not know the access key: {_CHECK_KEYS}",
     "SignatureDoesNotMatch": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY or AWS_PROFILE",

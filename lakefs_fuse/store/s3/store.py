@@ -13,6 +13,7 @@ Called from any worker thread; holds connections only. A crash leaves at most an
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -72,7 +73,7 @@ class S3Store:
     """What the log and `stats` call this store."""
 
     def __init__(self, access: S3Access, clock: Clock, limiter: RateLimiter | None = None) -> None:
-        self._access = access
+        self.access = access
         self._clock, self._limiter = clock, limiter
         self._client = access.client
         self._bucket, self._prefix = access.config.source.bucket, access.config.source.prefix
@@ -142,12 +143,12 @@ class S3Store:
         """See `CacheableStore`."""
         if not self.capabilities.partial_status:
             return None
-        return CachedGets(self._access, url, self._clock)
+        return CachedGets(self.access, url, self._clock)
 
     @property
     def is_guarded(self) -> bool:
         """See `NetworkStore`."""
-        return self._access.encrypted
+        return self.access.encrypted
 
     def has_md5_etag(self, key: str) -> bool:
         """See `NetworkStore.has_md5_etag`."""
@@ -427,7 +428,7 @@ class S3Store:
         return answer
 
     def _storage_class(self, key: str, size: int | None) -> str:
-        return storage_class_of(self._access.config, key, size)
+        return storage_class_of(self.access.config, key, size)
 
     def _class_parameter(self, key: str, size: int | None) -> dict[str, object]:
         """For the requests that make an object."""
@@ -502,13 +503,16 @@ def _skip(stream: Any, count: int) -> None:
         count -= len(piece)
 
 
-def open_s3(config: StoreConfig, clock: Clock, limiter: RateLimiter | None) -> S3Store:
+def open_s3(
+    config: StoreConfig, clock: Clock, limiter: RateLimiter | None, *, tries_s_max: float = math.inf
+) -> S3Store:
     """Connect, and list one key: that needs the bucket and the credentials to be right. A bucket in another region is
-    followed there once. Raises as `lakefs_fuse.store.open.open_store`; the message says what to do."""
+    followed there once; a store that does not answer is asked again for ``tries_s_max``. Raises as
+    `lakefs_fuse.store.open.open_store`; the message says what to do."""
     access = connect(config, clock)
     try:
         try:
-            return _opened(access, clock, limiter)
+            return _opened(access, clock, limiter, tries_s_max)
         except WrongRegion as error:
             if error.region in ("", access.region):
                 raise
@@ -517,15 +521,15 @@ def open_s3(config: StoreConfig, clock: Clock, limiter: RateLimiter | None) -> S
                 config.source.bucket, error.region, access.region, error.region,
             )  # fmt: skip
             access = connect(structs.replace(config, region=error.region), clock)
-        return _opened(access, clock, limiter)
+        return _opened(access, clock, limiter, tries_s_max)
     except StoreError as error:
         raise _advice(config, access.base_url, error) from error
 
 
-def _opened(access: S3Access, clock: Clock, limiter: RateLimiter | None) -> S3Store:
+def _opened(access: S3Access, clock: Clock, limiter: RateLimiter | None, tries_s_max: float) -> S3Store:
     store = S3Store(access, clock, limiter)
     try:
-        retry_unavailable(lambda: store.list_page("", keys_max=1), clock)
+        retry_unavailable(lambda: store.list_page("", keys_max=1), clock, tries_s_max=tries_s_max)
     except BaseException:
         store.close()
         raise
