@@ -8,6 +8,7 @@ pyfuse3 is linked with one libfuse: the package depends on both, and apt refuses
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from pathlib import Path
 import click
 
 from lakefs_fuse.cli import MODULES, commands
+from lakefs_fuse.cli.help import Argument
 from scripts.dist.wheels import only, run
 
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -105,6 +107,8 @@ def add_manual(root: Path, version: str) -> None:
     section.mkdir(parents=True)
     # click-man finds no command that is loaded when it is used.
     loaded = {name: commands.get_command(click.Context(commands), name) for name in MODULES}
+    for command in loaded.values():
+        tell_arguments(command)
     program = click.Group(
         "lakefs-fuse", {name: command for name, command in loaded.items() if command is not None},
         help=commands.help, params=commands.params,
@@ -116,6 +120,16 @@ def add_manual(root: Path, version: str) -> None:
     helper = section.with_name("man8") / "mount.lakefs.8"
     helper.parent.mkdir()
     helper.write_text(".so man1/lakefs-fuse-mount.1\n")
+
+
+def tell_arguments(command: click.Command | None) -> None:
+    """Put what arguments mean behind the description of a command, as click-man leaves that out."""
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            tell_arguments(each)
+    elif command is not None:
+        told = [f"{param.human_readable_name}: {param.help}" for param in command.params if isinstance(param, Argument)]
+        command.help = "\n\n".join([inspect.cleandoc(command.help or ""), *told])
 
 
 def add_completions(root: Path) -> None:
