@@ -226,6 +226,7 @@ async def test_a_store_that_comes_back_gets_everything_in_order(tmp_path: Path) 
             await m.write(name, name.encode())
         await until(lambda: outage.refused > 2)
         assert told(m)["waiting_because"]
+        assert {bool(file.error) for file in m.fs.unfinished()} == {True}, "also of one that is sent just now"
         outage.away = False
         await stored(m)
         assert [key for key in made_visible(store) if key in names][-20:] == names
