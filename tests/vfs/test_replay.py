@@ -32,7 +32,7 @@ from lakefs_fuse.vfs.writeback import publisher as newest
 from lakefs_fuse.vfs.writeback import queue as writeback
 from lakefs_fuse.vfs.writeback import replay
 from tests.fakes import open_database
-from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Clock, Lake, entries_of, lake, permissions
 from tests.vfs.writeback_model import Line
@@ -1046,3 +1046,22 @@ async def test_pack_that_comes_after_another_nodes_newer_version_gives_the_name_
         assert (await m.found("file")).inode != ours.inode
         assert await m.read_handle(handle) in (noise(1, 100), b"")
         await m.close(handle)
+
+
+async def test_removal_tells_others_of_an_object_that_a_dead_daemon_stored(tmp_path: Path) -> None:
+    """It died after its PUT and before the commit; the file is removed before the next daemon sends it again."""
+    store = MemoryStore()
+    store.hook = lost = Failures(
+        lambda request: request.what in ("put", "head") and request.key == "f", Unavailable("no answer"), count=1000,
+        when="after",
+    )  # fmt: skip
+    async with writing_back(store, tmp_path / "node") as m:
+        await m.write("f", b"bytes")
+        await until(lambda: "f" in store.objects)
+    lost.left = 0
+    async with writing_back(store, tmp_path / "node", delay_s=3600.0) as m:
+        assert await m.names("") == ["f"]
+        await m.unlink("f")
+        await m.fs.make_durable()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.names("") == []

@@ -13,14 +13,16 @@ writes them in the change's own batch. Trio thread only.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import trio
 
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Journal
@@ -57,6 +59,10 @@ class UnlinkedInodes:
         self._entries[entry.inode] = entry
         if len(self._entries) > INODES_MAX:
             del self._entries[next(iter(self._entries))]
+
+
+LATE_OBJECT_S_MAX = 5.0
+"""Time for the store to say whether an acknowledged version arrived, before its name goes."""
 
 
 class Unlinker:
@@ -117,17 +123,27 @@ class Unlinker:
             log.warning("%s is deleted while open, and could not be kept: %s", file.key, why)
 
     async def _with_late_object(self, file: OpenFile) -> Entry:
-        """An attempt to publish failed without an answer, and the object may be there all the same."""
-        draft = file.draft
-        if draft is None or draft.sequence or not (draft.recheck or draft.state is DraftState.FAILED):
-            return file.entry
-        meta = await find_own_object(draft)
-        if meta is None:
-            return file.entry
-        if meta.key == file.key:
-            return msgspec.structs.replace(file.entry, etag=meta.etag)
-        self._writeback.delete_object(meta)
-        return file.entry
+        """An attempt to publish failed without an answer, and the object may be there all the same: then others have to
+        be told that it is removed. Without the store, an acknowledged version does not wait for that: its object is
+        looked for again when it is discarded."""
+        entry = file.entry
+        for draft in [each.draft for each in file.versions if each.draft is not None]:
+            if not (draft.recheck or draft.state is DraftState.FAILED):
+                continue
+            if draft.sequence and self._writeback.error is not None:  # the store is away
+                continue
+            meta = None
+            try:
+                with trio.move_on_after(LATE_OBJECT_S_MAX if draft.sequence else math.inf):
+                    meta = await find_own_object(draft)
+            except Unavailable:
+                if not draft.sequence:
+                    raise
+            if meta is not None and meta.key == file.key:
+                entry = msgspec.structs.replace(entry, etag=meta.etag)
+            elif meta is not None and not draft.sequence:
+                self._writeback.delete_object(meta)
+        return entry
 
     async def _drop_acknowledged(self, file: OpenFile, newest: int) -> None:
         """Acknowledged versions stay for programs that have the file open only. ``newest``: journaled before."""
