@@ -183,6 +183,19 @@ async def _yield_key(draft: Draft) -> FileError:
     return FileError(errno.EEXIST, f"{draft.target.key} was stored by another client meanwhile")
 
 
+async def give_up_upload(draft: Draft, path: str) -> None:
+    """The key of the upload that began is another file's, so the draft of the file at ``path`` begins anew at another
+    one. Raises FileError(EEXIST) where only the upload has some of its bytes; LakeError."""
+    if draft.parts.bytes_dropped:
+        raise FileError(
+            errno.EEXIST,
+            f"{draft.target.key} was changed by somebody else, and this version of {path} cannot get another key, as "
+            f"parts of it are in its upload only; move theirs away, then `lakefs-fuse flush` it",
+        )
+    await draft.abort_upload()
+    draft.forget_upload()
+
+
 async def _leave_key(draft: Draft) -> None:
     """The key is another file's, or its object is another version, and the store would complete the upload nowhere
     else: a file that is renamed then begins anew under its next name. Bytes that only the upload has keep it."""

@@ -58,7 +58,33 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
         {"upload_key": "p/f", "place": 7, "place_at_key": 7},
         PublishPlan("p/f", "", Form.PLAIN),
     ),
-    ("upload began, then renamed", {"upload_key": "p/old"}, PublishPlan("p/old", "p/f", Form.PLAIN)),
+    ("upload began, then renamed", {"upload_key": "p/old"}, PublishPlan("p/old", "p/f", Form.PLAIN, expected="")),
+    (
+        "upload began over what was renamed too",
+        {"upload_key": "p/old", "gone_at_key": ("g", "h")},
+        PublishPlan("p/old", "p/f", Form.PLAIN, expected="g"),
+    ),
+    (
+        "upload began, then renamed, and a look found nothing",
+        {"upload_key": "p/old", "gone_at_key": ("g", "h"), "etag_there": ""},
+        PublishPlan("p/old", "p/f", Form.PLAIN, expected=""),
+    ),
+    (
+        "upload began, then renamed, and a look found what is gone",
+        {"upload_key": "p/old", "gone_at_key": ("g", "h"), "etag_there": "h"},
+        PublishPlan("p/old", "p/f", Form.PLAIN, expected="h"),
+    ),
+    (
+        "upload began, then renamed, and a look found another version",
+        {"upload_key": "p/old", "gone_at_key": ("g",), "etag_there": "x"},
+        PublishPlan("p/old", "p/f", Form.PLAIN, leaves_key=True),
+    ),
+    (
+        "upload began, then renamed, and the old name is another file",
+        {"upload_key": "p/old", "is_key_of_another": True},
+        PublishPlan("p/old", "p/f", Form.PLAIN, leaves_key=True),
+    ),
+    ("upload began at a hidden key", {"upload_key": HIDDEN}, PublishPlan(HIDDEN, "p/f", Form.PLAIN)),
     ("created", {"if_absent": True, **NOTHING}, PublishPlan("p/f", "", Form.PLAIN, if_absent=True, expected="")),
     (
         "created over what was removed",

@@ -15,7 +15,7 @@ from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
-from tests.vfs.writing_back import KIB, LARGE, Outage, die, rewrite, until, writing_back
+from tests.vfs.writing_back import KIB, LARGE, Outage, die, rewrite, stored, until, writing_back
 
 
 async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it(tmp_path: Path) -> None:
@@ -512,3 +512,54 @@ async def test_version_that_is_packed_while_another_node_renames_its_directory_g
         assert await one.tree() == await two.tree() == {"e": None, "e/f": b"third!"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"e": None, "e/f": b"third!"}
+
+
+@pytest.mark.parametrize("is_heard_of", [True, False])
+async def test_file_renamed_during_its_upload_leaves_what_another_node_made_at_its_earlier_name(
+    tmp_path: Path, is_heard_of: bool
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        handle = await one.create("a")
+        await one.fs.write(handle, 0, noise(1, LARGE))
+        await until(lambda: store.parts_sent())
+        await one.rename("a", "b")
+        await two.write("a", b"theirs")
+        await two.sync()
+        if is_heard_of:
+            await one.poll()
+        await one.close(handle)
+        await one.sync()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"a": b"theirs", "b": noise(1, LARGE)}
+        assert not store.uploads
+
+
+async def test_conflict_of_a_version_leaves_the_other_file_alone_though_the_next_one_is_uploaded_there(
+    tmp_path: Path,
+) -> None:
+    """Both versions get the name of the conflict, and an upload of the second had begun at the key of the first."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "put" and request.key == "f")
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock) as one,
+        lake(store, tmp_path / "two", clock=clock, pack="never") as two,
+    ):
+        await one.names()
+        handle = await one.create("f", os.O_RDWR | os.O_EXCL)
+        await two.write("f", b"theirs")
+        store.hook = pause
+        await one.fs.write(handle, 0, b"first")
+        await one.close(handle)
+        await reached(pause.reached)
+        await rewrite(one, "f", noise(1, LARGE))
+        await until(lambda: store.parts_sent())
+        pause.resume()
+        await stored(one)
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+        kept = [name for name in await two.names() if name.startswith("f.conflict-")]
+        assert await two.tree() == {"f": b"theirs", kept[0]: noise(1, LARGE)}

@@ -59,6 +59,10 @@ class VersionFacts(msgspec.Struct, frozen=True):
     """Number of the object at the upload's key that names elsewhere mean; 0 for none."""
     is_key_journaled: bool = False
     """A change that is journaled, and may be sent, names the object at the key."""
+    is_key_of_another: bool = False
+    """Another file is known to be the object at the key of an upload that began under an earlier name."""
+    gone_at_key: tuple[str, ...] = ()
+    """ETags of objects that may lie at that key and that its name does not mean any more, the likeliest first."""
 
 
 class PublishPlan(msgspec.Struct, frozen=True):
@@ -77,6 +81,9 @@ class PublishPlan(msgspec.Struct, frozen=True):
     expected: str | None = None
     """ETag of what the version is to replace, empty for nothing. Where something else is there, the store is asked what
     that is, and the version is planned again. None where it replaces whatever is there."""
+    leaves_key: bool = False
+    """Nothing else is done: the key of the upload that began is another file's, so the upload is given up, and the
+    version is planned again."""
 
 
 def choose_key(path: str, draft_id: str, *, is_taken: bool) -> tuple[str, str]:
@@ -95,6 +102,10 @@ def plan_publish(facts: VersionFacts) -> PublishPlan:
         key, path = facts.upload_key, facts.path if facts.upload_key != facts.path else ""
     else:
         key, path = choose_key(facts.path, facts.draft_id, is_taken=facts.is_key_taken)
+    if _is_renamed_since(facts):
+        is_unknown = facts.etag_there not in (None, "", *facts.gone_at_key)
+        if facts.is_key_of_another or is_unknown:
+            return PublishPlan(key, path, Form.PLAIN, leaves_key=True)
     form = _choose_form(facts, key)
     return PublishPlan(
         key,
@@ -107,7 +118,14 @@ def plan_publish(facts: VersionFacts) -> PublishPlan:
     )
 
 
+def _is_renamed_since(facts: VersionFacts) -> bool:
+    """The upload began at the file's own key, and that is the key of an earlier name now."""
+    return facts.upload_key not in ("", facts.path) and not facts.upload_key.startswith(OBJECTS)
+
+
 def _expected(facts: VersionFacts, key: str) -> str | None:
+    if _is_renamed_since(facts):
+        return next(iter(facts.gone_at_key), "") if facts.etag_there is None else facts.etag_there
     if key != facts.path or facts.place_at_key:
         return None
     if facts.etag_there is None:

@@ -43,7 +43,7 @@ from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
-from lakefs_fuse.upload.publish import Published, publish
+from lakefs_fuse.upload.publish import Published, give_up_upload, publish
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
@@ -199,6 +199,11 @@ class ObjectWriter:
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
+        if (
+            draft.parts.bytes_dropped and target.key != path and there is None
+        ):  # its upload is completed unconditionally
+            found = await draft.uploader.client.find(target.key)
+            there = "" if found is None else found.etag
         removed = self._ns.tree.tombstones.get(path.encode())
         used = self._ns.tree.objects.used(target.key) if has_upload else None
         plan = plan_publish(
@@ -221,8 +226,15 @@ class ObjectWriter:
                 place=file.entry.place,
                 place_at_key=0 if used is None else used.number,
                 is_key_journaled=self._committer.mentions(target.key),
+                is_key_of_another=has_upload and self._is_of_another(file, target.key),
+                gone_at_key=self._gone_at(target) if has_upload else (),
             )
         )
+        if plan.leaves_key:
+            log.info("%s was renamed, and the key where its upload began is another file's: it begins anew", path)
+            await give_up_upload(draft, path)
+            self._files.aim(file, draft.id, target)
+            return await self._plan(file, draft, policy, alone=alone)
         target.key, target.path = plan.key, plan.path
         target.if_absent, target.expected = plan.if_absent, plan.expected
         return plan, removed
@@ -329,6 +341,19 @@ class ObjectWriter:
         self._deletions.note_stored(key, etag)
         if self._ns.tree.objects.plain:
             self._renamed.stored(path, key, etag)
+
+    def _is_of_another(self, file: OpenFile, key: str) -> bool:
+        """Another file than this one is the plain object at a key."""
+        there = self._ns.at(key)
+        is_plain = there is not None and there.is_plain and bool(there.etag)
+        return there is not None and is_plain and there.inode != file.entry.inode and not self._ns.is_removed(there)
+
+    def _gone_at(self, target: DraftTarget) -> tuple[str, ...]:
+        """See `VersionFacts.gone_at_key`."""
+        used, removed = self._ns.tree.objects.used(target.key), self._tombstone(target.key)
+        doomed, before = self._deletions.superseded_etag(target.key), "" if used is None else used.etag
+        known = dict.fromkeys([before, doomed, removed.etag, *(etag for etag, _ in removed.gone)])
+        return tuple(etag for etag in known if etag)
 
     def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None) -> str:
         """See `VersionFacts.own_etag`; without O_EXCL what the file replaces, or what was removed last, is enough."""

@@ -8,7 +8,6 @@ Both steps can be repeated after a crash. Trio thread only.
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ import msgspec
 
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.environment.failpoints import reached
-from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Journal
@@ -26,6 +25,7 @@ from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.publish import give_up_upload
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -248,14 +248,7 @@ class Replay:
         """The name has another client's version: the acknowledged bytes get a name beside it. Raises LakeError."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:
-            if draft.parts.bytes_dropped:
-                raise FileError(
-                    errno.EEXIST,
-                    f"{file.key} was changed by somebody else, and this version cannot get another name: parts of it "
-                    f"are in its upload only; move theirs away, then `lakefs-fuse flush` it",
-                )
-            await draft.abort_upload()
-            draft.forget_upload()
+            await give_up_upload(draft, file.key)
         async with file.publishing:
             if file.owner_of(draft) is not None and not file.unlinked:
                 self._rename(file, draft)
