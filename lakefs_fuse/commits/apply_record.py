@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_over, is_removing
+from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, buried_with, carry_over, is_removing
 from lakefs_fuse.commits.record import (
     ANY,
     OWN,
@@ -718,9 +718,11 @@ class Application:
             elif floor and current.etag and current.etag != hides:
                 self._bury(step, etag=current.etag, at=self._stamp)
             else:
-                self._bury(step, min(current.stamp, self._stamp))  # what it had replaced
-        elif removes and current is None and operation.path in self._carried.stamps:
-            self._bury(step, self._carried.stamps[operation.path])
+                stamp, again = buried_with(current)
+                self._bury(step, min(stamp, self._stamp), floor=again)
+        elif removes and current is None and operation.path in self._carried.buried:
+            stamp, again = self._carried.buried[operation.path]
+            self._bury(step, stamp, floor=again)
         if removes or not self._is_moot(current, hides):
             self._bury(step, floor, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
         return removes

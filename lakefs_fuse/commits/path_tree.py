@@ -210,11 +210,17 @@ Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
 
 
 class Carried(NamedTuple):
-    """What `carry_over` did: the directories that rows left, none where nothing moved, and the stamps of the plain
-    objects of which commits told, by the paths that they left."""
+    """What `carry_over` did: the directories that rows left, none where nothing moved, and what is buried
+    (`buried_with`) with the plain objects of which commits told, by the paths that they left."""
 
     directories: Sequence[int] = ()
-    stamps: Mapping[str, int] = MappingProxyType({})
+    buried: Mapping[str, tuple[int, int]] = MappingProxyType({})
+
+
+def buried_with(entry: Entry) -> tuple[int, int]:
+    """Stamp and floor of the tombstone of a plain object of which a commit told: what it had replaced is gone. Where it
+    was put there again, so is what had replaced the same bytes before."""
+    return entry.stamp, entry.stamp if entry.flags & Flag.PUT_AGAIN else 0
 
 
 def carry_over(
@@ -235,7 +241,7 @@ class _CarryOver:
         self._sources = {source for source, _ in record.moves}
         self._made: Made = {}
         self._gone: dict[str, Remove] = {}
-        self._stamps: dict[str, int] = {}
+        self._buried: dict[str, tuple[int, int]] = {}
         self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
         """Directories that were read, by inode: their path, and the move that they belong to."""
 
@@ -365,7 +371,7 @@ class _CarryOver:
             ):
                 return False
             if found.stamp and found.is_plain:
-                self._stamps[before] = found.stamp
+                self._buried[before] = buried_with(found)
         return True
 
     def _free_from_keys(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> None:
@@ -424,7 +430,7 @@ class _CarryOver:
         paths.forget_paths()
         for found, target in moving:
             _attach(paths, found, target, self._record.time, self._stamp)
-        return Carried([found.parent for found, _ in moving], self._stamps)
+        return Carried([found.parent for found, _ in moving], self._buried)
 
 
 def _is_free(

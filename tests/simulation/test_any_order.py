@@ -66,6 +66,7 @@ def operations(kind: Kind, path: str, number: int) -> list[Operation]:
         "again": [Remove(path), own],
         "again dated": [Remove(path), replace(own, dated_s=START_S + DATED_S)],
         "again twice": [Remove(path), replace(own, dated_s=START_S + DATED_S)] * 2,
+        "again and removed": [Remove(path), own, Remove(path, hides=etag)],
         "remove dated": [Remove(path, hides=etag, dated_s=START_S + DATED_S)],
         "packed": [put(path, seconds, hides=etag)],
         "remove": [Remove(path, hides=etag)],
@@ -216,6 +217,14 @@ def test_file_that_replaced_an_object_stays_when_that_is_told_of_twice(tmp_path:
     check(Node(tmp_path), cases)
     names = raw_lake(cases)
     assert {names[case.path] for case in cases} == {f"packed {time_of(0)}"}
+
+
+def test_file_over_an_object_ends_with_the_same_bytes_that_were_put_there_again_later(tmp_path: Path) -> None:
+    """Their writer had not seen it, stored them over what it saw, and renamed the file in the same commit."""
+    kinds = (("packed", "a"), ("again and removed", "a"))
+    cases = [Case(kinds, order, None, str(number)) for number, order in enumerate(itertools.permutations(range(2)))]
+    check(Node(tmp_path), cases)
+    assert not {case.path for case in cases} & set(raw_lake(cases))
 
 
 @pytest.mark.parametrize("commits", [1, 2])
