@@ -719,6 +719,9 @@ class Simulation:
             again = register if len(moves) == 1 else lambda: None  # what was exchanged looks like what is to be
             with self._watched(node, old_path, again):
                 await fs.rename(parent, name, target, renamed, op.flags)
+            ended = node.path_in(parent, name), node.path_in(target, renamed)
+            if len(moves) == 1:  # what was closed below it meanwhile goes where its directory is now
+                moves = [(old_path, ended[1] or new_path)]
             for old, new in moves:
                 made = [new + path[len(old) :] for path in list(self.oracle.versions) if path.startswith(old + "/")]
                 files = node.below(new) if self._is_directory(node, new) else [new]
@@ -731,7 +734,6 @@ class Simulation:
                     call.doubtful |= {version, removal}
                 if version.origin is not None and not version.origin.is_certain:
                     call.doubtful.add(version)  # it is still being written, or its node died
-            ended = node.path_in(parent, name), node.path_in(target, renamed)
             if begun == ended and len(moves) == 1:
                 self._views.renamed(node.name, call.number, old_path, new_path, closed)
             if begun != ended:
