@@ -522,7 +522,7 @@ async def test_file_renamed_during_its_upload_leaves_what_another_node_made_at_i
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
         handle = await one.create("a")
         await one.fs.write(handle, 0, noise(1, LARGE))
-        await until(lambda: store.parts_sent())
+        await until(store.parts_sent)
         await one.rename("a", "b")
         await two.write("a", b"theirs")
         await two.sync()
@@ -555,7 +555,7 @@ async def test_conflict_of_a_version_leaves_the_other_file_alone_though_the_next
         await one.close(handle)
         await reached(pause.reached)
         await rewrite(one, "f", noise(1, LARGE))
-        await until(lambda: store.parts_sent())
+        await until(store.parts_sent)
         pause.resume()
         await stored(one)
         for m in (one, two):

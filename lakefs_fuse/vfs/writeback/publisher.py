@@ -199,9 +199,7 @@ class ObjectWriter:
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
-        if (
-            draft.parts.bytes_dropped and target.key != path and there is None
-        ):  # its upload is completed unconditionally
+        if there is None and draft.parts.bytes_dropped and target.key != path:  # no condition guards its completion
             found = await draft.uploader.client.find(target.key)
             there = "" if found is None else found.etag
         removed = self._ns.tree.tombstones.get(path.encode())
