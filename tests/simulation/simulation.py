@@ -411,6 +411,8 @@ class Simulation:
             return self.oracle.matching(path, DIRECTORY)
         data = node.stored_bytes(entry)
         pending = self._pending_in(node, entry.inode)
+        while pending is not None and pending.path != path and pending.origin is not None and not pending.is_certain:
+            pending = pending.origin  # the rename that is to move it goes on, and may fail
         if pending is not None and pending.path == path and (data is None or data == pending.data):
             return frozenset({pending})
         return self.oracle.matching(path, data) if data is not None else frozenset()
