@@ -55,6 +55,31 @@ async def test_who_replaced_a_renamed_file_says_so_when_it_hears_of_the_rename(t
         assert await fresh.tree() == {"g": b"second"}
 
 
+async def test_each_name_of_a_renamed_file_gets_what_was_written_in_its_place(tmp_path: Path) -> None:
+    """Two nodes renamed it, unaware of each other, and the writer hears of both at once."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two),
+        lake(store, tmp_path / "third", clock=clock, pack="never") as third,
+    ):
+        await one.write("f", b"first")
+        await one.sync()
+        for m in (two, third):
+            await m.poll()
+            assert await m.names() == ["f"]
+        await one.rename("f", "g")
+        await third.rename("f", "h")
+        await rewrite(two, "f", b"second")
+        await two.poll()
+        for name in "gh":
+            await until_shown(two, name, b"second")
+        for m in (one, third):
+            await m.poll()
+            assert await m.tree() == {"g": b"second", "h": b"second"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"g": b"second", "h": b"second"}
+
+
 async def test_who_hears_of_a_rename_while_it_replaces_the_file_says_so_when_it_has(tmp_path: Path) -> None:
     """The file stays under its name here, because another of the renamed directory was replaced before."""
     store, clock = MemoryStore(), Clock()

@@ -213,7 +213,7 @@ class RenamedObjects:
         made there, unaware of the one that was renamed, stays what the old name means, too."""
         builder = ChangeBuilder(self._ns.tree)
         entry, now = self._renamed(path)
-        if entry is not None and now == row:
+        if entry is not None and now is not None and now.number == row.number:  # other names of it may have gone
             found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
             before = ObjectRef(row.key, row.etag, row.size)
             builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)
