@@ -96,6 +96,9 @@ DATE_NS_MAX = NS + NS // 2
 """Dates of objects are cut to the second, and `time_ns` is the middle of one."""
 TOKEN_METADATA = f"{METADATA_PREFIX}draft"
 """User metadata key of a version's token."""
+REPLACES_METADATA = f"{METADATA_PREFIX}replaces"
+"""User metadata key of the ETags of versions that an object replaces, newest first, with a comma between two and, if
+that is all since the file was created at this key, at the end. A file that was created has none."""
 COPY_METADATA = f"{METADATA_PREFIX}copy"
 UPLOADS = frozenset({"put", "part"})
 """Kinds of requests that carry a body."""
@@ -567,6 +570,13 @@ def token_of(meta: ObjectMeta) -> str:
     """What tells a version that this program stored from others with the same bytes; empty where another program stored
     it."""
     return (meta.metadata or {}).get(TOKEN_METADATA, "")
+
+
+def is_successor(meta: ObjectMeta, etag: str) -> bool:
+    """The object is, or may be, a later version of the file that had this ETag, at the key of an earlier name of that.
+    Else it is a file that was created there when that one had been removed."""
+    history = (meta.metadata or {}).get(REPLACES_METADATA, "").split(",")
+    return etag in history or history[-1] != ""
 
 
 def copy_metadata(key: str) -> dict[str, str]:

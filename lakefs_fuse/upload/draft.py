@@ -35,13 +35,12 @@ from lakefs_fuse.blockcache.cache_file import hash_blocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import FileError, LakeError, Overtaken, StagingFull, Unavailable
-from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
 from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
-from lakefs_fuse.store.client import TOKEN_METADATA
+from lakefs_fuse.store.client import REPLACES_METADATA, TOKEN_METADATA
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock
@@ -52,9 +51,6 @@ from lakefs_fuse.upload.uploader import Uploader
 
 DRAFT_METADATA = TOKEN_METADATA
 """A token is the draft that an object was made from, and after a dot which change of it, if any."""
-REPLACES_METADATA = f"{METADATA_PREFIX}replaces"
-"""User metadata key of the ETags of versions that an object replaces, newest first, with a comma between two and, if
-that is all since the file was created at this key, at the end. A file that was created has none."""
 HISTORY_BYTES_MAX = 512
 """S3 takes 2 KiB of user metadata."""
 FILL_BYTES_MAX = 4 << 20

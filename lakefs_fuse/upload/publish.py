@@ -36,10 +36,10 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
-from lakefs_fuse.store.client import token_of
+from lakefs_fuse.store.client import REPLACES_METADATA, token_of
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.upload.draft import DRAFT_METADATA, REPLACES_METADATA, Draft, describe_history
+from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft, describe_history
 from lakefs_fuse.upload.parts import STORED, PartState
 from lakefs_fuse.upload.uploader import Uploader
 
@@ -123,13 +123,6 @@ async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mappin
     draft.end_upload(in_one_piece=False)
     now_ns = draft.uploader.clock.wall_ns()
     return ObjectMeta(draft.target.key, draft.size, draft.token, now_ns), draft.target.describe()[0]
-
-
-def is_successor(meta: ObjectMeta, etag: str) -> bool:
-    """The object is, or may be, a later version of the file that had this ETag, at the key of an earlier name of that.
-    Else it is a file that was created there when that one had been removed."""
-    history = (meta.metadata or {}).get(REPLACES_METADATA, "").split(",")
-    return etag in history or history[-1] != ""
 
 
 def note_stored(uploader: Uploader, key: str, etag: str, metadata: Mapping[str, str]) -> None:

@@ -918,6 +918,11 @@ class _Tree:
     ) -> None:
         self._objects, self._archives, self._state, self._lake = objects, archives, state, lake
         self._directories: dict[str, _Attributes] = {}
+        self._renamed: dict[str, set[str]] = {}
+        """ETags of plain objects that names elsewhere mean, by the keys at which they lie."""
+        for path, file in state.files.items():
+            if file.place is not None and not file.place.key.startswith(RESERVED + "/") and file.place.key != path:
+                self._renamed.setdefault(file.place.key, set()).add(file.place.etag)
 
     def build(self) -> None:
         lake, state = self._lake, self._state
@@ -974,7 +979,7 @@ class _Tree:
         """The file of a path, None if there is none."""
         file, grave = self._state.files.get(path), self._state.graves.get(path, _NO_GRAVE)
         is_elsewhere = file is not None and not file.is_at_own_key(path)
-        if plain is not None and is_elsewhere and plain.metadata.get("lakefs-copy") == _copy_of(path):
+        if plain is not None and is_elsewhere and (_is_copy(path, plain) or self._is_of_renamed(path, plain)):
             plain = None
         if plain is not None and _plain_wins(file, grave, path, plain.etag, plain.mtime_ns):
             place = _Place(path, plain.etag, 0)
@@ -995,6 +1000,12 @@ class _Tree:
             etag = self._etag(key)
         return Name("file", data, key, etag, offset, file.size, *kept, problem)
 
+    def _is_of_renamed(self, path: str, plain: StoredObject) -> bool:
+        """The object is a later version of one at this key that another name means."""
+        etags = self._renamed.get(path, set()) - {plain.etag}
+        history = plain.metadata.get("lakefs-replaces", "").split(",")
+        return bool(etags) and (history[-1] != "" or not etags.isdisjoint(history))
+
     def _read(self, place: _Place, size: int) -> tuple[bytes | None, str]:
         key, etag, offset = place
         stored = self._objects.get(key)
@@ -1012,9 +1023,9 @@ class _Tree:
         return stored.data[offset : offset + size], ""
 
 
-def _copy_of(path: str) -> str:
-    """Metadata of an object that is a copy of bytes which the file of its name has elsewhere."""
-    return xxhash.xxh3_128_hexdigest(path.encode("utf-8", "surrogatepass"))
+def _is_copy(path: str, plain: StoredObject) -> bool:
+    """The object at a path is a copy of bytes which the file of its name has elsewhere."""
+    return plain.metadata.get("lakefs-copy") == xxhash.xxh3_128_hexdigest(path.encode("utf-8", "surrogatepass"))
 
 
 def _with_metadata(attributes: _Attributes, metadata: Mapping[str, str]) -> _Attributes:

@@ -416,6 +416,15 @@ def test_renamed_plain_object_that_is_lost_is_a_problem(etag: str | None, proble
     assert problem in name.problem
 
 
+@pytest.mark.parametrize(("replaces", "is_later"), [("e,", True), ("d", True), ("", False), ("d,", False)])
+def test_later_version_of_a_renamed_object_is_not_what_took_its_name(replaces: str, is_later: bool) -> None:
+    operations = put("new", 1, 0, 5), put("old", M("m"), hides="e")
+    renamed = commit(10, *operations, objects=[["old", "e", 5]], members={"m": b"packed"})
+    metadata = {"lakefs-replaces": replaces} if replaces else {}
+    there = {"old": StoredObject(b"plain", "f", (START_S + 12) * NS, metadata)}
+    assert read_lake(renamed | there).names["old"].data == (b"packed" if is_later else b"plain")
+
+
 @pytest.mark.parametrize("removed_at_s", [None, 15, 25])
 def test_other_bytes_of_a_renamed_object_count_for_that_version_alone(removed_at_s: int | None) -> None:
     renamed = commit(10, put("new", 1, 0, 5), objects=[["old", "e", 5]])

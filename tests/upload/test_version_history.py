@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from lakefs_fuse.store.client import is_successor
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import HISTORY_BYTES_MAX, describe_history
-from lakefs_fuse.upload.publish import is_successor, note_stored
+from lakefs_fuse.upload.publish import note_stored
 from lakefs_fuse.upload.uploader import Uploader
 
 

@@ -206,6 +206,37 @@ async def test_bytes_that_are_there_again_stay_where_the_clock_of_their_writer_i
         assert await one.tree() == await two.tree() == {"f": b"bytes"}
 
 
+async def test_file_that_took_the_name_of_a_renamed_one_stays_where_who_has_not_heard_replaces_that(
+    tmp_path: Path,
+) -> None:
+    """The object is a later version of the renamed file, and dated after both renames."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "ab":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b"]
+        await one.rename("a", "c")
+        await one.rename("b", "a")
+        await one.sync()
+        clock.advance(5)
+        await rewrite(two, "a", b"second a")
+        clock.advance(2 * TTL_S)
+        assert await one.names() == ["a", "c"]
+        assert await one.read("a") == b"first b"
+        await one.unlink("a")
+        await one.fs.sync_names()
+        await two.poll()
+        await two.parts.renamed.wait_adopted()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"c": b"second a"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"c": b"second a"}
+
+
 async def test_who_reads_a_renamed_file_finds_what_a_lost_node_wrote_in_its_place(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):

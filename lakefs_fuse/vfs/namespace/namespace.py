@@ -35,7 +35,7 @@ from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER
-from lakefs_fuse.store.client import StoreClient, is_copy
+from lakefs_fuse.store.client import StoreClient, is_copy, is_successor
 from lakefs_fuse.store.parallel_list import KEYS_MAX, ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
@@ -606,18 +606,23 @@ class Namespace:
                     break
 
     async def _ask_about_overriding(self, merge: DirectoryMerge, directory: int, prefix: str) -> None:
-        """What another program put in place of bytes elsewhere counts, and a copy that no commit names does not."""
+        """What another program put in place of bytes elsewhere counts; a copy that no commit names does not, nor does a
+        later version of a file that was renamed from there, whose writer had not heard of that: it is that file."""
         listed, found = merge.overriding, list[ObjectMeta]()
 
         async def ask(meta: ObjectMeta) -> None:
             now = await self._client.find(meta.key)
-            if now is not None and not is_copy(now):
+            if now is not None and not is_copy(now) and not self._is_of_renamed(now):
                 found.append(now)
 
         if listed:
             await for_each(listed, ask, min(HEADS_AT_ONCE, len(listed)))
         if found and not self._is_moved(directory, prefix):
             merge.apply_overriding(found)
+
+    def _is_of_renamed(self, meta: ObjectMeta) -> bool:
+        row = self.tree.objects.used(meta.key)
+        return row is not None and row.etag != meta.etag and is_successor(meta, row.etag)
 
     def _is_removed(self, meta: ObjectMeta) -> bool:
         path = meta.key.removesuffix(PLACEHOLDER).encode("utf-8", "surrogatepass")

@@ -30,11 +30,10 @@ from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.entry import PENDING, ROOT_INODE, Entry
 from lakefs_fuse.meta.object_table import ObjectRow
-from lakefs_fuse.store.client import StoreClient, token_of
+from lakefs_fuse.store.client import StoreClient, is_successor, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
 from lakefs_fuse.sync.wakeup import Wakeup
-from lakefs_fuse.upload.publish import is_successor
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
