@@ -34,7 +34,7 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
-from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstone, bury, is_replaced, without
+from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstone, bury, is_replaced, with_unlisted, without
 
 NS = 1_000_000_000
 TOGETHER_MAX = 512
@@ -326,9 +326,17 @@ class Application:
         tombstone, current = step.tombstone, step.current
         if tombstone is not None and self._is_ended(step, tombstone, hides):
             return True
+        if tombstone is not None and self._is_told_later(step, tombstone, hides):
+            return True
         if current is None or self._is_named(step, current, hides):
             return False
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
+
+    def _is_told_later(self, step: _Step, tombstone: Tombstone, hides: str) -> bool:
+        """A later record told of a plain object that a listing did not show any more, and this one does not name it."""
+        etag, stamp = tombstone.unlisted
+        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
+        return stamp > self._stamp and (is_own or etag != hides)
 
     def _is_ended(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
         """A later removal ended what the record puts: a file elsewhere unless it hides the very object that the
@@ -386,11 +394,21 @@ class Application:
     def _bury(
         self, step: _Step, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0, dated_s: int = 0
     ) -> None:
-        current = step.current
-        if current is not None and current.is_plain and current.stamp > floor:  # what lies there is the file
+        current, told = step.current, 0 if step.tombstone is None else step.tombstone.unlisted[1]
+        if current is not None and current.is_plain:
+            told = max(told, current.stamp)
+        if told > floor:  # what lies there is the file
             stamp, floor = max(stamp, floor), 0
         step.tombstone = bury(step.tombstone, stamp, floor=floor, etag=etag, at=at, dated_s=dated_s)
         self._changes.tombstones[step.raw] = step.tombstone
+
+    def _end_unlisted(self, step: _Step, hides: str, *, is_replaced: bool = True) -> None:
+        """The plain object that a listing did not show any more is not what the name means since the record, or since
+        before where that names it. Its ETag is gone if it was replaced, or if any version was removed."""
+        etag, stamp = ("", 0) if step.tombstone is None else step.tombstone.unlisted
+        if stamp and (stamp < self._stamp or etag == hides):
+            step.tombstone = with_unlisted(step.tombstone)
+            self._bury(step, min(stamp, self._stamp), etag=etag if is_replaced else "", at=self._stamp)
 
     def _when_ended(self, stamp: int) -> int:
         """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is
@@ -411,9 +429,11 @@ class Application:
             if hides and not (is_elsewhere and current.etag == hides):  # type: ignore[union-attr]
                 self._bury(step, etag=hides, at=self._stamp)
             if not is_elsewhere:
+                self._end_unlisted(step, hides)
                 self._bury(step, floor=self._stamp)
                 self._remove_replaced(step, hides)
-            if current is not None and current.is_plain and not current.stamp:
+            is_told = step.tombstone is not None and step.tombstone.unlisted[1] > self._stamp
+            if current is not None and current.is_plain and not current.stamp and not is_told:
                 if self._own or self._is_unknown(current, step.operation.path, hides):
                     flags = current.flags | Flag.OVERRIDING
                     self._tree.update(self._changes.batch, msgspec.structs.replace(current, flags=flags))
@@ -472,6 +492,7 @@ class Application:
         if place.number or isinstance(step.operation, Symlink):
             if current is not None and current.stamp > 0 and current.etag not in ("", hides):
                 self._bury(step, etag=current.etag, at=self._stamp)
+            self._end_unlisted(step, hides)
             rest = step.tombstone
             if rest is not None and rest.when_gone(hides) <= self._stamp:
                 rest = without(rest, hides)
@@ -488,7 +509,7 @@ class Application:
                 if self._etag_back(step.operation):  # no date says that an earlier removal is of what is back
                     dated = tuple(each for each in dated if each[0] != place.etag)
                 rest = msgspec.structs.replace(rest, floor=0, dated=dated)
-                step.tombstone = bury(rest, etag=place.etag, dated_s=dated_s)
+                step.tombstone = bury(with_unlisted(rest), etag=place.etag, dated_s=dated_s)
         if step.tombstone != before:
             self._changes.tombstones[step.raw] = step.tombstone
 
@@ -723,6 +744,8 @@ class Application:
         elif removes and current is None and operation.path in self._carried.buried:
             stamp, again = self._carried.buried[operation.path]
             self._bury(step, stamp, floor=again)
+        if removes or (step.tombstone is not None and step.tombstone.unlisted[0] == hides):
+            self._end_unlisted(step, hides, is_replaced=bool(floor))
         if removes or not self._is_moot(current, hides):
             self._bury(step, floor, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
         return removes

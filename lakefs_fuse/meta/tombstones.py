@@ -24,6 +24,8 @@ BY_DATE = b"\1"
 """In the row of a tombstone, before the ETag: ``floor`` is ``stamp``. No ETag begins with it."""
 DATED = "\2"
 """In a text of the row of a tombstone, between a date in seconds and the ETag that it is of. No ETag begins with it."""
+UNLISTED = "\3"
+"""As `DATED`, between the stamp and the ETag of ``unlisted``."""
 GONE_MAX = 8
 """ETags that a tombstone knows. Only what may still lie at the key matters, or what a late commit may tell of."""
 
@@ -37,13 +39,15 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     removed. ``gone`` are the
     ETags of plain objects that commits named when they removed or replaced them, with the newest stamp of each, newest
     first: these versions count as removed whatever the times. ``dated`` are ETags with the newest date, in seconds, of
-    a version with those bytes that was removed, or put there again after another was.
+    a version with those bytes that was removed, or put there again after another was. ``unlisted`` is the plain object
+    of which the newest commit told, and that a listing did not show any more: its ETag, and that commit's stamp, or 0.
     """
 
     stamp: int
     floor: int = 0
     gone: tuple[tuple[str, int], ...] = ()
     dated: tuple[tuple[str, int], ...] = ()
+    unlisted: tuple[str, int] = ("", 0)
 
     @property
     def etag(self) -> str:
@@ -87,7 +91,7 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
             return after if stamp == before or PENDING <= stamp < before else stamp
 
         gone = [(etag, replaced(stamp)) for etag, stamp in self.gone]
-        return Tombstone(replaced(self.stamp), replaced(self.floor), _newest_first(gone), self.dated)
+        return Tombstone(replaced(self.stamp), replaced(self.floor), _newest_first(gone), self.dated, self.unlisted)
 
 
 def is_replaced(stamp: int, dated_s: int) -> bool:
@@ -107,13 +111,18 @@ def bury(
         gone = _newest_first([(etag, at), *(each for each in gone if each[0] != etag)])
     if etag and known.when_dated(etag) < dated_s:
         dated = _newest_first([(etag, dated_s), *(each for each in dated if each[0] != etag)])
-    return Tombstone(max(known.stamp, stamp, floor), max(known.floor, floor), gone, dated)
+    return Tombstone(max(known.stamp, stamp, floor), max(known.floor, floor), gone, dated, known.unlisted)
 
 
 def without(tombstone: Tombstone, etag: str, at: int = 0) -> Tombstone:
     """A tombstone that does not know of ``etag`` as gone, nor of what went ``at`` a time."""
     gone = tuple(each for each in tombstone.gone if each[0] != etag and each[1] != at)
     return msgspec.structs.replace(tombstone, gone=gone)
+
+
+def with_unlisted(tombstone: Tombstone | None, etag: str = "", stamp: int = 0) -> Tombstone:
+    """A tombstone that knows of this plain object as ``unlisted``; without an ETag, of none."""
+    return msgspec.structs.replace(tombstone or Tombstone(0), unlisted=(etag, stamp))
 
 
 def _newest_first(gone: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -126,6 +135,8 @@ def pack_tombstone(tombstone: Tombstone) -> bytes:
     dated = [(DATED + etag, dated_s) for etag, dated_s in tombstone.dated]
     first = gone.pop(0)[0] if gone and gone[0][1] == stamp else ""
     gone += dated
+    if tombstone.unlisted[0]:
+        gone.append((UNLISTED + tombstone.unlisted[0], tombstone.unlisted[1]))
     is_by_date = floor == stamp and bool(first or gone)
     others = [("", floor)] if floor != stamp and (floor or not (first or gone)) else []
     row = [first, *(f"{at:016x}{etag}" for etag, at in [*others, *gone])]
@@ -143,8 +154,9 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
     floor = stamp if is_by_date or not (first or gone) else max((at for etag, at in gone if not etag), default=0)
     named = [(first, stamp)] if first else []
     dated = [(etag[1:], dated_s) for etag, dated_s in gone if etag.startswith(DATED)]
-    gone = [each for each in gone if each[0] and not each[0].startswith(DATED)]
-    return Tombstone(stamp, floor, _newest_first([*named, *gone]), _newest_first(dated))
+    unlisted = next(((etag[1:], at) for etag, at in gone if etag.startswith(UNLISTED)), ("", 0))
+    gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED))]
+    return Tombstone(stamp, floor, _newest_first([*named, *gone]), _newest_first(dated), unlisted)
 
 
 class Tombstones:

@@ -118,10 +118,10 @@ class Node:
         merge.complete()
         return merge.ghosts
 
-    def list_one(self, meta: ObjectMeta) -> None:
-        """The store is asked for one name of the root, and shows this object."""
+    def list_one(self, name: str, *metas: ObjectMeta) -> None:
+        """The store is asked for one name of the root, and shows this object, or none."""
         merge = DirectoryMerge(self.tree, NamespaceMetrics(), ROOT_INODE, prefix="", now_ns=at(0))
-        merge.apply_one(meta.key.encode(), read_page(ListPage([meta], [], None), ROOT_INODE, "").found)
+        merge.apply_one(name.encode(), read_page(ListPage(list(metas), [], None), ROOT_INODE, "").found)
         merge.apply_overriding(merge.overriding)
 
     def inode(self, path: str) -> int:

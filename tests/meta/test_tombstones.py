@@ -44,6 +44,8 @@ def test_is_the_same_in_any_order_and_after_a_restart(parts: list[Part]) -> None
         (b"e\x000000000000000003\x000000000000000002f", Tombstone(7, 3, (("e", 7), ("f", 2)))),
         (b"e\x000000000000000009\2e", Tombstone(7, 0, (("e", 7),), (("e", 9),))),
         (b"\x000000000000000009\2e", Tombstone(7, dated=(("e", 9),))),
+        (b"\x000000000000000009\3e", Tombstone(7, unlisted=("e", 9))),
+        (b"\1f\x000000000000000009\3e", Tombstone(7, 7, (("f", 7),), unlisted=("e", 9))),
     ],
 )
 def test_rows_are_as_the_format_says(row: bytes, tombstone: Tombstone) -> None:

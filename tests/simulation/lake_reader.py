@@ -747,13 +747,17 @@ class _Index:
             return
         first, *others = text.removeprefix("\1").split("\0")
         dated = {each[17:]: int(each[:16], 16) for each in others if each[16:17] == "\2"}
-        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] != "\2"}
+        unlisted = {each[17:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] == "\3"}
+        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] not in ("\2", "\3")}
         floor = gone.pop("", _BEFORE_ALL)
         if text.startswith("\1") or not text:
             floor = _Order(time, "")
         if first:
             gone[first] = _Order(time, "")
         self.state.graves[path] = _Grave(_Order(time, ""), floor, gone, dated)
+        for etag, order in unlisted.items():
+            own = _File(order, _Place(path, etag, 0), 0, None, etag, _NO_ATTRIBUTES)
+            self.state.files.setdefault(path, own)
 
     def _take_names(self, rows: Mapping[bytes, bytes]) -> None:
         entries = {value[:8]: (row[1:9], value) for row, value in rows.items() if row[:1] == b"D"}

@@ -39,14 +39,15 @@ Kind = tuple[str, str]
 
 class Case(NamedTuple):
     """``kinds`` are commits in the order of their names, ``order`` that in which they are applied to ``path``.
-    ``lying`` is at the key in the end. After so many commits as ``listed_after``, ``listed`` is listed."""
+    ``lying`` is at the key in the end. After so many commits as ``listed_after``, ``listed`` is listed, or
+    nothing where that is None."""
 
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
     lying: ObjectMeta | None
     path: str
     listed: ObjectMeta | None = None
-    listed_after: int = 0
+    listed_after: int | None = None
 
 
 def time_of(number: int) -> int:
@@ -188,6 +189,29 @@ def test_object_that_is_listed_between_commits_counts_for_no_node_alone(
     assert len(cases) > 500
 
 
+@pytest.mark.parametrize("commits", [2, 3])
+def test_object_that_a_listing_does_not_show_any_more_is_not_forgotten(tmp_path: Path, commits: int) -> None:
+    """Another program deleted it. A node that lists the name then goes on as nodes do that never listed it."""
+    combinations = list(itertools.product(KINDS, repeat=commits))
+    cases, numbers = list[Case](), itertools.count()
+    for kinds in Random(commits).sample(combinations, min(SAMPLE // 2, len(combinations))):
+        told = told_in(kinds)
+        if len(set(told)) < len(told) or is_lost(kinds) or "dated" in kinds[0][0]:
+            continue
+        for order, after in itertools.product(itertools.permutations(range(commits)), range(1, commits + 1)):
+            cases.append(Case(kinds, order, None, str(next(numbers)), None, after))
+    check(Node(tmp_path), cases)
+    assert len(cases) > 200
+
+
+@pytest.mark.parametrize("ends", [("packed", ""), ("packed", "b"), ("remove elsewhere", "")])
+def test_bytes_that_went_unlisted_and_were_replaced_are_gone(tmp_path: Path, ends: Kind) -> None:
+    """Who did not list the name in between knows that they are."""
+    kinds = (("own", "a"), ends, ("own", "a"))
+    cases = [Case(kinds, (0, 1, 2), None, str(after), None, after) for after in range(1, 4)]
+    check(Node(tmp_path), cases)
+
+
 def test_bytes_that_are_put_again_after_a_removal_of_others_are_the_file(tmp_path: Path) -> None:
     """Another program replaced the object before the removal, and a rename came over the name before it put the earlier
     bytes there again: their ETag was told before, and no removal named it."""
@@ -241,18 +265,22 @@ def test_commit_that_is_applied_twice_shows_what_it_shows_once(tmp_path: Path, c
     check(Node(tmp_path), cases)
 
 
+def list_one(node: Node, case: Case) -> None:
+    node.list_one(case.path, *([] if case.listed is None else [case.listed]))
+
+
 def check(node: Node, cases: Sequence[Case]) -> None:
     """Apply the commits of each case to a node, list what lies there, and compare."""
     for case in cases:
         for applied, number in enumerate(case.order):
-            if case.listed is not None and applied == case.listed_after:
-                node.list_one(case.listed)
+            if applied == case.listed_after:
+                list_one(node, case)
             change = Change(operations=operations(case.kinds[number], case.path, number))
             record = merged([change], writer_of(number), at(time_of(number)), range(1000))
             answers = outdated(node, record, case.listed or case.lying)
             node.applier.apply(record, archive(record.time, record.writer), outdated=answers)
-        if case.listed is not None and case.listed_after == len(case.order):
-            node.list_one(case.listed)
+        if case.listed_after == len(case.order):
+            list_one(node, case)
     node.list(*(case.lying for case in cases if case.lying is not None))
     expected = raw_lake(cases)
     wrong = [

@@ -103,6 +103,33 @@ async def test_object_that_is_removed_while_it_is_asked_about_takes_the_packed_f
             assert await fresh.names() == []
 
 
+async def test_bytes_that_were_deleted_and_are_stored_again_beside_a_packed_file_are_the_later_version(
+    tmp_path: Path,
+) -> None:
+    """A commit told of these bytes, and the packed file, of which their writer has not heard, ended what it told."""
+    store, clock, data = MemoryStore(), Clock(), noise(1, LARGE)
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, clock=clock, pack="always", delete_after_s=300.0) as (one, two):
+        await one.write("f", b"packed")
+        await rewrite(one, "f", data)
+        await one.fs.sync_names()
+        await two.poll()
+        assert await two.names() == ["f"]
+        del store.objects["f"]
+        clock.advance(2 * TTL_S)
+        assert await one.names() == await two.names() == []
+        await two.write("f", b"packed again")
+        clock.advance(1)
+        await one.write("f", data)
+        await one.fs.sync_names()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"f": data}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": data}
+
+
 async def test_object_that_is_deleted_before_it_is_committed_leaves_the_name_as_it_is_here(tmp_path: Path) -> None:
     """This node has forgotten the packed bytes, and went on without the name, which others showed."""
     store, clock = MemoryStore(), Clock()

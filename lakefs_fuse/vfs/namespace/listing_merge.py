@@ -28,7 +28,7 @@ import xxhash
 
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
-from lakefs_fuse.meta.tombstones import NS, bury
+from lakefs_fuse.meta.tombstones import NS, bury, with_unlisted
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
@@ -41,6 +41,8 @@ OVERRIDING_MAX = 1000
 """Objects of one LIST that are asked about before they count in place of bytes elsewhere; more count at once."""
 DIFFERENCES_MAX = NAMES_MAX + 1
 """More than can have been announced."""
+UNLISTED_MAX = 1000
+"""Names below directories that went whose objects a merge remembers: one step of some milliseconds."""
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
 
@@ -133,6 +135,7 @@ class DirectoryMerge:
         self._seen = array("Q")
         self.names = 0
         """Names found so far that were not known before: its progress."""
+        self._unlisted_left = UNLISTED_MAX
         self._hidden: dict[Hidden, set[int]] = {}
         self._shadowed: dict[bytes, ObjectMeta] = {}
         self._places: dict[bytes, int] = {}
@@ -292,24 +295,38 @@ class DirectoryMerge:
         """The plain object that a file was is not there any more. What is being written here goes on as a file that is
         nowhere else: no commit may name that object."""
         if not self._keep(entry):
-            self._drop(batch, entry)
+            self._drop(batch, entry, self._prefix)
         elif entry.is_plain:
+            self._note_unlisted(batch, entry, self._prefix)
             self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.LOCAL, etag="", stamp=0))
 
-    def _drop(self, batch: Batch, entry: Entry) -> None:
+    def _drop(self, batch: Batch, entry: Entry, prefix: bytes) -> None:
+        """``prefix`` is that of the entry's directory."""
+        self._note_unlisted(batch, entry, prefix)
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
         self._differs(entry)
 
+    def _note_unlisted(self, batch: Batch, entry: Entry, prefix: bytes) -> None:
+        """A plain object is not there any more, but for others a commit tells of it until another one ends it."""
+        path = prefix + entry.name
+        if entry.is_dir:
+            for child in islice(self._tree.children(entry.inode), max(self._unlisted_left, 0)):
+                self._unlisted_left -= 1
+                self._note_unlisted(batch, child, path + b"/")
+        elif entry.is_plain and entry.etag and 0 < entry.stamp < PENDING:
+            tombstone = with_unlisted(self._tree.tombstones.get(path), entry.etag, entry.stamp)
+            self._tree.tombstones.write(batch, {path: tombstone})
+
     def _directory_vanished(self, batch: Batch, entry: Entry) -> None:
         """No key lies below it any more: what commits say of it and of names below it stays."""
         if not entry.stamp and not self._stays(entry.inode):
-            self._drop(batch, entry)
+            self._drop(batch, entry, self._prefix)
             return
         if entry.flags & (Flag.LISTED | Flag.MARKER):
             flags = entry.flags & ~(Flag.LISTED | Flag.MARKER)
             self._tree.update(batch, msgspec.structs.replace(entry, flags=flags))
-            self._remove_plain(batch, entry.inode)
+            self._remove_plain(batch, entry.inode, self._prefix + entry.name + b"/")
 
     def _stays(self, directory: int) -> bool:
         """Something below a directory is there whatever the listing says."""
@@ -321,15 +338,15 @@ class DirectoryMerge:
                 return True
         return False
 
-    def _remove_plain(self, batch: Batch, directory: int) -> None:
+    def _remove_plain(self, batch: Batch, directory: int, prefix: bytes) -> None:
         for child in self._tree.children(directory):
             if child.is_dir:
                 if child.stamp or self._stays(child.inode):
-                    self._remove_plain(batch, child.inode)
+                    self._remove_plain(batch, child.inode, prefix + child.name + b"/")
                     continue
             elif self._keep(child) or not _needs_object(child):
                 continue
-            self._drop(batch, child)
+            self._drop(batch, child, prefix)
 
     def _merge(self, batch: Batch, found: Found) -> None:
         entry = self._tree.named(self._directory, found.sort_name)
@@ -494,6 +511,8 @@ class DirectoryMerge:
         if is_outside:
             self._outsiders.append(renewed)
             self._bury_hidden(batch, entry)
+        else:
+            self._note_unlisted(batch, entry, self._prefix)
         self._metrics.entries_changed += 1
         self._differs(entry)
 

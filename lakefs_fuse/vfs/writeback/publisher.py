@@ -377,7 +377,8 @@ class ObjectWriter:
     async def _find_date(self, client: StoreClient, meta: ObjectMeta) -> int:
         """The store's date, in seconds, of bytes that were removed before, and are there again: the answer to a PUT may
         have this machine's. 0 for other bytes, and where the store does not tell."""
-        if not self._tombstone(meta.key).when_gone(meta.etag):
+        tombstone = self._tombstone(meta.key)
+        if not tombstone.when_gone(meta.etag) and tombstone.unlisted[0] != meta.etag:
             return 0
         try:
             there = await client.find(meta.key)
@@ -390,10 +391,11 @@ class ObjectWriter:
         return max(dated_s, self._tombstone(meta.key).when_dated(meta.etag) + 1) if dated_s else 0
 
     def _is_hidden(self, path: str, etag: str) -> bool:
-        """A commit says that the plain object of this ETag is not what the name means."""
-        there = self._ns.at(path)
+        """A commit says that the plain object of this ETag is not what the name means. Of one that a listing did not
+        show any more a commit may say that which nobody here has heard of."""
+        there, tombstone = self._ns.at(path), self._tombstone(path)
         is_covered = there is not None and bool(there.place) and there.etag == etag
-        return is_covered or bool(self._tombstone(path).when_gone(etag))
+        return is_covered or bool(tombstone.when_gone(etag)) or tombstone.unlisted[0] == etag
 
     def _enqueue_location(
         self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0, replaced: str = ""
