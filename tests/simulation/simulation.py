@@ -590,7 +590,10 @@ class Simulation:
             moved = later[-1]
         path = node.path_of(inode) or (file.key if file is not None else None)
         if path is not None and path != moved.path and self._may_show(node, path, version.data):
-            moved = self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
+            synced = [later for each in version.shown for later in each.moved_to if later.node == node.name]
+            before = frozenset(later for later in synced if later.path == path and not later.is_withdrawn)
+            shown = self._shown(node, path) or before  # a rename moved what had been synced, and this is in place of it
+            moved = self.oracle.put(path, version.data, node.name, shown, origin=version)
         entry = node.entry(moved.path)
         may_become_plain = file is not None and bool(file.versions)  # what it becomes is seen when it is stored
         moved.is_plain = entry is not None and (not entry.place or may_become_plain)
