@@ -493,6 +493,8 @@ def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -
     for there in paths.tree.named_many([(parent, name), (parent, name + b"/")]):
         if there is not None:
             paths.tree.remove(batch, there)
+            if there.is_dir:  # of what others have announced there the listing from elsewhere does not know
+                paths.tree.forget_listing(batch, entry.inode)
             if there.stamp and there.etag and not there.is_local:
                 raw = target.encode()
                 tombstone = bury(paths.tree.tombstones.get(raw), etag=there.etag, at=stamp)

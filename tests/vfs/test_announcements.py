@@ -311,3 +311,24 @@ async def test_object_named_while_its_removal_is_pending_is_seen_without_a_listi
         await two.poll()
         assert await two.read("f") == b"by another node"
         assert await one.read("f") == b"by another node"
+
+
+async def test_object_stored_in_a_directory_that_another_node_renames_over_meanwhile_is_seen(tmp_path: Path) -> None:
+    """The listing of the renamed directory says nothing of what was announced in the other."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two),
+        lake(store, tmp_path / "reader", clock=clock) as reader,
+    ):
+        for path in ("from", "to"):
+            await one.mkdir(path)
+        await one.sync()
+        for m in (two, reader):
+            await m.poll()
+            assert [await m.names(path) for path in ("from", "to")] == [[], []]
+        await one.write("to/file", b"bytes")
+        await announce(one, reader)
+        await two.rename("from", "to")
+        await reader.poll()
+        assert await reader.names() == ["to"]
+        assert await reader.names("to") == ["file"]
