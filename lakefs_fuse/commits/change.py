@@ -96,8 +96,17 @@ def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[
 
 
 def paths_of(operations: Sequence[Operation]) -> set[str]:
-    """Of the files that these say something about the bytes of."""
-    return {each.path for each in operations if not isinstance(each, SetAttr) and not is_of_directory(each)}
+    """Of the files of which these say which bytes they have, and not only where those are."""
+    return {each.path for each in operations if not isinstance(each, SetAttr | Relocate) and not is_of_directory(each)}
+
+
+def relocations(record: Record) -> dict[ObjectRef, ObjectRef]:
+    """Where a record says that bytes are now, by the objects in which they were."""
+    return {
+        record.objects[each.from_object]: record.objects[each.object]
+        for each in record.operations
+        if isinstance(each, Relocate) and each.from_object > THIS and each.object > THIS
+    }
 
 
 def is_of_directory(operation: Operation) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Protocol
@@ -44,6 +44,7 @@ from lakefs_fuse.commits.change import (
     is_of_directory,
     merged,
     paths_of,
+    relocations,
 )
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
@@ -248,6 +249,15 @@ class Committer:
         """What is journaled, and not held, speaks of the object at ``key``: see `Change.mentions`."""
         return any(change.mentions(key) for change in self._sendable().values())
 
+    def names_before(self, path: str) -> Iterator[str]:
+        """Paths at which other nodes have a file, the newest first, because renames of it are not in the store yet."""
+        for change in reversed(self.journal.changes.values()):
+            for source, target in change.moves:
+                if path == target or path.startswith(target + "/"):
+                    path = source + path[len(target) :]
+                    yield path
+                    break
+
     # -- journaled changes
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
@@ -312,10 +322,17 @@ class Committer:
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves, after=after))
         self._db.commit(batch)
 
-    def _record_passed(self, sending: Sending) -> None:
+    def _record_passed(self, sending: Sending, record: Record) -> None:
+        """The commit was sent ahead of held changes: they do not name objects from which it has relocated bytes."""
         if sending.passed:
             batch = Batch()
             self._supersede(batch, set(sending.paths), sending.passed, sending.time - 1)
+            places = relocations(_own_part(record, sending))
+            for sequence in sending.passed if places else ():
+                change = self.journal.changes.get(sequence)
+                if change is not None and not places.keys().isdisjoint(change.objects):
+                    objects = [places.get(ref, ref) for ref in change.objects]
+                    self.journal.replace(batch, sequence, replace(change, objects=objects))
             self._db.commit(batch)
 
     @asynccontextmanager
@@ -574,7 +591,7 @@ class Committer:
         """Record that a commit is in the store. What cannot be recorded here is applied by the next poll."""
         try:
             self._drop(journaled, record.time)
-            self._record_passed(sending)
+            self._record_passed(sending, record)
             part = _own_part(record, sending)
             if in_steps:
                 await self._applier.apply_behind_barrier(part, this, own=True, whole=False)
@@ -637,7 +654,7 @@ class Committer:
             if sequence in self.journal.changes
         }
         self._drop(done, sending.time)
-        self._record_passed(sending)
+        self._record_passed(sending, record)
         if not self._applier.commits.is_applied(record.time, record.writer):
             self._clock.follow(record.time)
             this = ObjectRef(meta.key, meta.etag, meta.size)

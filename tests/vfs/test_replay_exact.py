@@ -460,6 +460,38 @@ async def test_a_name_goes_while_the_store_is_asked_what_became_of_its_file(tmp_
         assert await other.tree() == expected
 
 
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_file_whose_rename_is_held_is_found_when_its_key_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Its bytes are copied away for a file that was acknowledged before the rename; others have it at its old name."""
+    store, clock = MemoryStore(), Clock()
+    refused = Failures(lambda request: request.key == "waits", Unavailable("away"), count=10**6)
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        async with writing_back(store, tmp_path / "cache", clock=clock, delay_s=NEVER_S) as m:
+            await m.write("key", b"bytes")
+            await m.fs.make_durable()
+            await m.rename("key", "old")
+            await m.sync()
+            store.hook = refused
+            await m.write("waits", b"first")
+            await m.rename("old", "new")
+            if dies:
+                dies_when_sent(monkeypatch, tmp_path)
+            await m.parts.renamed.free("key")
+            store.take("key")
+            assert await m.tree() == {"new": b"bytes", "waits": b"first"}
+            await other.poll()
+            assert await other.tree() == {"old": b"bytes"}
+        refused.left = 0
+        async with writing_back(store, tmp_path / ("dead" if dies else "cache"), clock=clock) as m:
+            await m.fs.make_durable()
+            await m.sync()
+            clock.advance(2 * TTL_S)
+            await other.poll()
+            assert await m.tree() == await other.tree() == {"new": b"bytes", "waits": b"first"}
+
+
 async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
     """No commit names bytes that are gone when it becomes visible."""
     store = MemoryStore()

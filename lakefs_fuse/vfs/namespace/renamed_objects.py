@@ -254,14 +254,15 @@ class RenamedObjects:
         await self._moved(Version(row.key, row.etag, row.size), Version(copied.key, copied.etag, row.size))
 
     def _move(self, row: ObjectRow, copied: ObjectMeta) -> Change:
-        """Called when the commit's turn has come."""
+        """Called when the commit's turn has come. A file whose rename is held is elsewhere for other nodes."""
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size), ObjectRef(copied.key, copied.etag, row.size)]
         moved = [
             Relocate(
                 path, 1, entry.offset, "", 2, entry.offset, entry.size, entry.mode, entry.uid, entry.gid,
-                entry.mtime_ns, hides=entry.etag,
+                entry.mtime_ns, hides=entry.etag if path == named else self._ns.own_etag(path),
             )
-            for path, entry in self._named(row)
+            for named, entry in self._named(row)
+            for path in (named, *self._committer.names_before(named))
         ]  # fmt: skip
         return Change(operations=list(moved), objects=objects)
 
