@@ -443,8 +443,17 @@ class Application:
             self._bury(step, etag=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:
             self._bury(step, etag=place.etag, at=self._when_ended(tombstone.floor))
+            if current is not None and current.is_plain and not current.stamp and current.etag == place.etag:
+                self._drop_listed(step, current)
         elif current is None or not current.is_plain or current.etag != place.etag:  # else the row says it
             self._end_older(step, self._stamp)
+
+    def _drop_listed(self, step: _Step, current: Entry) -> None:
+        """A plain object that was only listed had counted by its date, and is gone by its ETag. The next listing tells
+        whether the same bytes were put there again."""
+        self._drop(current)
+        if step.parent is not None:
+            self._tree.forget_listing(self._changes.batch, step.parent)
 
     def _end_older(self, step: _Step, stamp: int) -> None:
         """A plain object that was removed had replaced what was elsewhere until then, also earlier in this record."""

@@ -251,6 +251,18 @@ def test_file_over_an_object_ends_with_the_same_bytes_that_were_put_there_again_
     assert not {case.path for case in cases} & set(raw_lake(cases))
 
 
+def test_object_that_was_listed_goes_when_a_commit_tells_that_it_is_older_than_a_removal(tmp_path: Path) -> None:
+    """By its date it was put there after the removal, which did not know of it."""
+    kinds = (("packed", ""), ("own", "a"), ("remove elsewhere", ""))
+    cases = list[Case]()
+    for order, after in itertools.product(itertools.permutations(range(3)), range(4)):
+        path = str(len(cases))
+        lying = plain(path, "a", time_of(2))
+        cases.append(Case(kinds, order, lying, path, lying, after))
+    check(Node(tmp_path), cases)
+    assert not raw_lake(cases).keys() & {case.path for case in cases}
+
+
 @pytest.mark.parametrize("commits", [1, 2])
 def test_commit_that_is_applied_twice_shows_what_it_shows_once(tmp_path: Path, commits: int) -> None:
     cases, numbers = [], itertools.count()
