@@ -24,7 +24,7 @@ from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, StoreErr
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.probe import OTHER_ETAG, PROBES
-from lakefs_fuse.store.protocol import Body, NetworkStore, ObjectStore, PartRef
+from lakefs_fuse.store.protocol import Body, DirectoryStore, NetworkStore, ObjectStore, PartRef
 
 T = TypeVar("T")
 
@@ -148,6 +148,8 @@ class Checkup:
                 failure = error
         if written:
             self._remove_directories()
+            if isinstance(self._store, DirectoryStore):
+                self._store.remove_own_directories()
         if failure is not None:
             return failed(
                 "store.delete", f"{failure}; what was written, if anything, stays at {self.base}: remove it by hand"

@@ -8,8 +8,8 @@ What always holds:
 * one call is one attempt (of LIST: one page): retrying, counting and deadlines belong to `client.StoreClient`;
 * errors are the `StoreError` kinds of `lakefs_fuse.errors` only.
 
-`NetworkStore` is optional. Implementations are called from worker threads, many at once, and keep no state that a crash
-could lose.
+`NetworkStore`, `CacheableStore` and `DirectoryStore` are optional. Implementations are called from worker threads,
+many at once, and keep no state that a crash could lose.
 """
 
 from __future__ import annotations
@@ -297,6 +297,18 @@ class Sender(Protocol):
 
     def accepts(self, key: str, body: bytes, crc32: int, upload_id: str = "") -> bool:
         """Whether the store takes an object, or part 1 of an upload, whose CRC-32 is said to be ``crc32``."""
+
+
+@runtime_checkable
+class DirectoryStore(Protocol):
+    """A store in a directory of this machine."""
+
+    def free_bytes(self) -> int:
+        """What this process may still write on the filesystem of the directory. Raises StoreError kinds."""
+
+    def remove_own_directories(self) -> None:
+        """Remove directories for temporary files and uploads that this object made and that are empty. Another process
+        that needs one at this moment makes it again."""
 
 
 @runtime_checkable

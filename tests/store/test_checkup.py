@@ -80,6 +80,20 @@ def test_reader_of_a_store_writes_nothing(faults: tuple[Server, Faults], new_buc
     store.close()
 
 
+@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
+def test_directory_is_left_as_it_was(tmp_path: Path, is_used: bool) -> None:
+    """Directories for temporary files and uploads included, unless they were there before."""
+    if is_used:
+        (tmp_path / ".lakefs" / "tmp").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    checkup = checkup_of(LocalStore(str(tmp_path), random.Random(1), SystemClock()))
+    found = by_check(checkup.writing())
+    assert found["store.put"].severity is found["store.create-upload"].severity is Severity.OK
+    assert (tmp_path / ".lakefs" / "uploads").is_dir()
+    checkup.clean()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_empty_store_has_nothing_to_be_read() -> None:
     found = by_check(checkup_of(MemoryStore()).reading())
     assert found["store.get"].severity is Severity.SKIPPED

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.environment.local_disk import free_bytes
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.store.local.list_pages import LocalPages
 from lakefs_fuse.store.local.tree import (
@@ -182,7 +183,8 @@ class LocalStore:
         # Not msgspec.json, which refuses names that are not UTF-8.
         encoded = json.dumps(msgspec.to_builtins(about)).encode()
         with translated("create upload", key):
-            os.makedirs(self._directory(upload_id))
+            self._tree.make_own(self._uploads)
+            os.mkdir(self._directory(upload_id))
             self._tree.write_own(f"{self._directory(upload_id)}/{_ABOUT}", 0o666, lambda fd: _write_all(fd, encoded))
             sync_directory(self._uploads)
         return upload_id
@@ -267,6 +269,15 @@ class LocalStore:
     def time_ns(self) -> int:
         """See `ObjectStore.time_ns`."""
         return self._clock.wall_ns()
+
+    def free_bytes(self) -> int:
+        """See `DirectoryStore.free_bytes`."""
+        with translated("ask for the free space of", self._tree.root):
+            return free_bytes(self._tree.root)
+
+    def remove_own_directories(self) -> None:
+        """See `DirectoryStore.remove_own_directories`."""
+        self._tree.remove_own()
 
     def close(self) -> None:
         """Nothing is held."""

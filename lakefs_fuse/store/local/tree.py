@@ -111,6 +111,8 @@ class LocalTree:
         self._clock = clock
         self._last_ns = 0
         self._lock = threading.Lock()
+        self._made: set[str] = set()
+        """Directories of this store's own that were missing before."""
         if not os.path.isdir(self.root):
             raise NoSuchBucket(f"directory {root} does not exist: create it first")
         if not os.access(self.root, os.R_OK | os.X_OK):
@@ -274,8 +276,24 @@ class LocalTree:
         try:
             return os.open(name, _CREATE, 0o666), name
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(name), mode=0o777, exist_ok=True)
+            self.make_own(os.path.dirname(name))
             return os.open(name, _CREATE, 0o666), name
+
+    def make_own(self, directory: str) -> None:
+        """mkdir -p of a directory in ``.lakefs`` that is no key. Raises OSError."""
+        at, missing = directory, []
+        while at != self.root and not os.path.isdir(at):
+            missing.append(at)
+            at = os.path.dirname(at)
+        os.makedirs(directory, mode=0o777, exist_ok=True)
+        self._made.update(missing)
+
+    def remove_own(self) -> None:
+        """Remove what `make_own` made, as far as it is empty."""
+        for directory in sorted(self._made, reverse=True):  # those below a directory before it
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+        self._made.clear()
 
     def seal(self, fd: int, metadata: Mapping[str, str] | None) -> os.stat_result:
         """Give the file its version and metadata and make it durable; the answer's ETag is final."""
