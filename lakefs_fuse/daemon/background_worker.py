@@ -31,6 +31,7 @@ from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.supervision import memory_file
 from lakefs_fuse.environment import failpoints
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import EXIT_FAILURE, CacheError, LakeError, first_error
 
 WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
@@ -45,19 +46,22 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWorker:
-    """See the module's head. ``make_room`` blocks, frees so many bytes in ``directory`` beyond those that are to stay
-    free, and answers whether there are so many. Uploads send ``upload_bytes_s_max``, if that is not 0."""
+    """See the module's head. ``make_room``, called in one of ``threads``, frees so many bytes in ``directory`` beyond
+    those that are to stay free, and answers whether there are so many. Uploads send
+    ``upload_bytes_s_max``, if that is not 0."""
 
     def __init__(
         self,
         store: StoreConfig,
         directory: Path,
         make_room: Callable[[int], bool],
+        threads: Threads,
         *,
         upload_bytes_s_max: int = 0,
         program: Sequence[str] = WORKER,
     ) -> None:
         self._store, self._directory, self._make_room, self._program = store, directory, make_room, program
+        self._threads = threads
         self._upload_bytes_s_max = upload_bytes_s_max
         self.step = ""
         """What the worker is doing now; empty while none runs."""
@@ -88,10 +92,10 @@ class BackgroundWorker:
 
     async def clear(self) -> None:
         """Remove what a worker left that was killed together with its daemon."""
-        await trio.to_thread.run_sync(lambda: shutil.rmtree(self._directory, ignore_errors=True))
+        await self._threads.run(lambda: shutil.rmtree(self._directory, ignore_errors=True))
 
     async def _require_room(self, room_bytes: int) -> None:
-        if not await trio.to_thread.run_sync(self._make_room, room_bytes):
+        if not await self._threads.run(self._make_room, room_bytes):
             raise CacheError(
                 f"not enough disk in {self._directory.parent} for the temporary files of maintenance "
                 f"({room_bytes:,} bytes, and what --free-space leaves alone)"

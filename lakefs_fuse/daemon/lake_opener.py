@@ -144,8 +144,10 @@ def _maintenance_of(
         database=database,
         has_levels=has_levels,
     )
-    worker = BackgroundWorker(config.store, directory, make_room, upload_bytes_s_max=config.upload_bytes_s_max)
-    return Maintenance(inspector, worker, node.random.stream("maintenance"), database, lambda: metrics.commits.applied)
+    limit = config.upload_bytes_s_max
+    worker = BackgroundWorker(config.store, directory, make_room, node.threads, upload_bytes_s_max=limit)
+    rng = node.random.stream("maintenance")
+    return Maintenance(inspector, worker, rng, database, lambda: metrics.commits.applied, node.threads)
 
 
 def _log_opened(config: MountConfig, opened: OpenedLake) -> None:

@@ -29,6 +29,7 @@ import trio
 from lakefs_fuse.admin.fold_database import FoldDatabase
 from lakefs_fuse.admin.maintenance import DAYS_MAX, INTERVALS_PER_DAY, Due, Inspector
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import EXIT_BUSY, EXIT_INTERRUPTED, CacheError, LakeError
 
 NS = 1_000_000_000
@@ -66,12 +67,13 @@ class Maintenance:
         rng: random.Random,
         database: FoldDatabase,
         commits_seen: Callable[[], int],
+        threads: Threads,
         *,
         sleep: Callable[[float], Awaitable[None]] = trio.sleep,
     ) -> None:
         self._inspector, self._worker, self._rng, self._sleep = inspector, worker, rng, sleep
         """``commits_seen`` counts the commits of all nodes that were applied here."""
-        self._database, self._commits_seen = database, commits_seen
+        self._database, self._commits_seen, self._threads = database, commits_seen, threads
         self._inspected_ns: int | None = None
         self._due, self._due_since_ns, self._warned_ns = Due(), 0, 0
         self._runs = self._failures = 0
@@ -126,7 +128,7 @@ class Maintenance:
         if index is None or index.time - newest <= DAYS_MAX * self._inspector.day_ns:
             return
         if self._database.exists():
-            await trio.to_thread.run_sync(self._database.remove)
+            await self._threads.run(self._database.remove)
 
     async def _do_due(self) -> None:
         may_delete = self._due.collection and await self._may_delete()
@@ -149,7 +151,7 @@ class Maintenance:
         try:
             answer = await self._worker.run("maintenance", args, room_bytes=room_bytes)
         except CacheError:
-            await trio.to_thread.run_sync(self._database.remove)  # the disk has too little room
+            await self._threads.run(self._database.remove)  # the disk has too little room
             self._put_off()
             raise
         except LakeError:

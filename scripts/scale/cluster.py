@@ -228,6 +228,7 @@ class MountedNode(SimulatedNode):
             streams.stream("maintenance"),
             database,
             lambda: self.lake.metrics.commits.applied,
+            threads,
         ).run()
 
 

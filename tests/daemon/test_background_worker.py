@@ -19,6 +19,7 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.daemon import background_worker
 from lakefs_fuse.daemon.background_worker import BackgroundWorker
 from lakefs_fuse.environment import failpoints
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import CacheError, LakeError
 from tests.mount.lakes import eventually, is_running
 
@@ -41,7 +42,8 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SLEEP
 def worker_of(tmp_path: Path, program: str, make_room: Callable[[int], bool] = lambda wanted: True) -> BackgroundWorker:
     store = StoreConfig(source=Source.parse(f"file://{tmp_path}/store"))
     command = (sys.executable, "-c", PRELUDE + program)
-    return BackgroundWorker(store, tmp_path / "maintenance", make_room, upload_bytes_s_max=9, program=command)
+    threads = WorkerThreads()
+    return BackgroundWorker(store, tmp_path / "maintenance", make_room, threads, upload_bytes_s_max=9, program=command)
 
 
 async def run(worker: BackgroundWorker) -> protocol.Finished | protocol.Failed:
@@ -86,7 +88,7 @@ async def test_failure_and_what_it_printed_are_reported(tmp_path: Path, caplog: 
     with pytest.raises(LakeError, match="makes no sense"):
         await run(worker_of(tmp_path, 'print("nonsense", flush=True)' + SLEEP))
     store = StoreConfig(source=Source.parse("file:///nowhere"))
-    missing = BackgroundWorker(store, tmp_path / "maintenance", lambda _: True, program=["/nowhere"])
+    missing = BackgroundWorker(store, tmp_path / "maintenance", lambda _: True, WorkerThreads(), program=["/nowhere"])
     with pytest.raises(LakeError, match="cannot be started"):
         await run(missing)
 
@@ -153,8 +155,10 @@ from pathlib import Path
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control.worker_protocol import LogArgs
 from lakefs_fuse.daemon.background_worker import BackgroundWorker
+from lakefs_fuse.environment.threads import WorkerThreads
 worker = BackgroundWorker(
-    StoreConfig(source=Source.parse("file://{tmp_path}/store")), Path("{tmp_path}/maintenance"), lambda _: True)
+    StoreConfig(source=Source.parse("file://{tmp_path}/store")), Path("{tmp_path}/maintenance"), lambda _: True,
+    WorkerThreads())
 trio.run(lambda: worker.run("log", LogArgs(follow=True, refresh_s=0.1), room_bytes=0))
 """
     process = subprocess.Popen([sys.executable, "-c", starter], env={**os.environ, "PYTHONPATH": str(ROOT)})

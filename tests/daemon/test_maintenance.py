@@ -20,7 +20,7 @@ from lakefs_fuse.daemon.maintenance import INTERVAL_SHARE_MIN, Maintenance
 from lakefs_fuse.errors import EXIT_BUSY, EXIT_INTERRUPTED, AccessDenied, CacheError, LakeError, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
 from tests.admin.lakes import give_commit, work_of
-from tests.fakes import store_client
+from tests.fakes import InlineThreads, store_client
 from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import NS, Clock
 
@@ -67,7 +67,13 @@ class Node:
         self.database = FoldDatabase(directory)
         self.commits = self.commits_each_sleep = 0
         self.maintenance = Maintenance(
-            inspector, self.worker, random.Random(seed), self.database, lambda: self.commits, sleep=self._sleep
+            inspector,
+            self.worker,
+            random.Random(seed),
+            self.database,
+            lambda: self.commits,
+            InlineThreads(),
+            sleep=self._sleep,
         )
 
     async def _sleep(self, seconds: float) -> None:
