@@ -94,6 +94,27 @@ def test_unsigned_store_that_is_not_public_says_what_to_do(
         open_s3(structs.replace(recorded_config, unsigned=True), SystemClock(), None)
 
 
+def test_unsigned_request_that_is_refused_says_what_to_do(
+    recorded_config: StoreConfig, recorder: Recorder, moto: Server
+) -> None:
+    """By each client: a bucket that everybody may list has objects that not everybody may read."""
+    client = s3_client(moto)
+    client.put_bucket_acl(Bucket=recorded_config.source.bucket, ACL="public-read")
+    client.close()
+    body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+    with opened(structs.replace(recorded_config, unsigned=True)) as store:
+        recorder.refuses = lambda request: (403, {"Content-Type": "application/xml"}, body)
+        for read in (
+            lambda: store.get("data", 0, 1),
+            lambda: store.head("data"),
+            lambda: store.observe_get("data", 0, 1),
+            lambda: store.list_page(""),
+        ):
+            with pytest.raises(AccessDenied, match=r"does not let everybody .*: leave out --unsigned") as raised:
+                read()
+            assert "these credentials" not in str(raised.value)
+
+
 # -- requester pays ----------------------------------------------------------------------------------------------
 
 

@@ -74,9 +74,12 @@ OF_CODES: Mapping[str, str] = {
 }
 OF_STATUSES: Mapping[int, str] = {405: _UNIMPLEMENTED, 429: _SLOW, 501: _UNIMPLEMENTED, 507: _FULL, 511: WEB_PAGE}
 
+_SIGN = "leave out --unsigned and give credentials (boto3's chain), or have its owner make it public"
+_READS = ("list", "get", "head")
+_LIST_UPLOADS = "s3:ListBucketMultipartUploads"
 _READING = "if the bucket makes requesters pay, mount it with --requester-pays"
 _PERMISSIONS: Sequence[tuple[str, str, str]] = (
-    ("list uploads", "list unfinished uploads", "s3:ListBucketMultipartUploads"),
+    ("list uploads", "list unfinished uploads", _LIST_UPLOADS),
     ("list", "list the bucket", "s3:ListBucket"),
     ("get", "read this object", "s3:GetObject"),
     ("head", "read this object", "s3:GetObject"),
@@ -166,8 +169,11 @@ def of_page(text: str) -> str:
     return WEB_PAGE if _WEB_PAGE.match(inside[1] if inside else text) else ""
 
 
-def denied(what: str, reason: str) -> str:
-    """The sentence about a request that was denied. ``reason`` is the store's own, of which nothing is quoted."""
+def denied(what: str, reason: str, *, signed: bool = True) -> str:
+    """The sentence about a request that was denied. ``reason`` is the store's own, of which nothing is quoted;
+    ``signed``: the request came with credentials."""
+    if not signed:
+        return f"the bucket does not let everybody {_attempt_of(what)[0]}: {_SIGN}"
     if "object lock" in reason.lower():
         return "the object is locked (object lock): wait for the end of its retention, or ask the bucket's owner"
     if "kms:" in reason or "KMS key" in reason or "customer master key" in reason:
@@ -176,11 +182,15 @@ def denied(what: str, reason: str) -> str:
             "kms:Decrypt in the policies of the user and of the key"
         )
     where = "in the policies of the user and of the bucket"
-    for begin, does, permission in _PERMISSIONS:
-        if what.startswith(begin):
-            pays = f"; {_READING}" if begin in ("list", "get", "head") else ""
-            return f"these credentials may not {does}: allow {permission} {where}, or {_CHECK_KEYS}{pays}"
-    return f"these credentials may not do that: allow it {where}, or {_CHECK_KEYS}"
+    does, permission = _attempt_of(what)
+    pays = f"; {_READING}" if what.startswith(_READS) and permission != _LIST_UPLOADS else ""
+    return f"these credentials may not {does}: allow {permission} {where}, or {_CHECK_KEYS}{pays}"
+
+
+def _attempt_of(what: str) -> tuple[str, str]:
+    """What an operation does, and the permission that it needs."""
+    found = ((does, permission) for begin, does, permission in _PERMISSIONS if what.startswith(begin))
+    return next(found, ("do that", "it"))
 
 
 def region_named(reason: str, named: str) -> str:

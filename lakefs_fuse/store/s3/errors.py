@@ -174,9 +174,11 @@ RAISED_BY_BOTO = (boto.BotoCoreError, boto.ClientError, urllib3.exceptions.HTTPE
 """What a call may raise. botocore 1.42 and before passes on what urllib3 raises of an error that is cut short."""
 
 
-def from_answer(what: str, code: str, status: int, reason: str = "", region: str = "") -> StoreError:
+def from_answer(
+    what: str, code: str, status: int, reason: str = "", region: str = "", *, signed: bool = True
+) -> StoreError:
     """The error of an answer with an S3 error code (or none) and an HTTP status. ``what`` begins with the operation,
-    as `advice` knows it; ``region`` is the bucket's, where the answer names it."""
+    as `advice` knows it; ``region`` is the bucket's, where the answer names it; ``signed``: the request was."""
     if code.isdigit():
         code = ""  # what botocore makes of an answer without a body
     if status == 407:
@@ -194,7 +196,7 @@ def from_answer(what: str, code: str, status: int, reason: str = "", region: str
             f"{what}: the store answered {named}: {known or 'try again later, or see its own log'}", throttled=throttled
         )
     if kind is AccessDenied:
-        return AccessDenied(f"{what}: {named}: {known or advice.denied(what, reason)}")
+        return AccessDenied(f"{what}: {named}: {known or advice.denied(what, reason, signed=signed)}")
     if kind is WrongRegion:
         name = advice.region_named(reason, region)
         return WrongRegion(f"{what}: {named}: {advice.region(name)}", name)
@@ -204,13 +206,13 @@ def from_answer(what: str, code: str, status: int, reason: str = "", region: str
     return kind(f"{what}: {named}{': ' + reason if reason and reason != code else ''}")
 
 
-def from_xml(what: str, status: int, body: bytes, region: str = "") -> StoreError:
-    """The error of a raw answer that is not 2xx. ``region`` as `from_answer` has it."""
+def from_xml(what: str, status: int, body: bytes, region: str = "", *, signed: bool = True) -> StoreError:
+    """The error of a raw answer that is not 2xx. ``region`` and ``signed`` as `from_answer` has them."""
     text = body[:65_536].decode("utf-8", "replace")
     code, message = _XML_CODE.search(text), _XML_MESSAGE.search(text)
     if code is None and (page := _from_page(what, status, text)):
         return page
-    return from_answer(what, code[1] if code else "", status, message[1] if message else text, region)
+    return from_answer(what, code[1] if code else "", status, message[1] if message else text, region, signed=signed)
 
 
 def from_page(what: str, body: bytes) -> StoreError | None:
@@ -231,7 +233,7 @@ def _from_page(what: str, status: int, text: str) -> StoreError | None:
     return None
 
 
-def from_boto(what: str, error: Exception) -> StoreError:
+def from_boto(what: str, error: Exception, *, signed: bool = True) -> StoreError:
     """The error of a boto3 call. ``error`` is anything but a `StoreError`."""
     if isinstance(error, boto.ClientError):
         about, metadata = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
@@ -239,7 +241,7 @@ def from_boto(what: str, error: Exception) -> StoreError:
         code, reason = str(about.get("Code", "")), str(about.get("Message", ""))
         if status in _REDIRECTIONS and code.isdigit():
             return Unavailable(f"{what}: {advice.WEB_PAGE}")
-        return from_answer(what, code, status, reason, str(region))
+        return from_answer(what, code, status, reason, str(region), signed=signed)
     if isinstance(error, _BOTO_CONNECTIONS):
         # The text of botocore's own exception has the URL, which may be anything.
         cause = getattr(error, "kwargs", {}).get("error")
@@ -250,14 +252,14 @@ def from_boto(what: str, error: Exception) -> StoreError:
     return _from_table(_BOTO_KINDS, what, error)
 
 
-def from_obstore(what: str, error: Exception) -> StoreError:
+def from_obstore(what: str, error: Exception, *, signed: bool = True) -> StoreError:
     """The error of an obstore call."""
     text = str(error)
     status = _OBSTORE_STATUS.search(text)
     if status is not None:
-        return from_xml(what, int(status[1]), text.encode("utf-8", "replace"))
+        return from_xml(what, int(status[1]), text.encode("utf-8", "replace"), signed=signed)
     if isinstance(error, obs.PermissionDeniedError | obs.UnauthenticatedError):
-        return AccessDenied(f"{what}: {advice.denied(what, '')}")
+        return AccessDenied(f"{what}: {advice.denied(what, '', signed=signed)}")
     if _OBSTORE_NO_ANSWER.search(text):
         is_begun, sentence = advice.of_connection(text)
         return _unanswered(what, error, sentence, is_begun=is_begun)

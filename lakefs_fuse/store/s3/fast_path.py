@@ -80,7 +80,7 @@ class S3FastPath:
         }
         if not access.config.unsigned:
             configuration["credential_provider"] = access.credentials
-        self._prefix = access.config.source.prefix
+        self._prefix, self._signed = access.config.source.prefix, not access.config.unsigned
         self._puts = not is_told_by_environment(os.environ)
         try:
             self._store: Any = obstore.store.S3Store(
@@ -106,7 +106,7 @@ class S3FastPath:
             return given, memoryview(cast(Any, result.bytes())), meta
 
         what = f"get {key!r}"
-        given, data, meta = _translated(what, fetch)
+        given, data, meta = self._translated(what, fetch)
         due = start, min(end, meta.size)
         if given != due or len(data) != due[1] - start:
             raise Unavailable(f"{what}: {len(data)} bytes came where {due[1] - start} were due")
@@ -115,7 +115,8 @@ class S3FastPath:
     def head(self, key: str) -> ObjectMeta:
         """With metadata, but for metadata named like a header."""
         options = cast(Any, {"head": True})
-        result = _translated(f"head {key!r}", lambda: obstore.get(self._store, self._prefix + key, options=options))
+        path = self._prefix + key
+        result = self._translated(f"head {key!r}", lambda: obstore.get(self._store, path, options=options))
         return _meta(key, result)
 
     def can_put(self, size: int, metadata: Mapping[str, str] | None) -> bool:
@@ -130,7 +131,7 @@ class S3FastPath:
         attributes = dict(metadata or {})
         if storage_class:
             attributes["Storage-Class"] = storage_class
-        answer = _translated(
+        answer = self._translated(
             f"put {key!r}",
             lambda: obstore.put(
                 self._store,
@@ -142,6 +143,14 @@ class S3FastPath:
             ),
         )
         return ObjectMeta(key, len(body), _etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
+
+    def _translated(self, what: str, call: Callable[[], T]) -> T:
+        """The answer of an obstore call, or its error translated; the original is not chained."""
+        try:
+            return call()
+        except Exception as error:
+            failure = from_obstore(what, error, signed=self._signed)
+        raise failure
 
 
 CACHE_TIMEOUT = timedelta(seconds=5)
@@ -166,15 +175,6 @@ class CachedGets:
         metadata = dict(fetched.meta.metadata or {})
         is_hit = metadata.pop(CACHE_STATUS, "") == "HIT"
         return Fetched(fetched.data, structs.replace(fetched.meta, metadata=metadata)), is_hit
-
-
-def _translated(what: str, call: Callable[[], T]) -> T:
-    """The answer of an obstore call, or its error translated; the original is not chained."""
-    try:
-        return call()
-    except Exception as error:
-        failure = from_obstore(what, error)
-    raise failure
 
 
 def _meta(key: str, result: obstore.GetResult) -> ObjectMeta:

@@ -59,7 +59,8 @@ class S3Pages:
         except RAISED_BY_BOTO as error:
             raise from_boto(what, error) from error
         if status != 200:
-            raise from_xml(what, status, body, response.headers.get(REGION_HEADER, ""))
+            region, signed = response.headers.get(REGION_HEADER, ""), not self._access.config.unsigned
+            raise from_xml(what, status, body, region, signed=signed)
         try:
             return parse_page(body, len(lake))
         except (ElementTree.ParseError, ValueError) as error:

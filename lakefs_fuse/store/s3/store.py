@@ -422,7 +422,7 @@ class S3Store:
         try:
             answer: Answer = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
         except RAISED_BY_BOTO as error:
-            raise from_boto(what, error) from error
+            raise from_boto(what, error, signed=not self.access.config.unsigned) from error
         if operation == "get_object":
             self.server = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", "")
         return answer
@@ -556,7 +556,7 @@ def _advice(config: StoreConfig, base_url: str, error: StoreError) -> Exception:
     bucket = config.source.bucket
     if isinstance(error, NoSuchBucket | NotFound):
         return NoSuchBucket(f"bucket {bucket!r} does not exist at {base_url}: create it, or check --endpoint-url")
-    if type(error) in (AccessDenied, StoreError) and config.unsigned:
+    if type(error) is StoreError and config.unsigned:  # as rclone answers
         return AccessDenied(
             f"bucket {bucket!r} at {base_url}: the store does not let everybody list it ({error}): leave out "
             "--unsigned, and give credentials"
