@@ -37,12 +37,15 @@ def open_store(config: StoreConfig, node: Node, limiter: RateLimiter | None = No
 
 
 def find_lake(place: StoreConfig, node: Node) -> tuple[StoreConfig, str]:
-    """The lake that a place is in, and the path of the place in it; one LIST for each level. Raises StoreError,
-    ConfigError."""
-    for config, path in _candidates(place):
-        if _has_commits(config, node, is_place=not path):
-            return config, path
-    return place, ""
+    """The lake that a place is in, and the path of the place in it; one LIST for each level. Where the bucket is in
+    another region, that is asked from the second level on, and is in the answer. Raises StoreError, ConfigError."""
+    region = place.region
+    for candidate, path in _candidates(place):
+        config = structs.replace(candidate, region=region)
+        found, region = _has_commits(config, node, is_place=not path)
+        if found:
+            return structs.replace(config, region=region), path
+    return structs.replace(place, region=region), ""
 
 
 def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
@@ -62,21 +65,26 @@ def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
     return found
 
 
-def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> bool:
+def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> tuple[bool, str | None]:
+    """Whether the lake's own objects are there, and the region to ask from now on."""
     if config.source.scheme == "file":
         reserved = os.path.join(config.source.bucket, RESERVED_NAME)
-        return any(os.path.isdir(os.path.join(reserved, name)) for name in LAKE_DIRECTORIES)
+        found = any(os.path.isdir(os.path.join(reserved, name)) for name in LAKE_DIRECTORIES)
+        return found, config.region
+    from lakefs_fuse.store.s3.store import open_s3
+
     try:
-        store = open_store(config, node)
+        store = open_s3(config, node.clock, None)
     except AccessDenied:
         # Above the place we may not be allowed to look; then we could not write commits there either.
         if is_place:
             raise
-        return False
+        return False, config.region
+    region = store.access.config.region
     try:
-        found = store.list_page(RESERVED_PREFIX, delimiter="/").prefixes
+        prefixes = store.list_page(RESERVED_PREFIX, delimiter="/").prefixes
     except AccessDenied:
-        return False
+        return False, region
     finally:
         store.close()
-    return not {f"{RESERVED_PREFIX}{name}/" for name in LAKE_DIRECTORIES}.isdisjoint(found)
+    return not {f"{RESERVED_PREFIX}{name}/" for name in LAKE_DIRECTORIES}.isdisjoint(prefixes), region

@@ -14,7 +14,9 @@ from msgspec import structs
 from lakefs_fuse.checks import Severity
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.store.open import find_lake, open_store
 from lakefs_fuse.store.s3 import bucket as s3_bucket
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.store import S3Store, follow_region, open_s3
@@ -116,6 +118,25 @@ def test_bucket_in_another_region_is_followed_and_told(
     assert told.severity is Severity.WARNING
     assert "give --region eu-west-7" in told.text
     assert s3_bucket.region(found, follow_region(found, SystemClock())).severity is Severity.OK
+
+
+def test_lake_in_another_region_is_followed_once(
+    recorded_config: StoreConfig, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At whatever depth the place is below the root of the lake, and when the lake is opened afterwards."""
+    root = structs.replace(recorded_config, region="eu-west-7")
+    store = open_s3(root, SystemClock(), None)
+    store.put(".lakefs/commits/x", b"x")
+    store.close()
+    recorder.requests.clear()
+    recorder.refuses = lambda request: None if scope_of(request)[2] == "eu-west-7" else MOVED["AWS"]
+    source = recorded_config.source
+    below = structs.replace(recorded_config, source=structs.replace(source, prefix=f"{source.prefix}a/b/c/"))
+    lake, path = find_lake(below, Node.of_this_machine())
+    assert (lake, path) == (root, "a/b/c")
+    open_store(lake, Node.of_this_machine()).close()
+    assert [scope_of(request)[2] for request in recorder.requests].count("us-east-1") == 1
+    assert caplog.text.count("is in region eu-west-7") == 1
 
 
 def test_bucket_that_is_in_no_region_asked_is_an_error(recorded_config: StoreConfig, recorder: Recorder) -> None:
