@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
 
-FOUNDATION = frozenset({"lakefs_fuse", "_version", "errors", "config", "checks", "metrics", "product"})
+FOUNDATION = frozenset({"lakefs_fuse", "_version", "errors", "config", "checks", "metrics", "product", "quantity"})
 """What every layer may use. Among themselves: config uses errors."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "checks": frozenset(),
     "product": frozenset(),
     "metrics": frozenset(),
+    "quantity": frozenset(),
     "config": frozenset({"errors"}),
     "environment": frozenset({"errors", "product"}),
     "sync": frozenset({"errors"}),

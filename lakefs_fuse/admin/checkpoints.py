@@ -38,6 +38,7 @@ from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.sync.nursery import for_each
 
@@ -81,7 +82,8 @@ async def run_checkpoint(work: Work, args: protocol.CheckpointArgs) -> protocol.
         listing = (await find_checkpoints(lake, work, args.url, args.marker, args.match)).listing
     if args.action == "ls":
         lines = [
-            f"{item.name}{'/' if item.kind == 'directory' else ''}: {item.files:,} files, {item.bytes:,} bytes, "
+            f"{item.name}{'/' if item.kind == 'directory' else ''}: {counted(item.files, 'file')}, "
+            f"{counted(item.bytes, 'byte')}, "
             + (("complete, newest" if item.name == listing.latest else "complete") if item.complete else item.reason)
             for item in listing.checkpoints
         ]
@@ -233,8 +235,8 @@ class Report:
                 proofs.append(f"{checked.unproven:,} by their size only")
             how = f" ({', '.join(proofs)})" if proofs else ""
             lines.append(
-                f"{checked.name}: {'BAD' if checked.problems else 'ok'}, {checked.files:,} files, "
-                f"{checked.bytes:,} bytes{how}"
+                f"{checked.name}: {'BAD' if checked.problems else 'ok'}, {counted(checked.files, 'file')}, "
+                f"{counted(checked.bytes, 'byte')}{how}"
             )
             lines += [f"  {path}: {text}" for path, text in checked.problems[:PROBLEMS_SHOWN_MAX]]
             if len(checked.problems) > PROBLEMS_SHOWN_MAX:

@@ -22,6 +22,7 @@ from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, DamagedCommit, NotFound, Unsupported
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store import lake_record
 from lakefs_fuse.store.client import StoreClient
 
@@ -152,14 +153,16 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
             "newest_commit": f"{done.newest:016x}",
             "requests": sum(work.client.metrics.requests.values()),
         },
-        f"{done.names:,} names in {done.directories + 1:,} directories: {done.bytes:,} bytes in "
-        f"{len(done.all_files()):,} files, {f'snapshot {args.name}' if args.name else f'index {done.time:016x}'}",
+        f"{counted(done.names, 'name')} in {counted(done.directories + 1, 'directory', 'directories')}: "
+        f"{counted(done.bytes, 'byte')} in {counted(len(done.all_files()), 'file')}, "
+        f"{f'snapshot {args.name}' if args.name else f'index {done.time:016x}'}",
     )
 
 
 async def _list_snapshots(work: Work) -> protocol.Finished:
     """Each name, with the time of its state and its size."""
     found: list[dict[str, object]] = []
+    lines: list[str] = []
     unreadable = 0
     for name in await snapshots.names(work.client):
         try:
@@ -174,7 +177,7 @@ async def _list_snapshots(work: Work) -> protocol.Finished:
             continue  # `dataset ls` has it
         at = datetime.fromtimestamp(manifest.time / NS, UTC).isoformat(timespec="seconds")
         found.append({"name": name, "at": at, "names": manifest.names, "bytes": manifest.bytes})
-    lines = [f"{each['name']}  {each['at']}  {each['names']:,} names" for each in found]
+        lines.append(f"{name}  {at}  {counted(manifest.names, 'name')}")
     return protocol.Finished(
         summary={"snapshots": found},
         text="\n".join(lines) or "there are no snapshots",

@@ -21,6 +21,7 @@ from lakefs_fuse.commits.index.index import Dataset
 from lakefs_fuse.errors import DamagedCommit
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tree import Tree, damaged_rows
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.vfs.namespace.key_mapping import extent_of
 
 PROBLEMS_MAX = 1000
@@ -78,15 +79,17 @@ class Verified:
         """The result as text for users."""
         lines = [f"{each.path}: {each.kind}: {each.text} ({each.key})" for each in self.problems]
         if self.files_hurt > len(self.problems):
-            lines.append(f"… and {self.files_hurt - len(self.problems):,} more files")
-        hurt = f"{self.files_hurt:,} files of {self.objects_bad:,} objects are lost" if self.objects_bad else "ok"
+            lines.append(f"… and {counted(self.files_hurt - len(self.problems), 'more file')}")
+        lost = f"{counted(self.files_hurt, 'file')} of {counted(self.objects_bad, 'object')}"
+        hurt = f"{lost} {'is' if self.files_hurt == 1 else 'are'} lost" if self.objects_bad else "ok"
         if self.files_hurt and not self.objects_bad:
-            hurt = f"{self.files_hurt:,} files are damaged"
-        lines.append(f"{self.name}: {hurt}: {self.files:,} files, {self.objects:,} objects checked")
+            hurt = f"{counted(self.files_hurt, 'file is', 'files are')} damaged"
+        lines.append(f"{self.name}: {hurt}: {counted(self.files, 'file')}, {counted(self.objects, 'object')} checked")
         if self.read is not None:
             proofs = [f"{name} {count:,}" for name, count in sorted(self.read.proofs.items())]
             proofs += [f"{self.read.unproven:,} by their size only"] if self.read.unproven else []
-            lines.append(f"{self.read.bytes:,} bytes read; files by what proves them: {', '.join(proofs) or 'none'}")
+            read = counted(self.read.bytes, "byte")
+            lines.append(f"{read} read; files by what proves them: {', '.join(proofs) or 'none'}")
         if self.objects_bad:
             lines.append("if other tools have copied or encrypted the lake, run `lakefs-fuse fsck --rebind`")
         return "\n".join(lines)

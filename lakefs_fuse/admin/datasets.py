@@ -28,6 +28,7 @@ from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import RESERVED_NAME
+from lakefs_fuse.quantity import counted
 
 NAMES_PER_STEP = 512
 NODES_NAMED_MAX = 10
@@ -54,7 +55,8 @@ async def _create(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
         async with open_lake_view(client, work.store, node=work.node, scratch=work.scratch) as lake:
             built = await dataset_builder.build(lake, name, path, known[::-1], work.progress, work.note)
     counts = built.counts
-    copied = f"{counts.copies:,} objects, {counts.bytes_copied:,} bytes, were copied in the store"
+    copies = f"{counted(counts.copies, 'object')}, {counted(counts.bytes_copied, 'byte')}"
+    copied = f"{copies}, {'was' if counts.copies == 1 else 'were'} copied in the store"
     reused = f"; copies that {built.base} has already: {counts.reused:,}" if counts.reused else ""
     return work.finished(
         {
@@ -63,7 +65,8 @@ async def _create(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
             "bytes_copied": counts.bytes_copied,
             "copies_reused": counts.reused,
         },
-        f"dataset {name}: {counts.files:,} files, {counts.bytes:,} bytes, of {path or 'the whole lake'}; "
+        f"dataset {name}: {counted(counts.files, 'file')}, {counted(counts.bytes, 'byte')}, of "
+        f"{path or 'the whole lake'}; "
         f"{copied if counts.copies else 'no object had to be copied'}{reused}",
     )
 
@@ -100,17 +103,24 @@ def _describe(name: DatasetName, manifest: Manifest) -> dict[str, object]:
 async def _list(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
     wanted = DatasetName.parse(args.dataset).name if args.dataset else ""
     there = await datasets.versions(work.client, wanted)
-    found = [_describe(each.name, each.manifest) for each in there if each.manifest is not None]
+    readable = [(each.name, each.manifest) for each in there if each.manifest is not None]
+    found = [_describe(name, manifest) for name, manifest in readable]
     for each in there:
         if each.manifest is None:
             work.note(f"{each.name} cannot be read: {each.why}")
-    lines = [
-        f"{each['dataset']}  {each['at']}  {each['files']:,} files  {each['bytes']:,} bytes  {each['path'] or '/'}"
-        for each in found
-    ]
+    lines = [_line_of(name, manifest) for name, manifest in readable]
     return work.finished(
         {"datasets": found}, "\n".join(lines) or "there are no datasets", failed=len(found) < len(there)
     )
+
+
+def _line_of(name: DatasetName, manifest: Manifest) -> str:
+    """A version, for people."""
+    described = _describe(name, manifest)
+    told = manifest.dataset
+    assert told is not None, "only a version of a dataset is described"
+    size = f"{counted(told.files, 'file')}  {counted(told.bytes, 'byte')}"
+    return f"{name}  {described['at']}  {size}  {told.path or '/'}"
 
 
 async def _show(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:

@@ -40,6 +40,7 @@ from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import Tree, damaged_rows
 from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 
@@ -134,15 +135,18 @@ class Checked:
                 lines.append(f"  {problem.repair}")
         hurt = len({path for problem in self.problems for path in problem.paths})
         lines.append(
-            f"{self.commits:,} commits ({self.bytes_read:,} bytes read) and {self.files:,} files checked: "
-            + (f"{len(self.problems):,} problems, {hurt:,} files hurt" if self.problems else "clean")
+            f"{counted(self.commits, 'commit')} ({counted(self.bytes_read, 'byte')} read) and "
+            f"{counted(self.files, 'file')} checked: "
+            + (f"{counted(len(self.problems), 'problem')}, {counted(hurt, 'file')} hurt" if self.problems else "clean")
         )
         if any(problem.kind in (Kind.CHANGED, Kind.MISSING) for problem in self.problems):
             lines.append("if other tools have copied or encrypted the lake, run fsck --rebind")
         if self.gone:
-            lines.append(f"{self.gone:,} files are gone because others deleted their plain objects, which is no damage")
+            gone = counted(self.gone, "file is", "files are")
+            lines.append(f"{gone} gone because others deleted plain objects, which is no damage")
         if self.unsettled:
-            lines.append(f"{self.unsettled:,} objects were written too fast to be checked: run fsck again")
+            changing = counted(self.unsettled, "object was", "objects were")
+            lines.append(f"{changing} written too fast to be checked: run fsck again")
         return "\n".join(lines)
 
 
@@ -426,7 +430,8 @@ class Checker:
             if path is not None:
                 problem.paths[b"/".join(path).decode("utf-8", "surrogateescape")] = None
         if count:
-            problem.text = f"{count:,} rows that mounts took from it cannot be read; one of them: {problem.text}"
+            rows = counted(count, "row")
+            problem.text = f"{rows} that mounts took from it cannot be read; one of them: {problem.text}"
 
     def _check_names(self) -> None:
         for path, entry in self._lake.files():

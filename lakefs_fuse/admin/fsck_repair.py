@@ -25,6 +25,7 @@ from lakefs_fuse.commits.record import COMMITS, OWN
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.sync.nursery import for_each
 
 DAMAGED = f"{RESERVED_PREFIX}damaged/"
@@ -52,10 +53,11 @@ async def repair(lake: LakeView, checker: Checker) -> None:
             continue
         again = sum(path in repaired for path in problem.paths)
         if again:
-            problem.repair = f"{again:,} names were pointed at an intact copy"
+            problem.repair = f"{counted(again, 'name was', 'names were')} pointed at an intact copy"
         left = len(problem.paths) - again
         if left:
-            problem.repair += f"{'; ' if again else ''}{left:,} names left as they are: no intact copy is known"
+            of_left = counted(left, "name left as it is", "names left as they are")
+            problem.repair += f"{'; ' if again else ''}{of_left}: no intact copy is known"
 
 
 async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[str, str]:
@@ -77,7 +79,8 @@ async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[st
     done, doomed = dict.fromkeys(future, "left: it cannot be read"), list[str]()
     for key in again:
         if used := used_by.get(key, 0):
-            done[key] = f"committed again; its bytes stay, as {used:,} names have theirs in it"
+            names = counted(used, "name has its own", "names have theirs")
+            done[key] = f"committed again; its bytes stay, as {names} in it"
         elif key in kept:
             done[key] = "committed again; its bytes stay, as a snapshot has some of them"
         else:
@@ -92,7 +95,7 @@ async def _move_aside(lake: LakeView, checker: Checker, problem: Problem) -> str
     if meta is None:
         return "left: it is gone"
     if used := lake.references(meta.key, meta.etag):
-        return f"left where it is: {used:,} names have their bytes in it"
+        return f"left where it is: {counted(used, 'name has its', 'names have their')} bytes in it"
     if meta.key in await snapshots.kept_objects(lake.client):
         return "left where it is: a named snapshot has bytes in it"
     target = DAMAGED + meta.key.removeprefix(COMMITS)

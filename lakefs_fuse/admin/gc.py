@@ -68,6 +68,7 @@ from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.sorted_tables import marks_of
 from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
@@ -131,23 +132,29 @@ class Collected:
 
     def describe(self, *, dry_run: bool) -> str:
         """The result as text for users."""
+        would = "would be " if dry_run else ""
         lines = [
-            f"{self.bytes_deleted:,} bytes {'would be ' if dry_run else ''}deleted: {self.commits_deleted:,} commits, "
-            f"{self.plain.objects + self.unreferenced.objects:,} plain objects, {self.uploads_aborted:,} uploads; "
-            f"{self.moved.bytes_written:,} bytes {'would be ' if dry_run else ''}written: the live files of "
-            f"{self.packs_rewritten:,} packs"
+            f"{counted(self.bytes_deleted, 'byte')} {would}deleted: {counted(self.commits_deleted, 'commit')}, "
+            f"{counted(self.plain.objects + self.unreferenced.objects, 'plain object')}, "
+            f"{counted(self.uploads_aborted, 'upload')}; "
+            f"{counted(self.moved.bytes_written, 'byte')} {would}written: the live files of "
+            f"{counted(self.packs_rewritten, 'pack')}"
         ]
         if self.commits_later or self.later.objects:
             lines.append(
-                f"{self.bytes_later + self.later.bytes:,} bytes in {self.commits_later:,} dead commits and "
-                f"{self.later.objects:,} objects are deleted by a run after the grace period (--grace, --wait)"
+                f"{counted(self.bytes_later + self.later.bytes, 'byte')} in "
+                f"{counted(self.commits_later, 'dead commit')} and {counted(self.later.objects, 'object')} "
+                "are deleted by a run after the grace period (--grace, --wait)"
             )
         if self.unreadable:
-            lines.append(f"nothing was deleted, because {self.unreadable:,} commits cannot be read: run fsck")
+            unreadable = counted(self.unreadable, "commit")
+            lines.append(f"nothing was deleted, because {unreadable} cannot be read: run fsck")
         if self.late:
-            lines.append(f"{self.late:,} commits were left, because their changes are not in the lake: run fsck")
+            late = counted(self.late, "commit was", "commits were")
+            lines.append(f"{late} left, with changes that are not in the lake: run fsck")
         if self.moved.damaged:
-            lines.append(f"{self.moved.damaged:,} files have damaged bytes and were left where they are: run fsck")
+            damaged = counted(self.moved.damaged, "file with damaged bytes was", "files with damaged bytes were")
+            lines.append(f"{damaged} left in place: run fsck")
         return "\n".join(lines)
 
 
@@ -478,8 +485,8 @@ def _require_deleted(swept: Swept) -> None:
     """Raises LakeError where the store refused to delete objects."""
     if swept.failed:
         raise LakeError(
-            f"deleting is refused for {swept.failed:,} objects ({swept.why}): collect garbage with credentials that "
-            "may delete everything in the lake (deploy/iam/maintainer.json)"
+            f"deleting is refused for {counted(swept.failed, 'object')} ({swept.why}): collect garbage with "
+            "credentials that may delete everything in the lake (deploy/iam/maintainer.json)"
         )
 
 

@@ -46,6 +46,7 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow, is_pack_key
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_PREFIX
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.namespace.attributes import learn
@@ -88,21 +89,28 @@ class Rebound:
 
     def describe(self, *, dry_run: bool) -> str:
         """The result as text for users."""
-        verb = "would be" if dry_run else "were"
+
+        def with_verb(count: int, noun: str) -> str:
+            verb = "would be" if dry_run else "was" if count == 1 else "were"
+            return f"{counted(count, noun)} {verb}"
+
         if not (self.objects or self.snapshots or self.hidden or self.left):
             return "every object has the ETag that the lake names: nothing to rebind"
-        lines = [f"{self.objects:,} objects have other ETags: {self.files:,} files {verb} pointed at them"]
+        has = counted(self.objects, "object has another ETag", "objects have other ETags")
+        lines = [f"{has}: {with_verb(self.files, 'file')} pointed there"]
         if self.snapshots:
-            lines.append(f"{self.snapshots:,} snapshots {verb} rewritten")
+            lines.append(f"{with_verb(self.snapshots, 'snapshot')} rewritten")
         if self.unverified:
-            lines.append(f"{self.unverified:,} of the objects were compared by size only: no checksum covers them")
+            unverified = counted(self.unverified, "of the objects was", "of the objects were")
+            lines.append(f"{unverified} compared by size only, without a checksum")
         if self.hidden:
             lines.append(
-                f"{self.hidden:,} objects of removed or replaced files {verb} hidden; "
+                f"{with_verb(self.hidden, 'object')} hidden, of files that were removed or replaced; "
                 "to keep one, copy it to another key before gc deletes it"
             )
         if self.left:
-            lines.append(f"{self.left:,} objects were left as they are: copy them again, and run this again")
+            left = counted(self.left, "object was left as it is", "objects were left as they are")
+            lines.append(f"{left}: copy what is left again, and run this again")
         if self.index:
             lines.append(f"index {self.index} written")
         return "\n".join(lines)

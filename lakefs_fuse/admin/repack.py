@@ -35,6 +35,7 @@ from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import DELETE_AFTER_S, MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import copy_metadata, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
@@ -78,14 +79,17 @@ class Packed:
         """The result as text for users."""
         if dry_run:
             return (
-                f"{self.moved.files:,} files of {self.moved.bytes:,} bytes would be packed; "
-                f"{self.swept.objects:,} superseded objects would be deleted"
+                f"{counted(self.moved.files, 'file')} of {counted(self.moved.bytes, 'byte')} would be packed; "
+                f"{counted(self.swept.objects, 'superseded object')} would be deleted"
             )
-        text = f"{self.moved.files:,} files of {self.moved.bytes:,} bytes are in {self.moved.packs:,} packs now; "
-        text += f"{self.swept.objects:,} plain objects deleted"
+        files = counted(self.moved.files, "file")
+        verb = "is" if self.moved.files == 1 else "are"
+        text = f"{files} of {counted(self.moved.bytes, 'byte')} {verb} in {counted(self.moved.packs, 'pack')} now; "
+        text += f"{counted(self.swept.objects, 'plain object')} deleted"
         if self.moved.left:
-            text += f"; {self.moved.left:,} files changed meanwhile and were left"
-        return text + (f"; {self.swept.failed:,} objects could not be deleted" if self.swept.failed else "")
+            left = counted(self.moved.left, "file that changed meanwhile was", "files that changed meanwhile were")
+            text += f"; {left} left"
+        return text + (f"; {counted(self.swept.failed, 'object')} could not be deleted" if self.swept.failed else "")
 
 
 async def pack(
@@ -178,9 +182,11 @@ class Unpacked:
 
     def describe(self, *, dry_run: bool) -> str:
         """The result as text for users."""
-        verb = "would be" if dry_run else "are"
-        text = f"{self.files:,} files of {self.bytes:,} bytes {verb} plain objects at their own keys"
-        return text + ("" if dry_run else " now") + (f"; {self.left:,} stay where they are" if self.left else "")
+        verb = "would be" if dry_run else "is" if self.files == 1 else "are"
+        what = "a plain object at its own key" if self.files == 1 else "plain objects at their own keys"
+        text = f"{counted(self.files, 'file')} of {counted(self.bytes, 'byte')} {verb} {what}"
+        left = counted(self.left, "stays where it is", "stay where they are")
+        return text + ("" if dry_run else " now") + (f"; {left}" if self.left else "")
 
 
 async def unpack(

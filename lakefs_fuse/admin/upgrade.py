@@ -17,6 +17,7 @@ from lakefs_fuse.commits.commit_log import fetch_newest_read
 from lakefs_fuse.commits.record import COMMITS, FORMATS
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import FEATURES, LakeRecord
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -64,9 +65,9 @@ async def _refuse_old_writers(work: Work) -> None:
         except NotFound:
             continue  # collected meanwhile
         if newest < FORMATS[-1]:
-            minutes = max(0, now_ns - time) // (60 * NS)
+            minutes = counted(max(0, now_ns - time) // (60 * NS), "minute")
             raise LakeError(
-                f"an older program wrote to this lake {minutes} minutes ago ({meta.key}): unmount it wherever it "
+                f"an older program wrote to this lake {minutes} ago ({meta.key}): unmount it wherever it "
                 "runs, or mount with this version, and upgrade an hour after its last commit"
             )
 

@@ -24,6 +24,7 @@ from lakefs_fuse.cli.terminal import Bar, is_watched, print_json, print_tables, 
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.mounts import read_mounts
 from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
+from lakefs_fuse.quantity import counted
 
 LINE_S = 10.0
 """Period of the lines about progress where standard error is no terminal."""
@@ -156,7 +157,8 @@ def evict(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: b
     """
 
     def describe(mountpoint: str, values: dict[str, Any]) -> str:
-        stay = [f"{count:,} files stay: {why}" for key, why in EVICT_SKIPS.items() if (count := _number(values, key))]
+        kept = ((_number(values, key), why) for key, why in EVICT_SKIPS.items())
+        stay = [f"{counted(count, 'file stays', 'files stay')}: {why}" for count, why in kept if count]
         return "\n".join([f"{mountpoint}: {format_bytes(_number(values, 'freed_bytes'))} freed", *stay])
 
     _tell(_ask_all(select(paths, files_from, null), protocol.EvictCache()), describe, as_json=as_json)
@@ -282,7 +284,8 @@ def warm_all(selection: Selection, request: protocol.WarmCache, *, as_json: bool
     if as_json:
         _print_json(found)
     if gone := sum(_number(values, "gone_files") for _, values in found):
-        raise LakeError(f"{gone:,} files were replaced or removed in the store meanwhile: run the same command again")
+        files = counted(gone, "file was", "files were")
+        raise LakeError(f"{files} replaced or removed in the store meanwhile: run the same command again")
 
 
 def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.WarmCache) -> dict[str, Any]:
@@ -300,12 +303,15 @@ def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.Wa
 def _describe_warm(mountpoint: str, values: dict[str, Any], request: protocol.WarmCache) -> str:
     files, size, fetched = _number(values, "files"), _number(values, "bytes"), _number(values, "fetched_bytes")
     if request.background:
-        return f"{mountpoint}: fetching what is missing of {files:,} files, {format_bytes(size)}, in the background"
+        missing = f"{counted(files, 'file')}, {format_bytes(size)}"
+        return f"{mountpoint}: fetching what is missing of {missing}, in the background"
     left_out, gone = _number(values, "left_out_files"), _number(values, "gone_files")
     kept = format_bytes(size - _number(values, "left_out_bytes"))
-    text = f"{mountpoint}: {files - left_out - gone:,} files, {kept} are in the cache; {format_bytes(fetched)} fetched"
+    there = files - left_out - gone
+    is_there = f"{counted(there, 'file')}, {kept}, {'is' if there == 1 else 'are'} in the cache"
+    text = f"{mountpoint}: {is_there}; {format_bytes(fetched)} fetched"
     if left_out:
-        text += f"\n{left_out:,} files, {format_bytes(_number(values, 'left_out_bytes'))}, did not fit"
+        text += f"\n{counted(left_out, 'file')}, {format_bytes(_number(values, 'left_out_bytes'))}, did not fit"
     return text
 
 
@@ -322,13 +328,13 @@ class _Shown:
             self._bar.update("waiting for another warm", 0, None, "")
             return
         if progress.stage != "fetching":
-            self._bar.update("counting", 0, None, f"{progress.files_total:,} files")
+            self._bar.update("counting", 0, None, counted(progress.files_total, "file"))
             self._began_s = time.monotonic()
             return
         if progress.unfit_bytes and not self._has_told:
             self._has_told = True
             self._bar.note(f"{format_bytes(progress.unfit_bytes)} do not fit into the cache: they are left out")
-        done = f"{progress.files_total - progress.files_left:,} of {progress.files_total:,} files"
+        done = f"{progress.files_total - progress.files_left:,} of {counted(progress.files_total, 'file')}"
         self._bar.update("warming", progress.bytes_done, progress.bytes_total, done)
         now_s = time.monotonic()
         if not is_watched() and now_s - self._line_s >= LINE_S:
@@ -383,7 +389,7 @@ def _print_list(mountpoint: str, values: dict[str, Any]) -> None:
     warm = values["warm"]
     if warm["running"]:
         click.echo(
-            f"warming: {warm['files_done']:,} of {warm['files_total']:,} files, "
+            f"warming: {warm['files_done']:,} of {counted(warm['files_total'], 'file')}, "
             f"{format_bytes(warm['fetch_bytes_done'])} of {format_bytes(warm['fetch_bytes_total'])}"
         )
     elif warm["last_error"]:

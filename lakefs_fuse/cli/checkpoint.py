@@ -35,6 +35,7 @@ from lakefs_fuse.cli.terminal import print_json, print_tables, progress_bar
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
 from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.quantity import counted
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
@@ -260,7 +261,8 @@ def consolidate_shards(
     if as_json:
         print_json(made)
         return
-    click.echo(f"{made.path}: {made.tensors:,} tensors, {format_bytes(made.bytes)}, {made.objects:,} other values")
+    values = f"{counted(made.tensors, 'tensor')}, {format_bytes(made.bytes)}, {counted(made.objects, 'other value')}"
+    click.echo(f"{made.path}: {values}")
     if made.left_out:
         click.echo(f"left out, because they are no tensors: {', '.join(made.left_out)}", err=True)
 

@@ -19,6 +19,7 @@ from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.product import XATTR_VERSION
+from lakefs_fuse.quantity import counted
 
 ID_CHARACTERS = 32
 
@@ -93,7 +94,8 @@ def refresh(path: str, recursive: bool, as_json: bool) -> None:
         print_json({"mountpoint": mountpoint, "path": relative, **values})
     elif isinstance(at_s := values.get("at_s"), float):
         at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
-        click.echo(f"{mountpoint} shows the lake of {at}: {values.get('changed', 0)} names changed")
+        changed = counted(int(str(values.get("changed", 0))), "name")
+        click.echo(f"{mountpoint} shows the lake of {at}: {changed} changed")
 
 
 @click.command("wait", cls=GroupedCommand, context_settings=SETTINGS)

@@ -8,6 +8,7 @@ from lakefs_fuse import __version__
 from lakefs_fuse.checks import CheckResult, failed, ok, warning
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
 from lakefs_fuse.cli.stats_values import Values, number, section
+from lakefs_fuse.quantity import counted
 
 OLDEST_S_MAX = 3600.0
 """Acknowledged files that are older are more than a slow store: something keeps them."""
@@ -32,7 +33,8 @@ def _daemon(daemon: Values, log: str) -> CheckResult:
     restarts, version = number(daemon, "restarts"), str(daemon.get("version", ""))
     text = f"pid {daemon.get('pid')}, up for {format_duration(number(daemon, 'uptime_s'))}"
     if restarts:
-        return warning(check, f"{text}; {restarts:.0f} daemons died before it: see {log}", restarts=int(restarts))
+        died = counted(restarts, "daemon")
+        return warning(check, f"{text}; {died} died before it: see {log}", restarts=int(restarts))
     if version != __version__:
         return warning(check, f"{text}, of version {version}, and this is {__version__}: mount again to upgrade it")
     return ok(check, text, restarts=0)
@@ -41,7 +43,7 @@ def _daemon(daemon: Values, log: str) -> CheckResult:
 def _backlog(values: Values) -> Iterator[CheckResult]:
     check, dirty, writeback = "mount.backlog", section(values, "dirty"), section(values, "writeback")
     files, size, refused = number(dirty, "files"), number(dirty, "bytes"), number(dirty, "failed")
-    text = f"{files:,.0f} files, {format_bytes(size)}, are not in the store"
+    text = f"{counted(files, 'file')}, {format_bytes(size)}, {'is' if files == 1 else 'are'} not in the store"
     counts = {"files": int(files), "bytes": int(size)}
     because = str(writeback.get("waiting_because") or "")
     oldest_s = number(writeback, "oldest_s")
@@ -58,7 +60,8 @@ def _backlog(values: Values) -> Iterator[CheckResult]:
     if orphans:
         yield warning(
             "mount.orphans",
-            f"{orphans:,.0f} files were left unfinished by a daemon that died: `lakefs-fuse orphans` lists them",
+            f"{counted(orphans, 'file was', 'files were')} left unfinished by a daemon that died: `lakefs-fuse "
+            "orphans` lists what is left",
             orphans=int(orphans),
         )
 
@@ -67,7 +70,7 @@ def _requests(store: Values) -> CheckResult:
     check, requests = "mount.requests", section(store, "requests")
     sent = sum(number(requests, kind) for kind in requests)
     errors, throttled = number(store, "errors"), number(store, "throttled")
-    text = f"{sent:,.0f} requests, {errors:,.0f} errors, {throttled:,.0f} throttled"
+    text = f"{counted(sent, 'request')}, {counted(errors, 'error')}, {throttled:,.0f} throttled"
     counts = {"requests": int(sent), "errors": int(errors), "throttled": int(throttled)}
     if errors:
         return warning(check, f"{text}: the log names them", **counts)
@@ -79,14 +82,15 @@ def _requests(store: Values) -> CheckResult:
 def _commits(commits: Values) -> CheckResult:
     check, damaged, future = "mount.commits", number(commits, "damaged"), number(commits, "future")
     if damaged:
-        return failed(check, f"{damaged:,.0f} commits cannot be read: run `lakefs-fuse fsck`", damaged=int(damaged))
+        text = f"{counted(damaged, 'commit')} cannot be read: run `lakefs-fuse fsck`"
+        return failed(check, text, damaged=int(damaged))
     if future:
         return warning(
             check,
-            f"{future:,.0f} commits are dated in the future: the log names them and their writers",
+            f"{counted(future, 'commit is', 'commits are')} dated in the future: the log names them and their writers",
             future=int(future),
         )
-    return ok(check, f"{number(commits, 'applied'):,.0f} commits applied, none left out")
+    return ok(check, f"{counted(number(commits, 'applied'), 'commit')} applied, none left out")
 
 
 def _disk(name: str, state: str) -> CheckResult:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
 from lakefs_fuse.cli.stats_values import Values, number, section
+from lakefs_fuse.quantity import counted
 
 FILES_SHOWN_MAX = 20
 _FEATURES = (
@@ -91,8 +92,8 @@ def _store(values: Values, before: Values | None, interval_s: float) -> Renderab
     moved = section(store, "bytes")
     line = (
         f"{format_bytes(number(moved, 'read'))} read, {format_bytes(number(moved, 'written'))} written, "
-        f"{number(store, 'retries'):,.0f} retries, {number(store, 'throttled'):,.0f} throttled, "
-        f"{number(store, 'errors'):,.0f} errors"
+        f"{counted(number(store, 'retries'), 'retry', 'retries')}, {number(store, 'throttled'):,.0f} throttled, "
+        f"{counted(number(store, 'errors'), 'error')}"
     )
     return Group(table, Text(line))
 
@@ -102,8 +103,9 @@ def _cache(values: Values) -> Text:
     ratio = f"{100 * hits / (hits + misses):.1f} % hits" if hits + misses else "no reads yet"
     return Text.assemble(
         ("block cache: ", "bold"),
-        f"{ratio} ({hits:,.0f} hits, {misses:,.0f} misses), {format_bytes(number(values, 'cache', 'bytes'))} on disk, "
-        f"{number(values, 'cache', 'damaged'):,.0f} damaged blocks fetched again",
+        f"{ratio} ({counted(hits, 'hit')}, {counted(misses, 'miss', 'misses')}), "
+        f"{format_bytes(number(values, 'cache', 'bytes'))} on disk, "
+        f"{counted(number(values, 'cache', 'damaged'), 'damaged block')} fetched again",
     )
 
 
@@ -115,7 +117,7 @@ def _warming(values: Values) -> list[Text]:
     return [
         Text.assemble(
             ("warming: ", "bold"),
-            f"{number(warm, 'files_done'):,.0f} of {number(warm, 'files_total'):,.0f} files, "
+            f"{number(warm, 'files_done'):,.0f} of {counted(number(warm, 'files_total'), 'file')}, "
             f"{format_bytes(number(warm, 'fetch_bytes_done'))} of {format_bytes(number(warm, 'fetch_bytes_total'))}; "
             f"{number(warm, 'waiting'):,.0f} wait for their turn",
         )
@@ -151,7 +153,7 @@ def _cluster_cache(values: Values) -> list[RenderableType]:
     return [
         Text.assemble(
             ("cluster cache: ", "bold"),
-            f"{format_bytes(number(counts, 'bytes_read'))} in {number(counts, 'requests'):,.0f} requests, "
+            f"{format_bytes(number(counts, 'bytes_read'))} in {counted(number(counts, 'requests'), 'request')}, "
             f"{number(counts, 'hits'):,.0f} hits, {number(counts, 'failures'):,.0f} failed; "
             f"{format_bytes(number(counts, 'bytes_of_store'))} from the store in its place",
         )
@@ -161,23 +163,27 @@ def _cluster_cache(values: Values) -> list[RenderableType]:
 def _writing(values: Values) -> Text:
     return Text.assemble(
         ("not in the store yet: ", "bold"),
-        f"{number(values, 'dirty', 'files'):,.0f} files, {format_bytes(number(values, 'dirty', 'bytes'))}; ",
+        f"{counted(number(values, 'dirty', 'files'), 'file')}, {format_bytes(number(values, 'dirty', 'bytes'))}; ",
         ("uploads: ", "bold"),
-        f"{number(values, 'upload', 'parts'):,.0f} parts, {number(values, 'upload', 'publishes'):,.0f} files, "
-        f"{number(values, 'upload', 'failures'):,.0f} failures",
+        f"{counted(number(values, 'upload', 'parts'), 'part')}, "
+        f"{counted(number(values, 'upload', 'publishes'), 'file')}, "
+        f"{counted(number(values, 'upload', 'failures'), 'failure')}",
     )
 
 
 def _write_back(values: Values) -> Iterator[Text]:
     waiting = section(values, "writeback")
     if number(waiting, "accepted") or number(waiting, "files") or number(waiting, "replayed"):
+        files = number(waiting, "files")
         why = f", because {waiting['waiting_because']}" if waiting.get("waiting_because") else ""
         yield Text.assemble(
             ("write-back: ", "bold"),
-            f"{number(waiting, 'files'):,.0f} files, {format_bytes(number(waiting, 'bytes'))} wait for the store, "
+            f"{counted(files, 'file')}, {format_bytes(number(waiting, 'bytes'))}, "
+            f"{'waits' if files == 1 else 'wait'} for the store, "
             f"the oldest for {format_duration(number(waiting, 'oldest_s'))}{why}; ",
             f"{number(waiting, 'accepted'):,.0f} acknowledged, {number(waiting, 'failed'):,.0f} failed, ",
-            f"{number(waiting, 'replayed'):,.0f} replayed at mount, {number(waiting, 'conflicts'):,.0f} conflicts",
+            f"{number(waiting, 'replayed'):,.0f} replayed at mount, "
+            f"{counted(number(waiting, 'conflicts'), 'conflict')}",
         )
     if number(values, "kept", "checkpoints"):
         yield Text.assemble(
@@ -192,8 +198,10 @@ def _listings(values: Values) -> Iterator[Text]:
         row = section(each)
         yield Text.assemble(
             ("listing ", "bold"),
-            f"/{row.get('path') or ''}: {number(row, 'names'):,.0f} names in {number(row, 'pages'):,.0f} pages, "
-            f"{number(row, 'requests_under_way'):,.0f} requests in flight, {format_duration(number(row, 'age_s'))}",
+            f"/{row.get('path') or ''}: {counted(number(row, 'names'), 'name')} in "
+            f"{counted(number(row, 'pages'), 'page')}, "
+            f"{counted(number(row, 'requests_under_way'), 'request')} in flight, "
+            f"{format_duration(number(row, 'age_s'))}",
         )
 
 
@@ -202,9 +210,10 @@ def _commits(values: Values) -> Text:
     return Text.assemble(
         ("commits: ", "bold"),
         f"{number(commits, 'written'):,.0f} written, {number(commits, 'applied'):,.0f} applied, "
-        f"{number(commits, 'operations_waiting'):,.0f} changes waiting, last {number(commits, 'lag_s'):.1f} s behind; ",
+        f"{counted(number(commits, 'operations_waiting'), 'change')} waiting, "
+        f"last {number(commits, 'lag_s'):.1f} s behind; ",
         ("packs: ", "bold"),
-        f"{number(commits, 'files_packed'):,.0f} files in {number(commits, 'packs'):,.0f} from here, "
+        f"{counted(number(commits, 'files_packed'), 'file')} in {number(commits, 'packs'):,.0f} from here, "
         f"{format_bytes(number(commits, 'pack_bytes_live'))} live, "
         f"{format_bytes(number(commits, 'pack_bytes_dead'))} dead in {number(commits, 'packs_known'):,.0f} known",
     )
@@ -226,7 +235,7 @@ def _maintenance(values: Values) -> Iterator[Text]:
     yield Text.assemble(
         ("maintenance: ", "bold"),
         f"last fold {at('last_fold_s')}, last collection {at('last_collection_s')}, "
-        f"{number(found, 'backlog'):,.0f} commits newer than the index{state}{held}",
+        f"{counted(number(found, 'backlog'), 'commit')} newer than the index{state}{held}",
     )
     if found.get("overdue"):
         why = f" ({found['overdue_because']})" if found.get("overdue_because") else ""

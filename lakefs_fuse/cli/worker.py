@@ -28,6 +28,7 @@ from lakefs_fuse.control.worker_protocol import Place
 from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
 
 OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
+from lakefs_fuse.quantity import counted
 DIAGNOSIS: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.diagnosis")
 """-P: the working directory of the user is no place to import modules from."""
 END_S_MAX = 30.0
@@ -204,8 +205,8 @@ def _follow(
         for answer in _answers(child.stdout):
             match answer:
                 case protocol.Progress():
-                    of = f" of {answer.files_total:,}" if answer.files_total else ""
-                    files = f"{answer.files_done:,}{of} files"
+                    done = f"{answer.files_done:,} of " if answer.files_total else ""
+                    files = f"{done}{counted(answer.files_total or answer.files_done, 'file')}"
                     bar.update(answer.what, answer.bytes_done, answer.bytes_total, files)
                 case protocol.Note(text):
                     bar.note(f"lakefs-fuse: {text}")

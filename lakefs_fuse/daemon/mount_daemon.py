@@ -42,6 +42,7 @@ from lakefs_fuse.daemon import sd_notify as notify
 from lakefs_fuse.daemon.logs import open_logs
 from lakefs_fuse.environment.descriptor_limit import raise_file_limit
 from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, LakeError, MountError, first_error
+from lakefs_fuse.quantity import counted
 
 DRAIN_S_MAX = 3600.0
 """Maximum time for uploads after unmounting, in all."""
@@ -251,14 +252,14 @@ class Daemon(Generic[Fs]):
             error = "a second signal ended draining"
         left = not_durable(fs)
         log.error(
-            "%d files are not in the store (%s); their bytes stay in %s: mount again to store them",
-            len(left),
+            "%s not in the store (%s); the bytes stay in %s: mount again to store them",
+            counted(len(left), "file is", "files are"),
             error,
             self._config.cache_dir,
         )
         for file in left[:1000]:
             log.error("not in the store: %s (%d bytes, %s) %s", file.path, file.bytes, file.state, file.error)
-        return f"{len(left)} files are not in the store: {error}"
+        return f"{counted(len(left), 'file is', 'files are')} not in the store: {error}"
 
 
 async def _run_in(scope: trio.CancelScope, task: Task) -> None:

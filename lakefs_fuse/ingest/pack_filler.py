@@ -33,6 +33,7 @@ from lakefs_fuse.ingest.source import (
     is_reserved,
     refusal,
 )
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.protocol import FileSlice
 
 PACK_BYTES = 64 * MIB
@@ -73,11 +74,12 @@ class Totals:
     def describe(self) -> str:
         """For people."""
         text = (
-            f"{self.files:,} files of {self.bytes:,} bytes in {self.packs:,} packs and {self.objects:,} plain objects; "
-            f"{self.directories:,} directories, {self.links:,} symbolic links"
+            f"{counted(self.files, 'file')} of {counted(self.bytes, 'byte')} in {counted(self.packs, 'pack')} and "
+            f"{counted(self.objects, 'plain object')}; {counted(self.directories, 'directory', 'directories')}, "
+            f"{counted(self.links, 'symbolic link')}"
         )
         if self.special:
-            text += f"; {self.special:,} devices, fifos or sockets skipped"
+            text += f"; {counted(self.special, 'device, fifo or socket', 'devices, fifos or sockets')} skipped"
         return text + (f"; {self.refused:,} left out, see above" if self.refused else "")
 
     def add(self, other: Totals) -> None:

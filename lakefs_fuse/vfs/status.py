@@ -11,6 +11,7 @@ from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.meta.object_table import Objects
 from lakefs_fuse.metrics import Metrics, Unfinished
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.staging_area import Staging, StagingState
@@ -64,8 +65,8 @@ class Status:
         of_names = []
         if self._committer.journal.operations:
             error = str(self._committer.error or "")
-            count = self._committer.journal.operations
-            of_names = [Unfinished("names", f"{count} changes of names", 0, "journaled", 0.0, error, 0, 0)]
+            what = counted(self._committer.journal.operations, "change of names", "changes of names")
+            of_names = [Unfinished("names", what, 0, "journaled", 0.0, error, 0, 0)]
         of_orphans = [self._of_orphan(record, now) for record in self._recovery.orphans.values()]
         return sorted(of_drafts + of_names + of_orphans, key=lambda item: -item.age_s)
 

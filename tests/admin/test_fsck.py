@@ -268,7 +268,7 @@ async def test_names_are_pointed_at_an_intact_copy(store: MemoryStore, clock: Cl
     done = await check(store, clock, repair=True)
     assert hurt(done, Kind.DAMAGED) == ["small/1", "small/3"]
     assert done.problems[0].repair == (
-        "1 names were pointed at an intact copy; 1 names left as they are: no intact copy is known"
+        "1 name was pointed at an intact copy; 1 name left as it is: no intact copy is known"
     )
     clock.advance(5)
     again = await check(store, clock)
@@ -296,4 +296,4 @@ async def test_relocations_into_a_pack_that_is_gone(store: MemoryStore, clock: C
     clock.advance(1)
     done = await check(store, clock, repair=True)
     assert hurt(done, Kind.MISSING) == ["data/0001"]
-    assert done.problems[0].repair == "1 names left as they are: no intact copy is known"
+    assert done.problems[0].repair == "1 name left as it is: no intact copy is known"

@@ -71,7 +71,7 @@ def test_a_directory_and_then_more_below_it(lake: Path, src: Path) -> None:
     second = lakefs("ingest", src, f"file://{lake}/more/of it")
     assert second.returncode == 0
     assert second.stderr.decode() == f"lakefs-fuse: more/of it is in the lake file://{lake}\n"
-    assert second.stdout.startswith(b"2 files of 2 bytes in 1 packs")
+    assert second.stdout.startswith(b"2 files of 2 bytes in 1 pack")
     assert members(lake) == ["a", "sub/b", "more/of it/a", "more/of it/sub/b"]
 
 

@@ -261,7 +261,7 @@ async def test_unmount_is_passed_on(socket_path: Path) -> None:
     assert asked.is_set()
 
 
-@pytest.mark.parametrize("error", ["", "1 files are not in the store"])
+@pytest.mark.parametrize("error", ["", "1 file is not in the store"])
 async def test_those_who_wait_for_the_end_are_told_how_it_went(socket_path: Path, error: str) -> None:
     fs = FakeFilesystem([FakeFile("1", "a", state="failed")] if error else [])
     server = make_server(fs)

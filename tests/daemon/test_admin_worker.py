@@ -208,7 +208,7 @@ def test_the_process_says_how_it_went(tmp_path: Path) -> None:
     output, errors = child.communicate(timeout=60)
     last = answers_of(output)[-1]
     assert isinstance(last, protocol.Finished)
-    assert "1 files of 1 bytes" in last.text
+    assert "1 file of 1 byte" in last.text
     assert (child.returncode, errors) == (0, b"")
 
 

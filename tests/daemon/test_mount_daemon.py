@@ -137,7 +137,7 @@ async def test_what_cannot_be_stored_is_named_and_makes_it_fail(caplog: pytest.L
     fs = FakeFilesystem([FakeFile("1", "ckpt/model.pt")], refuse="access denied")
     lake = Lake(fs)
     assert await make(lake, FakeMount(goes_at_once=True), Readiness(None)).run() == 1
-    assert "1 files are not in the store (access denied); their bytes stay in /var/cache/lake" in caplog.text
+    assert "1 file is not in the store (access denied); the bytes stay in /var/cache/lake" in caplog.text
     assert "not in the store: ckpt/model.pt (1000 bytes, failed) access denied" in caplog.text
     assert lake.closed
 
@@ -318,7 +318,7 @@ async def test_those_who_wait_for_the_end_hear_of_the_drain() -> None:
                     received += piece
     last = protocol.decode_reply(received.splitlines()[-1])
     assert isinstance(last, protocol.Failed)
-    assert last.message == "1 files are not in the store: the store is away"
+    assert last.message == "1 file is not in the store: the store is away"
     assert [file.path for file in last.files] == ["written late"]
 
 

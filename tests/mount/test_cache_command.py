@@ -277,7 +277,7 @@ def test_evict_frees_the_disk_at_once_and_leaves_pins(make_lake: LakeMaker) -> N
     cache(lake, "pin", f"{lake.path}/d/0")
     said = cache(lake, "evict", f"{lake.path}/d")
     assert re.search(r"12\.\d MiB freed", said)
-    assert "1 files stay: they are pinned" in said
+    assert "1 file stays: they are pinned" in said
     on_disk = sum(path.stat().st_blocks * 512 for path in lake.cache_dir.glob("blocks/*/*"))
     assert 4 * MIB <= on_disk < 5 * MIB
     assert lake.number("cache.bytes") == on_disk

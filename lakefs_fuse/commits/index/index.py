@@ -44,6 +44,7 @@ from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile, Marks
 from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
@@ -550,7 +551,8 @@ async def remove_old(
         failed = await client.delete_many(doomed) if doomed else {}
         if failed:
             key, why = next(iter(failed.items()))
-            raise LakeError(f"{len(failed)} objects of old indexes cannot be removed, {key} among them: {why}")
+            objects = counted(len(failed), "object")
+            raise LakeError(f"{objects} of old indexes cannot be removed, {key} among them: {why}")
         removed += len(doomed) + (time in whole)
     return removed
 

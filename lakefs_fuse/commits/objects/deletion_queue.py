@@ -35,6 +35,7 @@ from lakefs_fuse.meta.rows import Deletion, DeletionRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, DELETES_AT_ONCE, StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
@@ -240,7 +241,7 @@ class DeletionQueue:
             done.set()
         if refused:
             key, why = next(iter(refused.items()))
-            raise LakeError(f"{len(refused)} objects, {key} among them: {why}")
+            raise LakeError(f"{counted(len(refused), 'object')}, {key} among them: {why}")
         return len(due)
 
     async def _find_kept(self, doomed: Sequence[Deletion]) -> Container[str]:

@@ -26,6 +26,7 @@ from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.blockcache.warmer import Warmer, disk_bytes, with_rest_of_packs
 from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.metrics import Warming, WarmMetrics
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.sync.byte_rate import ByteRate
 from lakefs_fuse.vfs.residency.pins import Pins
 from lakefs_fuse.vfs.residency.selection import (
@@ -237,9 +238,9 @@ class Residency:
         progress.unfit_bytes = max(0, wanted_bytes - job.room_bytes)
         if progress.unfit_bytes and not job.options.is_partial:
             raise CacheError(
-                f"{wanted_bytes >> 20} MiB of {progress.files_total} files do not fit: the cache has room for "
-                f"{max(0, job.room_bytes) >> 20} MiB (--cache-size, less what is pinned, and the free space of its "
-                "disk). Nothing was fetched: name fewer files, or use --as-much-as-fits"
+                f"{wanted_bytes >> 20} MiB of {counted(progress.files_total, 'file')} do not fit: the "
+                f"cache has room for {max(0, job.room_bytes) >> 20} MiB (--cache-size, less what is pinned, and the "
+                "free space of its disk). Nothing was fetched: name fewer files, or use --as-much-as-fits"
             )
 
     def _cost(self, version: Version, blocks: BlockSet) -> int:

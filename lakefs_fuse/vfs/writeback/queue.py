@@ -37,6 +37,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.path_rules import Rules
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
@@ -455,7 +456,8 @@ class WriteBack:
         waits = is_of_all or isinstance(error, WAITABLE)
         if waits:
             if self.error is None:
-                log.warning("%d acknowledged files wait for the store: %s", len(self.versions), error)
+                waiting = counted(len(self.versions), "acknowledged file waits", "acknowledged files wait")
+                log.warning("%s for the store: %s", waiting, error)
             self.error = error
             self.resume_s = trio.current_time() + self._backoff.next_s()
         else:
