@@ -2,7 +2,8 @@
 
 The child reads its request from an inherited descriptor and writes answers, JSON lines, to a pipe; it inherits standard
 input only for a command that reads it. Credentials are only in the environment. The child is a session of its own, so
-Ctrl-C reaches it through this process alone: the first one cancels the command, a second one kills it.
+Ctrl-C reaches it through this process alone: the first one cancels the command, as soon as the child can handle it
+(`control.interrupts`), a second one kills it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import IO
 
 import click
@@ -23,12 +24,13 @@ from lakefs_fuse.cli.store_options import Options, any_given, build_store
 from lakefs_fuse.cli.terminal import Bar, escaped, print_json, progress_bar
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.control.interrupts import held_interrupts
 from lakefs_fuse.control.supervision import memory_file
 from lakefs_fuse.control.worker_protocol import Place
 from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
+from lakefs_fuse.quantity import counted
 
 OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
-from lakefs_fuse.quantity import counted
 DIAGNOSIS: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.diagnosis")
 """-P: the working directory of the user is no place to import modules from."""
 END_S_MAX = 30.0
@@ -133,15 +135,19 @@ def run_child(
 
     Raises ReportedError, and LakeError where the child ended without an answer.
     """
-    child = _start(program, protocol.encode(request), reads_stdin=reads_stdin)
-    try:
-        with _interrupts_passed_on(child):
+    with ExitStack() as handlers:
+        with held_interrupts():
+            child = _start(program, protocol.encode(request), reads_stdin=reads_stdin)
+            interrupts = handlers.enter_context(_interrupts_passed_on(child))
+        try:
             last = _follow(child, show)
-    except BaseException:
-        child.terminate()
-        raise
-    finally:
-        _end(child)
+        except BaseException:
+            child.terminate()
+            raise
+        finally:
+            _end(child)
+    if last is None and interrupts:
+        raise ReportedError("interrupted", protocol.EXIT_INTERRUPTED)
     if last is None:
         raise LakeError(f"{command} ended without an answer (status {child.returncode}): run it again")
     if isinstance(last, protocol.Failed):
@@ -164,22 +170,22 @@ def _start(program: Sequence[str], request: bytes, *, reads_stdin: bool) -> subp
 
 
 @contextmanager
-def _interrupts_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ctrl-C interrupts the child, a second one kills it, and nothing is interrupted here. An ignored one stays so."""
-    is_interrupted = False
+def _interrupts_passed_on(child: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
+    """Ctrl-C interrupts the child, a second one kills it, and nothing is interrupted here; the signals that were sent,
+    in a list that grows. An ignored Ctrl-C stays so."""
+    sent: list[signal.Signals] = []
 
     def pass_on(*_: object) -> None:
-        nonlocal is_interrupted
-        child.send_signal(signal.SIGKILL if is_interrupted else signal.SIGINT)
-        is_interrupted = True
+        sent.append(signal.SIGKILL if sent else signal.SIGINT)
+        child.send_signal(sent[-1])
 
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:
-        yield
+        yield sent
         return
     signal.signal(signal.SIGINT, pass_on)
     try:
-        yield
+        yield sent
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -37,6 +37,7 @@ import trio
 from lakefs_fuse import __version__
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.control.interrupts import release_interrupts
 from lakefs_fuse.daemon.lake_connection import connect_lake
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, LakeError, first_error
@@ -192,6 +193,7 @@ async def serve(request: protocol.Request, answers: Answers, node: Node) -> prot
 
     async def watch_signals(task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            release_interrupts()
             task_status.started()
             asked = False
             async for _ in signals:

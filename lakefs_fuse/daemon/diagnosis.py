@@ -23,6 +23,7 @@ from lakefs_fuse.checks import CheckResult, Severity, failed, ok, skipped, warni
 from lakefs_fuse.config import MountConfig, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.diagnosis_protocol import Diagnosis
+from lakefs_fuse.control.interrupts import release_interrupts
 from lakefs_fuse.daemon.admin_worker import Answers, run_process
 from lakefs_fuse.environment import disk_speed
 from lakefs_fuse.environment.descriptor_limit import DESCRIPTORS_MIN
@@ -261,6 +262,7 @@ def run(argv: Sequence[str], descriptor: int) -> int:
     answers = Answers(descriptor)
     last: protocol.Finished | protocol.Failed
     try:
+        release_interrupts()
         last = diagnose(request, answers, Node.of_this_machine())
     except BrokenPipeError:
         return protocol.EXIT_INTERRUPTED

@@ -94,6 +94,7 @@ def test_ctrl_c_is_passed_on_once_and_the_childs_end_is_waited_for(tmp_path: Pat
             say(type="failed", message="interrupted", exit_code=130)
             sys.exit(130)
         signal.signal(signal.SIGINT, clean_up)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
         say(type="note", text="ready")
         time.sleep(60)
         """,
@@ -116,6 +117,32 @@ def test_ctrl_c_is_passed_on_once_and_the_childs_end_is_waited_for(tmp_path: Pat
         process.kill()
         process.communicate()
     assert (tmp_path / "cleaned").exists()
+
+
+CALLER = """
+import os, signal, subprocess, sys
+from lakefs_fuse.cli import run
+
+class Interrupted(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+
+subprocess.Popen = Interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(run(sys.argv[1:]))
+"""
+"""Gets Ctrl-C right after it has started its child, which has loaded nothing yet."""
+
+
+@pytest.mark.parametrize("command", ["log --follow", "doctor"])
+def test_ctrl_c_before_the_child_is_ready_interrupts_it(tmp_path: Path, command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CALLER, *command.split(), f"file://{tmp_path}"], check=False, timeout=60,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "lakefs-fuse: interrupted\n"
 
 
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
