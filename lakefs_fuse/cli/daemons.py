@@ -15,9 +15,14 @@ from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.supervision import supervisor_of
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Unfinished
+from lakefs_fuse.quantity import counted
 
 FILES_SHOWN_MAX = 20
 """Files that a message lists by name."""
+STORE_S_MAX = 24 * 3600.0
+"""A backlog of write-back may take hours; Ctrl-C ends the wait, and the uploads go on."""
+REASON_S_MAX = 5.0
+"""A daemon that is silent for longer is not waited for to explain a delay."""
 
 
 def open_daemon(mountpoint: str, *, silence_s_max: float = SILENCE_S_MAX) -> ControlClient:
@@ -74,21 +79,36 @@ def checked_text(path: str) -> str:
     return path
 
 
-def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float) -> protocol.Reply:
-    """Show progress until the last reply, `Done` or `Failed`, and return that.
+def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float, mountpoint: str) -> protocol.Reply:
+    """Show progress until the last reply of the daemon of ``mountpoint``, `Done` or `Failed`, and return that.
 
-    Raises LakeError at ``deadline_s`` of time.monotonic; the daemon continues the work.
+    Raises LakeError at ``deadline_s`` of time.monotonic, with the reason of the delay where the daemon knows one; the
+    daemon continues the work.
     """
     reply: protocol.Reply = protocol.Done()
     with progress_bar() as bar:
         for reply in replies:
             if isinstance(reply, protocol.Progress) and time.monotonic() > deadline_s:
+                left = counted(reply.files_left, "file is", "files are")
                 raise LakeError(
-                    f"{what} takes longer than --timeout allows: {reply.files_left} files are left; raise it or retry"
+                    f"{what} takes longer than --timeout allows: {left} left{_reason_of_delay(mountpoint)}; raise it "
+                    "or retry"
                 )
             if isinstance(reply, protocol.Progress) and reply.files_left:
-                bar.update(what, reply.bytes_done, reply.bytes_total, f"{reply.files_left} files left")
+                bar.update(what, reply.bytes_done, reply.bytes_total, f"{counted(reply.files_left, 'file')} left")
     return reply
+
+
+def _reason_of_delay(mountpoint: str) -> str:
+    """Why files of a mount are not in the store yet, to be added to a sentence; empty where its daemon knows of no
+    error, or does not say."""
+    try:
+        with open_daemon(mountpoint, silence_s_max=REASON_S_MAX) as client:
+            files = client.unfinished().files
+    except LakeError:
+        return ""
+    why = next((file.error for file in files if file.error and file.state != "orphan"), "")
+    return f", because {why}" if why else ""
 
 
 def store_changes(path: str, timeout_s: float) -> protocol.Reply:
@@ -100,7 +120,16 @@ def store_changes(path: str, timeout_s: float) -> protocol.Reply:
             client.follow(protocol.MakeDurable(relative)),
             what=f"storing {path}",
             deadline_s=time.monotonic() + timeout_s,
+            mountpoint=mountpoint,
         )
+
+
+def require_stored(path: str, otherwise: str) -> None:
+    """As `store_changes`, for as long as that takes. Raises LakeError, which begins with ``otherwise``, where some file
+    cannot be stored."""
+    reply = store_changes(path, STORE_S_MAX)
+    if isinstance(reply, protocol.Failed):
+        raise LakeError("\n".join([f"{otherwise}: {reply.message}", *describe_files(reply.files)]))
 
 
 def describe_files(files: tuple[Unfinished, ...]) -> list[str]:

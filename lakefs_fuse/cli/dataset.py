@@ -7,13 +7,14 @@ every character that a terminal might obey is escaped.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
 import msgspec
 
 from lakefs_fuse.cli.cache import background_option, fits_option, limit_option, rate_of, warm_all
-from lakefs_fuse.cli.daemons import checked_text, describe_files, locate, open_daemon, store_changes
+from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon, require_stored
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.log import local_time
 from lakefs_fuse.cli.parameters import format_bytes
@@ -29,9 +30,6 @@ from lakefs_fuse.product import FILESYSTEM
 
 VERSION_HELP = "NAME@VERSION, such as imagenet@3."
 NEWEST_HELP = "NAME@VERSION, such as imagenet@3; NAME is its newest version."
-
-FLUSH_S_MAX = 24 * 3600.0
-"""A backlog of write-back may take hours; Ctrl-C ends the wait, and the uploads go on."""
 
 FUSE_TYPE = f"fuse.{FILESYSTEM}"
 """Of our mounts in /proc/self/mountinfo."""
@@ -80,16 +78,14 @@ def create(source: str, name: str, path: str, as_json: bool, **options: Any) -> 
     args = DatasetArgs(action="create", dataset=name, path=checked_text(path))
     DatasetName.parse(name)
     place = find_place(source, options)
+    if place.mountpoint and f"{path}/".startswith(f"{place.mountpoint}/"):
+        relative = os.path.relpath(path, place.mountpoint)
+        raise ConfigError(
+            f"PATH is relative to SOURCE: `lakefs-fuse dataset create {place.mountpoint} {name} {relative}`"
+        )
     if place.mountpoint:
-        _store_changes(f"{source}/{path}")
+        require_stored(f"{source}/{path}", "no version was made")
     return run_offline("dataset", place, args, as_json=as_json)
-
-
-def _store_changes(path: str) -> None:
-    """Raises LakeError where some file cannot be stored."""
-    reply = store_changes(path, FLUSH_S_MAX)
-    if isinstance(reply, protocol.Failed):
-        raise LakeError("\n".join([f"no version was made: {reply.message}", *describe_files(reply.files)]))
 
 
 @dataset.command("ls", cls=GroupedCommand, context_settings=SETTINGS)

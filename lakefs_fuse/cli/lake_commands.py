@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from lakefs_fuse.cli.daemons import require_stored
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, SIZE
 from lakefs_fuse.cli.store_options import (
@@ -170,12 +171,16 @@ def snapshot(
     Mounts may read and write meanwhile. The two newest indexes are kept.
 
     With --name, gc keeps the packs of the snapshot until it is deleted. A plain object that is removed or replaced
-    later is missing from it. Exit code 75 while another command changes the lake.
+    later is missing from it. If SOURCE is in a mount, everything written in that mount is stored first, as by
+    `lakefs-fuse flush`. Exit code 75 while another command changes the lake.
     """
     if sum(map(bool, (name, list_all, delete))) > 1:
         raise ConfigError("--name, --list and --delete exclude each other: give one of them")
     args = SnapshotArgs(cache_dir=absolute(cache_dir), name=name, delete=delete, list=list_all)
-    return run_offline("snapshot", find_place(source, options, is_lake=True), args, as_json=as_json)
+    place = find_place(source, options, is_lake=True)
+    if place.mountpoint and name:
+        require_stored(place.mountpoint, "no snapshot was made")
+    return run_offline("snapshot", place, args, as_json=as_json)
 
 
 @click.command("gc", cls=GroupedCommand, context_settings=SETTINGS)

@@ -96,7 +96,8 @@ def _ask(holder: Holder) -> protocol.Hello | None:
             with client:
                 hello = client.hello()
                 if hello.draining:
-                    follow(client.follow(protocol.WaitEnd()), what="finishing", deadline_s=float("inf"))
+                    ending = client.follow(protocol.WaitEnd())
+                    follow(ending, what="finishing", deadline_s=float("inf"), mountpoint=holder.mountpoint)
     except LakeError:
         pass  # It ended just now, or hangs. Bytes that it could not store stay in staging for the next daemon.
     return hello

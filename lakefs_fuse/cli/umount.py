@@ -95,7 +95,7 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
         ending = client.follow(protocol.WaitEnd())
         if mounted is not None:
             detach(point, lazy=False)
-        wait_end(ending, deadline_s)
+        wait_end(ending, point, deadline_s)
         if not daemon.wait(max(EXIT_S_MIN, deadline_s - time.monotonic())):
             raise LakeError(f"{point} is unmounted, but its daemon (pid {client.pid}) does not end: its log says why")
         return True
@@ -145,7 +145,9 @@ def end_between_lives(point: str, supervisor: Process, *, lazy: bool) -> None:
 def make_durable(client: ControlClient, point: str, deadline_s: float) -> str:
     """Wait until everything is stored; the error, or an empty text. Files that are not durable are printed."""
     try:
-        reply = follow(client.follow(protocol.MakeDurable()), what=f"storing {point}", deadline_s=deadline_s)
+        reply = follow(
+            client.follow(protocol.MakeDurable()), what=f"storing {point}", deadline_s=deadline_s, mountpoint=point
+        )
     except LakeError as error:
         return str(error)
     if not isinstance(reply, protocol.Failed):
@@ -154,9 +156,9 @@ def make_durable(client: ControlClient, point: str, deadline_s: float) -> str:
     return reply.message
 
 
-def wait_end(ending: Iterator[protocol.Reply], deadline_s: float) -> None:
+def wait_end(ending: Iterator[protocol.Reply], point: str, deadline_s: float) -> None:
     """Wait until the daemon has drained. Raises LakeError for files that it could not store."""
-    reply = follow(ending, what="finishing", deadline_s=deadline_s)
+    reply = follow(ending, what="finishing", deadline_s=deadline_s, mountpoint=point)
     if isinstance(reply, protocol.Failed):
         raise LakeError("\n".join([f"{reply.message}; the bytes stay in staging:", *describe_files(reply.files)]))
 

@@ -144,7 +144,15 @@ def test_umount_gives_up_at_its_timeout(daemon: Callable[..., Mounted], capsys: 
     mounted = daemon(files=[DIRTY], step=0)
     assert run(["umount", "--timeout", "300ms", str(mounted.point)]) == 1
     assert is_mounted(mounted.point)
-    assert "takes longer than --timeout allows: 1 files are left" in capsys.readouterr().err
+    assert "takes longer than --timeout allows: 1 file is left; raise it or retry" in capsys.readouterr().err
+
+
+def test_umount_says_why_it_gives_up(daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]) -> None:
+    mounted = daemon(files=[{**DIRTY, "error": "put 'model.pt': the store is away"}], step=0)
+    assert run(["umount", "--timeout", "300ms", str(mounted.point)]) == 1
+    error = capsys.readouterr().err
+    assert "1 file is left, because put 'model.pt': the store is away; raise it or retry" in error
+    assert f"{mounted.point} stays mounted" in error
 
 
 def test_lazy_does_not_wait_an_hour_for_a_store_that_is_away(

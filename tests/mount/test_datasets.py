@@ -70,6 +70,8 @@ def test_dataset_is_read_after_another_mount_has_replaced_and_removed_its_files(
     eventually(lambda: bool(run(lake, "status", "im")["nodes"]), "the node is in the status")  # no other PUT meanwhile
     expected = FILES | {"plain": b"a plain object"}
     assert shown(lake.path) == expected
+    told = os.statvfs(lake.path)
+    assert (told.f_blocks, told.f_bavail) == (-(-sum(map(len, expected.values())) // told.f_frsize), 0)
     os.listdir(lake.path)
     with costs(lake):
         assert shown(lake.path) == expected
@@ -166,6 +168,9 @@ def test_create_of_a_path_in_a_mount_stores_what_was_written_there_first(
     refused = lake.cli("dataset", "create", str(lake.path), "im", "data")
     assert refused.returncode == 1
     assert "no version was made" in refused.stderr
+    absolute = lake.cli("dataset", "create", str(lake.path), "im", str(data))
+    assert absolute.returncode == 2
+    assert f"PATH is relative to SOURCE: `lakefs-fuse dataset create {lake.path} im data`" in absolute.stderr
     faults[1].clear()
     for source, path in ((lake.path, "data"), (data, "")):
         (data / "old").write_bytes(b"newest")

@@ -76,6 +76,16 @@ def test_a_snapshot_is_what_the_lake_was(make_lake: LakeMaker, store: str) -> No
     assert lake.number("store.requests.list") <= 3, "what was taken in is there still"
 
 
+def test_a_snapshot_of_a_mount_has_what_was_written_there(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--durability", "writeback", "--writeback-delay", "10m").mount()
+    (lake.path / "file").write_bytes(b"acknowledged")
+    assert lake.number("dirty.files") == 1
+    made = lake.cli("snapshot", str(lake.path), "--name", "v1", "--json")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["names"] == 1
+    assert lake.number("dirty.files") == 0
+
+
 def test_what_a_deleted_snapshot_kept_is_given_back(make_lake: LakeMaker) -> None:
     lake = make_lake("file").mount("--pack", "always")
     fill(lake, "first")
