@@ -7,6 +7,7 @@ store, which are removed.
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from lakefs_fuse.cli.terminal import escaped, print_json
 from lakefs_fuse.cli.worker import DIAGNOSIS, run_child
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control.diagnosis_protocol import Diagnosis
+from lakefs_fuse.control.mounts import mount_at
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.worker_protocol import Row
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
@@ -141,11 +143,17 @@ def _resolve(target: str | None, options: Options) -> Target:
         with open_daemon(target) as client:
             found = Target(store=client.store().store, statistics=client.statistics())
     except LakeError as error:
+        point = real_mountpoint(target)
+        if mount_at(point) is None and not os.path.lexists(point):
+            raise ConfigError(
+                f"{target} is neither a directory nor a URL: name a mountpoint, or a lake as s3://bucket/prefix or "
+                "file:///absolute/dir"
+            ) from error
         results = [
             failed("mount.daemon", str(error)),
             skipped("store.list", "how to reach the store is known to the daemon only: name the lake by its URL"),
         ]
-        return Target(results=results, log_file=default_log_file(real_mountpoint(target)))
+        return Target(results=results, log_file=default_log_file(point))
     mounted = section(found.statistics, "mount")
     found.cache_dir, found.read_only = str(mounted["cache_dir"]), bool(mounted["read_only"])
     found.log_file = str(mounted["log_file"])

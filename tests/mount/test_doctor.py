@@ -122,6 +122,9 @@ def test_machine_alone_is_checked_without_a_target(make_lake: LakeMaker) -> None
     done = lake.cli("doctor", "/mnt/lake", "--region", "eu-west-1")
     assert done.returncode == 2
     assert "--region goes with a source URL" in done.stderr
+    done = lake.cli("doctor", "my-bucket")
+    assert done.returncode == 2
+    assert "my-bucket is neither a directory nor a URL: name a mountpoint, or a lake as s3://" in done.stderr
 
 
 def test_explain_of_a_directory_that_was_never_mounted_assumes_nothing_of_it(make_lake: LakeMaker) -> None:
