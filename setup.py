@@ -1,4 +1,4 @@
-"""Builds the optional C library; everything else is in pyproject.toml.
+"""Builds the optional C library, and takes the manual pages along; everything else is in pyproject.toml.
 
 `lakefs_fuse/kernel/native/*.c` becomes `_native.abi3.so`: a plain shared object that the program loads with ctypes (it
 is not a Python module), which depends on no version of Python and is linked with no libfuse. So a wheel depends on the
@@ -57,4 +57,10 @@ def native() -> list[Extension]:
     ]
 
 
-setup(ext_modules=native(), cmdclass={"bdist_wheel": Wheel})
+def manual() -> list[tuple[str, list[str]]]:
+    """The pages that `make dist` puts beside this file; pip installs them where man(1) looks for those of a program."""
+    sections = {f"man{number}": sorted(map(str, Path("man", f"man{number}").glob("*"))) for number in (1, 8)}
+    return [(f"share/man/{section}", pages) for section, pages in sections.items() if pages]
+
+
+setup(ext_modules=native(), data_files=manual(), cmdclass={"bdist_wheel": Wheel})

@@ -8,7 +8,6 @@ pyfuse3 is linked with one libfuse: the package depends on both, and apt refuses
 from __future__ import annotations
 
 import gzip
-import inspect
 import json
 import os
 import platform
@@ -19,10 +18,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import click
-
-from lakefs_fuse.cli import MODULES, commands
-from lakefs_fuse.cli.help import Argument
 from scripts.dist.wheels import only, run
 
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -67,7 +62,7 @@ def build_deb(wheels: Mapping[str, Path], out: Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "root"
         install_program(root, version, out)
-        add_manual(root, version)
+        add_manual(root)
         add_completions(root)
         add_documents(root, only(out, "pyfuse3-*.tar.gz"))
         for link, target in LINKS.items():
@@ -99,37 +94,14 @@ def libfuse_of(root: Path) -> str:
     return str(found["file"])
 
 
-def add_manual(root: Path, version: str) -> None:
-    """A page for each command, made from its help; mount.lakefs has that of `lakefs-fuse mount`."""
-    from click_man.core import write_man_pages  # of the extra `dist`, which tests of the rest do without
-
-    section = root / "usr" / "share" / "man" / "man1"
-    section.mkdir(parents=True)
-    # click-man finds no command that is loaded when it is used.
-    loaded = {name: commands.get_command(click.Context(commands), name) for name in MODULES}
-    for command in loaded.values():
-        tell_arguments(command)
-    program = click.Group(
-        "lakefs-fuse", {name: command for name, command in loaded.items() if command is not None},
-        help=commands.help, params=commands.params,
-    )  # fmt: skip
-    write_man_pages("lakefs-fuse", program, version=version, target_dir=str(section))
-    for page in list(section.iterdir()):
-        page.with_name(f"{page.name}.gz").write_bytes(gzip.compress(page.read_bytes(), mtime=0))
-        page.unlink()
-    helper = section.with_name("man8") / "mount.lakefs.8"
-    helper.parent.mkdir()
-    helper.write_text(".so man1/lakefs-fuse-mount.1\n")
-
-
-def tell_arguments(command: click.Command | None) -> None:
-    """Put what arguments mean behind the description of a command, as click-man leaves that out."""
-    if isinstance(command, click.Group):
-        for each in command.commands.values():
-            tell_arguments(each)
-    elif command is not None:
-        told = [f"{param.human_readable_name}: {param.help}" for param in command.params if isinstance(param, Argument)]
-        command.help = "\n\n".join([inspect.cleandoc(command.help or ""), *told])
+def add_manual(root: Path) -> None:
+    """Move the pages of the wheel to where Debian has them, compressed."""
+    installed = root / PREFIX / "share" / "man"
+    for page in installed.rglob("*.[18]"):
+        target = root / "usr" / "share" / "man" / page.relative_to(installed)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.with_name(f"{page.name}.gz").write_bytes(gzip.compress(page.read_bytes(), mtime=0))
+    shutil.rmtree(root / PREFIX / "share")
 
 
 def add_completions(root: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from scripts.dist.manual import write_manual
+
+MANUAL = "man"
+"""Directory beside setup.py from which a wheel takes its manual pages."""
 GLIBC = "2.28"
 """That of Debian 10, RHEL 8 and Ubuntu 18.10; no release older than that has a Python of 3.11."""
 ARCHITECTURES = ("x86_64", "aarch64")
@@ -54,20 +59,25 @@ def build_sdist(out: Path) -> Path:
 
 
 def build_wheels(sdist: Path, out: Path) -> dict[str, Path]:
-    """Build a wheel for each architecture from the source distribution; they are returned by architecture.
+    """Build a wheel for each architecture from the source distribution, with the manual; they are returned by
+    architecture.
 
     Raises ValueError where one needs a newer glibc than its name says.
     """
-    return {architecture: _build_wheel(sdist, out, architecture) for architecture in ARCHITECTURES}
+    with tempfile.TemporaryDirectory() as scratch:
+        manual = Path(scratch) / MANUAL
+        write_manual(manual, sdist.name.removeprefix("lakefs_fuse-").removesuffix(".tar.gz"))
+        return {architecture: _build_wheel(sdist, manual, out, architecture) for architecture in ARCHITECTURES}
 
 
-def _build_wheel(sdist: Path, out: Path, architecture: str) -> Path:
+def _build_wheel(sdist: Path, manual: Path, out: Path, architecture: str) -> Path:
     platform = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
     compiler = f"{sys.executable} -m ziglang cc -target {architecture}-linux-gnu.{GLIBC}"
     with tempfile.TemporaryDirectory() as scratch:
         with tarfile.open(sdist) as archive:
             archive.extractall(scratch, filter="data")
         source = only(Path(scratch), "lakefs_fuse-*")
+        shutil.copytree(manual, source / MANUAL)
         run(
             sys.executable, "-m", "build", "--installer", "uv", "--wheel", "--outdir", out,
             f"--config-setting=--build-option=--plat-name={platform}", source,

@@ -120,6 +120,9 @@ def release_of_this_machine() -> str:
 def test_wheel_in_a_fresh_environment_needs_no_compiler_and_mounts(packages: Path, tmp_path: Path) -> None:
     program = install(packages, tmp_path / "environment", sys.executable, **WITHOUT_COMPILER)
     assert versions(run(program, "--version"))["fast paths"] == FAST_PATHS
+    pages = tmp_path / "environment" / "share" / "man"
+    assert "NVMe" in (pages / "man1" / "lakefs-fuse-mount.1").read_text()
+    assert (pages / "man8" / "mount.lakefs.8").exists()
     mount_and_compare(program, tmp_path / "work")
 
 
@@ -155,8 +158,10 @@ def test_wheel_with_uv_tool_install_and_pipx_makes_a_program(packages: Path, tmp
     run("uv", "tool", "install", "--python", sys.executable, "--find-links", packages, "lakefs-fuse", **tools)
     assert versions(run(tmp_path / "uv-bin" / "lakefs-fuse", "--version"))["fast paths"] == FAST_PATHS
     pipx = {"PIPX_HOME": f"{tmp_path}/pipx", "PIPX_BIN_DIR": f"{tmp_path}/pipx-bin", **WITHOUT_COMPILER}
+    pipx["PIPX_MAN_DIR"] = f"{tmp_path}/pipx-man"
     run("pipx", "install", "--python", sys.executable, f"--pip-args=--find-links {packages}", "lakefs-fuse", **pipx)
     assert versions(run(tmp_path / "pipx-bin" / "lakefs-fuse", "--version"))["fast paths"] == FAST_PATHS
+    assert (tmp_path / "pipx-man" / "man1" / "lakefs-fuse-mount.1").exists()
 
 
 def test_sdist_without_a_compiler_installs_without_fast_paths(packages: Path, tmp_path: Path) -> None:
@@ -206,6 +211,8 @@ def test_deb_in_a_fresh_system_mounts_as_mount_and_fstab_do(packages: Path, tmp_
         grep -q content /srv/lake/file
         AT=/var/tmp/work PROGRAM=lakefs-fuse bash /tmp/work >&2
         test -s /usr/share/man/man1/lakefs-fuse-mount.1.gz
+        test -s /usr/share/man/man8/mount.lakefs.8.gz
+        test ! -e /opt/lakefs-fuse/share
         . /usr/share/bash-completion/completions/lakefs-fuse
         lakefs-fuse --version
         dpkg --remove lakefs-fuse >&2
