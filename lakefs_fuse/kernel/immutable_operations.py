@@ -25,7 +25,7 @@ from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.operations import Sleeper, upcall
 from lakefs_fuse.kernel.page_cache_push import PageCachePush
 from lakefs_fuse.kernel.readdir import RowReplies
-from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_of_lake
+from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_reply
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
@@ -110,7 +110,7 @@ class ImmutableOperations(pyfuse3.Operations):
 
     @upcall("statfs")
     async def statfs(self, ctx: object) -> pyfuse3.StatvfsData:
-        return size_of_lake()
+        return size_reply(await self.fs.size())
 
     # -- directories
 

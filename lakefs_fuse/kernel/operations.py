@@ -33,7 +33,7 @@ from lakefs_fuse.kernel.reply import (
     absent_for,
     attributes_of,
     reply_dots,
-    size_of_lake,
+    size_reply,
 )  # fmt: skip
 from lakefs_fuse.meta.barrier import About, Barrier
 from lakefs_fuse.meta.entry import Entry
@@ -73,16 +73,19 @@ S = TypeVar("S", bound=Counted)
 Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
 
 
-def upcall(name: str, *, about: About | None = None) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
+def upcall(
+    name: str, *, about: About | None = None, wakes: bool = True
+) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
     """Count a request and turn its errors into errnos. While a commit is applied to what it is ``about`` (its first
-    argument, or for a name its first two) it waits. The first request after a pause waits for a poll."""
+    argument, or for a name its first two) it waits. The first request after a pause wakes the mount, and
+    waits for its poll, unless it asks for nothing that a poll would bring (not ``wakes``)."""
 
     def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
         @functools.wraps(handler)
         async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
             self.upcalls[name] += 1
             try:
-                if self.idleness.is_idle:
+                if wakes and self.idleness.is_idle:
                     await self.idleness.wake()
                 if about is not None and self.barrier.is_up:
                     await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
@@ -133,9 +136,9 @@ class Operations(pyfuse3.Operations):
         self._metrics.invalidations += count
 
     def _questions(self) -> int:
-        """How many requests there have been that wait for an answer."""
+        """How many requests there have been that a program waits for; statfs is what monitoring asks every mount."""
         self._count_answered()
-        return sum(self.upcalls.values()) - self.upcalls["forget"]
+        return sum(self.upcalls.values()) - self.upcalls["forget"] - self.upcalls["statfs"]
 
     def _count_answered(self) -> None:
         """Count the requests that the library answered."""
@@ -370,6 +373,6 @@ class Operations(pyfuse3.Operations):
     async def fsync(self, fh: int, datasync: bool) -> None:
         await self.fs.fsync(fh)
 
-    @upcall("statfs")
+    @upcall("statfs", wakes=False)
     async def statfs(self, ctx: object) -> pyfuse3.StatvfsData:
-        return size_of_lake()
+        return size_reply(await self.fs.size())

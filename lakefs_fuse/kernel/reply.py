@@ -9,6 +9,7 @@ import pyfuse3
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.meta.entry import UNSET, Entry
+from lakefs_fuse.vfs.lake_size import LakeSize
 from lakefs_fuse.vfs.ops.attributes import file_type_and_mode
 
 DIRECTORY_BLKSIZE = 1 << 20
@@ -16,9 +17,8 @@ DIRECTORY_BLKSIZE = 1 << 20
 FILE_BLKSIZE = 128 << 10
 SECTOR_BYTES = 512
 """Unit of ``st_blocks``, as stat(2) says."""
-STATFS_BLOCK = 1 << 20
-STATFS_BLOCKS = 1 << 30
-"""A lake has no size: 1 PiB is shown as free, so that no program's free-space check refuses to write."""
+STATFS_BLOCK_BYTES = 4096
+"""Unit of statfs: of both sizes, as programs take the one or the other for that."""
 DOT_COOKIE, DOTDOT_COOKIE = 1, (1 << 63) - 1
 """d_off of the names ``.`` and ``..`` in a listing; those of entries begin with 2, and never get so large."""
 
@@ -78,10 +78,14 @@ def reply_dots(token: pyfuse3.ReaddirToken, start: int, inode: int, parent: int)
     return 0
 
 
-def size_of_lake() -> pyfuse3.StatvfsData:
+def size_reply(size: LakeSize) -> pyfuse3.StatvfsData:
+    """The answer to statfs. Its total is never 0: df(1) leaves such file systems out."""
+    used, free = -(-size.bytes // STATFS_BLOCK_BYTES), size.free_bytes // STATFS_BLOCK_BYTES
     answer = pyfuse3.StatvfsData()
-    answer.f_bsize = answer.f_frsize = STATFS_BLOCK
-    answer.f_blocks = answer.f_bfree = answer.f_bavail = STATFS_BLOCKS
-    answer.f_files = answer.f_ffree = answer.f_favail = STATFS_BLOCKS
+    answer.f_bsize = answer.f_frsize = STATFS_BLOCK_BYTES
+    answer.f_blocks = max(1, used + free)
+    answer.f_bfree = answer.f_bavail = free
+    answer.f_files = size.names + size.free_names
+    answer.f_ffree = answer.f_favail = size.free_names
     answer.f_namemax = 255
     return answer

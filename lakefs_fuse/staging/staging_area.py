@@ -286,6 +286,12 @@ class Staging:
     def _fits(self, count: int) -> bool:
         return self.bytes_used + count <= self.bytes_max
 
+    def room_bytes(self, evictable_bytes: int) -> int:
+        """How much more fits without an upload, by the bound and by the disk, of which others would give back so many
+        bytes. Raises StagingFull or CacheError."""
+        on_disk = self._free_bytes() + evictable_bytes - self._free_bytes_min - IN_FLIGHT_BYTES
+        return max(0, min(self.bytes_max - self.bytes_used, on_disk))
+
     def _free_bytes(self) -> int:
         """Raises StagingFull or CacheError."""
         with self.translating():

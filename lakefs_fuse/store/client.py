@@ -67,6 +67,7 @@ from lakefs_fuse.store.protocol import (
     CacheableStore,
     CachedGetter,
     Capabilities,
+    DirectoryStore,
     Fetched,
     FileSlice,
     ListPage,
@@ -235,6 +236,13 @@ class StoreClient:
     def is_guarded(self) -> bool:
         """TLS, or this machine, vouches for the bytes that `get` answers."""
         return not isinstance(self._store, NetworkStore) or self._store.is_guarded
+
+    async def free_bytes(self) -> int | None:
+        """See `DirectoryStore`; None for a store without a bound. It is no request, so it is neither counted nor tried
+        again."""
+        if not isinstance(self._store, DirectoryStore):
+            return None
+        return await self._transport.run("other", self._store.free_bytes, abandon=True)
 
     async def has_md5_etag(self, key: str) -> bool:
         """See `NetworkStore.has_md5_etag`."""

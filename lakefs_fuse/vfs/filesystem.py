@@ -18,6 +18,7 @@ from lakefs_fuse.meta.tree import pack_entry
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.lake_size import LakeSize
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.tree_walk import list_again
@@ -175,6 +176,11 @@ class Filesystem:
         acknowledged at or below the directory. Raises LakeError."""
         is_unlinked = self.is_unlinked(inode)
         await self._durability.sync_directory(None if is_unlinked else self._ns.prefix(inode).removesuffix("/"))
+
+    async def size(self) -> LakeSize:
+        """What df(1) shows."""
+        self._durability.request_names()
+        return await self._status.lake_size()
 
     # -- what the control socket asks
 

@@ -17,6 +17,7 @@ from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.staging_area import Staging, StagingState
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.lake_size import LakeSizes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.queue import WriteBack
@@ -25,7 +26,7 @@ NS = 1_000_000_000
 
 
 class Status:
-    """Reads counters and drafts for `stats` and `dirty`."""
+    """Reads counters and drafts for `stats` and `dirty`, and the size of the lake for df(1)."""
 
     def __init__(
         self,
@@ -36,11 +37,12 @@ class Status:
         committer: Committer,
         writeback: WriteBack,
         clock: Clock,
+        sizes: LakeSizes,
     ) -> None:
         """``sections`` are counters of other parts, by their names."""
         self.metrics, self._sections = metrics, sections
         self._files, self._recovery, self._committer = files, recovery, committer
-        self._writeback, self._clock = writeback, clock
+        self._writeback, self._clock, self.lake_size = writeback, clock, sizes.size
 
     def statistics(self) -> dict[str, object]:
         """Nested plain values; names are final once released."""

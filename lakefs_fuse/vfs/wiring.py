@@ -42,6 +42,7 @@ from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.late_objects import LateObjects
 from lakefs_fuse.vfs.filesystem import Filesystem
+from lakefs_fuse.vfs.lake_size import LakeSizes, NameCount
 from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
@@ -323,7 +324,9 @@ class Assembly:
             UpcomingReads(pins.names, self._reader, ground.nursery, metrics.upcoming), lambda: self.pinner.kept.bytes,
         )  # fmt: skip
         return Filesystem(
-            Status(ground.metrics, self._sections(), files, self.recovery, self.committer, writeback, clock),
+            Status(
+                ground.metrics, self._sections(), files, self.recovery, self.committer, writeback, clock, self._sizes()
+            ),
             namespace,
             attributes,
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
@@ -332,6 +335,13 @@ class Assembly:
             Durability(config, files, io, names, writeback, self.recovery, self.deletions),
             self.residency,
         )
+
+    def _sizes(self) -> LakeSizes:
+        ground, namespace = self._ground, self.namespace
+        count = NameCount(namespace.tree.usage, ground.nursery)
+        return LakeSizes(
+            count, ground.client, self.staging, self.writeback, ground.cache, read_only=ground.config.read_only
+        )  # fmt: skip
 
     def _sections(self) -> dict[str, Callable[[], Mapping[str, object]]]:
         """Of `statistics`."""

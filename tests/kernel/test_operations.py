@@ -8,10 +8,13 @@ import pytest
 
 from lakefs_fuse.kernel.operations import Operations  # isort: skip  (before pyfuse3)
 import pyfuse3
+import trio
 
 from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.native.hooks import Feature
+from lakefs_fuse.kernel.reply import size_reply
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.vfs.lake_size import LakeSize
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import TTL_S, Clock, lake
 
@@ -35,3 +38,27 @@ async def test_a_directory_is_as_new_as_the_ttl_wants_whether_it_is_opened_or_no
         assert [await read(), await read()] == [1, 0]
         clock.advance(TTL_S + 1)
         assert [await read(), await read()] == [1, 0]
+
+
+async def test_statfs_counts_in_blocks_and_leaves_an_idle_mount_idle(tmp_path: Path) -> None:
+    """Monitoring asks every mount for its size."""
+    store = MemoryStore()
+    store.give("a", bytes(5000))
+    async with lake(store, tmp_path) as m:
+        operations = Operations(m.fs, KernelFeatures(Feature(0), writeback_cache=True, background_max=0))
+        await m.names()
+        m.fs.namespace.idleness.is_idle = True
+        with trio.fail_after(1):
+            answer = await operations.statfs(None)
+        assert m.fs.namespace.idleness.is_idle
+        assert answer.f_bsize == answer.f_frsize
+        assert (answer.f_blocks - answer.f_bfree) * answer.f_frsize == 8192
+        assert answer.f_bavail * answer.f_frsize == 1 << 50
+        assert answer.f_files - answer.f_ffree == 1
+        m.fs.namespace.idleness.is_idle = False
+
+
+def test_total_of_an_empty_mount_is_not_zero() -> None:
+    """df(1) leaves out what has none."""
+    answer = size_reply(LakeSize(0, 0))
+    assert (answer.f_blocks, answer.f_bfree) == (1, 0)

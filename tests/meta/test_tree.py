@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lakefs_fuse.meta import tree as tree_module
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import Tombstone
-from lakefs_fuse.meta.tree import Listing, Tree, pack_entry, unpack_entry
+from lakefs_fuse.meta.tree import Listing, Tree, Usage, pack_entry, unpack_entry
 from tests.fakes import open_database
 from tests.tiers import examples
 
@@ -241,3 +242,25 @@ def test_own_etags_are_of_the_name_its_tombstone_or_its_object(database: Databas
     database.commit(batch)
     assert tree.own_etags(["plain", "renamed", "gone", "old", "nothing", "no/where"]) == ["p", "", "g", "o", "", ""]
     assert tree.own_etags(["plain"], ROOT_INODE) == ["p"]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 1000])
+def test_usage_counts_what_is_below_a_directory_in_steps(
+    database: Database, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(tree_module, "ROWS_COUNTED", rows)
+    tree, batch = Tree(database), Batch()
+    assert list(tree.usage())[-1] == Usage()
+    top = tree.insert(batch, ROOT_INODE, b"top", Flag.DIRECTORY)
+    tree.insert(batch, ROOT_INODE, b"beside", 0, size=1000)
+    tree.insert(batch, top.inode, b"empty", Flag.DIRECTORY)
+    deep = tree.insert(batch, top.inode, b"deep", Flag.DIRECTORY)
+    for number in range(5):
+        tree.insert(batch, deep.inode, b"%d" % number, 0, size=10)
+    tree.insert(batch, deep.inode, b"hidden", Flag.SHADOWED, size=7)
+    database.commit(batch)
+    *steps, last = tree.usage()
+    assert last == Usage(names=9, bytes=1050)
+    assert all(before.names <= after.names for before, after in itertools.pairwise([*steps, last]))
+    assert list(tree.usage(top.inode))[-1] == Usage(names=7, bytes=50)
+    assert (len(steps) > 3) is (rows < 1000)

@@ -137,6 +137,23 @@ def test_refresh_moves_it_on(immutable: Lake) -> None:
     assert immutable.number("immutable.refreshes") == 1
 
 
+def test_statfs_is_the_size_of_the_state(immutable: Lake) -> None:
+    """All of it is used, and nothing is free."""
+    names = fill(immutable)
+    immutable.mount()
+
+    def shown() -> tuple[int, int, int, int]:
+        told = os.statvfs(immutable.path)
+        return told.f_blocks, told.f_bavail, told.f_files, told.f_ffree
+
+    block_bytes, directories = os.statvfs(immutable.path).f_frsize, 6
+    blocks = -(-len(names) * FILE_BYTES // block_bytes)
+    assert shown() == (blocks, 0, len(names) + directories, 0)
+    immutable.outside.replace("d/more", bytes(10 * block_bytes))
+    assert immutable.cli("refresh", str(immutable.path)).returncode == 0
+    assert shown() == (blocks + 10, 0, len(names) + directories + 2, 0)
+
+
 def test_a_refresh_that_fails_leaves_it_as_it_was(immutable: Lake) -> None:
     immutable.outside.replace("d/f", b"first")
     immutable.mount("--retry-timeout", "1")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import shutil
 import stat
 import subprocess
 
+import pytest
+
 from tests.mount.conftest import Place
-from tests.mount.lakes import MIB, noise
+from tests.mount.lakes import MIB, Directory, eventually, noise
 from tests.mount.posix_errors import error_of, opened
 
 
@@ -228,10 +231,32 @@ def test_reserved_names(here: Place) -> None:
     assert error_of(opened(root / ".lakefs" / "x", os.O_RDONLY)) == "ENOENT"
 
 
-def test_statfs(here: Place) -> None:
+def test_statfs_counts_names_and_bytes(here: Place) -> None:
+    (here.path / "directory").mkdir()
+    (here.path / "file").write_bytes(noise(100_000))
+    names, size = 0, 0
+    for above, directories, files in os.walk(here.lake.path):
+        names += len(directories) + len(files)
+        size += sum(os.lstat(os.path.join(above, name)).st_size for name in files)
+    assert size >= 100_000
+
+    def is_counted() -> bool:
+        told = os.statvfs(here.path)
+        used = told.f_blocks - told.f_bfree
+        return (told.f_files - told.f_ffree, used) == (names, -(-size // told.f_frsize))
+
+    eventually(is_counted, "every name of the lake is counted")
+    assert os.statvfs(here.path).f_namemax == 255
+
+
+def test_statfs_has_room_where_a_write_would_have_it(here: Place) -> None:
+    """The disk of a local directory; a bucket has no bound, and no check of the free space may refuse."""
     told = os.statvfs(here.path)
-    assert told.f_namemax == 255
-    assert told.f_bavail * told.f_frsize >= 1 << 50, "programs that check for room first must not refuse"
+    free_bytes = told.f_bavail * told.f_frsize
+    if isinstance(here.outside, Directory):
+        assert free_bytes == pytest.approx(shutil.disk_usage(here.outside.root).free, rel=0.2)
+    else:
+        assert free_bytes == 1 << 50
 
 
 def test_stat(here: Place) -> None:

@@ -76,6 +76,24 @@ def staged_bytes(location: str, lake: Lake) -> bytes:
     return path.read_bytes()[first : last + 1]
 
 
+def test_statfs_shows_what_staging_takes_while_the_store_is_away(
+    make_lake: LakeMaker, faults: tuple[Server, Faults]
+) -> None:
+    lake = make_lake("seaweedfs", *OPTIONS, "--staging-size", "1GiB", through=faults[0]).mount()
+
+    def free_bytes() -> int:
+        told = os.statvfs(lake.path)
+        return told.f_bavail * told.f_frsize
+
+    assert free_bytes() == 1 << 50
+    controls = away(faults)
+    (lake.path / "model").write_bytes(noise(3 * MIB))
+    eventually(lambda: free_bytes() <= (1 << 30) - 3 * MIB, "no more than fits is free")
+    controls.clear()
+    written_back(lake)
+    assert free_bytes() == 1 << 50
+
+
 def test_closed_means_on_the_local_disk(back: Lake, faults: tuple[Server, Faults]) -> None:
     """While the store takes nothing, close() answers, and everybody on this node reads what was written."""
     controls = away(faults)
@@ -225,7 +243,7 @@ def test_flush_shows_how_far_it_is(back: Lake, faults: tuple[Server, Faults]) ->
     assert code == 0, seen
     assert f"storing {back.path / 'model'}" in seen
     assert re.search(r"[\d.]+/3[\d.]+ MiB", seen), seen
-    assert "1 files left" in seen
+    assert "1 file left" in seen
     assert back.outside.read("model") == noise(LARGE_BYTES)
 
 

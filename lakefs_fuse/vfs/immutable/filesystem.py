@@ -43,6 +43,7 @@ from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.immutable.residency_report import Host, ResidencyReport
 from lakefs_fuse.vfs.immutable.state_names import StateNames
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
+from lakefs_fuse.vfs.lake_size import LakeSize, NameCount
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of, version_of
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
@@ -88,6 +89,7 @@ class ImmutableFilesystem:
         )
         self._late = LateObjects(lake.node.clock.wall_ns, lake.config.store.retry_timeout_s, read_only=True)
         self._rules = Rules.of(lake.config)
+        self._count = NameCount(lambda: self._state.tree.usage(self.top), nursery, is_constant=True)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
         self._gone = self._refreshes = 0
         self._refreshing = trio.Lock()
@@ -210,6 +212,11 @@ class ImmutableFilesystem:
     @property
     def default_gid(self) -> int:
         return os.getgid() if self.config.gid is None else self.config.gid
+
+    async def size(self) -> LakeSize:
+        """What df(1) shows: nothing is free."""
+        usage = await self._count.usage()
+        return LakeSize(usage.names, usage.bytes)
 
     # -- bytes
 
@@ -354,6 +361,7 @@ class ImmutableFilesystem:
     def _move_to(self, state: State) -> None:
         """Between two requests: a READ under way does not read the state again."""
         before, self._state = self._state, state
+        self._count.forget()
         before.database.close()
         self._states.keep_only(state.number)
         kept = [(inode, reading) for inode, reading in self._readings.items() if state.tree.entry(inode) is None]
