@@ -44,6 +44,10 @@ MODULES = {
 """The module that defines each command, under the name of the command."""
 
 
+_NO_ARGUMENTS: type[click.UsageError] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""A group without a command, since click 8.2: its message is the help. Earlier versions print that themselves."""
+
+
 class Commands(click.Group):
     """The group of all commands, each loaded when it is used."""
 
@@ -86,8 +90,11 @@ def answer_errors(call: Callable[[], object]) -> int:
     except LakeError as error:
         return _fail(str(error), error.exit_code)
     except click.UsageError as error:
+        if isinstance(error, _NO_ARGUMENTS):
+            click.echo(error.format_message(), err=True)
+            return EXIT_USAGE
         path = error.ctx.command_path if error.ctx is not None else PROGRAM
-        return _fail(f"{error.format_message()} (see `{path} --help`)", EXIT_USAGE)
+        return _fail(f"{error.format_message().removesuffix('.')} (see `{path} --help`)", EXIT_USAGE)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The file of `doctor --bundle`: results, statistics, configuration and logs for somebody who is to help, as a ZIP.
+"""The file of `doctor --bundle`: results, statistics, configuration and logs for support, as a ZIP.
 
 *No secrets*: every member goes through a `Redactor`; of the environment only names are told, and the values of a few.
 The file is made with mode 0600, and not over another one.

@@ -69,7 +69,7 @@ class Target:
 @option("--throughput/--no-throughput", default=True, help="Measure for 5 s how fast bytes go to the store and come "
         "back, at most 1 GiB each way. Turn it off where traffic costs.")  # fmt: skip
 @option("--bundle", type=click.Path(dir_okay=False), metavar="FILE", help="Write results, statistics, configuration "
-        "and logs into a ZIP file, without secrets. Send it to whoever is to help.")  # fmt: skip
+        "and logs into a ZIP file, without secrets. Send it to the person who helps you.")  # fmt: skip
 @json_option
 @store_options
 def doctor(
@@ -86,7 +86,7 @@ def doctor(
     \b
       lakefs-fuse doctor                                   # this machine
       lakefs-fuse doctor s3://bucket/prefix                # and whether a lake can be there
-      lakefs-fuse doctor /mnt/lake --bundle report.zip     # and how a mount is, for whoever is to help
+      lakefs-fuse doctor /mnt/lake --bundle report.zip     # and a mount; the file is for support
 
     Prints one line for each check: `ok`, or what to do. It tries every request that a mount sends, on scratch objects
     below `.lakefs/` that it removes, and reads the configuration of the bucket where it may. The credentials are those

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from lakefs_fuse import errors
-from lakefs_fuse.cli import MODULES, answer_errors, commands
+from lakefs_fuse.cli import MODULES, answer_errors, commands, run
 from lakefs_fuse.errors import ConfigError, LakeError, LeaseHeld, ReportedError, StoreError
 
 MANUAL = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -75,3 +75,19 @@ def raising(error: BaseException) -> Callable[[], object]:
 )
 def test_error_has_the_code_of_the_manual(call: Callable[[], object], code: int) -> None:
     assert answer_errors(call) == code
+
+
+@pytest.mark.parametrize("group", [[], ["dataset"], ["cache"]])
+def test_group_without_a_command_shows_its_help(group: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(group)
+    printed = capsys.readouterr()
+    assert f"{printed.out}{printed.err}".startswith("Usage: lakefs-fuse")
+    assert "(see" not in printed.err
+    assert code in (0, 2), "click 8.1 takes it for --help"
+
+
+def test_missing_argument_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["dataset", "create"]) == 2
+    assert capsys.readouterr().err == (
+        "lakefs-fuse: Missing argument 'SOURCE' (see `lakefs-fuse dataset create --help`)\n"
+    )
