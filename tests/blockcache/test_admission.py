@@ -165,7 +165,7 @@ async def test_who_reads_on_from_the_middle_gets_readahead_in_a_full_cache(tmp_p
             data = await lake.reader.read(lake.store.version("large"), at, step, readahead)
             assert bytes(data) == large[at : at + step]
         await lake.settled()
-        assert len(lake.store.gets) <= 12
+        assert len(lake.store.gets) <= 20, "a GET for each of 16 blocks at most, where 128 pieces were read"
         assert lake.fetched() * DATA_SET_BYTES <= 17 * MIB
 
 

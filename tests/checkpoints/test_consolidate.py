@@ -234,7 +234,7 @@ def test_command_says_what_it_wrote(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lakefs_fuse", "checkpoint", "consolidate", str(shards)]
     done = subprocess.run([*command, str(tmp_path / "one.safetensors")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "1 tensors, 12 B" in done.stdout
+    assert "1 tensor, 12 B" in done.stdout
     assert "left out, because they are no tensors: step" in done.stderr
     done = subprocess.run([*command, str(tmp_path / "one.pt"), "--json"], capture_output=True, text=True, check=False)
     assert json.loads(done.stdout)["objects"] == 1
