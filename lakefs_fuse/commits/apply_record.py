@@ -377,7 +377,7 @@ class Application:
         """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
         one, where the record put it there again."""
         current, tombstone = step.current, step.tombstone
-        if current is not None and _is_elsewhere(current) and current.stamp > 0 and current.etag == etag:
+        if current is not None and _is_hiding(current, etag):
             return True
         gone = 0 if tombstone is None else tombstone.when_gone(etag)
         if tombstone is None or not self._is_just_removed(step):
@@ -578,7 +578,7 @@ class Application:
         if operation.replaces != ANY:
             self._replace_version(step, operation)
             return
-        if operation.object == OWN and not self._own and self._is_gone(step, operation.hides, operation.dated_s):
+        if operation.object == OWN and self._is_told_late(step, operation):
             if step.tombstone is not None and step.tombstone.floor > self._stamp:
                 self._bury(step, etag=operation.hides, at=self._when_ended(step.tombstone.floor))
             elif step.tombstone is not None and self._is_just_removed(step):
@@ -595,6 +595,14 @@ class Application:
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
         )  # fmt: skip
+
+    def _is_told_late(self, step: _Step, operation: Put) -> bool:
+        """The plain object that is told of is gone. A change made here knew what had become of it, but not what came
+        while its commit was on its way."""
+        if not self._own:
+            return self._is_gone(step, operation.hides, operation.dated_s)
+        current, is_sent = step.current, self._stamp < PENDING
+        return is_sent and current is not None and current.stamp < PENDING and _is_hiding(current, operation.hides)
 
     def _show_others(self, step: _Step, tombstone: Tombstone, etag: str) -> None:
         """What the record said to be there again is gone, and so ends no other version: the next listing tells what
@@ -915,6 +923,11 @@ def _says_what(operation: Operation) -> bool:
 def _is_elsewhere(entry: Entry) -> bool:
     """A file whose bytes are not at its own key."""
     return bool(entry.place or entry.flags & Flag.SYMLINK) and not entry.flags & Flag.LOCAL
+
+
+def _is_hiding(entry: Entry, etag: str) -> bool:
+    """A commit put a file elsewhere in place of the plain object with this ETag."""
+    return _is_elsewhere(entry) and entry.stamp > 0 and entry.etag == etag
 
 
 def _is_dated_by_store(entry: Entry) -> bool:

@@ -878,6 +878,15 @@ def test_object_that_a_file_elsewhere_has_replaced_does_not_come_back(tmp_path: 
         assert (n.found("f").place, n.found("f").etag) == (0, "e1"), "who knew of that put the same bytes again"
 
 
+def test_own_commit_about_an_object_leaves_a_file_elsewhere_that_replaced_it_meanwhile(tmp_path: Path) -> None:
+    """The node heard of that while its commit, which renames the object, was on its way."""
+    with node(tmp_path) as n:
+        n.commit(20, put("f", 7, hides="e1"), writer="0000000b")
+        record = merged([Change(operations=[told("e1"), Remove("f", hides="e1")])], n.writer, at(30))
+        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        assert n.found("f").size == 7
+
+
 @pytest.mark.parametrize("dated_s", [0, START_S + 5])
 @pytest.mark.parametrize("is_removed", [True, False])
 def test_file_that_is_renamed_back_is_gone_if_it_is_removed_later(
