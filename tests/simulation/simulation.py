@@ -1351,6 +1351,8 @@ def _ungrouped() -> Iterator[None]:
         lake_error = group.split(LakeError)[0]
         if lake_error is not None and group.split((LakeError, trio.Cancelled))[1] is None:
             raise _first(lake_error) from None
+        if group.split((Killed, LakeError))[1] is None:  # parts were on their way side by side when the node died
+            raise Killed from None
         raise
 
 
