@@ -137,7 +137,12 @@ async def find_own_object(draft: Draft) -> ObjectMeta | None:
     """The object at the draft's key, where the draft made it in an attempt whose answer was lost; else None. Raises
     LakeError."""
     meta = await draft.uploader.client.find(draft.target.key)
-    return meta if meta is not None and token_of(meta).partition(".")[0] == draft.id else None
+    return meta if meta is not None and is_own_object(draft, meta) else None
+
+
+def is_own_object(draft: Draft, meta: ObjectMeta) -> bool:
+    """The draft made the object, in whichever attempt."""
+    return token_of(meta).partition(".")[0] == draft.id
 
 
 async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:

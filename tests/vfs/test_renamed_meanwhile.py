@@ -15,7 +15,7 @@ from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
-from tests.vfs.writing_back import KIB, LARGE, Outage, die, rewrite, stored, until, writing_back
+from tests.vfs.writing_back import KIB, LARGE, PART, Outage, die, rewrite, stored, until, writing_back
 
 
 async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it(tmp_path: Path) -> None:
@@ -563,3 +563,46 @@ async def test_conflict_of_a_version_leaves_the_other_file_alone_though_the_next
             clock.advance(2 * TTL_S)
         kept = [name for name in await two.names() if name.startswith("f.conflict-")]
         assert await two.tree() == {"f": b"theirs", kept[0]: noise(1, LARGE)}
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_file_larger_than_staging_that_was_renamed_replaces_its_own_object_alone(
+    tmp_path: Path, is_taken: bool
+) -> None:
+    """Its bytes are in its upload only, which is completed without a condition: what lies there is asked for first."""
+    store, clock = MemoryStore(), Clock()
+    data, failed = noise(1, 30 * PART), list[Request]()
+
+    def lose_one_answer(request: Request, when: When) -> None:
+        if request.what == "complete_multipart" and when == "after" and not failed:
+            failed.append(request)
+            raise Unavailable("the answer is lost")
+
+    at_once = partial(lake, store, clock=clock, pack="never", retry_timeout_s=0.0)
+    async with (
+        at_once(tmp_path / "one", staging_bytes_max=16 * PART) as one,
+        at_once(tmp_path / "two") as two,
+    ):
+        handle = await one.create("a")
+        for offset in range(0, len(data), PART):
+            await one.fs.write(handle, offset, data[offset : offset + PART])
+        await one.rename("a", "b")
+        if is_taken:
+            await two.write("a", b"theirs")
+            with pytest.raises(FileError, match="move theirs away") as error:
+                await one.fs.fsync(handle)
+            assert error.value.errno == errno.EEXIST
+            await two.rename("a", "c")
+            await one.poll()
+        else:
+            store.hook = lose_one_answer
+            with pytest.raises(LakeError):
+                await one.fs.fsync(handle)
+            assert failed
+        await one.fs.fsync(handle)
+        await one.close(handle)
+        await one.sync()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == ({"c": b"theirs"} if is_taken else {}) | {"b": data}

@@ -43,7 +43,7 @@ from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
-from lakefs_fuse.upload.publish import Published, give_up_upload, publish
+from lakefs_fuse.upload.publish import Published, give_up_upload, is_own_object, publish
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
@@ -199,9 +199,10 @@ class ObjectWriter:
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
-        if there is None and draft.parts.bytes_dropped and target.key != path:  # no condition guards its completion
-            found = await draft.uploader.client.find(target.key)
-            there = "" if found is None else found.etag
+        if there is None and draft.parts.bytes_dropped and target.key != path and not target.key.startswith(OBJECTS):
+            found = await draft.uploader.client.find(target.key)  # for no condition guards its completion
+            if found is None or not is_own_object(draft, found):  # an attempt whose answer was lost
+                there = "" if found is None else found.etag
         removed = self._ns.tree.tombstones.get(path.encode())
         used = self._ns.tree.objects.used(target.key) if has_upload else None
         plan = plan_publish(
