@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,11 +98,39 @@ def test_run_that_goes_on_is_planned_on() -> None:
     assert readahead.window_bytes == WINDOW_BYTES_MAX
 
 
-def test_run_of_unknown_length_is_fetched_ahead_no_further_than_it_has_come() -> None:
+def test_run_of_unknown_length_is_fetched_ahead_by_a_quarter_of_what_it_has_come() -> None:
     readahead = Readahead()
     for offset, length in sequence(64 * MIB, MIB, 300 * MIB):
         planned = readahead.plan(offset, length, SIZE)
-        assert planned is None or planned[1] - (offset + length) <= max(2 * MIB, offset + length - 300 * MIB)
+        come = offset + length - 300 * MIB
+        assert planned is None or planned[1] - (offset + length) <= max(2 * MIB, come // 4)
+
+
+def test_reader_whose_first_read_was_elsewhere_reads_an_object_whole() -> None:
+    """As torch.load does: a magic number, the directory at the end, then all of it."""
+    readahead = Readahead()
+    found = plans(readahead, [(0, 256 * KIB), (SIZE - 8 * KIB, 8 * KIB), *sequence(64 * MIB, MIB, 256 * KIB)])
+    assert found[-1][1] >= 64 * MIB + WINDOW_BYTES_MAX // 2
+    assert len(found) < 16
+
+
+@pytest.mark.parametrize("run_bytes", [3 * MIB, 4 * MIB, 8 * MIB, 20 * MIB])
+def test_reader_of_some_row_groups_is_fetched_a_tenth_more_than_it_reads_at_most(run_bytes: int) -> None:
+    """The footer, then eight groups, behind each of which the kernel reads on by up to 2 MiB."""
+    rng, fetched, read = random.Random(run_bytes), 0, 0
+    for _ in range(50):
+        begins = [group * run_bytes + 700 for group in rng.sample(range(SIZE // run_bytes), 8)]
+        readahead = Readahead()
+        readahead.plan(SIZE - 64 * KIB, 64 * KIB, SIZE)
+        touched, planned = set[int](), set[int]()
+        for begin in begins:
+            for offset, length in sequence(run_bytes + rng.randrange(2 * MIB), 128 * KIB, begin):
+                touched.update(range(offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)))
+                for start, stop in plans(readahead, [(offset, length)]):
+                    planned.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
+        read += len(touched)
+        fetched += len(touched | planned)
+    assert fetched <= 1.1 * read
 
 
 def test_what_counts_as_a_sign_that_all_is_read_in_random_order() -> None:
