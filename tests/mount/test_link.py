@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -148,8 +149,8 @@ WANTED = sorted((writer, number) for writer in range(2) for number in range(APPE
 
 @pytest.mark.long
 def test_delta_lake_loses_no_append_of_two_nodes(nodes: tuple[Lake, Lake]) -> None:
-    deltalake = pytest.importorskip("deltalake")
-    arrow = pytest.importorskip("pyarrow")
+    deltalake = import_module("deltalake")
+    arrow = import_module("pyarrow")
     deltalake.write_deltalake(str(nodes[0].path / "table"), arrow.table({"writer": [-1], "number": [-1]}))
     eventually((nodes[1].path / "table/_delta_log").exists, "the table is not seen")
     append_from_both(nodes, "table", DELTA)
@@ -164,8 +165,8 @@ def test_delta_lake_loses_no_append_of_two_nodes(nodes: tuple[Lake, Lake]) -> No
 
 @pytest.mark.long
 def test_lance_loses_no_append_of_two_nodes(nodes: tuple[Lake, Lake]) -> None:
-    lance = pytest.importorskip("lance")
-    arrow = pytest.importorskip("pyarrow")
+    lance = import_module("lance")
+    arrow = import_module("pyarrow")
     lance.write_dataset(arrow.table({"writer": [-1], "number": [-1]}), str(nodes[0].path / "table"))
     eventually((nodes[1].path / "table/_versions").exists, "the table is not seen")
     append_from_both(nodes, "table", LANCE)
