@@ -144,6 +144,7 @@ class _Look:
     found: list[Found]
     is_deep: bool
     began_s: float
+    began_ns: int
     took_s: float
     past: int | None
     digest: tuple[int, Digest] | None = None
@@ -179,6 +180,8 @@ class Poller:
         self._rng = rng
         self._polled_s = -math.inf
         """When the last deep poll that came to its end began, or the LIST of a digest that agreed."""
+        self.heard_ns = 0
+        """The store's time then: every commit that was visible is in effect here."""
         self._is_long = False
         """The last deep listing had several pages."""
         self._is_whole = False
@@ -374,6 +377,8 @@ class Poller:
                 newest = min(newest, look.found[len(found)][0])
             commits.record_polled(newest)
             self._polled_s = max(self._polled_s, min(began_s, look.began_s))
+            if not math.isinf(began_s):
+                self.heard_ns = look.began_ns
             late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
             self._deep_due_s = trio.current_time() + late_s
         if done:
@@ -431,7 +436,7 @@ class Poller:
         took_s = trio.current_time() - began_s
         self._listing_ns, self._shown_new = int(took_s * NS), listed.newer(self._shown)
         self._shown = max(min(self._shown, wall_ns), min(listed.newest, wall_ns))
-        look = _Look(listed.found, is_deep, began_s, took_s, newest if is_deep else None)
+        look = _Look(listed.found, is_deep, began_s, wall_ns, took_s, newest if is_deep else None)
         if is_deep:
             self._metrics.deep_polls += 1
             self._is_long = listed.pages > 1

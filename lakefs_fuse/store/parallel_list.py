@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import trio
 
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.key_space import LAST, KeySpace
-from lakefs_fuse.store.protocol import ListPage
+from lakefs_fuse.store.protocol import Capabilities, ListPage
 from lakefs_fuse.sync.nursery import collecting
 
 KEYS_MAX = 1000
@@ -64,12 +64,23 @@ class ListProgress:
     under_way: int = 0
 
 
+class Lister(Protocol):
+    """What pages come from: a `StoreClient`, or what stands before one."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def list_page(
+        self, prefix: str, *, delimiter: str = ..., start_after: str = ..., token: str | None = ..., keys_max: int = ...
+    ) -> ListPage: ...
+
+
 class ParallelList:
     """Lists one directory; `run` is called once."""
 
     def __init__(
         self,
-        client: StoreClient,
+        client: Lister,
         prefix: str,
         take: Callable[[ListPage], None],
         *,

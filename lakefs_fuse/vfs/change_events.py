@@ -2,12 +2,12 @@
 
 What always holds (*events flow upwards*): a part announces what it changed and knows none of its listeners, so that the
 kernel's adapter and the write-back queue can react to changes of modules below them. For the rules see `TreeEvents`;
-`kernel_told` and `pages_wanted` alone are awaited.
+`kernel_told`, `pages_wanted` and `objects_listed` alone are awaited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lakefs_fuse.blockcache.object_version import Extent
@@ -32,6 +32,9 @@ class ChangeEvents(TreeEvents):
     """A listing shows a plain object in place of bytes elsewhere; its entry."""
     leases_revoked: list[Callable[[int], int]] = field(default_factory=list)
     """The leases on an inode end; answers how many handles were opened under them, which are released here."""
+    objects_listed: list[Callable[[Sequence[ObjectMeta]], Awaitable[bool]]] = field(default_factory=list)
+    """A page of a LIST is about to be merged; its objects. What was committed before these were stored is in effect
+    when these return; they answer whether there may have been something."""
     metadata_read: list[Callable[[ObjectMeta], object]] = field(default_factory=list)
     """A GET answered the metadata of an object."""
     keys_unlisted: list[Callable[[], Iterable[str]]] = field(default_factory=list)

@@ -43,6 +43,7 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.late_objects import LateObjects
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.lake_size import LakeSizes, NameCount
+from lakefs_fuse.vfs.namespace.commit_order import CommitOrder
 from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
@@ -240,6 +241,7 @@ class Assembly:
         )
         self._commits = commits = Commits(ground, namespace, FilesWatcher(namespace, files), events)
         self.committer = committer = commits.committer
+        events.objects_listed.append(CommitOrder(tree, commits.poller, namespace.is_announced).objects_listed)
         self.deletions = commits.deletions
         reader = ground.reader(events.announce_metadata)
         units = Units(config.rules)

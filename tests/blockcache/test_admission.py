@@ -161,13 +161,13 @@ async def test_who_reads_on_from_the_middle_gets_readahead_in_a_full_cache(tmp_p
         lake.store.objects["large"] = large = content("large", 24 * MIB)
         lake.store.gets.clear()
         reader = BlockReader(lake.store, lake.disk, lake.metrics, lake.nursery)
-        """With the memory of a mount: the file is larger than the cache, which gives up blocks that are not read yet."""
+        """It has the memory of a mount: the file is larger than the cache, which gives up what is not read yet."""
         readahead, step = Readahead(), MIB // 8
         for at in range(8 * MIB, 24 * MIB, step):
             data = await reader.read(lake.store.version("large"), at, step, readahead)
             assert bytes(data) == large[at : at + step]
         await lake.settled()
-        assert len(lake.store.gets) <= 20, "a GET for each of 16 blocks at most, and the first reads, where 128 pieces were read"
+        assert len(lake.store.gets) <= 20, "a GET for each of 16 blocks, and the first reads, in place of 128 pieces"
         assert lake.fetched() * DATA_SET_BYTES <= 17 * MIB
 
 

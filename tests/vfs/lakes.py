@@ -42,7 +42,7 @@ __all__ = ["RENAME_EXCHANGE", "RENAME_NOREPLACE", "Clock", "Lake", "lake", "two_
 class Clock:
     """Wall time that tests set, in ns since 1970."""
 
-    now_ns: int = START_NS
+    now_ns: int = START_NS + 10 * NS  # after what stores were given before
 
     def __call__(self) -> int:
         return self.now_ns

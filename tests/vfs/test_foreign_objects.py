@@ -12,9 +12,9 @@ import trio
 import trio.testing
 
 from lakefs_fuse.commits.record import COMMITS
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.store.client import copy_metadata
-from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
 from tests.vfs.writing_back import LARGE, rewrite, until
@@ -195,8 +195,12 @@ async def test_object_of_another_node_is_not_committed_and_that_node_can_pack_it
         await plain.sync()
         there = len(commits(store))
         asked = len(store.requests)
-        assert await reader.read("f") == b"plain", "it has not polled since"
+        store.hook = Failures(
+            lambda request: request.what == "list" and request.key.startswith(COMMITS), Unavailable("away"), count=1000
+        )
+        assert await reader.read("f") == b"plain", "it knows of no commit since"
         await until(lambda: any((each.what, each.key) == ("head", "f") for each in store.requests[asked:]))
+        store.hook = lambda _request, _when: None
         await reader.sync()
         assert len(commits(store)) == there
         await writer.poll()

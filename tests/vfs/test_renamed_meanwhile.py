@@ -251,6 +251,7 @@ async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_
         await one.write("f", b"first")
         await one.sync()
         await two.poll()
+        assert await two.names() == ["f"]
         await one.rename("f", "g")
         await one.sync()
         handle = await two.open("f", os.O_RDWR)

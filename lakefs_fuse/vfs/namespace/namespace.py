@@ -40,6 +40,7 @@ from lakefs_fuse.store.parallel_list import KEYS_MAX, ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.namespace.commit_order import ANNOUNCED_NS, OrderedLists
 from lakefs_fuse.vfs.namespace.key_mapping import (
     KEY_BYTES_MAX,
     NAME_BYTES_MAX,
@@ -115,7 +116,10 @@ class Namespace:
         self.events.listing_dropped.append(self._outdated.forget)
         self.events.commit_applied.append(self._take_announcements)
         self._looks = LookIntervals(config.metadata_ttl_s, config.foreign_s)
-        self._subtrees = SubtreeListings(client, self._clock_ns, self._looks.first_ns, self.events.unlisted_keys)
+        self._new_object_ns = 0
+        """When a LIST has shown a new object last, before which others may have been stored."""
+        self._lists = OrderedLists(client, self.events, self._note_new_object)
+        self._subtrees = SubtreeListings(self._lists, self._clock_ns, self._looks.first_ns, self.events.unlisted_keys)
         self._source_prefix_bytes = len(config.store.source.prefix.encode())
         self._told_of_long = False
         self.touch(ROOT_INODE)
@@ -207,10 +211,13 @@ class Namespace:
     def answer_fresh_s(self, directory: int, name: bytes, *, within_ttl: bool = False) -> float:
         """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself;
         as `fresh_s`."""
-        listing, listed_ns = self.tree.listing(directory), 0
-        if listing is not None:
-            listed_ns = listing.at_ns or self._outdated.listed_ns(directory, name)
+        listed_ns = self._listed_ns(directory, name)
         return max(self._listed_fresh_s(directory, listed_ns, within_ttl), self._answer_fresh_s(directory, name))
+
+    def _listed_ns(self, directory: int, name: bytes) -> int:
+        """When a directory was listed; 0 where that says nothing of a name."""
+        listing = self.tree.listing(directory)
+        return 0 if listing is None else listing.at_ns or self._outdated.listed_ns(directory, name)
 
     def _listed_fresh_s(self, directory: int, listed_ns: int, within_ttl: bool = False) -> float:
         """How long a listing of that time counts; no longer than the TTL where a flat listing costs nothing."""
@@ -241,6 +248,15 @@ class Namespace:
         asked_ns = self._answers.get((directory, name))
         return 0.0 if asked_ns is None else self._fresh_s(asked_ns, self._looks.first_ns)
 
+    def _note_new_object(self) -> None:
+        self._new_object_ns = self._clock_ns()
+
+    def _doubts_absence(self, directory: int, name: bytes) -> bool:
+        """Whether what is known of a name may lack what was stored before a new object that was seen since."""
+        if not 0 <= self._clock_ns() - self._new_object_ns < ANNOUNCED_NS:
+            return False
+        return max(self._listed_ns(directory, name), self._answers.get((directory, name), 0)) < self._new_object_ns
+
     # -- asking
 
     async def lookup(
@@ -267,9 +283,14 @@ class Namespace:
                 and name not in flight.announced
             ):
                 fresh_s = max(fresh_s, self._flight_fresh_s(flight))
-            if fresh_s > 0 and not (entry is not None and entry.is_local):
+            is_doubted = entry is None and self._doubts_absence(directory, name)
+            if fresh_s > 0 and not is_doubted and not (entry is not None and entry.is_local):
                 return entry, fresh_s
             listing = self.tree.listing(directory)
+            if is_doubted and listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
+                with suppress(*AWAY):
+                    await self.list_directory(directory, since_ns=self._new_object_ns)
+                return self.tree.child(directory, name), self.answer_fresh_s(directory, name)
             if listing is None or not self._are_few_outdated(directory, listing):
                 if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
                     await self._list_again(directory)
@@ -409,7 +430,7 @@ class Namespace:
         key = self.checked_key(prefix, component)
         self._subtrees.directory_asked(directory)
         with self._watching(directory, flight):
-            page = await self._client.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
+            page = await self._lists.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
             found = [item for item in read_page(page, directory, prefix).found if item.sort_name in (name, name + b"/")]
             if page.next_token is not None and not any(item.meta is None for item in found):
                 below = await self._client.list_page(key + "/", keys_max=1)
@@ -546,7 +567,7 @@ class Namespace:
         if flat is not None:
             take(flat.page(prefix))
         else:
-            pages = ParallelList(self._client, prefix, take)
+            pages = ParallelList(self._lists, prefix, take)
             flight.progress = pages.progress
             if not await pages.run(goes_on=lambda: flight.is_wanted):
                 return True
@@ -700,6 +721,12 @@ class Namespace:
                 if at is None:
                     break
                 directory, name = at.parent, at.name
+
+    def is_announced(self, path: str) -> bool:
+        """A commit told that a plain object was stored there, of which the store was not asked since."""
+        above, _, name = path.encode("utf-8", "surrogatepass").rpartition(b"/")
+        directory, missing = self._nearest(above)
+        return not missing and name in self._outdated.of(directory)[0]
 
     def _unseen(self, record: Record) -> Iterator[str]:
         """Paths that a record says are plain objects, and that are not these here; of a large record none."""

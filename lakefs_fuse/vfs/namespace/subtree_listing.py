@@ -24,7 +24,7 @@ import trio
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.product import RESERVED_PREFIX
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.parallel_list import Lister
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
 
@@ -132,7 +132,7 @@ class SubtreeListings:
     """See the module's head."""
 
     def __init__(
-        self, client: StoreClient, clock_ns: Callable[[], int], ttl_ns: int, strays: Callable[[], Iterable[str]]
+        self, client: Lister, clock_ns: Callable[[], int], ttl_ns: int, strays: Callable[[], Iterable[str]]
     ) -> None:
         """``strays`` answers keys that no listing may show."""
         self._client, self._clock_ns, self._ttl_ns, self._strays = client, clock_ns, ttl_ns, strays

@@ -1,0 +1,103 @@
+"""LISTs that show a plain object only after what was committed before it was stored.
+
+A plain object is in every LIST as soon as it is stored; what its writer had committed before, a rename for example, is
+in sight with the next poll. A program that waits for the one and then opens the other (a table's manifest and its data
+files, ``_SUCCESS`` and what it stands for) would not find it. So before a page is merged that has an object of which
+nothing is known here, and which may be newer than the last poll, commits are polled for.
+
+What always holds (*seen in the order of writing*): who sees a plain object by a LIST sees the commits that its writer
+had sent before, unless the poll fails. Plain objects are stored before any commit tells of them, within a second or
+two: for `ANNOUNCED_NS` a name that is absent by a LIST which began before the new object was seen is asked for again
+(`Namespace`).
+
+An object that another tool stored long ago costs nothing, a new one a LIST of the commits. Trio thread only. Nothing
+here survives a crash, or has to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import trio
+
+from lakefs_fuse.commits.poller import Poller
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.product import PLACEHOLDER
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
+from lakefs_fuse.vfs.change_events import ChangeEvents
+
+NS = 1_000_000_000
+CLOCK_NS = 4 * NS
+"""LastModified is in seconds of the store's clock, which is followed where it differs by more than two."""
+UPLOAD_NS = 3600 * NS
+"""S3 dates what was uploaded in parts by the beginning of that."""
+ANNOUNCED_NS = 3 * NS
+"""So long after it was stored at most, commits tell of a plain object where all goes well."""
+log = logging.getLogger(__name__)
+
+
+class OrderedLists:
+    """LISTs of one mount, through the listeners of `ChangeEvents.objects_listed`."""
+
+    def __init__(self, client: StoreClient, events: ChangeEvents, seen: Callable[[], None]) -> None:
+        """``seen`` is called when a LIST has shown such an object, before its page is answered."""
+        self._client, self._events, self._seen = client, events, seen
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The store's."""
+        return self._client.capabilities
+
+    async def list_page(
+        self, prefix: str, *, delimiter: str = "", start_after: str = "", token: str | None = None,
+        keys_max: int = 1000,
+    ) -> ListPage:  # fmt: skip
+        """As `StoreClient.list_page`."""
+        page = await self._client.list_page(
+            prefix, delimiter=delimiter, start_after=start_after, token=token, keys_max=keys_max
+        )
+        for listener in self._events.objects_listed:
+            if await listener(page.objects):
+                self._seen()
+        return page
+
+
+class CommitOrder:
+    """See the module's head. ``is_announced`` answers for a path as `Namespace.is_announced`."""
+
+    def __init__(self, tree: Tree, poller: Poller, is_announced: Callable[[str], bool]) -> None:
+        self._tree, self._poller, self._is_announced = tree, poller, is_announced
+        self._polling = trio.Lock()
+        """Of several LISTs at once one polls for all that were answered before."""
+
+    async def objects_listed(self, objects: Sequence[ObjectMeta]) -> bool:
+        """Poll if one of these may have been stored after commits that are unknown here; answers whether it may."""
+        since_ns = self._poller.heard_ns - CLOCK_NS
+        if not any(self._is_later(meta, since_ns) and self._is_unknown(meta) for meta in objects):
+            return False
+        answered_s = trio.current_time()
+        try:
+            async with self._polling:
+                await self._poller.heard(trio.current_time() - answered_s)
+        except LakeError as error:
+            log.info("polling for what was committed before a new object failed: %s", error)
+        return True
+
+    @staticmethod
+    def _is_later(meta: ObjectMeta, since_ns: int) -> bool:
+        return meta.mtime_ns > (since_ns - UPLOAD_NS if "-" in meta.etag else since_ns)
+
+    def _is_unknown(self, meta: ObjectMeta) -> bool:
+        path = meta.key.encode("utf-8", "surrogatepass")
+        if path.endswith((b"/", PLACEHOLDER.encode())):
+            return False
+        entry = self._tree.resolve(path.split(b"/"))
+        if entry is not None and entry.etag == meta.etag:
+            return False
+        tombstone = self._tree.tombstones.get(path)
+        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+            return False
+        return self._tree.objects.find(meta.key, meta.etag) is None and not self._is_announced(meta.key)

@@ -1,0 +1,116 @@
+"""Who sees a plain object of another node sees what that had done before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lakefs_fuse.commits.record import COMMITS
+from lakefs_fuse.errors import AccessDenied
+from tests.memory_store import Failures, MemoryStore
+from tests.vfs.lakes import TTL_S, Clock, two_lakes
+
+
+def a_table() -> MemoryStore:
+    store = MemoryStore()
+    store.give("data/0", b"x")
+    store.give("versions/0", b"x")
+    return store
+
+
+def polls(store: MemoryStore, since: int) -> int:
+    return sum(each.key.startswith(COMMITS) for each in store.requests[since:])
+
+
+async def test_rename_is_seen_by_who_sees_what_was_stored_after_it(tmp_path: Path) -> None:
+    """As tables are written: data files are renamed to their names, then a manifest is stored."""
+    store = a_table()
+    async with two_lakes(store, tmp_path) as (one, two):
+        assert await two.names("data") == ["0"]
+        await one.write("data/.tmp", b"bytes")
+        await one.rename("data/.tmp", "data/1")
+        assert await two.lookup("data/1") is None
+        await one.write("versions/1", b"data/1")
+        assert await two.names("versions") == ["0", "1"]
+        assert await two.read("data/1") == b"bytes"
+        assert await two.names("data") == ["0", "1"]
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_object_is_found_by_who_sees_what_was_stored_after_it(tmp_path: Path, is_listed: bool) -> None:
+    """Before any commit tells of the two."""
+    clock, store = Clock(), a_table()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        assert await two.names("data") == ["0"]
+        clock.advance(1)
+        await one.write("data/1", b"bytes")
+        await one.write("versions/_SUCCESS", b"")
+        before = len(store.requests)
+        assert await two.lookup("data/1") is None, "its listing counts"
+        assert len(store.requests) == before
+        if is_listed:
+            assert "_SUCCESS" in await two.names("versions")
+        else:
+            assert await two.lookup("versions/_SUCCESS") is not None
+        clock.advance(1)
+        assert await two.read("data/1") == b"bytes"
+        before = len(store.requests)
+        for _ in range(2):
+            assert await two.lookup("data/2") is None
+        asked = [each.key for each in store.requests[before:] if each.key.startswith("data")]
+        assert asked == [], "the listing began after that object was seen"
+
+
+async def test_only_what_is_new_and_unknown_costs_a_poll(tmp_path: Path) -> None:
+    clock, store = Clock(), MemoryStore()
+    store.clock = clock
+    for number in range(50):
+        store.give(f"old/{number:02}", b"x")
+    clock.advance(100)
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        before = len(store.requests)
+        assert len(await two.names("old")) == 50
+        assert polls(store, before) == 0
+        await one.write("old/new", b"x")
+        await one.parts.committer.flush_announcements()
+        await two.poll()
+        before = len(store.requests)
+        assert await two.read("old/new") == b"x"
+        clock.advance(TTL_S + 1)
+        assert len(await two.names("old")) == 51
+        assert polls(store, before) == 0, "a commit told of it"
+        await one.write("old/newer", b"x")
+        clock.advance(TTL_S + 1)
+        for _ in range(2):
+            assert len(await two.names("old")) == 52
+            assert polls(store, before) == 1
+            clock.advance(TTL_S + 1)
+
+
+@pytest.mark.parametrize(("etag", "is_new"), [("e-3", True), ("e", False)])
+async def test_what_was_uploaded_in_parts_counts_as_new_for_an_hour(tmp_path: Path, etag: str, is_new: bool) -> None:
+    """S3 dates it by the beginning of the upload."""
+    clock, store = Clock(), MemoryStore()
+    store.clock = clock
+    async with two_lakes(store, tmp_path, clock=clock) as (_, two):
+        meta = store.give("d/large", b"x")
+        clock.advance(1800)
+        await two.poll()
+        store.objects["d/large"] = b"x", msgspec.structs.replace(meta, etag=etag)
+        before = len(store.requests)
+        assert await two.names("d") == ["large"]
+        assert polls(store, before) == is_new
+
+
+async def test_names_are_listed_though_commits_cannot_be(tmp_path: Path) -> None:
+    store = a_table()
+    async with two_lakes(store, tmp_path) as (_, two):
+        store.give("versions/1", b"x")
+        store.hook = Failures(
+            lambda request: request.key.startswith(COMMITS), AccessDenied("no LIST of commits"), count=1000
+        )
+        assert await two.names("versions") == ["0", "1"]
+        assert isinstance(store.hook, Failures)
+        assert store.hook.left < 1000, "it was tried"
