@@ -291,6 +291,7 @@ class Simulation:
                 result = errno.errorcode.get(error.errno, "EIO")
                 if result in NOT_DONE:
                     call.withdraw()
+                    self._follow(node)  # what another node's rename moved while a rename of it here was under way
                 self._note_error(node, op, call, result)
             finally:
                 self._scopes[node.name].discard(scope)
