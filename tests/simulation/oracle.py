@@ -13,8 +13,8 @@ plain objects are changed in place, so of two nodes that had not seen each other
 
 * the later commit wins, a removal like any other (*later commit*; also one of equal bytes, which have one ETag), but
   that
-* a rename and a write in place leave the new bytes under the new name (*carried*), whenever they are stored, if the
-  write has not succeeded yet (*stored late*);
+* a rename and a write in place leave the new bytes under the new name (*carried*), unless a later commit removes
+  that, whenever they are stored, if the write has not succeeded yet (*stored late*);
 * a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
 * a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE, and where the
   same bytes are written again, between a look and the DELETE (*unchecked*).
@@ -104,6 +104,11 @@ def describe(data: bytes) -> str:
 def _may_be_plain(version: Version) -> bool:
     """It is, or may become, the object at its own key, in place of what is there."""
     return version.origin is None and version.data != DIRECTORY and (version.is_plain or not version.is_certain)
+
+
+def _is_unaware(version: Version, removal: Removal) -> bool:
+    """Neither the one's node nor the other's knew of both."""
+    return version not in removal.known and removal not in version.removals_before
 
 
 def _replaces(version: Version) -> set[Version]:
@@ -351,7 +356,7 @@ class Oracle:
             if removal.is_rename and is_in_place and self._is_carried(version, removal, tree):
                 self.met["carried"] += 1
                 return True
-            is_unaware = version not in removal.known and removal not in version.removals_before
+            is_unaware = _is_unaware(version, removal)
             if is_unaware and not (version.is_plain and removal.is_plain):
                 self.met["later commit"] += 1
                 return True
@@ -451,8 +456,20 @@ class Oracle:
             shown = tree.get(moved.path)
             if shown == version.data or self._replaced(moved) or self._removed(moved) or self._is_overtaken(moved):
                 return True
+            if self._is_removed_later(moved):
+                return True
             pending += moved.moved_to
         return False
+
+    def _is_removed_later(self, version: Version) -> bool:
+        """The newest commit of its path is a removal by another node, which did not know it and takes all the same what
+        is there. What was written in place of its origin goes with it."""
+        remover = self.last_remover(version.path)
+        return remover not in ("", version.node) and any(
+            removal.node == remover and not removal.is_withdrawn and _is_unaware(version, removal)
+            for removal in self.removals[version.path]
+            if not (version.is_plain and removal.is_plain)
+        )
 
     def _is_overtaken(self, version: Version) -> bool:
         """Another put that it did not know came to the same path."""

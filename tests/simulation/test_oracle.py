@@ -40,6 +40,26 @@ def test_write_in_place_of_a_renamed_file_may_be_stored_after_another_has_put_it
     assert bool(oracle.check({"g": b"bytes"})) == is_certain
 
 
+@pytest.mark.parametrize("remover", ["n2", "n0", ""])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_write_in_place_of_a_renamed_file_goes_with_a_later_removal_of_its_new_name(
+    remover: str, is_known: bool
+) -> None:
+    oracle = Oracle(deletes_conditionally=True, last_remover=lambda path: remover if path == "g" else "")
+    oracle.begin({"f": b"bytes", "g": b"before"}, ["n0", "n1", "n2"])
+    (first,), (before,) = oracle.matching("f", b"bytes"), oracle.matching("g", b"before")
+    written = oracle.put("f", b"later", "n1", frozenset({first}))
+    written.is_plain = written.is_certain = True
+    renamed = oracle.remove("f", "n0", frozenset({first}), is_rename=True, operation=1)
+    renamed.is_plain = renamed.is_certain = True
+    moved = oracle.put("g", b"bytes", "n0", frozenset({before}), origin=first, operation=1)
+    moved.is_certain = True
+    if is_known:
+        oracle.observe("n2", "g", frozenset({moved}))
+    oracle.remove("g", "n2", frozenset({before})).is_certain = True
+    assert bool(oracle.check({})) == (remover != "n2" or is_known)
+
+
 @pytest.mark.parametrize(("is_known", "is_plain"), [(False, True), (True, True), (True, False)])
 def test_rename_of_a_directory_leaves_behind_only_what_replaced_a_file_elsewhere(
     is_known: bool, is_plain: bool
