@@ -34,7 +34,15 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
-from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstone, bury, is_replaced, with_unlisted, without
+from lakefs_fuse.meta.tombstones import (
+    SAME_VERSION_NS,
+    Tombstone,
+    bury,
+    is_put_since,
+    is_replaced,
+    with_unlisted,
+    without,
+)
 
 NS = 1_000_000_000
 TOGETHER_MAX = 512
@@ -336,7 +344,8 @@ class Application:
         """A later record told of a plain object that a listing did not show any more, and this one does not name it."""
         etag, stamp = tombstone.unlisted
         is_own = isinstance(step.operation, Put) and step.operation.object == OWN
-        return stamp > self._stamp and (is_own or etag != hides)
+        is_other = is_own or etag != hides or is_put_since(tombstone.when_dated(etag), self._stamp)
+        return stamp > self._stamp and is_other
 
     def _is_ended(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
         """A later removal ended what the record puts: a file elsewhere unless it hides the very object that the
@@ -368,19 +377,22 @@ class Application:
         return is_told and not is_own and not is_made_since and bool(hides) and current.etag == hides
 
     def _is_version_put_again(self, step: _Step, etag: str) -> bool:
-        """The removal is of a version with this ETag that the store dates as the one which was put there again, or
-        later: its writer had seen that, before a commit told of it."""
-        dated_s = step.operation.dated_s if isinstance(step.operation, Remove) else 0
-        return step.tombstone is not None and 0 < step.tombstone.when_dated(etag) <= dated_s
+        """The operation names the version with this ETag that was put there again: a removal whose store dates it so,
+        or later, as its writer had seen that before a commit told of it; or a file that came over it by the times."""
+        known_s = 0 if step.tombstone is None else step.tombstone.when_dated(etag)
+        if isinstance(step.operation, Remove):
+            return 0 < known_s <= step.operation.dated_s
+        is_by_date = step.current is not None and bool(step.current.flags & Flag.DATED_AGAIN)
+        return is_by_date and not is_put_since(known_s, self._stamp)
 
     def _is_gone(self, step: _Step, etag: str, dated_s: int) -> bool:
         """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
         one, where the record put it there again."""
         current, tombstone = step.current, step.tombstone
-        if current is not None and _is_hiding(current, etag):
+        if current is not None and _is_hiding(current, etag) and not is_put_since(dated_s, current.stamp):
             return True
         gone = 0 if tombstone is None else tombstone.when_gone(etag)
-        if tombstone is None or not self._is_just_removed(step):
+        if tombstone is None or not (dated_s or self._is_just_removed(step)):
             return gone not in (0, self._stamp)  # `_when_ended`
         is_before = 0 < gone < self._stamp  # what went with this record came back with it, if it is applied again
         return gone > self._stamp or (is_before and 0 < dated_s <= tombstone.when_dated(etag))
@@ -482,6 +494,8 @@ class Application:
         current = step.current
         if current is None or not current.is_plain or not 0 < current.stamp < PENDING:
             return
+        if current.flags & Flag.DATED_AGAIN and current.stamp > self._stamp:
+            return  # which came after what the file was removed by
         if current.stamp < self._stamp or self._is_named(step, current, hides):
             self._bury(step, etag=current.etag, at=self._stamp)
             self._drop(current)
@@ -509,11 +523,12 @@ class Application:
         else:
             if current is not None and _is_elsewhere(current) and current.stamp > 0:
                 self._bury_replaced(step, current, place.etag)
-            if step.tombstone is not None:
+            dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
+            if step.tombstone is not None or dated_s:
+                rest = step.tombstone or Tombstone(0)
                 again = self._stamp if self._is_just_removed(step) else 0  # which ends no version but its own
-                is_lost = step.tombstone.when_gone(place.etag) == self._stamp  # beside what was pending here
-                rest = without(step.tombstone, place.etag, again) if is_again or is_lost else step.tombstone
-                dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
+                is_lost = rest.when_gone(place.etag) == self._stamp  # beside what was pending here
+                rest = without(rest, place.etag, again) if is_again or is_lost else rest
                 dated = rest.dated
                 if self._etag_back(step.operation):  # no date says that an earlier removal is of what is back
                     dated = tuple(each for each in dated if each[0] != place.etag)
@@ -583,18 +598,28 @@ class Application:
                 self._bury(step, etag=operation.hides, at=self._when_ended(step.tombstone.floor))
             elif step.tombstone is not None and self._is_just_removed(step):
                 self._show_others(step, step.tombstone, operation.hides)
-            elif step.current is None or step.current.etag != operation.hides:
+            elif not self._is_hidden_by(step.current, operation):
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
-                self._end_older(step, min(gone, self._stamp))
+                self._end_older(step, self._stamp if operation.dated_s else min(gone, self._stamp))
+                if operation.dated_s and gone > self._stamp:  # as `buried_with`
+                    self._bury(step, floor=self._stamp)
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
-        is_again = not place.number and (self._is_just_removed(step) or operation.object != OWN)
+        is_just_removed = self._is_just_removed(step)
+        is_by_date = operation.object == OWN and operation.dated_s > 0 and not is_just_removed
+        is_again = not place.number and (is_by_date or is_just_removed or operation.object != OWN)
+        again = Flag.PUT_AGAIN * is_again | Flag.DATED_AGAIN * is_by_date
         self._set_file(
-            step, place, operation.hides, (KNOWN if said else 0) | (Flag.PUT_AGAIN if is_again else 0),
+            step, place, operation.hides, (KNOWN if said else 0) | again,
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
         )  # fmt: skip
+
+    def _is_hidden_by(self, current: Entry | None, operation: Put) -> bool:
+        """What is known has, or hides, the plain object that is told of, and not only an earlier one of equal bytes."""
+        is_earlier = current is not None and _is_elsewhere(current) and is_put_since(operation.dated_s, current.stamp)
+        return current is not None and current.etag == operation.hides and not is_earlier
 
     def _is_told_late(self, step: _Step, operation: Put) -> bool:
         """The plain object that is told of is gone. A change made here knew what had become of it, but not what came
@@ -608,7 +633,8 @@ class Application:
         """What the record said to be there again is gone, and so ends no other version: the next listing tells what
         lies there."""
         gone = tuple(each for each in tombstone.gone if each[0] == etag or each[1] != self._stamp)
-        self._changes.tombstones[step.raw] = msgspec.structs.replace(tombstone, floor=0, gone=gone)
+        floor = self._stamp if tombstone.when_gone(etag) > self._stamp else 0  # as `buried_with`
+        self._changes.tombstones[step.raw] = msgspec.structs.replace(tombstone, floor=floor, gone=gone)
         if step.parent is not None:
             self._tree.forget_listing(self._changes.batch, step.parent)
 

@@ -100,6 +100,11 @@ def is_replaced(stamp: int, dated_s: int) -> bool:
     return bool(dated_s) and stamp < (dated_s + 1) * NS
 
 
+def is_put_since(dated_s: int, stamp: int) -> bool:
+    """A plain object that the store dates ``dated_s`` (0: unknown) was put where it is after a commit of this stamp."""
+    return bool(dated_s) and dated_s * NS >= stamp + SAME_VERSION_NS
+
+
 def bury(
     tombstone: Tombstone | None, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0, dated_s: int = 0
 ) -> Tombstone:

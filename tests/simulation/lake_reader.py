@@ -170,6 +170,8 @@ class _File(NamedTuple):
     attributes: _Attributes
     is_put_again: bool = False
     """An earlier commit that names its ETag means another version."""
+    is_dated_again: bool = False
+    """The same, and dates tell which commits do."""
     is_relocated: bool = False
     """It has the bytes of the plain object that it hides."""
 
@@ -180,6 +182,11 @@ class _File(NamedTuple):
     def is_at_own_key(self, path: str) -> bool:
         """The file is the plain object at the key of its path, whatever version is there."""
         return self.place is not None and self.place.key == path and self.place.offset == 0
+
+
+def _is_put_since(dated: int, order: _Order) -> bool:
+    """A plain object that the store dates so, in seconds (0: unknown), was put there after a commit."""
+    return dated > 0 and dated * NS >= order.time + PUT_AGAIN_AFTER_S * NS
 
 
 class _Directory(NamedTuple):
@@ -516,11 +523,20 @@ class _State:
                 self._forget_attributes(path, order)
             return
         decide = self._is_own_put if operation.is_own else self._is_put
-        is_again = self._grave(path).floor == order or not operation.is_own
+        is_just_removed = self._grave(path).floor == order
+        is_dated = operation.is_own and operation.dated > 0 and not is_just_removed
+        is_again = is_dated or is_just_removed or not operation.is_own
         if decide(order, operation):
             target = operation.target if operation.kind == "symlink" else None
             self.files[path] = _File(
-                order, operation.place, operation.size, target, operation.hides, operation.attributes, is_again
+                order,
+                operation.place,
+                operation.size,
+                target,
+                operation.hides,
+                operation.attributes,
+                is_again,
+                is_dated,
             )
             self._forget_attributes(path, order)
 
@@ -550,13 +566,16 @@ class _State:
         path, etag = operation.path, operation.hides
         known, grave = self.files.get(path), self._grave(path)
         is_elsewhere = known is not None and not known.is_at_own_key(path)
-        if is_elsewhere and known is not None and known.hides == etag:
+        is_hidden = is_elsewhere and known is not None and known.hides == etag
+        if is_hidden and known is not None and not _is_put_since(operation.dated, known.order):
             return False
-        is_again = grave.floor == order
+        is_again = grave.floor == order or operation.dated > 0
         is_version_gone = grave.gone.get(etag) != order and 0 < operation.dated <= grave.dated.get(etag, 0)
         if etag in grave.gone and not (is_again and grave.gone[etag] <= order and not is_version_gone):
             if grave.floor > order:
                 self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
+            elif operation.dated and grave.floor != order:
+                self._end_older(path, order)
             elif is_again:  # and so it ends no other version
                 gone = {known: at for known, at in grave.gone.items() if known == etag or at != order}
                 self.graves[path] = replace(grave, gone=gone).without_floor()
@@ -574,7 +593,8 @@ class _State:
             return False
         if known is not None and is_elsewhere:
             self._bury_replaced(path, known, etag)
-        grave = self._grave(path).without(etag, order) if is_again else self._grave(path)
+        grave = self._grave(path)
+        grave = grave.without(etag, order if grave.floor == order else None) if is_again else grave
         self.graves[path] = grave.without_floor().date(etag, operation.dated)
         return True
 
@@ -582,7 +602,11 @@ class _State:
         """An operation names the plain object of which a later commit tells: that one's writer had not seen it. Where
         that was put again, the date says whether it is the same version."""
         dated = self._grave(operation.path).dated.get(operation.hides, 0)
-        is_it = not known.is_put_again or (operation.kind == "remove" and 0 < dated <= operation.dated)
+        is_it = not known.is_put_again
+        if not is_it and operation.kind == "remove":
+            is_it = 0 < dated <= operation.dated
+        elif not is_it:
+            is_it = known.is_dated_again and not _is_put_since(dated, order)
         is_later = known.is_at_own_key(operation.path) and known.order > order and is_it
         return is_later and bool(operation.hides) and known.own_etag(operation.path) == operation.hides
 
@@ -605,7 +629,9 @@ class _State:
             if not is_elsewhere:
                 is_later = known is not None and known.order > order
                 grave = grave.bury(order, _BEFORE_ALL if is_later else order)
-                if known is not None and (known.order < order or self._names(order, operation, known)):
+                if known is not None and (
+                    known.order < order or (not known.is_dated_again and self._names(order, operation, known))
+                ):
                     grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
                     del self.files[path]
             self.graves[path] = grave
@@ -791,9 +817,9 @@ class _Index:
             key = stored[25 + stored[24] :].decode()
             place = _Place(key, "" if key.startswith(COMMITS) else stored[25 : 25 + stored[24]].decode(), offset)
         if time or number or flags & 64:
-            again = bool(flags & 1024)
+            again, by_date = bool(flags & 1024), bool(flags & 8192)
             self.state.files[path] = _File(
-                order, place, size, target, etag, attributes, is_put_again=again, is_relocated=bool(flags & 2048)
+                order, place, size, target, etag, attributes, again, by_date, is_relocated=bool(flags & 2048)
             )
         if flags & 512 and place is not None:
             self.state.changed[path] = {place: (_Order(ctime, ""), attributes)}

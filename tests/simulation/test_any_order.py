@@ -4,10 +4,11 @@ order of their names."""
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -25,15 +26,17 @@ KINDS = [
     *(("own", etag) for etag in ETAGS),
     *(("again", etag) for etag in ETAGS),
     *(("again dated", etag) for etag in ETAGS),
+    *(("dated", etag) for etag in ETAGS),
     *(("remove dated", etag) for etag in ETAGS),
     *(("packed", hides) for hides in ("", *ETAGS)),
     *(("remove", hides) for hides in ETAGS),
     *(("remove elsewhere", hides) for hides in ("", *ETAGS)),
 ]
 """What a commit says of the name, and the ETag that it tells of or names. ``again``: the same bytes put there again;
-``dated``: at DATED_S, after the first commit."""
+``dated``: at DATED_S, after the first commit; alone the same bytes put there again, as the date says."""
 DATED_S = 15
 SAMPLE = 300
+FORMAT = Path(__file__).parents[2] / "docs/format.md"
 Kind = tuple[str, str]
 
 
@@ -66,6 +69,7 @@ def operations(kind: Kind, path: str, number: int) -> list[Operation]:
         "own": [own],
         "again": [Remove(path), own],
         "again dated": [Remove(path), replace(own, dated_s=START_S + DATED_S)],
+        "dated": [replace(own, dated_s=START_S + DATED_S)],
         "again twice": [Remove(path), replace(own, dated_s=START_S + DATED_S)] * 2,
         "again and removed": [Remove(path), own, Remove(path, hides=etag)],
         "remove dated": [Remove(path, hides=etag, dated_s=START_S + DATED_S)],
@@ -77,7 +81,7 @@ def operations(kind: Kind, path: str, number: int) -> list[Operation]:
 
 def told_in(kinds: Sequence[Kind]) -> list[str]:
     """ETags of plain objects that commits tell of."""
-    return [etag for what, etag in kinds if what in ("own", "again", "again dated")]
+    return [etag for what, etag in kinds if what in ("own", "again", "again dated", "dated")]
 
 
 def lying_at(kinds: Sequence[Kind], path: str) -> Iterator[ObjectMeta | None]:
@@ -89,7 +93,9 @@ def lying_at(kinds: Sequence[Kind], path: str) -> Iterator[ObjectMeta | None]:
             continue
         named = [time_of(number) - 3 for number, kind in enumerate(kinds) if kind[1] == etag]
         again = [time_of(number) for number, kind in enumerate(kinds) if kind == ("again", etag)]
-        again += [DATED_S for kind in kinds if kind in (("again dated", etag), ("remove dated", etag))]
+        again += [
+            DATED_S for kind in kinds if kind in ((what, etag) for what in ("again dated", "dated", "remove dated"))
+        ]
         yield plain(path, etag, again[0] if again else min(named, default=5))
 
 
@@ -103,8 +109,17 @@ def is_told_or_dated(kinds: Sequence[Kind]) -> bool:
 
 
 def is_lost(kinds: Sequence[Kind]) -> bool:
-    """A plain object that is told of replaces a packed file, and is named itself by a commit from before: which file it
-    replaced is not known any more (docs/internals/simulation.md, "Open")."""
+    """Which file a plain object replaced is not known any more (docs/internals/simulation.md, "Open"): one that is told
+    of after a packed file, and is named itself by a commit from before; or one that is not there any more when another
+    object is removed, which that packed file hides."""
+    for (first, hidden), (second, told), (third, removed) in itertools.combinations(kinds, 3):
+        if (
+            first == "packed"
+            and second in ("own", "dated")
+            and third.startswith("remove")
+            and told != hidden == removed
+        ):
+            return True
     for number, (what, etag) in enumerate(kinds):
         if what == "own" and any(named == etag for _, named in kinds[:number]):
             return any(each == "packed" for each, _ in kinds[:number])
@@ -135,14 +150,20 @@ def shown(node: Node, path: str) -> str:
     return f"packed {entry.size}" if entry.place else entry.etag
 
 
-def raw_lake(cases: Sequence[Case]) -> dict[str, str]:
-    """What the reader of raw stores shows at each path."""
+def commits_of(cases: Sequence[Case]) -> dict[str, StoredObject]:
+    """The commits of cases that have as many each, by key."""
     objects: dict[str, StoredObject] = {}
     for number in range(len(cases[0].kinds)):
         said = [each for case in cases for each in operations(case.kinds[number], case.path, number)]
         record = Record(writer=writer_of(number), time=at(time_of(number)), operations=said)
         key = commit_key(record.time, record.writer)
         objects[key] = StoredObject(commit_of({"filler": bytes(1000)}, record=record), f"etag {number}", record.time)
+    return objects
+
+
+def raw_lake(cases: Sequence[Case]) -> dict[str, str]:
+    """What the reader of raw stores shows at each path."""
+    objects = commits_of(cases)
     for case in cases:
         if case.lying is not None:
             objects[case.path] = StoredObject(b"1", case.lying.etag, case.lying.mtime_ns)
@@ -251,6 +272,36 @@ def test_file_over_an_object_ends_with_the_same_bytes_that_were_put_there_again_
     assert not {case.path for case in cases} & set(raw_lake(cases))
 
 
+def test_file_over_bytes_that_were_put_there_again_stays_when_that_is_told_later(tmp_path: Path) -> None:
+    """Who put it there had listed the object, of which no commit had told: by its date it is not the removed one."""
+    kinds = (("remove", "a"), ("packed", "a"), ("dated", "a"))
+    orders = list(itertools.permutations(range(3)))
+    cases = [Case(kinds, order, plain(str(number), "a", DATED_S), str(number)) for number, order in enumerate(orders)]
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {f"packed {time_of(1)}"}
+
+
+def test_bytes_that_were_put_over_a_file_that_hides_them_are_the_file(tmp_path: Path) -> None:
+    """By their date they came after it, and it hides an earlier object."""
+    kinds = (("packed", "a"), ("dated", "a"))
+    cases = [Case(kinds, order, plain(str(order), "a", DATED_S), str(order)) for order in ((0, 1), (1, 0))]
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {"a"}
+
+
+@pytest.mark.parametrize("again", ["again", "again dated", "dated"])
+@pytest.mark.parametrize("removal", ["remove", "remove dated"])
+def test_file_that_was_replaced_by_what_it_hides_ends_when_that_is_removed(
+    tmp_path: Path, again: str, removal: str
+) -> None:
+    kinds = (("packed", "a"), (again, "a"), (removal, "a"))
+    cases = [Case(kinds, order, None, str(number)) for number, order in enumerate(itertools.permutations(range(3)))]
+    check(Node(tmp_path), cases)
+    assert not {case.path for case in cases} & set(raw_lake(cases))
+
+
 def test_object_that_was_listed_goes_when_a_commit_tells_that_it_is_older_than_a_removal(tmp_path: Path) -> None:
     """By its date it was put there after the removal, which did not know of it."""
     kinds = (("packed", ""), ("own", "a"), ("remove elsewhere", ""))
@@ -275,6 +326,24 @@ def test_commit_that_is_applied_twice_shows_what_it_shows_once(tmp_path: Path, c
             order = tuple(number for number in range(commits) for _ in range(2))
             cases.append(Case(kinds, order, list(lying_at(kinds, path))[variant], path))
     check(Node(tmp_path), cases)
+
+
+def test_reader_that_is_printed_in_the_format_shows_what_this_one_shows() -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", FORMAT.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(source, FORMAT.name, "exec"), names)
+    cases, numbers = [], itertools.count()
+    for kinds in itertools.product(KINDS, repeat=2):
+        for variant in range(len(list(lying_at(kinds, "")))):
+            path = str(next(numbers))
+            cases.append(Case(kinds, (0, 1), list(lying_at(kinds, path))[variant], path))
+    lying = {case.path: (case.lying.etag, case.lying.mtime_ns) for case in cases if case.lying is not None}
+    commits = {key: stored.data for key, stored in commits_of(cases).items()}
+    printed = {
+        path: etag if key == path else f"packed {size}"
+        for path, (key, etag, _, size, *_) in names["files"](commits, lying).items()
+    }
+    assert printed == raw_lake(cases)
 
 
 def list_one(node: Node, case: Case) -> None:

@@ -30,7 +30,7 @@ from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, when_named
 
 OBJECTS_MAX = 512
 """Objects of one commit, and HEADs at once."""
@@ -147,7 +147,8 @@ class ForeignObjects:
                 key, told = self._ns.key(entry), attributes.learn(entry, meta.metadata or {})
                 removed = self._ns.tree.tombstones.get(key.encode("utf-8", "surrogatepass"))
                 if removed is not None and removed.when_gone(row.etag):
-                    builder.put_again(key, told, meta.mtime_ns // NS)
+                    named = when_named(self._ns.tree, key, row.etag)
+                    builder.put_again(key, told, meta.mtime_ns // NS, named)
                 else:
                     builder.put(key, told)
             elif entry is not None:

@@ -11,6 +11,7 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.record import ANY, OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
+from lakefs_fuse.meta.tombstones import is_put_since
 from lakefs_fuse.meta.tree import Tree
 
 NS = 1_000_000_000
@@ -111,9 +112,12 @@ class ChangeBuilder:
             )
         )  # fmt: skip
 
-    def put_again(self, path: str, entry: Entry, dated_s: int) -> None:
-        """The plain object at ``path`` has bytes that were removed there, or replaced, and are there again."""
-        self.operations.append(Remove(path))
+    def put_again(self, path: str, entry: Entry, dated_s: int, named: int) -> None:
+        """The plain object at ``path`` has bytes that were removed there, or replaced, and are there again. ``dated_s``
+        is its LastModified, 0 where unknown, and ``named`` of `when_named`. The removal in front ends also what others
+        have put there meanwhile, so it is left out where the date says enough."""
+        if not is_put_since(dated_s, named):
+            self.operations.append(Remove(path))
         self.put(path, entry)
         self.operations[-1] = msgspec.structs.replace(self.operations[-1], dated_s=dated_s)
 
@@ -154,6 +158,19 @@ class ChangeBuilder:
                     entry.mtime_ns, xattrs=kept,
                 )
             )  # fmt: skip
+
+
+def when_named(tree: Tree, path: str, etag: str) -> int:
+    """Stamp of the newest change that tells of the plain object with this ETag at a path, hides, or removed it; 0 where
+    none is known."""
+    raw = path.encode("utf-8", "surrogatepass")
+    above, _, name = raw.rpartition(b"/")
+    parent, removed = tree.directory(above), tree.tombstones.get(raw)
+    there = None if parent is None else tree.named(parent, name)
+    known = 0 if there is None or there.is_local or there.etag != etag else there.stamp
+    if removed is None:
+        return known
+    return max(known, removed.when_gone(etag), removed.unlisted[1] if removed.unlisted[0] == etag else 0)
 
 
 def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None:

@@ -49,7 +49,7 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object, when_named
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.packer import Packer
@@ -71,7 +71,7 @@ RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
 """So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
-OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING
+OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING | Flag.DATED_AGAIN
 """Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
 """Each time another client has stored the name between a look and a PUT."""
@@ -409,7 +409,7 @@ class ObjectWriter:
             builder.operations.append(Remove(path, hides=replaced))
         hides = self._ns.own_etag(path)
         if key == path and (is_again or self._is_hidden(path, entry.etag)):
-            builder.put_again(path, entry, dated_s)
+            builder.put_again(path, entry, dated_s, when_named(self._ns.tree, path, entry.etag))
         else:
             builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
