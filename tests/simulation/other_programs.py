@@ -6,7 +6,8 @@ an object means for its name is decided by the reader of the raw store, from doc
 * a put counts as acknowledged if its name shows it. Else a commit hides it: that knew of its ETag, or is dated later;
   nobody is promised anything, but where it took the place of an object that was shown, that is removed;
 * a removal of the object that its name shows removes that version. Where it wins over bytes that a commit names, and
-  no commit has said so yet, the name may show those again, or be gone. So may a directory in which nothing else was;
+  no commit has said so yet, the name may show those again, or be gone. A renamed file comes back as one: with what was
+  written in place of the object by who had not heard of the rename. So may a directory in which nothing else was go;
 * an object that has the bytes of another name (which a rename has left there) is left alone, as is one that no name
   shows: a program that touches the first destroys a file, and a node may be about to give the second a name.
 """
@@ -99,7 +100,10 @@ class OtherPrograms:
         removal.is_plain = removal.is_certain = True
         name = after.names.get(path)
         if name is not None and name.data is not None:
-            self._oracle.put(path, name.data, PROGRAM, frozenset(), operation=operation)
+            back = self._oracle.matching(path, name.data)
+            origins = {version.origin.number: version.origin for version in back if version.origin is not None}
+            for _, origin in sorted(origins.items()) or [(0, None)]:
+                self._oracle.put(path, name.data, PROGRAM, frozenset(), origin=origin, operation=operation)
 
 
 def _is_own(lake: Lake, path: str) -> bool:

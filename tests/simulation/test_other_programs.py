@@ -88,6 +88,32 @@ def test_removal_before_a_node_has_committed_it_brings_the_file_back_or_leaves_n
     assert world.check() == []
 
 
+def test_renamed_file_that_comes_back_gets_what_is_written_in_its_place_unaware() -> None:
+    """Node b writes at the key of a file that node a has renamed; a program puts an object in place of that, and
+    removes it."""
+    world = World()
+    world.store.put_as("old", b"bytes", etag(b"bytes"))
+    world.agree()
+    world.now_s = 10
+    bytes_of = world.oracle.matching("old", b"bytes")
+    (origin,) = bytes_of
+    world.oracle.remove("old", "a", bytes_of, is_rename=True, operation=1).is_certain = True
+    world.oracle.put("f", b"bytes", "a", frozenset(), origin=origin, operation=1).is_certain = True
+    renamed = put("f", 1, 0, 5), ["remove", "old", False, etag(b"bytes")]
+    world.commit("a", FIRST, *renamed, objects=[["old", etag(b"bytes"), 5]])
+    assert world.others.put("f", b"foreign", 2) == world.others.delete("f", 3) == "ok"
+    assert world.lake().names["f"].data == b"bytes"
+    written = world.oracle.put("old", b"written", "b", bytes_of, operation=4)
+    written.is_plain = written.is_certain = True
+    world.store.put_as("old", b"written", etag(b"written"))
+    world.now_s = 20
+    adopted = [*put("f", 2, 0, 7), {}, 1], ["remove", "old", False, etag(b"written")]
+    objects = [["old", etag(b"bytes"), 5], ["old", etag(b"written"), 7]]
+    world.commit("b", SECOND, *adopted, objects=objects)
+    assert world.lake().names["f"].data == b"written"
+    assert world.check() == []
+
+
 def test_object_with_the_bytes_of_another_name_is_left_alone() -> None:
     world = World()
     assert world.others.put("old", b"bytes", 1) == "ok"
