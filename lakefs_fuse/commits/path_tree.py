@@ -489,13 +489,15 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
 def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -> None:
     above, _, last = target.rpartition("/")
     parent, name = paths.ensure_directory(above, time), last.encode()
+    row = paths.tree.objects.get(entry.place) if entry.place else None
+    is_back = row is not None and row.key == target  # what lies there is the file, whatever its ETag
     batch = Batch()
     for there in paths.tree.named_many([(parent, name), (parent, name + b"/")]):
         if there is not None:
             paths.tree.remove(batch, there)
             if there.is_dir:  # of what others have announced there the listing from elsewhere does not know
                 paths.tree.forget_listing(batch, entry.inode)
-            if there.stamp and there.etag and not there.is_local:
+            if there.stamp and there.etag and not (there.is_local or is_back):
                 raw = target.encode()
                 tombstone = bury(paths.tree.tombstones.get(raw), etag=there.etag, at=stamp)
                 paths.tree.tombstones.write(batch, {raw: tombstone})

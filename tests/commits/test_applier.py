@@ -907,6 +907,27 @@ def test_file_that_is_renamed_back_is_gone_if_it_is_removed_later(
             assert (n.find(path) is None) is is_removed, path
 
 
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_file_that_is_renamed_back_over_what_was_written_in_its_place_is_what_lies_there(
+    tmp_path: Path, is_moved: bool
+) -> None:
+    """By who had not heard of the rename; also where the rows of the renamed file move."""
+    objects = [ObjectRef(), ObjectRef("f", "e1", 1)]
+    away, back = [Put(path, 1, 0, 1, 0o644, 0, 0, 0, hides=hides) for path, hides in (("g", ""), ("f", "e2"))]
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        for seconds, put_, removal, move in (
+            (20, away, Remove("f", hides="e1"), ("f", "g")),
+            (30, back, Remove("g", by_date=True), ("g", "f")),
+        ):
+            change = Change(operations=[put_, removal], objects=objects, moves=[move] if is_moved else [])
+            n.commit(seconds, change=change)
+            if seconds == 20:
+                n.commit(21, told("e2"), writer="0000000b")
+        n.list(plain("f", "e2", 20))
+        assert n.found("f").etag == "e2"
+
+
 @pytest.mark.parametrize(("other", "shown"), [(Remove("f", by_date=True), "nothing"), (put("f", 8), 8), (None, 9)])
 @pytest.mark.parametrize("seconds", [15, 20.5])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2)])
