@@ -359,6 +359,33 @@ async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrot
         assert await fresh.tree() == expected
 
 
+async def test_exchanged_file_gets_what_was_written_in_its_place_where_another_came_to_the_other_name(
+    tmp_path: Path,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    expected = {"a": b"first c", "b": b"second a"}
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "abc":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b", "c"]
+        clock.advance(5)
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        await rewrite(two, "a", b"second a")
+        await two.fs.sync_names()
+        clock.advance(5)
+        await one.rename("c", "a")
+        await two.poll()
+        await two.parts.renamed.wait_adopted()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
 async def test_exchanged_file_whose_removal_is_not_heard_of_stays_removed_for_who_wrote_in_its_place(
     tmp_path: Path,
 ) -> None:

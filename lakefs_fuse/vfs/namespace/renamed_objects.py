@@ -133,20 +133,22 @@ class RenamedObjects:
         self, pair: Sequence[tuple[Put, ObjectRef]], said: Sequence[tuple[Put, ObjectRef]], time: int
     ) -> Change:
         """Nothing where either name is something else by now. A name whose exchanged file others have removed or
-        replaced since stays what this node stored there."""
+        replaced since stays what they put, or this node stored, there."""
         builder = ChangeBuilder(self._ns.tree)
-        ended = {operation.path for operation, _ in pair if self._is_ended(operation.path, time)}
+        ended = {operation.path for operation, ref in pair if self._is_ended(operation.path, ref, time)}
         if said != pair and all(each.path in ended or self._is_exchanged(each.path, ref) for each, ref in pair):
             for operation, ref in said:
                 if operation.path not in ended:
                     builder.repeat(msgspec.structs.replace(operation, hides=self._ns.own_etag(operation.path)), ref)
         return builder.change()
 
-    def _is_ended(self, path: str, time: int) -> bool:
-        """A commit after ``time`` has removed the name, or has removed or replaced what would be there but for what
-        this node stored later."""
+    def _is_ended(self, path: str, ref: ObjectRef, time: int) -> bool:
+        """A commit after ``time`` has removed the name, has put another file elsewhere there, or has removed or
+        replaced what would be there but for what this node stored later."""
         entry, tombstone = self._ns.at(path), self._ns.tree.tombstones.get(path.encode(*schema.PATH))
-        if tombstone is None or (entry is not None and not entry.is_plain):
+        if entry is not None and not entry.is_plain:
+            return entry.stamp > time and not entry.is_local and not self._is_exchanged(path, ref)
+        if tombstone is None:
             return False
         stamp = 0 if entry is None else entry.stamp
         return time < tombstone.newest < (stamp or PENDING)
