@@ -101,8 +101,8 @@ class OtherPrograms:
         name = after.names.get(path)
         if name is not None and name.data is not None:
             back = self._oracle.matching(path, name.data)
-            origins = {version.origin.number: version.origin for version in back if version.origin is not None}
-            for _, origin in sorted(origins.items()) or [(0, None)]:
+            origins = dict.fromkeys(version.origin for version in sorted(back, key=lambda each: each.number))
+            for origin in origins or [None]:
                 self._oracle.put(path, name.data, PROGRAM, frozenset(), origin=origin, operation=operation)
 
 
