@@ -45,7 +45,9 @@ def hidden_since(lake: LakeView, meta: ObjectMeta, *, removed: bool) -> int | No
         return _hidden_by_entry(lake, entry, meta)
     tombstone = tree.tombstones.get(key.encode("utf-8", "surrogatepass"))
     gone = 0 if tombstone is None else tombstone.when_gone(meta.etag)
-    if not removed or tombstone is None or not 0 < gone < PENDING or not tombstone.hides(meta.etag, meta.mtime_ns):
+    if not removed or tombstone is None or not 0 < gone < PENDING:
+        return None
+    if not tombstone.hides(meta.etag, meta.mtime_ns, by_date=False):
         return None
     return max(gone, meta.mtime_ns)
 

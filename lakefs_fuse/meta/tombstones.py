@@ -79,10 +79,12 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
             for etag, dated_s in self.dated
         )
 
-    def hides(self, etag: str, mtime_ns: int) -> bool:
-        """The plain object of this ETag and LastModified counts as removed."""
+    def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
+        """The plain object of this ETag and LastModified counts as removed; without ``by_date`` only where a commit
+        named it. One that was put there again is like any other."""
         stamp = self.when_gone(etag)
-        return mtime_ns < stamp + SAME_VERSION_NS if stamp else mtime_ns + NS <= self.floor
+        is_named = bool(stamp) and mtime_ns < stamp + SAME_VERSION_NS
+        return is_named or (by_date and mtime_ns + NS <= self.floor)
 
     def restamped(self, before: int, after: int) -> Tombstone:
         """With one stamp in place of another, and of earlier changes that are pending with it."""

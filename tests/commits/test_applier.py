@@ -1005,6 +1005,20 @@ def test_removal_of_a_plain_object_leaves_the_file_that_was_put_over_it(tmp_path
         assert n.find("g") is None
 
 
+def test_object_that_was_put_again_under_a_file_elsewhere_is_not_the_file_when_that_is_removed(tmp_path: Path) -> None:
+    """By another program, whose object was removed long ago: it is older than the file, as any other would be."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 9))
+        n.commit(10, Remove("f", hides="e1"))
+        n.list(plain("f", "e1", 20))
+        n.commit(30, put("f", 7, hides=""), writer="0000000b")
+        n.list(plain("f", "e1", 20))
+        assert n.found("f").size == 7
+        n.commit(40, Remove("f", by_date=True))
+        n.list(plain("f", "e1", 20))
+        assert n.find("f") is None
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_file_put_over_an_object_stays_whenever_that_is_told_of_and_removed(
     tmp_path: Path, order: tuple[int, ...]

@@ -67,6 +67,10 @@ def test_hides_what_a_commit_named_and_by_date_what_was_elsewhere() -> None:
     assert tombstone.hides("other", 49 * NS)
     assert not tombstone.hides("other", 50 * NS)
     assert not without(tombstone, "e1").hides("e1", 60 * NS)
+    later = bury(tombstone, floor=104 * NS)
+    assert later.hides("e1", 103 * NS), "put there again, and before what was elsewhere since"
+    assert not later.hides("e1", 103 * NS, by_date=False)
+    assert not later.hides("e1", 104 * NS)
 
 
 def test_knows_the_newest_of_many_etags() -> None:

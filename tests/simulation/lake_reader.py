@@ -241,8 +241,8 @@ class _Grave:
         return replace(self, elsewhere=max(self.elsewhere, self.floor), floor=_BEFORE_ALL)
 
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
-        if etag in self.gone:
-            return mtime_ns < self.gone[etag].time + PUT_AGAIN_AFTER_S * NS
+        if etag in self.gone and mtime_ns < self.gone[etag].time + PUT_AGAIN_AFTER_S * NS:
+            return True
         return by_date and mtime_ns + NS <= self.floor.time
 
 

@@ -411,7 +411,7 @@ class DirectoryMerge:
         if tombstone is None:
             return False
         is_told = known is not None and known.is_plain and known.stamp > 0
-        return tombstone.hides(meta.etag, meta.mtime_ns) and not (is_told and not tombstone.when_gone(meta.etag))
+        return tombstone.hides(meta.etag, meta.mtime_ns, by_date=not is_told)
 
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
         if self._is_removed(name, meta) or meta.key in self._strays:
