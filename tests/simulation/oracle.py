@@ -14,7 +14,8 @@ plain objects are changed in place, so of two nodes that had not seen each other
 * the later commit wins, a removal like any other (*later commit*; also one of equal bytes, which have one ETag), but
   that
 * a rename and a write in place leave the new bytes under the new name (*carried*), unless a later commit removes
-  that, whenever they are stored, if the write has not succeeded yet (*stored late*);
+  that; whenever they are stored, also over what was put there since, if the write has not succeeded before that
+  (*stored late*);
 * a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
 * a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE, and where the
   same bytes are written again, between a look and the DELETE (*unchecked*).
@@ -60,6 +61,8 @@ class Version:
     shown: frozenset[Version] = frozenset()
     """What the node showed at the path when the put began: what a plain object replaces in place."""
     is_certain: bool = False
+    told: int = 0
+    """The number of the last version that was put before its user was told so, of a write."""
     origin: Version | None = None
     """The version that a rename moved here."""
     moved_to: list[Version] = field(default_factory=list)
@@ -211,6 +214,10 @@ class Oracle:
     def carrying(self, path: str, data: bytes) -> frozenset[Version]:
         """The versions of a path that may have taken these bytes along, which were written in place of an origin."""
         return frozenset(v for v in self.versions.get(path, ()) if data in self._bytes_of(v) and not v.is_withdrawn)
+
+    def acknowledge(self, version: Version) -> None:
+        """The user of a write is told that it succeeded."""
+        version.is_certain, version.told = True, self._serial
 
     def observe(self, node: str, path: str, versions: frozenset[Version]) -> None:
         """A node was shown one of these."""
@@ -487,14 +494,16 @@ class Oracle:
         return found
 
     def _is_stored_late(self, version: Version, data: bytes) -> bool:
-        """Another node was writing what a rename moved here. Its user was told of no success, so it may have been
-        stored long after, over what was put here since."""
-        moved = version
+        """Another node was writing what a rename moved here. Its user was told of no success, or not before all that
+        was put here since, so it may have been stored after that."""
+        puts = self.versions[version.path]
+        moved, since = version, [later.number for later in puts if version in later.known and later.is_certain]
         while moved.origin is not None:
             there = self._in_place_of(moved.origin)
             for removal in self.removals[moved.origin.path]:
                 unseen = there - removal.known if removal.operation == moved.operation else ()
-                if any(each.data == data and not each.is_certain and each.node != removal.node for each in unseen):
+                late = [each for each in unseen if not each.is_certain or each.told > max(since, default=each.told)]
+                if any(each.data == data and each.node != removal.node for each in late):
                     return True
             moved = moved.origin
         return False

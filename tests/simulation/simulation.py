@@ -598,7 +598,7 @@ class Simulation:
         entry = node.entry(moved.path)
         may_become_plain = file is not None and bool(file.versions)  # what it becomes is seen when it is stored
         moved.is_plain = entry is not None and (not entry.place or may_become_plain)
-        moved.is_certain = True
+        self.oracle.acknowledge(moved)
         if moved is not version:
             call.doubtful.add(version)
             key = (node.name, node.lives, inode)
