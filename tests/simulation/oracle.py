@@ -502,7 +502,7 @@ class Oracle:
             there = self._in_place_of(moved.origin)
             for removal in self.removals[moved.origin.path]:
                 unseen = there - removal.known if removal.operation == moved.operation else ()
-                late = [each for each in unseen if not each.is_certain or each.told > max(since, default=each.told)]
+                late = [each for each in unseen if not each.is_certain or (since and each.told >= max(since))]
                 if any(each.data == data and each.node != removal.node for each in late):
                     return True
             moved = moved.origin
