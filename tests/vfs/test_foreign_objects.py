@@ -305,6 +305,40 @@ async def test_object_that_its_writer_removes_before_it_hears_of_a_packed_file_t
         assert await fresh.names() == []
 
 
+@pytest.mark.parametrize("is_renamed", [True, False])
+async def test_packed_file_that_an_object_had_replaced_ends_with_that_though_the_clock_of_the_removal_is_behind(
+    tmp_path: Path, is_renamed: bool
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    behind = Clock(clock.now_ns)
+    expected = {"g": noise(1, LARGE)} if is_renamed else {}
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="always") as one,
+        lake(store, tmp_path / "two", clock=behind, pack="always") as two,
+    ):
+        clock.advance(0.5)
+        await one.write("f", b"packed")
+        clock.advance(0.1)
+        await rewrite(one, "f", noise(1, LARGE))
+        await one.sync()
+        assert await two.names() == ["f"]
+        if is_renamed:
+            await two.rename("f", "g")
+        else:
+            await two.unlink("f")
+        await two.fs.sync_names()
+        before = len(commits(store))
+        await one.poll()
+        await until(lambda: len(commits(store)) > before)
+        for m in (one, two):
+            await m.poll()
+            clock.advance(TTL_S + 1)
+            behind.advance(TTL_S + 1)
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
 async def test_object_that_its_writer_sees_replaced_by_a_packed_file_is_not_said_to_be_removed(tmp_path: Path) -> None:
     """Also where a commit comes late that is older than the packed file."""
     store, clock = MemoryStore(), Clock()

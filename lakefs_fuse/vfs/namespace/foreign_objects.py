@@ -3,7 +3,8 @@
 Without it the name would get its older bytes back when that object is deleted; if it was deleted before, the commit
 says that the name is gone, as this node has forgotten those bytes. For an object that a node of this lake wrote its
 writer alone makes the commit, when it hears of the one that names the bytes: it knows of its own later versions. Where
-the object was removed by then, it tells its date, by which a reader knows which bytes it had replaced.
+the object was removed by then, it tells its date, by which a reader knows which bytes it had replaced. So it does where
+the clock of who removed it was behind, and the removal is dated before the bytes that the object had replaced.
 
 What always holds: a commit is made only for an object of another program (no draft token in its metadata) or of this
 node, or for one that is not there any more, of which a HEAD and then a poll of commits show that the name still means
@@ -24,8 +25,8 @@ from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import Put, Record, Remove, Symlink
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.meta.tombstones import NS
+from lakefs_fuse.meta.entry import PENDING, Entry
+from lakefs_fuse.meta.tombstones import NS, Tombstone, is_replaced
 from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.namespace import attributes
@@ -79,6 +80,8 @@ class ForeignObjects:
                     self.add(entry)
                 elif entry is not None and not entry.is_plain and entry.stamp == record.time and each.hides != etag:
                     await self._date_removal(each.path, etag, record.time)
+            elif isinstance(each, Remove) and each.hides and self._deletions.stored_etag(each.path) == each.hides:
+                await self._end_replaced(each.path, each.hides)
             if not number % OBJECTS_MAX:
                 await trio.lowlevel.checkpoint()
 
@@ -96,6 +99,19 @@ class ForeignObjects:
                 await self._committer.commit_as_of(Change(operations=[removal]), gone)
         except LakeError as error:
             log.warning("the date of a removed object could not be committed: %s", error)
+
+    async def _end_replaced(self, path: str, etag: str) -> None:
+        """An object of this node is removed. What it had replaced ended with that, although the removal is older, which
+        others cannot know."""
+        tombstone = self._ns.tree.tombstones.get(path.encode()) or Tombstone(0)
+        ended, dated_s = tombstone.stamp, tombstone.when_dated(etag)
+        is_untold = 0 < tombstone.when_gone(etag) < ended < PENDING and tombstone.floor < ended
+        if is_untold and is_replaced(ended, dated_s):
+            try:
+                removal = Remove(path, hides=etag, dated_s=dated_s)
+                await self._committer.commit_as_of(Change(operations=[removal]), ended)
+            except LakeError as error:
+                log.warning("the end of a file that was replaced and removed could not be committed: %s", error)
 
     async def _run(self) -> None:
         try:
