@@ -570,7 +570,7 @@ class Application:
             is_later = tombstone is not None and PENDING > tombstone.newest > self._stamp >= tombstone.floor
             if is_later and not tombstone.when_gone(operation.hides):  # type: ignore[union-attr]
                 return Doubt(operation.path, operation.hides, "", removed_ns=tombstone.newest)  # type: ignore[union-attr]
-        if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
+        if current is None or (current.is_dated_by_store and current.ctime_ns > self._time + NS):
             return None
         if self._is_unknown(current, operation.path, operation.hides):
             return Doubt(operation.path, current.etag, operation.hides)
@@ -954,11 +954,6 @@ def _is_elsewhere(entry: Entry) -> bool:
 def _is_hiding(entry: Entry, etag: str) -> bool:
     """A commit put a file elsewhere in place of the plain object with this ETag."""
     return _is_elsewhere(entry) and entry.stamp > 0 and entry.etag == etag
-
-
-def _is_dated_by_store(entry: Entry) -> bool:
-    """``ctime_ns`` is the LastModified of a plain object, not when it was written here or got other attributes."""
-    return not entry.flags & Flag.ATTRIBUTED and entry.ctime_ns % NS == 0
 
 
 def _shown(entry: Entry) -> tuple[int, ...]:

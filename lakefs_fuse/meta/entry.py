@@ -11,6 +11,7 @@ from struct import Struct
 
 import msgspec
 
+NS = 1_000_000_000
 ROOT_INODE = 1
 
 HEAD = Struct("<QHIIIQqqQIQB")
@@ -112,6 +113,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     def is_plain(self) -> bool:
         """A file that is the plain object at its own key, and in the store."""
         return not self.place and not self.flags & NO_OBJECT
+
+    @property
+    def is_dated_by_store(self) -> bool:
+        """``ctime_ns`` is the LastModified of a plain object, not when it was written here or got other attributes."""
+        return not self.flags & Flag.ATTRIBUTED and self.ctime_ns % NS == 0
 
     @property
     def file_type(self) -> int:

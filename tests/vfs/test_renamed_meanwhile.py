@@ -452,6 +452,32 @@ async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_no
             assert await m.read(path) == b"newered"
 
 
+async def test_rename_of_a_file_being_written_whose_removed_bytes_were_put_again_leaves_no_old_name(
+    tmp_path: Path,
+) -> None:
+    """Another program put them there, long after the removal."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="never") as m:
+        await m.write("f", b"bytes")
+        await m.fs.make_durable()
+        await m.unlink("f")
+        await m.fs.make_durable()
+        clock.advance(10)
+        store.give("f", b"bytes")
+        clock.advance(2 * TTL_S)
+        assert await m.names() == ["f"]
+        outage = Outage(store)
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"BYTES")
+        await m.close(handle)
+        await m.rename("f", "g")
+        outage.away = False
+        await m.fs.make_durable()
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"g": b"BYTES"}
+
+
 @pytest.mark.parametrize("is_deleted", [True, False])
 async def test_rename_of_a_file_being_written_whose_object_is_not_there_any_more_names_no_object(
     tmp_path: Path, is_deleted: bool

@@ -793,6 +793,8 @@ class Namespace:
             return False
         if not entry.is_plain:
             return tombstone.stamp > entry.stamp > 0
+        if not entry.stamp and entry.is_dated_by_store:  # as a listing showed it, perhaps put there again since
+            return tombstone.hides(entry.etag, entry.ctime_ns, by_date=False)
         gone = tombstone.when_gone(entry.etag)
         return bool(gone) and (gone > entry.stamp or not entry.flags & Flag.PUT_AGAIN)
 
