@@ -123,6 +123,7 @@ class Applier:
                     break
             failpoints.reached("apply.step")
             await pace.rest()
+        self._apply_again(application)
         self._end(record)
 
     async def _raise_barrier(self, record: Record) -> None:
@@ -151,10 +152,16 @@ class Applier:
         *,
         whole: bool = False,
     ) -> None:
+        application = Application(
+            self.paths, record, this, stamp, self._clock_ns(), own=own, outdated=outdated, whole=whole
+        )
         with self.paths.editing(quiet=own):
-            Application(
-                self.paths, record, this, stamp, self._clock_ns(), own=own, outdated=outdated, whole=whole
-            ).run()
+            application.run()
+        self._apply_again(application)
+
+    def _apply_again(self, application: Application) -> None:
+        for time in application.uncovered:
+            self.commits.forget(time)
 
     def is_in_effect(self, operations: Sequence[Operation], stamp: int) -> bool:
         """Whether `apply_pending` came to the end of these under a stamp; what sets attributes leaves no mark."""

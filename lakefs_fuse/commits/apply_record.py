@@ -146,6 +146,8 @@ class Application:
         self._carried = Carried()
         self._parent: tuple[str, int | None] | None = None
         """The directory that was asked for last, until something is written."""
+        self.uncovered = set[int]()
+        """Times of commits to apply again: a plain object that counted over their files by its date is gone."""
 
     def run(self) -> None:
         for _ in self.steps(len(self._record.operations) + 1):
@@ -450,6 +452,7 @@ class Application:
                     flags = current.flags | Flag.OVERRIDING
                     self._tree.update(self._changes.batch, msgspec.structs.replace(current, flags=flags))
                 else:  # older than what was removed since
+                    self._uncover(step, current)
                     self._drop(current)
         elif is_elsewhere and current.stamp > self._stamp:  # type: ignore[union-attr]
             self._bury(step, etag=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
@@ -463,6 +466,7 @@ class Application:
     def _drop_listed(self, step: _Step, current: Entry) -> None:
         """A plain object that was only listed had counted by its date, and is gone by its ETag. The next listing tells
         whether the same bytes were put there again."""
+        self._uncover(step, current)
         self._drop(current)
         if step.parent is not None:
             self._tree.forget_listing(self._changes.batch, step.parent)
@@ -499,6 +503,13 @@ class Application:
         if current.stamp < self._stamp or self._is_named(step, current, hides):
             self._bury(step, etag=current.etag, at=self._stamp)
             self._drop(current)
+
+    def _uncover(self, step: _Step, current: Entry) -> None:
+        """A plain object that was only listed goes with an older record than that of the file elsewhere which it hid by
+        its date. What that was is not known here any more."""
+        floor = 0 if step.tombstone is None else step.tombstone.floor
+        if current.flags & Flag.OVERRIDING and not current.stamp and self._stamp < floor < PENDING:
+            self.uncovered.add(floor)
 
     def _drop(self, current: Entry) -> None:
         if not self._paths.keeps(current):
@@ -761,6 +772,7 @@ class Application:
             self._changes.names.append((current.parent, current.name))
             self._changes.left[current.parent] = None
         else:
+            self._uncover(step, current)
             self._drop(current)
 
     def _is_removing(self, step: _Step, operation: Remove) -> bool:

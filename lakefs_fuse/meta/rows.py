@@ -222,6 +222,13 @@ class CommitRows:
         batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
         self._db.commit(batch)
 
+    def forget(self, time: int) -> None:
+        """The next poll applies commits of this time again."""
+        self._forget(time)
+        batch = Batch()
+        batch.delete_range(_commit_key(schema.APPLIED, time, ""), _commit_key(schema.APPLIED, time + 1, ""))
+        self._db.commit(batch)
+
     def forget_after(self, time: int) -> None:
         """The next poll applies commits again that are newer than this."""
         self._forget(time)

@@ -350,18 +350,29 @@ def list_one(node: Node, case: Case) -> None:
     node.list_one(case.path, *([] if case.listed is None else [case.listed]))
 
 
+def record_of(case: Case, number: int) -> Record:
+    change = Change(operations=operations(case.kinds[number], case.path, number))
+    return merged([change], writer_of(number), at(time_of(number)), range(1000))
+
+
+def apply(node: Node, case: Case, record: Record) -> None:
+    answers = outdated(node, record, case.listed or case.lying)
+    node.applier.apply(record, archive(record.time, record.writer), outdated=answers)
+
+
 def check(node: Node, cases: Sequence[Case]) -> None:
     """Apply the commits of each case to a node, list what lies there, and compare."""
     for case in cases:
         for applied, number in enumerate(case.order):
             if applied == case.listed_after:
                 list_one(node, case)
-            change = Change(operations=operations(case.kinds[number], case.path, number))
-            record = merged([change], writer_of(number), at(time_of(number)), range(1000))
-            answers = outdated(node, record, case.listed or case.lying)
-            node.applier.apply(record, archive(record.time, record.writer), outdated=answers)
+            apply(node, case, record_of(case, number))
         if case.listed_after == len(case.order):
             list_one(node, case)
+        for number in case.order:  # as the next poll does
+            record = record_of(case, number)
+            if not node.applier.commits.is_applied(record.time, record.writer):
+                apply(node, case, record)
     node.list(*(case.lying for case in cases if case.lying is not None))
     expected = raw_lake(cases)
     wrong = [

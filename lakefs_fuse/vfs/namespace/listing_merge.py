@@ -510,19 +510,18 @@ class DirectoryMerge:
         renewed = self._tree.renew_inode(batch, fresh)
         if is_outside:
             self._outsiders.append(renewed)
-            self._bury_hidden(batch, entry)
+            self._bury_overridden(batch, entry)
         else:
             self._note_unlisted(batch, entry, self._prefix)
         self._metrics.entries_changed += 1
         self._differs(entry)
 
-    def _bury_hidden(self, batch: Batch, entry: Entry) -> None:
-        """What a file elsewhere hid stays gone where that is not the file any more: who puts those bytes there again
-        has to say so."""
-        if entry.etag:
-            path = self._prefix + entry.name
-            tombstone = bury(self._tree.tombstones.get(path), etag=entry.etag, at=entry.stamp)
-            self._tree.tombstones.write(batch, {path: tombstone})
+    def _bury_overridden(self, batch: Batch, entry: Entry) -> None:
+        """A file elsewhere is not the file any more. What it hid stays gone: who puts those bytes there again has to
+        say so. Its commit is applied again where the object goes with an older one (`Application.uncovered`)."""
+        path, floor = self._prefix + entry.name, entry.stamp if entry.stamp < PENDING else 0
+        tombstone = bury(self._tree.tombstones.get(path), floor=floor, etag=entry.etag, at=entry.stamp)
+        self._tree.tombstones.write(batch, {path: tombstone})
 
 
 def _is_outside(entry: Entry) -> bool:
