@@ -55,6 +55,8 @@ CARRIED_OVER_MAX = 1_000_000
 """A rename of more names by another node gives them other inodes: to keep them takes 300 bytes of memory a name."""
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
+CLOCKS_APART_NS_MAX = 2 * NS
+"""By how much this node's clock, which dates what is written here until it is listed, may be behind the store's."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
@@ -558,7 +560,8 @@ class Application:
         if current.stamp or current.place or current.flags & NO_OBJECT or current.etag == hides:
             return False
         second = 0 if current.flags & Flag.ATTRIBUTED else NS  # LastModified says no more
-        newer = self._stamp < PENDING and current.ctime_ns + second > self._time
+        apart = 0 if self._own or current.is_dated_by_store else CLOCKS_APART_NS_MAX
+        newer = self._stamp < PENDING and current.ctime_ns + second + apart > self._time
         return newer and self._outdated.get(path) != current.etag
 
     def doubts(self) -> Iterator[Doubt | None]:

@@ -277,6 +277,27 @@ async def test_object_that_wins_over_a_commit_unannounced_is_announced_by_its_wr
         assert await fresh.names() == []
 
 
+async def test_object_of_a_writer_whose_clock_is_behind_counts_by_the_stores_date_for_its_writer_too(
+    tmp_path: Path,
+) -> None:
+    """It has not been listed since: only the writer's clock dates it there."""
+    store, clock = MemoryStore(), Clock()
+    behind = Clock(clock.now_ns - 800_000_000)
+    async with (
+        lake(store, tmp_path / "plain", clock=behind, pack="never", metadata_ttl_s=3600) as two,
+        lake(store, tmp_path / "packing", clock=clock, pack="always", metadata_ttl_s=3600) as one,
+    ):
+        assert await one.names() == await two.names() == []
+        clock.advance(0.3)
+        await two.write("f", b"plain")
+        await one.write("f", b"packed")
+        await one.sync()
+        await two.poll()
+        assert await two.read("f") == b"plain"
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.read("f") == b"plain"
+
+
 async def test_object_that_its_writer_removes_before_it_hears_of_a_packed_file_takes_that_along(tmp_path: Path) -> None:
     """As for a node that had listed the object over the packed file."""
     store, clock = MemoryStore(), Clock()
