@@ -645,9 +645,9 @@ class Application:
 
     def _show_others(self, step: _Step, tombstone: Tombstone, etag: str) -> None:
         """What the record said to be there again is gone, and so ends no other version: the next listing tells what
-        lies there."""
+        lies there. Where it went later, it had replaced what was elsewhere (`buried_with`)."""
         gone = tuple(each for each in tombstone.gone if each[0] == etag or each[1] != self._stamp)
-        floor = self._stamp if tombstone.when_gone(etag) > self._stamp else 0  # as `buried_with`
+        floor = self._stamp if tombstone.when_gone(etag) > self._stamp else 0
         self._changes.tombstones[step.raw] = msgspec.structs.replace(tombstone, floor=floor, gone=gone)
         if step.parent is not None:
             self._tree.forget_listing(self._changes.batch, step.parent)

@@ -264,6 +264,17 @@ def test_file_that_replaced_an_object_stays_when_that_is_told_of_twice(tmp_path:
     assert {names[case.path] for case in cases} == {f"packed {time_of(0)}"}
 
 
+@pytest.mark.parametrize("again", ["again", "again dated", "again and removed"])
+def test_file_over_an_object_stays_away_when_its_bytes_that_were_put_again_are_removed(
+    tmp_path: Path, again: str
+) -> None:
+    """Also where that is heard of first, and of the file last."""
+    kinds = (("packed", "a"), (again, "a"), ("remove", "a"))
+    cases = [Case(kinds, order, None, str(number)) for number, order in enumerate(itertools.permutations(range(3)))]
+    check(Node(tmp_path), cases)
+    assert not {case.path for case in cases} & set(raw_lake(cases))
+
+
 def test_file_over_an_object_ends_with_the_same_bytes_that_were_put_there_again_later(tmp_path: Path) -> None:
     """Their writer had not seen it, stored them over what it saw, and renamed the file in the same commit."""
     kinds = (("packed", "a"), ("again and removed", "a"))
