@@ -42,6 +42,8 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.store.client import is_successor
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.steps import Pace
 
 NS = 1_000_000_000
@@ -62,6 +64,12 @@ class Applier:
         self.commits = CommitRows(database)
 
     # -- applying
+
+    def is_of_renamed(self, meta: ObjectMeta) -> bool:
+        """The object is a later version of a file that is at another name by now: its writer had not heard of that, and
+        it is not the file of the name at whose key it lies."""
+        row = self._tree.objects.used(meta.key)
+        return row is not None and row.etag != meta.etag and is_successor(meta, row.etag)
 
     def doubts(self, record: Record) -> Iterator[Doubt | None]:
         """Plain objects that the record's writer did not know of, and that may be newer: one answer for each operation.

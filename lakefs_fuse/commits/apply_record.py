@@ -507,10 +507,10 @@ class Application:
             self._drop(current)
 
     def _uncover(self, step: _Step, current: Entry) -> None:
-        """A plain object that was only listed goes with an older record than that of the file elsewhere which it hid by
-        its date. What that was is not known here any more."""
+        """A plain object that was only listed goes. What it hid by its date, a file elsewhere, is not known here any
+        more, and may be there for others."""
         floor = 0 if step.tombstone is None else step.tombstone.floor
-        if current.flags & Flag.OVERRIDING and not current.stamp and self._stamp < floor < PENDING:
+        if current.flags & Flag.OVERRIDING and not current.stamp and 0 < floor < PENDING:
             self.uncovered.add(floor)
 
     def _drop(self, current: Entry) -> None:

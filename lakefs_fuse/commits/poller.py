@@ -607,7 +607,7 @@ class Poller:
             elif doubt.removed_ns:
                 if not doubt.is_there(there.etag, there.mtime_ns):
                     outdated[doubt.path] = doubt.etag
-            elif there.etag == doubt.hides or there.mtime_ns + NS <= record.time:
+            elif there.etag == doubt.hides or there.mtime_ns + NS <= record.time or self._applier.is_of_renamed(there):
                 outdated[doubt.path] = doubt.etag
             elif there.mtime_ns <= record.time:
                 is_sure = False

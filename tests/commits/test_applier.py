@@ -1005,10 +1005,19 @@ def test_removal_of_a_plain_object_leaves_the_file_that_was_put_over_it(tmp_path
         assert n.find("g") is None
 
 
-@pytest.mark.parametrize("older", [put("f", 8, hides="e1"), Remove("f", hides="e1"), told("e1")])
+@pytest.mark.parametrize(
+    ("seconds", "operation"),
+    [
+        (10.2, put("f", 8, hides="e1")),
+        (10.2, Remove("f", hides="e1")),
+        (10.2, told("e1")),
+        (11, Remove("f", hides="e1")),
+        (11, Remove("f", hides="e1", dated_s=START_S + 10)),
+    ],
+)
 @pytest.mark.parametrize("is_listed_first", [True, False])
-def test_file_elsewhere_that_a_listed_object_hid_is_back_when_that_goes_with_an_older_commit(
-    tmp_path: Path, older: Operation, is_listed_first: bool
+def test_file_elsewhere_that_a_listed_object_hid_is_back_when_that_goes_alone(
+    tmp_path: Path, seconds: float, operation: Remove | Put, is_listed_first: bool
 ) -> None:
     """Its commit is applied again, because the node has forgotten it."""
     with node(tmp_path) as n:
@@ -1018,10 +1027,13 @@ def test_file_elsewhere_that_a_listed_object_hid_is_back_when_that_goes_with_an_
         if not is_listed_first:
             n.list(plain("f", "e1", 10))
         assert n.found("f").etag == "e1"
-        n.commit(10.2, older, writer="0000000c")
+        n.commit(seconds, operation, writer="0000000c")
         assert not n.applier.commits.is_applied(record.time, record.writer), "the next poll applies it again"
         n.apply(record)
-        assert n.found("f").size == 7
+        if seconds > 10.5 and operation.dated_s:  # the object had replaced it
+            assert n.find("f") is None
+        else:
+            assert n.found("f").size == 7
 
 
 def test_object_that_was_put_again_under_a_file_elsewhere_is_not_the_file_when_that_is_removed(tmp_path: Path) -> None:

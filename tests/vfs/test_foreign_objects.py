@@ -298,6 +298,37 @@ async def test_object_of_a_writer_whose_clock_is_behind_counts_by_the_stores_dat
         assert await fresh.read("f") == b"plain"
 
 
+async def test_object_of_a_renamed_file_does_not_count_over_a_packed_one_for_a_writer_whose_clock_is_behind(
+    tmp_path: Path,
+) -> None:
+    """It is dated in the second of the packed file, and is what the other name means."""
+    store, clock = MemoryStore(), Clock()
+    behind = Clock(clock.now_ns - 800_000_000)
+    expected = {"f": b"packed", "g": b"second"}
+    async with (
+        lake(store, tmp_path / "plain", clock=behind, pack="never", metadata_ttl_s=3600) as two,
+        lake(store, tmp_path / "packing", clock=clock, pack="always", metadata_ttl_s=3600) as one,
+    ):
+        await two.write("f", b"first")
+        await two.sync()
+        await one.poll()
+        assert await one.names() == await two.names() == ["f"]
+        for each in (clock, behind):
+            each.advance(5)
+        await one.rename("f", "g")
+        await rewrite(two, "f", b"second")
+        clock.advance(0.3)
+        await one.write("f", b"packed")
+        await one.sync()
+        await two.poll()
+        await two.parts.renamed.wait_adopted()
+        for m in (two, one, two):
+            await m.poll()
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
 async def test_object_that_its_writer_removes_before_it_hears_of_a_packed_file_takes_that_along(tmp_path: Path) -> None:
     """As for a node that had listed the object over the packed file."""
     store, clock = MemoryStore(), Clock()
