@@ -8,6 +8,8 @@ What always holds:
 * *in effect*: a journaled change (`enqueue`) is in effect here at once, survives a crash of the daemon, and is in the
   store at most ``delay_s`` later, or when `flush` returns; a committed change (`commit`) is in effect here and
   everywhere when the call returns, or nowhere;
+* *with the pack*: new directories and attributes of directories alone are not sent while files wait for a pack, but
+  with it, `WITH_PACK_S_MAX` later at most (not where hints are used): see ADR 0166;
 * *never twice*: after a PUT whose answer was lost, the store is asked for the commit before anything is sent again;
 * *overtaken*: a commit of another node that is newer wins here, too, whether it was polled before this node's PUT was
   answered or after;
@@ -36,6 +38,7 @@ from msgspec.structs import replace
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import (
+    OPERATIONS_AT_ONCE,
     BeforeSending,
     Change,
     Committed,
@@ -51,7 +54,7 @@ from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import STORED_MAX, ObjectRef, Put, Record, SetAttr
+from lakefs_fuse.commits.record import STORED_MAX, Mkdir, ObjectRef, Put, Record, SetAttr
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
@@ -74,6 +77,10 @@ PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
 PROMPT_S = 0.02
 """In place of ``delay_s`` where others hear of a commit at once: files that close together share an announcement all
 the same, and a mount that stores one after the other comes to ``delay_s``."""
+WITH_PACK_S_MAX = 30.0
+"""So long directories wait for a pack that is to be sent: as long as the files of a burst do by default."""
+WITH_PACK_OPERATIONS_MAX = OPERATIONS_AT_ONCE // 4
+"""More of them do not wait, or the pack would be applied in steps."""
 logger = logging.getLogger(__name__)
 
 
@@ -83,6 +90,11 @@ class AcknowledgedOrder(Protocol):
     @property
     def progressed(self) -> Wakeup:
         """Rings when changes that were held may be sent; the committer rings it for those that it journals."""
+        ...
+
+    @property
+    def has_files_for_pack(self) -> bool:
+        """Small files wait for others, and are committed with them in a while."""
         ...
 
     def is_durable_up_to(self, sequence: int) -> bool:
@@ -95,6 +107,7 @@ class NothingAcknowledged:
 
     def __init__(self) -> None:
         self.progressed = Wakeup()
+        self.has_files_for_pack = False
 
     def is_durable_up_to(self, sequence: int) -> bool:
         return True
@@ -342,13 +355,16 @@ class Committer:
             yield
 
     async def run(self) -> None:
-        """Send what is journaled, once in ``delay_s``, for as long as the mount lives."""
+        """Send what is journaled, once in ``delay_s`` or with a pack, for as long as the mount lives."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
             while not self._sendable():
                 await self._acknowledged.progressed.wait()
             await gathering.pause()
+            with trio.move_on_after(WITH_PACK_S_MAX):
+                while self._is_for_pack():
+                    await self._acknowledged.progressed.wait()
             try:
                 await self.flush()
                 backoff.reset()
@@ -359,6 +375,14 @@ class Committer:
                 self.error = LakeError(f"committing failed: {error!r}")
                 logger.exception("committing")
                 await trio.sleep(PAUSE_S_MAX)
+
+    def _is_for_pack(self) -> bool:
+        """What is journaled, and not held, only makes or changes directories, and files wait for a pack: these are
+        shown with it. Where others hear of a commit at once, they shall hear of this, too."""
+        if self._log.is_announced or not self._acknowledged.has_files_for_pack:
+            return False
+        operations = [each for change in self._sendable().values() for each in change.operations]
+        return 0 < len(operations) <= WITH_PACK_OPERATIONS_MAX and all(isinstance(each, Mkdir) for each in operations)
 
     async def run_announcements(self) -> None:
         """Announce what was stored, once in ``delay_s``, for as long as the mount lives, unless a commit does before.

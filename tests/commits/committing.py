@@ -50,6 +50,7 @@ class Acknowledged:
     def __init__(self) -> None:
         self.progressed = Wakeup()
         self.durable_up_to = 0
+        self.has_files_for_pack = False
 
     def is_durable_up_to(self, sequence: int) -> bool:
         return sequence <= self.durable_up_to

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -407,6 +409,53 @@ async def test_attributes_set_on_two_nodes(tmp_path: Path) -> None:
         await b.poller.poll()
         assert a.shown() == b.shown() == await seen_by_others(site)
         assert a.found("f").mode == 0o600
+
+
+PACKED_DELAY_S = 0.01
+
+
+@asynccontextmanager
+async def with_files_for_pack(root: Path) -> AsyncIterator[tuple[Site, Daemon]]:
+    """A daemon that commits by itself, and has small files that wait for a pack."""
+    site = Site(root)
+    with site.daemon("a", delay_s=PACKED_DELAY_S) as a:
+        a.acknowledged.has_files_for_pack = True
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.run)
+            yield site, a
+            nursery.cancel_scope.cancel()
+
+
+async def test_new_directories_are_sent_with_the_pack_that_files_wait_for(tmp_path: Path) -> None:
+    async with with_files_for_pack(tmp_path) as (site, a):
+        for number in range(3):
+            a.enqueue(mkdir(f"d{number}"))
+            await trio.sleep(5 * PACKED_DELAY_S)
+        assert site.commits() == []
+        member = Member("d0/f", b"x", 1, 0o644, 0, 0, 0)
+        await a.committer.commit(Change(operations=[Put("d0/f", THIS, 0, 1, 0o644, 0, 0, 0)]), [member])
+        assert (len(site.commits()), a.committer.journal.operations) == (1, 0)
+        a.acknowledged.has_files_for_pack = False
+        a.enqueue(mkdir("later"))
+        await until(lambda: len(site.commits()) == 2)
+        assert await seen_by_others(site) == a.shown()
+
+
+async def test_names_of_files_and_many_directories_do_not_wait_for_a_pack(tmp_path: Path) -> None:
+    async with with_files_for_pack(tmp_path) as (site, a):
+        a.enqueue(mkdir("d"))
+        a.enqueue(link("d/l"))
+        await until(lambda: len(site.commits()) == 1)
+        site.clock.seconds += 1
+        a.enqueue(*(mkdir(f"d{number}") for number in range(committer.WITH_PACK_OPERATIONS_MAX + 1)))
+        await until(lambda: len(site.commits()) == 2)
+
+
+async def test_directories_do_not_wait_for_a_pack_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committer, "WITH_PACK_S_MAX", 10 * PACKED_DELAY_S)
+    async with with_files_for_pack(tmp_path) as (site, a):
+        a.enqueue(mkdir("d"))
+        await until(lambda: len(site.commits()) == 1)
 
 
 async def test_attributes_set_again_behind_what_is_held(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ from tests.servers import Server
 from tests.tiers import sized
 
 LARGE_BYTES = 2 * PART_BYTES + 4321
+SMALL_FILES = 40
+NAMES_DELAY_S = 1.1
 CLOSE_S_MAX = 8.0
 """Far less than what the store is away for in these tests."""
 
@@ -473,6 +475,30 @@ def test_many_small_files_share_packs(make_lake: LakeMaker) -> None:
     lake.remount(empty_cache=True)
     assert len(os.listdir(lake.path)) == 300
     assert (lake.path / "f123").read_bytes() == noise(5000, 123)
+
+
+def test_programs_that_make_small_files_cost_a_pack_each(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """`tar -x` and `rsync -a`: directories and their attributes go with the files, however long the program takes."""
+    source, archive = tmp_path / "source", tmp_path / "archive"
+    for number in range(SMALL_FILES):
+        path = source / f"d{number % 8}" / f"f{number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(noise(2000, number))
+    subprocess.run(["tar", "-cf", archive, "-C", source, "."], check=True)
+    lake = make_lake("seaweedfs", *OPTIONS, "--writeback-delay", "1h").mount()
+    programs: dict[str, list[str | Path]] = {
+        "tar": ["tar", "-xf", archive, "-C"],
+        "rsync": ["rsync", "-a", f"{source}/"],
+    }
+    for name in programs:
+        (lake.path / name).mkdir()
+    lake.sync()
+    before = lake.number("store.requests.put")
+    for name, command in programs.items():
+        subprocess.run([*command, lake.path / name], check=True)
+        time.sleep(NAMES_DELAY_S)  # in which they would be sent without the files
+        flush(lake)
+    assert lake.number("store.requests.put") - before <= 2 + 1, "one more where a busy machine comes to files late"
 
 
 TORCH = """

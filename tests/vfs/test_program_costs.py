@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.commits.record import COMMITS
+from lakefs_fuse.meta.tree import Tree
 from tests.memory_store import MemoryStore
 from tests.mount.lakes import noise
 from tests.vfs.lakes import Lake, lake
@@ -72,6 +73,34 @@ async def test_small_files_of_a_program_under_writeback_share_packs(
     async with lake(store, tmp_path / "other") as other:
         assert len(await other.names("d0")) == FILES // DIRECTORIES
         assert await other.read("d3/f3") == noise(300, 3)
+
+
+async def test_rename_looks_at_no_other_file_that_waits_for_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else renaming each of N files, as rsync does, costs N * N."""
+    looked = Counter[str]()
+    path_of = Tree.path
+
+    def counted(tree: Tree, inode: int) -> list[bytes] | None:
+        looked["path"] += 1
+        return path_of(tree, inode)
+
+    async with writing_back(MemoryStore(), tmp_path, pack="auto", delay_s=NEVER_S) as m:
+        assert await m.names() == []
+        costs = []
+        for count in (0, 30):
+            for number in range(count):
+                await m.mkdir(f"d{number}")
+                await m.write(f"d{number}/f", b"x")
+            await m.write("temporary", b"x")
+            monkeypatch.setattr(Tree, "path", counted)
+            looked.clear()
+            await m.rename("temporary", f"file{count}")
+            costs.append(looked["path"])
+            monkeypatch.setattr(Tree, "path", path_of)
+        assert costs[0] == costs[1]
+        await m.fs.make_durable()
 
 
 async def test_unpacking_costs_one_put_and_one_head_a_file(tmp_path: Path) -> None:

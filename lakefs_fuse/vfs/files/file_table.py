@@ -302,10 +302,16 @@ class FileTable:
             self._cache.unpin(file.extent.version)
         file.extent = extent
 
-    def moved(self) -> None:
-        """Directories, or files, have other names: what is being written goes there too."""
-        for file in list(self._files.values()):
-            above = None if file.unlinked else self._tree.path(file.entry.parent)
+    def moved(self, inodes: Iterable[int] | None = None) -> None:
+        """Directories, or files, have other names: what is being written goes there too. ``inodes`` are the files of
+        which that may be true; None: all."""
+        found = self._files.values() if inodes is None else map(self._files.get, inodes)
+        directories: dict[int, list[bytes] | None] = {}
+        for file in [each for each in found if each is not None]:
+            parent = file.entry.parent
+            if parent not in directories:
+                directories[parent] = self._tree.path(parent)
+            above = None if file.unlinked else directories[parent]
             if above is None:
                 continue
             key = b"/".join([*above, file.entry.name]).decode("utf-8", "surrogatepass")

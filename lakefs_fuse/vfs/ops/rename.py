@@ -170,7 +170,7 @@ class Renames:
                 await self._unlinker.unlink(opened, execute)
             else:
                 await execute(source)
-            self._files.moved()
+            self._files.moved(None if exchange or source.flags & Flag.DIRECTORY else [source.inode])
             for listener in self._ns.events.path_renamed:
                 listener(old, new)
         return is_held

@@ -52,9 +52,9 @@ PAUSE_S_FIRST, PAUSE_S_MAX = 1.0, 30.0
 """Between attempts while the store is away."""
 FILES_MAX = 65_536
 """Acknowledged and not durable; a writer who would make more waits."""
-BURST_WINDOW_S = 0.5
-BURST_FILES_MIN = 40
-"""So many in a window are a burst."""
+BURST_WINDOW_S = 1.0
+BURST_FILES_MIN = 20
+"""So many in a window are a burst: packs of half a minute then have the 500 files that one commit is to serve."""
 DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
 """Between attempts to end the upload of a superseded version."""
 WAITABLE = (Unavailable, AccessDenied, NoSuchBucket, StoreFull, StagingFull, CacheError)
@@ -272,6 +272,11 @@ class WriteBack:
         pressed = draft.uploader.staging.is_half_full
         if self._small_files == 1 or pressed or (full and not self.bursts.is_lasting(item.since_s)):
             self.changed.wake_all()
+
+    @property
+    def has_files_for_pack(self) -> bool:
+        """Small files wait for others, and nothing is known that keeps them from the store."""
+        return self._small_files > 0 and self.error is None
 
     def count_packable(self, files: int, size_bytes: int) -> None:
         """So many files wait for a pack, and the next are added to them."""
