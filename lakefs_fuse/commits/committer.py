@@ -54,7 +54,7 @@ from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import STORED_MAX, Mkdir, ObjectRef, Put, Record, SetAttr
+from lakefs_fuse.commits.record import STORED_MAX, Mkdir, ObjectRef, Put, Record, Remove, SetAttr
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
@@ -261,6 +261,11 @@ class Committer:
     def mentions(self, key: str) -> bool:
         """What is journaled, and not held, speaks of the object at ``key``: see `Change.mentions`."""
         return any(change.mentions(key) for change in self._sendable().values())
+
+    def removes(self, path: str) -> bool:
+        """What is journaled, and not held, removes a file, and says nothing of its name after that."""
+        named = [each for change in self._sendable().values() for each in change.operations if each.path == path]
+        return bool(named) and isinstance(named[-1], Remove)
 
     def names_before(self, path: str) -> Iterator[str]:
         """Paths at which other nodes have a file, the newest first, because renames of it are not in the store yet."""

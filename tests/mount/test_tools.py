@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mount.counting import upcalls
 from tests.mount.lakes import MIB, Lake, noise, scale
 from tests.tiers import IS_LONG
 
@@ -134,6 +135,21 @@ def test_shell_tools_and_editor_writes(lake: Lake) -> None:
     assert lake.outside.read("sorted").splitlines()[0] == b"1000"
     assert lake.outside.objects()["both"] == 10
     assert lake.outside.read("numbers") == lake.outside.read("installed")
+
+
+def test_sqlite_costs_one_put_for_each_fsync(s3: Lake) -> None:
+    """With the default journal, which is removed after each transaction, as mlflow uses it."""
+    script = (
+        "import sqlite3,sys; db=sqlite3.connect(sys.argv[1]); db.execute('create table t(n)'); db.commit()\n"
+        "for n in range(20): db.execute('insert into t values(?)', (n,)); db.commit()"
+    )
+    before = upcalls(s3)
+    puts = s3.puts()
+    run("python3", "-c", script, str(s3.path / "db"), cwd=Path("/"))
+    after = upcalls(s3)
+    fsyncs = sum(after[name] - before[name] for name in ("fsync", "fsyncdir"))
+    assert fsyncs > 60
+    assert s3.puts() - puts <= fsyncs
 
 
 @pytest.mark.parametrize("mode", ["memory", pytest.param("delete", marks=pytest.mark.long), "truncate"])

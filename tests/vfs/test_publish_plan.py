@@ -41,6 +41,28 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
         PublishPlan("p/f", "", Form.PLAIN, expected="r"),
     ),
     ("never", {"policy": NEVER, "are_others_closing": True}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
+    ("synced", {"is_synced": True}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
+    (
+        "synced, the name was removed just before",
+        {"is_synced": True, "is_removal_journaled": True, "is_key_journaled": True},
+        PublishPlan("p/f", "", Form.PACK, expected="r"),
+    ),
+    (
+        "closed, the name was removed just before",
+        {"is_removal_journaled": True, "is_key_journaled": True},
+        PublishPlan("p/f", "", Form.PLAIN, commits_first=True, expected="r"),
+    ),
+    (
+        "synced in a pack that hides an object",
+        {"is_synced": True, "place": 7, "superseded_etag": "s"},
+        PublishPlan("p/f", "", Form.PACK, expected="r"),
+    ),
+    ("synced in a pack", {"is_synced": True, "place": 7}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
+    (
+        "synced, large, the name was removed just before",
+        {"is_synced": True, "is_removal_journaled": True, "is_key_journaled": True, "size": 1001},
+        PublishPlan("p/f", "", Form.PLAIN, commits_first=True, expected="r"),
+    ),
     ("always", {"policy": ALWAYS}, PublishPlan("p/f", "", Form.PACK, expected="r")),
     ("always, too large", {"policy": ALWAYS, "size": 1001}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
     ("always, not waited for", {"policy": ALWAYS, "is_alone": True}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),

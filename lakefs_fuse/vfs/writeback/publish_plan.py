@@ -59,6 +59,10 @@ class VersionFacts(msgspec.Struct, frozen=True):
     """Number of the object at the upload's key that names elsewhere mean; 0 for none."""
     is_key_journaled: bool = False
     """A change that is journaled, and may be sent, names the object at the key."""
+    is_synced: bool = False
+    """An fsync waits for it, and its writer may go on."""
+    is_removal_journaled: bool = False
+    """A change that is journaled, and may be sent, removes the file that had the name before."""
     is_key_of_another: bool = False
     """Another file is known to be the object at the key of an upload that began under an earlier name."""
     gone_at_key: tuple[str, ...] = ()
@@ -138,7 +142,15 @@ def _choose_form(facts: VersionFacts, key: str) -> Form:
         return Form.PLAIN
     if facts.policy.mode != "auto" or key != facts.path:
         return Form.PACK
+    if facts.is_synced and _needs_commit_beside(facts):
+        return Form.PACK
     return Form.PACK_WITH_OTHERS if facts.are_others_closing else Form.PLAIN
+
+
+def _needs_commit_beside(facts: VersionFacts) -> bool:
+    """A plain object would need a commit as well: before it, because the removal of the object there is journaled, or
+    after it, to say that it replaces one which a pack hides."""
+    return facts.is_removal_journaled or bool(facts.place and facts.superseded_etag)
 
 
 def needs_commit(entry: Entry, shown: tuple[int, int, int], *, key: str, path: str, is_named_by_commit: bool) -> bool:

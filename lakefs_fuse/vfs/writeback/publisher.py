@@ -148,9 +148,11 @@ class ObjectWriter:
         """Changes of names wait for what was acknowledged before them."""
         return bool(self._committer.held_until)
 
-    async def store(self, file: OpenFile, draft: Draft, *, alone: bool = False) -> StoredVersion:
+    async def store(
+        self, file: OpenFile, draft: Draft, *, alone: bool = False, is_synced: bool = False
+    ) -> StoredVersion:
         """Make the draft's bytes the newest version of the file. The caller holds ``draft.exclusive()``. ``alone``: no
-        other file is waited for.
+        other file is waited for. ``is_synced``: an fsync waits for it.
 
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
@@ -161,7 +163,7 @@ class ObjectWriter:
                 await self.commit_location(path)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy = self._rules.pack_for(file.key)
-        plan, removed = await self._plan(file, draft, policy, alone=alone or draft.copies)
+        plan, removed = await self._plan(file, draft, policy, alone=alone or draft.copies, is_synced=is_synced)
         if plan.form is not Form.PLAIN:
             plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
@@ -190,7 +192,14 @@ class ObjectWriter:
         return there is not None and removed is not None and removed.hides(there.etag, there.mtime_ns)
 
     async def _plan(
-        self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool, there: str | None = None
+        self,
+        file: OpenFile,
+        draft: Draft,
+        policy: PackPolicy,
+        *,
+        alone: bool,
+        is_synced: bool = False,
+        there: str | None = None,
     ) -> tuple[PublishPlan, Tombstone | None]:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
         look has just shown at the key, empty for nothing. Answers also what has been removed at the path."""
@@ -225,6 +234,8 @@ class ObjectWriter:
                 place=file.entry.place,
                 place_at_key=0 if used is None else used.number,
                 is_key_journaled=self._committer.mentions(target.key),
+                is_synced=is_synced,
+                is_removal_journaled=is_synced and self._committer.removes(path),
                 is_key_of_another=has_upload and self._is_of_another(file, target.key),
                 gone_at_key=self._gone_at(target) if has_upload else (),
             )
@@ -516,7 +527,7 @@ class Publisher:
         if draft is None or file.state is not OpenState.WRITING:
             return
         if not self._queue.is_for(file.key) or draft.copies:  # acknowledged bytes do not depend on another file's
-            await self._publish_newest(file)
+            await self._publish_newest(file, is_synced=False)
             return
         async with draft.gate.exclusive():
             if file.draft is draft and draft.state in (DraftState.WRITING, DraftState.FAILED):
@@ -541,13 +552,13 @@ class Publisher:
         before in its directory. Raises LakeError."""
         if not file.unlinked:
             file.check_complete()
-        await self._publish_newest(file)
+        await self._publish_newest(file, is_synced=True)
 
-    async def _publish_newest(self, file: OpenFile) -> None:
+    async def _publish_newest(self, file: OpenFile, *, is_synced: bool) -> None:
         if self._queue.versions:
             await self._drain_before(file)
         if file.draft is not None:
-            await self._publish(file, file.draft)
+            await self._publish(file, file.draft, is_synced=is_synced)
         else:
             await self._writer.commit_location(file.key)
 
@@ -555,7 +566,9 @@ class Publisher:
         """Publish an acknowledged version by itself. Raises LakeError."""
         await self._publish(item.file, item.draft, item)
 
-    async def _publish(self, file: OpenFile, draft: Draft, item: AcknowledgedVersion | None = None) -> None:
+    async def _publish(
+        self, file: OpenFile, draft: Draft, item: AcknowledgedVersion | None = None, *, is_synced: bool = False
+    ) -> None:
         async with file.publishing:
             owner = _owner(file, draft)
             if owner is None or file.state is OpenState.UNLINKED:
@@ -570,7 +583,7 @@ class Publisher:
                 if draft.refused.ranges:
                     draft.refused.check(owner.key)
                 reached("publish.begun")
-                stored = await self._writer.store(owner, draft, alone=item is not None)
+                stored = await self._writer.store(owner, draft, alone=item is not None, is_synced=is_synced)
                 reached("publish.sent")
                 published = [Publication(file, draft, stored)]
                 older = self._record(published)
