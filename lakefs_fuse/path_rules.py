@@ -88,6 +88,10 @@ class Rules:
         self._default = _Settings(PackPolicy(pack, pack_threshold_bytes), durability, "", publish_s)
         self.publishes_open_files = publish_s > 0 or any(rule.publish_s for rule in rules)
         """Files at some path are stored while they are being written."""
+        self.asks_store_anywhere = durability != "writeback" or any(
+            rule.durability == "close" or rule.exclusive_create == "store" for rule in rules
+        )
+        """O_EXCL may ask the store at some path."""
         self._merged = lru_cache(ANSWERS_MAX)(self._merge)
 
     @classmethod

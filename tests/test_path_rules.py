@@ -94,6 +94,24 @@ def test_exclusive_creation_relies_on_the_cache_under_writeback_unless_a_rule_sa
     )
     asked = [path for path in ("a", "fast/a", "fast/locks/a", "alone/a") if rules.asks_store_for_exclusive_create(path)]
     assert asked == ["a", "fast/locks/a"]
+    assert rules.asks_store_anywhere
+
+
+@pytest.mark.parametrize(
+    ("rule", "durability", "asks"),
+    [
+        ("", "writeback", False),
+        ("", "close", True),
+        ('exclusive-create = "store"', "writeback", True),
+        ('exclusive-create = "cache"', "writeback", False),
+        ('durability = "close"', "writeback", True),
+        ('durability = "writeback"', "close", True),
+    ],
+)
+def test_exclusive_creation_asks_somewhere(rule: str, durability: str, asks: bool) -> None:
+    parsed = parse_rules(f'[[rule]]\npath = "a/**"\n{rule}'.encode(), "rules.toml") if rule else ()
+    rules = Rules(parsed, pack="auto", pack_threshold_bytes=1, durability=durability)
+    assert rules.asks_store_anywhere == asks
 
 
 def test_publishing_of_open_files() -> None:

@@ -62,8 +62,10 @@ class _HandedOver(ctypes.Structure):
     _fields_ = (
         ("inode", ctypes.c_uint64), ("parent", ctypes.c_uint64),
         ("created_ns", ctypes.c_int64), ("written_ns", ctypes.c_int64),
+        ("changed_ns", ctypes.c_int64), ("mtime_ns", ctypes.c_int64),
         ("mode", ctypes.c_uint32), ("uid", ctypes.c_uint32), ("gid", ctypes.c_uint32), ("pid", ctypes.c_uint32),
         ("size", ctypes.c_uint32), ("parts", ctypes.c_uint32),
+        ("is_mtime_chosen", ctypes.c_uint32), ("is_exclusive", ctypes.c_uint32),
         ("data", ctypes.c_void_p), ("name", ctypes.c_char_p),
     )  # fmt: skip
 
@@ -137,7 +139,8 @@ class CreateOffload:
             data = ctypes.string_at(each.data, each.size) if each.size else b""
             content = Received(
                 each.inode, each.parent, each.name, each.mode, each.uid, each.gid, each.pid,
-                each.created_ns, each.written_ns, data,
+                each.created_ns, each.written_ns, data, each.changed_ns,
+                each.mtime_ns if each.is_mtime_chosen else None, bool(each.is_exclusive),
             )  # fmt: skip
             yield ReceivedFile(content, FileState.OPEN if each.parts & Parts.HANDLE else FileState.CLOSING)
 

@@ -85,7 +85,8 @@ class Leases:
             return False
         for_ns = int(min(for_s, hooks.LEASE_S_MAX) * 1e9)
         timeout_ns = int(min(self._fs.config.metadata_ttl_s, hooks.LEASE_S_MAX) * 1e9)
-        if not library.lakefs_lease_names(directory, for_ns, timeout_ns, new_files.name_bytes_max(directory)):
+        bytes_max, takes_exclusive = new_files.name_bytes_max(directory), not new_files.asks_store_anywhere
+        if not library.lakefs_lease_names(directory, for_ns, timeout_ns, bytes_max, takes_exclusive):
             self.revoke_all_names()
             return False
         packed = b"".join(name + b"\0" for name in names)

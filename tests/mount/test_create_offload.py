@@ -79,6 +79,80 @@ def test_what_it_spares(lake: Lake) -> None:
         assert (lake.path / "d" / f"f{number}").read_bytes() == noise(20_000, number)
 
 
+def unpack(path: Path, data: bytes, number: int) -> None:
+    """As tar does: a name that must be new, then bytes, times, owner and mode."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    os.write(fd, data)
+    os.utime(fd, ns=(10**18, 10**18 + number))
+    os.fchown(fd, os.geteuid(), os.getegid())
+    os.fchmod(fd, 0o640)
+    os.close(fd)
+
+
+def test_files_of_tar_need_no_python(lake: Lake) -> None:
+    """New names by O_EXCL, and attributes that a program sets before it closes the file."""
+    directory, count = lake.path / "d", FILES // 4
+    before = answered(lake)
+    for number in range(count):
+        unpack(directory / f"f{number}", noise(300, number), number)
+    after = answered(lake)
+    spent = {kind: after[kind] - before[kind] for kind in KINDS}
+    assert spent["setattr"] >= 3 * count
+    assert {kind: spent[kind] for kind in ("create", "write", "flush", "release")} == dict.fromkeys(
+        ("create", "write", "flush", "release"), count
+    )
+    for remounted in (False, True):
+        if remounted:
+            flush(lake)
+            lake.remount()
+        for number in range(count):
+            path = directory / f"f{number}"
+            found = path.stat()
+            assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode)) == (10**18 + number, 0o640)
+            assert path.read_bytes() == noise(300, number)
+
+
+def test_name_that_must_be_new_and_is_not(lake: Lake) -> None:
+    """While the library has the file, while it waits for the disk, and later; in other processes, too."""
+    path = lake.path / "d" / "lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o640)
+    script = f"import os; os.open({str(path)!r}, os.O_RDWR | os.O_CREAT | os.O_EXCL)"
+    for closes in (False, True):
+        if closes:
+            os.write(fd, b"mine")
+            os.close(fd)
+        with pytest.raises(FileExistsError):
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert "FileExistsError" in other.stderr
+    assert path.read_bytes() == b"mine"
+
+
+def test_written_to_after_a_time_was_chosen(lake: Lake) -> None:
+    path = lake.path / "d" / "again"
+    fd = begin(path, b"first")
+    os.utime(fd, ns=(10**18, 10**18))
+    os.write(fd, b" and second")
+    os.close(fd)
+    assert path.read_bytes() == b"first and second"
+    assert path.stat().st_mtime_ns > 10**18
+    flush(lake)
+    lake.remount()
+    assert path.read_bytes() == b"first and second"
+    assert path.stat().st_mtime_ns > 10**18
+
+
+def test_rule_that_has_o_excl_ask_the_store_keeps_it_from_the_library(make_lake: LakeMaker, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\npath = "locks/*"\nexclusive-create = "store"\n')
+    lake = make_lake("file", *OPTIONS, "--rules", str(rules)).mount()
+    lend(lake, "d")
+    before = answered(lake)["create"]
+    for number in range(3):
+        os.close(os.open(lake.path / "d" / f"f{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    assert answered(lake)["create"] == before
+
+
 def test_many_writers_and_readers_at_once(lake: Lake) -> None:
     def write(writer: int) -> None:
         for number in range(FILES // 4):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,44 @@ async def test_somebody_else_made_a_file_of_that_name(tmp_path: Path) -> None:
         await m.fs.sync_directory(ROOT_INODE)
         assert store.data("name") == b"ours"
         assert await m.read("name") == b"ours"
+
+
+async def test_exclusive_file_of_a_name_that_another_client_made_is_refused(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path / "cache") as m:
+        ours = replace(await received(m, "name", b"ours"), is_exclusive=True)
+        store.give("name", b"theirs")
+        assert await m.read("name") == b"theirs"
+        (error,) = take_closed(m, [ours], Closed())
+        assert isinstance(error, FileError)
+        assert error.errno == errno.EEXIST
+        assert await m.read("name") == b"theirs"
+
+
+async def test_exclusive_file_of_a_name_that_another_client_stores_later_is_kept_beside_it(tmp_path: Path) -> None:
+    store, said = MemoryStore(), Closed()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        take_closed(m, [replace(await received(m, "name", b"ours"), is_exclusive=True)], said)
+        assert await said.wait(1) == [None]
+        outage.away = False
+        store.give("name", b"theirs")
+        await m.fs.sync_directory(ROOT_INODE)
+        (kept,) = [name for name in await m.names() if name.startswith("name.conflict-")]
+        assert (await m.read(kept), store.data("name")) == (b"ours", b"theirs")
+
+
+async def test_attributes_that_a_program_set_are_stored_with_the_file(tmp_path: Path) -> None:
+    store, said = MemoryStore(), Closed()
+    async with writing_back(store, tmp_path / "cache") as m:
+        file = replace(await received(m, "name", b"x"), changed_ns=START_NS + 9, mtime_ns=START_NS - 10**18)
+        take_closed(m, [file], said)
+        assert await said.wait(1) == [None]
+        entry = await m.found("name")
+        assert (entry.mtime_ns, entry.ctime_ns) == (START_NS - 10**18, START_NS + 9)
+        await m.fs.sync_directory(ROOT_INODE)
+    async with lake(store, tmp_path / "other") as other:
+        assert (await other.getattr("name")).mtime_ns == START_NS - 10**18
 
 
 async def test_somebody_else_made_something_else_of_that_name(tmp_path: Path) -> None:

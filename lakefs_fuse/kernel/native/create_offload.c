@@ -20,8 +20,9 @@
 
 #define FILES 128
 #define FILE_BYTES_MAX (256U << 10)
-/* An mtime this far from now was set on purpose: operations for Python. */
+/* An mtime this far from now was chosen by a program; so was one that was set with the atime. */
 #define MTIME_OF_NOW_S 60
+#define ATTRIBUTES (FATTR_MODE | FATTR_UID | FATTR_GID | FATTR_MTIME)
 #define BLOCK_BYTES (128U << 10)
 
 /* As create_offload.py numbers them. */
@@ -53,6 +54,9 @@ struct created {
 	uint64_t parent;
 	int64_t created_ns;
 	int64_t written_ns;
+	int64_t changed_ns; /* attributes, by a program */
+	int64_t mtime_ns;   /* that a program chose */
+	int is_mtime_chosen, is_exclusive;
 	uint32_t mode, uid, gid, pid;
 	uint32_t size, room;
 	char *data;
@@ -66,8 +70,11 @@ struct handed_over {
 	uint64_t parent;
 	int64_t created_ns;
 	int64_t written_ns;
+	int64_t changed_ns;
+	int64_t mtime_ns;
 	uint32_t mode, uid, gid, pid;
 	uint32_t size, parts;
+	uint32_t is_mtime_chosen, is_exclusive;
 	const char *data;
 	const char *name;
 };
@@ -129,6 +136,9 @@ static struct created *received(uint64_t inode)
 
 static struct stat attributes_of(const struct created *file)
 {
+	int64_t mtime_ns = file->is_mtime_chosen ? file->mtime_ns : file->written_ns;
+	int64_t ctime_ns = file->changed_ns > file->written_ns ? file->changed_ns : file->written_ns;
+
 	return (struct stat){
 		.st_ino = file->inode,
 		.st_nlink = 1,
@@ -138,9 +148,9 @@ static struct stat attributes_of(const struct created *file)
 		.st_size = file->size,
 		.st_blocks = (file->size + 511) / 512,
 		.st_blksize = BLOCK_BYTES,
-		.st_mtim = timespec_of(file->written_ns),
-		.st_atim = timespec_of(file->written_ns),
-		.st_ctim = timespec_of(file->written_ns),
+		.st_mtim = timespec_of(mtime_ns),
+		.st_atim = timespec_of(mtime_ns),
+		.st_ctim = timespec_of(ctime_ns),
 	};
 }
 
@@ -157,24 +167,42 @@ static void reply_attributes(fuse_req_t request, const struct created *file)
 /* What has suid or sgid would lose it with the first write: a case for Python. */
 static int may_create(uint64_t parent, const char *name, uint32_t flags, uint32_t mode)
 {
-	return (flags & O_TRUNC) && !(mode & (S_ISUID | S_ISGID)) && !(flags & (O_EXCL | O_APPEND)) &&
-	       (flags & O_ACCMODE) != O_RDONLY && inode_next < inode_end && used < FILES &&
-	       !lakefs_is_name_table_full() && lakefs_name_lease_lacking(parent, name);
+	const struct name_lease *lease = lakefs_name_lease_lacking(parent, name);
+
+	return lease && (flags & O_EXCL ? lease->takes_exclusive : !!(flags & O_TRUNC)) &&
+	       !(mode & (S_ISUID | S_ISGID)) && !(flags & O_APPEND) && (flags & O_ACCMODE) != O_RDONLY &&
+	       inode_next < inode_end && used < FILES && !lakefs_is_name_table_full();
 }
 
 static int may_write(uint64_t inode, uint64_t offset, uint64_t bytes)
 {
 	struct created *file = received(inode);
 
-	return file && offset <= file->size && bytes <= FILE_BYTES_MAX && offset + bytes <= FILE_BYTES_MAX;
+	return file && !file->is_mtime_chosen && offset <= file->size && bytes <= FILE_BYTES_MAX &&
+	       offset + bytes <= FILE_BYTES_MAX;
 }
 
-static int may_set(uint64_t inode, uint32_t valid, int64_t mtime_s)
+/* By a program; else the kernel tells of its own writes. */
+static int is_chosen(const struct created *file, uint32_t valid, int64_t mtime_ns)
 {
-	int64_t late_s = mtime_s - lakefs_request_time.realtime_ns / NS;
+	int64_t late_s = mtime_ns / NS - lakefs_request_time.realtime_ns / NS;
 
-	return received(inode) && (valid & FATTR_MTIME) && late_s > -MTIME_OF_NOW_S && late_s < MTIME_OF_NOW_S &&
-	       !(valid & ~(FATTR_MTIME | FATTR_CTIME | FATTR_FH | FATTR_LOCKOWNER));
+	return (valid & FATTR_ATIME) || late_s <= -MTIME_OF_NOW_S || late_s >= MTIME_OF_NOW_S ||
+	       (file->is_mtime_chosen && mtime_ns == file->mtime_ns);
+}
+
+/* A chosen mtime stays until another one is chosen: what is written after it is a case for Python. */
+static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_ns)
+{
+	const uint32_t known =
+		ATTRIBUTES | FATTR_ATIME | FATTR_CTIME | FATTR_FH | FATTR_LOCKOWNER | FATTR_KILL_SUIDGID;
+	struct created *file = received(inode);
+
+	if (!file || !(valid & ATTRIBUTES) || (valid & ~known) || (valid & FATTR_ATIME && !(valid & FATTR_MTIME)))
+		return 0;
+	if ((valid & FATTR_MODE) && (mode & (S_ISUID | S_ISGID)))
+		return 0;
+	return !(valid & FATTR_MTIME) || !file->is_mtime_chosen || is_chosen(file, valid, mtime_ns);
 }
 
 /* The close by which its writer means to publish it. */
@@ -207,7 +235,8 @@ int lakefs_offload_answers(const struct fuse_in_header *head, const void *body, 
 		return bytes == sizeof(*writing) + writing->size &&
 		       may_write(head->nodeid, writing->offset, writing->size);
 	case FUSE_SETATTR:
-		return may_set(head->nodeid, setting->valid, (int64_t)setting->mtime);
+		return may_set(head->nodeid, setting->valid, setting->mode,
+			       (int64_t)setting->mtime * NS + setting->mtimensec);
 	case FUSE_GETATTR:
 		return !!received(head->nodeid);
 	case FUSE_FLUSH:
@@ -253,6 +282,7 @@ static void create(fuse_req_t request, fuse_ino_t parent, const char *name, mode
 	file->uid = context->uid;
 	file->gid = context->gid;
 	file->pid = context->pid;
+	file->is_exclusive = !!(info->flags & O_EXCL);
 	strcpy(file->name, name);
 	lakefs_add_name(lease, name, strlen(name));
 	lakefs_touch_attributes(parent, file->created_ns);
@@ -303,17 +333,32 @@ static void write_buf(fuse_req_t request, fuse_ino_t inode, struct fuse_bufvec *
 	libfuse.reply_write(request, buf->size);
 }
 
+/* libfuse's bits are those of the kernel, without those of handles and locks. */
 static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attributes, int to_set,
 		    struct fuse_file_info *info)
 {
-	const int times = FUSE_SET_ATTR_MTIME | FUSE_SET_ATTR_CTIME;
-	struct created *file = to_set & ~times ? NULL : received(inode);
+	int64_t mtime_ns = (int64_t)attributes->st_mtim.tv_sec * NS + attributes->st_mtim.tv_nsec;
+	struct created *file = received(inode);
+	uint32_t valid = (uint32_t)to_set;
 
-	if (!file || !may_set(inode, to_set & times ? FATTR_MTIME : 0, attributes->st_mtim.tv_sec)) {
+	if (!file || !may_set(inode, valid, attributes->st_mode, mtime_ns)) {
 		next.setattr(request, inode, attributes, to_set, info);
 		return;
 	}
-	file->written_ns = (int64_t)attributes->st_mtim.tv_sec * NS + attributes->st_mtim.tv_nsec;
+	if (valid & FATTR_MODE)
+		file->mode = S_IFREG | (attributes->st_mode & 07777);
+	if (valid & FATTR_UID)
+		file->uid = attributes->st_uid;
+	if (valid & FATTR_GID)
+		file->gid = attributes->st_gid;
+	if ((valid & FATTR_MTIME) && !is_chosen(file, valid, mtime_ns)) {
+		file->written_ns = mtime_ns;
+	} else if (valid & FATTR_MTIME) {
+		file->mtime_ns = mtime_ns;
+		file->is_mtime_chosen = 1;
+	}
+	if (valid & (FATTR_MODE | FATTR_UID | FATTR_GID) || file->is_mtime_chosen)
+		file->changed_ns = lakefs_request_time.realtime_ns;
 	lakefs_count(FUSE_SETATTR);
 	reply_attributes(request, file);
 }
@@ -465,8 +510,22 @@ int lakefs_next_file(struct handed_over *handed_over)
 		return 0;
 	strcpy(name, file->name);
 	*handed_over = (struct handed_over){
-		file->inode, file->parent, file->created_ns, file->written_ns, file->mode & 07777, file->uid,
-		file->gid, file->pid, file->size, file->due, file->data, name,
+		.inode = file->inode,
+		.parent = file->parent,
+		.created_ns = file->created_ns,
+		.written_ns = file->written_ns,
+		.changed_ns = file->changed_ns,
+		.mtime_ns = file->mtime_ns,
+		.mode = file->mode & 07777,
+		.uid = file->uid,
+		.gid = file->gid,
+		.pid = file->pid,
+		.size = file->size,
+		.parts = file->due,
+		.is_mtime_chosen = file->is_mtime_chosen,
+		.is_exclusive = file->is_exclusive,
+		.data = file->data,
+		.name = name,
 	};
 	data = file->data;
 	file->data = NULL;

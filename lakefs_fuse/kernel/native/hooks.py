@@ -77,7 +77,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "lease_open": (None, (_inode, _time_ns)),
     "revoke_open": (ctypes.c_uint64, (_inode,)),
     "cache_attributes": (None, (_inode, _id, _id, _id, _time_ns, _time_ns, ctypes.c_uint32, _time_ns)),
-    "lease_names": (ctypes.c_int, (_inode, _time_ns, _time_ns, ctypes.c_uint32)),
+    "lease_names": (ctypes.c_int, (_inode, _time_ns, _time_ns, ctypes.c_uint32, ctypes.c_int)),
     "add_names": (ctypes.c_int, (_inode, ctypes.c_char_p, ctypes.c_size_t)),
     "revoke_names": (None, (_inode,)),
     "revoke_all_names": (None, ()),

@@ -131,7 +131,8 @@ uint64_t lakefs_revoke_open(uint64_t inode)
 
 /* Leases the names of a directory, none at first; or, where they are leased already, prolongs the lease. Answers 0
  * where there is no room. */
-int lakefs_lease_names(uint64_t directory, int64_t for_ns, int64_t timeout_ns, uint32_t name_bytes_max)
+int lakefs_lease_names(uint64_t directory, int64_t for_ns, int64_t timeout_ns, uint32_t name_bytes_max,
+		       int takes_exclusive)
 {
 	struct name_lease *lease = lakefs_name_lease(directory);
 
@@ -142,6 +143,7 @@ int lakefs_lease_names(uint64_t directory, int64_t for_ns, int64_t timeout_ns, u
 	lease->directory = directory;
 	lease->until_ns = lakefs_monotonic_ns() + for_ns;
 	lease->timeout_ns = timeout_ns;
+	lease->takes_exclusive = takes_exclusive;
 	lease->name_bytes_max = name_bytes_max < NAME_BYTES_MAX ? name_bytes_max : NAME_BYTES_MAX;
 	return 1;
 }

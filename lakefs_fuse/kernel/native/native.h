@@ -83,6 +83,7 @@ struct name_lease {
 	int64_t until_ns;
 	int64_t timeout_ns; /* how long the kernel may cache what is answered */
 	uint32_t name_bytes_max;
+	int takes_exclusive; /* O_EXCL relies on what Python knows of the names */
 };
 
 /* The lease of this directory's names; else NULL. It may have expired. */

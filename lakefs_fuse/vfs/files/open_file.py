@@ -204,6 +204,14 @@ class OpenFile:
         self.entry = msgspec.structs.replace(self.entry, flags=flags, mtime_ns=now_ns, ctime_ns=now_ns)
         self.is_redated = False  # the kernel's mtime is the newest again
 
+    def set_attributes(self, ctime_ns: int, mtime_ns: int | None) -> None:
+        """A program set attributes, and chose an mtime where that is given."""
+        self.entry = msgspec.structs.replace(self.entry, ctime_ns=max(ctime_ns, self.entry.ctime_ns))
+        if mtime_ns is not None:
+            self.entry = msgspec.structs.replace(
+                self.entry, mtime_ns=mtime_ns, flags=self.entry.flags | Flag.MTIME_KEPT
+            )
+
     @property
     def versions(self) -> list[OpenFile]:
         """Those that wait behind, and this."""

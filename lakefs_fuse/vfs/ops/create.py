@@ -37,7 +37,8 @@ Told = Callable[[LakeError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A new file, and everything that was written to it. Times in ns since 1970; ``opener`` is a thread."""
+    """A new file, and everything that was written to it. Times in ns since 1970; ``opener`` is a thread.
+    ``changed_ns`` is when a program set attributes, 0 where none did; ``mtime_ns`` is one that it chose."""
 
     inode: int
     parent: int
@@ -49,6 +50,9 @@ class Received:
     created_ns: int
     written_ns: int
     data: bytes
+    changed_ns: int = 0
+    mtime_ns: int | None = None
+    is_exclusive: bool = False
 
 
 class NewFiles:
@@ -79,18 +83,27 @@ class NewFiles:
         """O_EXCL asks the store whether the path is free."""
         return self._writeback.asks_store_for_exclusive_create(key)
 
+    @property
+    def asks_store_anywhere(self) -> bool:
+        """O_EXCL may ask the store at some path of the mount."""
+        return self._writeback.asks_store_anywhere
+
+    @property
+    def _takes_if_absent(self) -> bool:
+        """The store refuses an object that O_EXCL was for where another is."""
+        return self._services.client.capabilities.put_if_absent
+
     def make(
         self, parent: int, name: bytes, key: str, mode: int, uid: int, gid: int, *, exclusive: bool = False
     ) -> OpenFile:
         """A file that was not there, with its first handle. Raises CacheError; then there is nothing of it."""
         if self._writeback.is_for(key) and self._ns.tree.listing(parent) is None:
             self._ns.list_soon(parent)  # so that names can be made while the store is away
-        if_absent = exclusive and self._services.client.capabilities.put_if_absent
         now = self._clock_ns()
         batch = Batch()
         entry = self._insert(batch, parent, name, mode, uid, gid, now)
         self._ns.touch(parent, batch, now)
-        file = self._drafts.add_new(entry, key, if_absent=if_absent)
+        file = self._drafts.add_new(entry, key, if_absent=exclusive and self._takes_if_absent)
         try:
             self._note(batch, file)
             self._db.commit(batch)
@@ -189,6 +202,8 @@ class NewFiles:
         known = self._ns.tree.child(received.parent, received.name)
         file = self._take_new(batch, key, received) if known is None else self._take_over(known, key, received)
         file.written(received.written_ns)
+        if received.changed_ns:
+            file.set_attributes(received.changed_ns, received.mtime_ns)
         return file
 
     def _take_new(self, batch: Batch, key: str, received: Received) -> OpenFile:
@@ -198,7 +213,7 @@ class NewFiles:
         )  # fmt: skip
         file: OpenFile | None = None
         try:
-            file = self._drafts.add_new(entry, key)
+            file = self._drafts.add_new(entry, key, if_absent=received.is_exclusive and self._takes_if_absent)
             self._drafts.draft(file).begin_with(received.data)
         except BaseException:
             self._ns.tree.detach(batch, entry)
@@ -209,6 +224,8 @@ class NewFiles:
 
     def _take_over(self, known: Entry, key: str, received: Received) -> OpenFile:
         """Another client made a file of the name meanwhile: this is its next version."""
+        if received.is_exclusive:
+            raise FileError(errno.EEXIST, f"{key} was made by another client just now")
         if known.is_dir or known.is_symlink or self._files.is_dirty(known):
             raise FileError(errno.ESTALE, f"{key} is something else by now")
         batch = Batch()

@@ -177,6 +177,7 @@ class WriteBack:
         """Files at a path are under write-back."""
         self.publishes_open_files = rules.publishes_open_files
         self.asks_store_for_exclusive_create = rules.asks_store_for_exclusive_create
+        self.asks_store_anywhere = rules.asks_store_anywhere
         self._metrics, self._deletions = metrics, deletions
         self.progressed = Wakeup()
         """Rings when a version has left the queue, or was refused: changes of names may follow."""
