@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.commits.record import COMMITS
+from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
 from tests.memory_store import MemoryStore
 from tests.mount.lakes import noise
@@ -75,30 +76,40 @@ async def test_small_files_of_a_program_under_writeback_share_packs(
         assert await other.read("d3/f3") == noise(300, 3)
 
 
-async def test_rename_looks_at_no_other_file_that_waits_for_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def rename_file(m: Lake, number: int) -> None:
+    await m.rename("temporary", f"file{number}")
+
+
+async def look_up_directory(m: Lake, number: int) -> None:
+    assert (await m.found("directory")).is_dir
+
+
+@pytest.mark.parametrize("operation", [rename_file, look_up_directory])
+async def test_operation_reads_no_names_of_other_files_that_wait_for_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: Callable[[Lake, int], Awaitable[None]]
 ) -> None:
-    """Else renaming each of N files, as rsync does, costs N * N."""
-    looked = Counter[str]()
-    path_of = Tree.path
+    """Else doing it for each of N files costs N * N."""
+    read = Counter[str]()
+    entry_of = Tree.entry
 
-    def counted(tree: Tree, inode: int) -> list[bytes] | None:
-        looked["path"] += 1
-        return path_of(tree, inode)
+    def counted(tree: Tree, inode: int) -> Entry | None:
+        read["entries"] += 1
+        return entry_of(tree, inode)
 
-    async with writing_back(MemoryStore(), tmp_path, pack="auto", delay_s=NEVER_S) as m:
+    async with writing_back(MemoryStore(), tmp_path, pack="auto", delay_s=NEVER_S, metadata_ttl_s=3600.0) as m:
         assert await m.names() == []
+        await m.mkdir("directory")
         costs = []
         for count in (0, 30):
             for number in range(count):
                 await m.mkdir(f"d{number}")
                 await m.write(f"d{number}/f", b"x")
             await m.write("temporary", b"x")
-            monkeypatch.setattr(Tree, "path", counted)
-            looked.clear()
-            await m.rename("temporary", f"file{count}")
-            costs.append(looked["path"])
-            monkeypatch.setattr(Tree, "path", path_of)
+            monkeypatch.setattr(Tree, "entry", counted)
+            read.clear()
+            await operation(m, count)
+            costs.append(read["entries"])
+            monkeypatch.setattr(Tree, "entry", entry_of)
         assert costs[0] == costs[1]
         await m.fs.make_durable()
 

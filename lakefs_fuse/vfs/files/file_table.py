@@ -127,15 +127,15 @@ class FileTable:
         if not entry.is_dir:
             file = self._files.get(entry.inode)
             return file is not None and file.state in DIRTY
-        return any(file.state in DIRTY and self._is_below(file.entry, entry.inode) for file in self._files.values())
+        parents = {file.entry.parent for file in self._files.values() if file.state in DIRTY}
+        return any(self._is_at_or_below(parent, entry.inode) for parent in parents)
 
-    def _is_below(self, entry: Entry, directory: int) -> bool:
-        parent = entry.parent
-        while parent != directory:
-            above = self._tree.entry(parent)
+    def _is_at_or_below(self, inode: int, directory: int) -> bool:
+        while inode != directory:
+            above = self._tree.entry(inode)
             if above is None:
                 return False
-            parent = above.parent
+            inode = above.parent
         return True
 
     def in_use(self) -> Iterable[OpenFile]:

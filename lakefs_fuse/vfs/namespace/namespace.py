@@ -272,7 +272,7 @@ class Namespace:
             return None, self._ttl_ns / NS
         if not ask:
             entry = self.tree.child(directory, name)
-            if entry is not None and self._keep(entry):
+            if entry is not None and not entry.is_dir and self._keep(entry):
                 return entry, self._ttl_ns / NS
             fresh_s = self.answer_fresh_s(directory, name, within_ttl=within_ttl)
             flight = self._flights.get(directory)
@@ -286,6 +286,8 @@ class Namespace:
             is_doubted = entry is None and self._doubts_absence(directory, name)
             if fresh_s > 0 and not is_doubted and not (entry is not None and entry.is_local):
                 return entry, fresh_s
+            if entry is not None and entry.is_dir and self._keep(entry):  # which looks at all files in use
+                return entry, self._ttl_ns / NS
             listing = self.tree.listing(directory)
             if is_doubted and listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
                 with suppress(*AWAY):
