@@ -64,9 +64,9 @@ async def rename_often(m: Lake, count: int) -> None:
 
 
 async def all_repeated(store: MemoryStore) -> None:
-    """All commits but a few are in bundles."""
+    """All commits but a few are in bundles: so few as a writer leaves that is slow."""
     with trio.fail_after(20):
-        while sum(len(copies_in(store, key)) for key in bundles_of(store)) <= len(commits_of(store)) - OWN_COMMITS_MIN:
+        while sum(len(copies_in(store, key)) for key in bundles_of(store)) <= len(commits_of(store)) - 2 * OWN_COMMITS_MIN:
             await trio.sleep(0.01)
 
 
@@ -83,7 +83,7 @@ async def test_follower_of_many_renames_fetches_a_few_bundles(tmp_path: Path, mo
         before = len(store.requests)
         assert await two.poll() == len(commits_of(store))
         gets = gets_of(store, before)
-        assert len(gets) <= len(bundles_of(store)) + OWN_COMMITS_MIN < 40
+        assert len(gets) <= len(bundles_of(store)) + 2 * OWN_COMMITS_MIN < 40
         assert await two.names() == ["200"]
         assert await two.readlink("200") == "target"
 
