@@ -75,7 +75,7 @@ class Applier:
         """Plain objects that the record's writer did not know of, and that may be newer: one answer for each operation.
         A caller that awaits in between calls `forget_paths`."""
         self.paths.forget_paths()
-        return Application(self.paths, record, ObjectRef(), record.time, self._clock_ns()).doubts()
+        return Application(self.paths, record, ObjectRef(), record.time, self._clock_ns(), outdated={}).doubts()
 
     def apply(
         self,

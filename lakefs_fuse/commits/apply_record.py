@@ -136,7 +136,8 @@ class Application:
         whole: bool = False,
     ) -> None:
         """``now_ns`` dates a change that is in no commit yet. ``own``: this node made the change, and knew what it
-        changed. ``outdated`` are ETags of plain objects that were listed, and are not at these paths any more.
+        changed. ``outdated`` are ETags of plain objects that were listed, and are not at these paths any more, as the
+        store answers to `doubts`; NOTHING where it was not asked.
         ``whole``: the record is all that its commit says."""
         self._own, self._outdated, self._whole = own, outdated, whole
         self._paths, self._tree, self._watcher = paths, paths.tree, paths.watcher
@@ -559,9 +560,13 @@ class Application:
         """A plain object that the record's writer did not know of, and that is not older."""
         if current.stamp or current.place or current.flags & NO_OBJECT or current.etag == hides:
             return False
-        second = 0 if current.flags & Flag.ATTRIBUTED else NS  # LastModified says no more
-        apart = 0 if self._own or current.is_dated_by_store else CLOCKS_APART_NS_MAX
-        newer = self._stamp < PENDING and current.ctime_ns + second + apart > self._time
+        if current.flags & Flag.ATTRIBUTED:  # by the commit that changed it
+            date_ns = current.ctime_ns
+        elif current.is_dated_by_store or self._outdated is NOTHING:
+            date_ns = current.ctime_ns + NS  # LastModified says no more
+        else:
+            date_ns = current.ctime_ns + NS + CLOCKS_APART_NS_MAX
+        newer = self._stamp < PENDING and date_ns > self._time
         return newer and self._outdated.get(path) != current.etag
 
     def doubts(self) -> Iterator[Doubt | None]:
