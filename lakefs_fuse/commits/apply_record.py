@@ -359,7 +359,8 @@ class Application:
             if tombstone.when_gone(self._etag_back(step.operation)) > self._stamp:
                 return True
             is_hiding = bool(etag) and tombstone.when_gone(etag) >= tombstone.stamp
-            is_removed = tombstone.floor > self._stamp or (tombstone.stamp > self._stamp and not is_hiding)
+            is_removed = max(tombstone.floor, tombstone.again) > self._stamp
+            is_removed = is_removed or (tombstone.stamp > self._stamp and not is_hiding)
             return is_removed or tombstone.has_replaced(self._stamp, etag)
         is_there = self._outdated.get(step.operation.path) != etag
         survives = is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
@@ -388,7 +389,7 @@ class Application:
         if isinstance(step.operation, Remove):
             return 0 < known_s <= step.operation.dated_s
         is_by_date = step.current is not None and bool(step.current.flags & Flag.DATED_AGAIN)
-        return is_by_date and not is_put_since(known_s, self._stamp)
+        return is_by_date and known_s > 0 and not is_put_since(known_s, self._stamp)
 
     def _is_gone(self, step: _Step, etag: str, dated_s: int) -> bool:
         """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
@@ -409,14 +410,15 @@ class Application:
     # -- what is gone
 
     def _bury(
-        self, step: _Step, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0, dated_s: int = 0
-    ) -> None:
+        self, step: _Step, stamp: int = 0, *,
+        floor: int = 0, again: int = 0, etag: str = "", at: int = 0, dated_s: int = 0,
+    ) -> None:  # fmt: skip
         current, told = step.current, 0 if step.tombstone is None else step.tombstone.unlisted[1]
         if current is not None and current.is_plain:
             told = max(told, current.stamp)
         if told > floor:  # what lies there is the file
             stamp, floor = max(stamp, floor), 0
-        step.tombstone = bury(step.tombstone, stamp, floor=floor, etag=etag, at=at, dated_s=dated_s)
+        step.tombstone = bury(step.tombstone, stamp, floor=floor, again=again, etag=etag, at=at, dated_s=dated_s)
         self._changes.tombstones[step.raw] = step.tombstone
 
     def _end_unlisted(self, step: _Step, hides: str, *, is_replaced: bool = True) -> None:
@@ -621,7 +623,7 @@ class Application:
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
                 self._end_older(step, self._stamp if operation.dated_s else min(gone, self._stamp))
                 if operation.dated_s and gone > self._stamp:  # as `buried_with`
-                    self._bury(step, floor=self._stamp)
+                    self._bury(step, again=self._stamp)
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
@@ -652,8 +654,9 @@ class Application:
         """What the record said to be there again is gone, and so ends no other version: the next listing tells what
         lies there. Where it went later, it had replaced what was elsewhere (`buried_with`)."""
         gone = tuple(each for each in tombstone.gone if each[0] == etag or each[1] != self._stamp)
-        floor = self._stamp if tombstone.when_gone(etag) > self._stamp else 0
-        self._changes.tombstones[step.raw] = msgspec.structs.replace(tombstone, floor=floor, gone=gone)
+        again = self._stamp if tombstone.when_gone(etag) > self._stamp else 0  # as `buried_with`
+        rest = msgspec.structs.replace(tombstone, floor=0, gone=gone)
+        self._changes.tombstones[step.raw] = bury(rest, again=again)
         if step.parent is not None:
             self._tree.forget_listing(self._changes.batch, step.parent)
 
@@ -803,10 +806,10 @@ class Application:
                 self._bury(step, etag=current.etag, at=self._stamp)
             else:
                 stamp, again = buried_with(current)
-                self._bury(step, min(stamp, self._stamp), floor=again)
+                self._bury(step, min(stamp, self._stamp), again=again)
         elif removes and current is None and operation.path in self._carried.buried:
             stamp, again = self._carried.buried[operation.path]
-            self._bury(step, stamp, floor=again)
+            self._bury(step, stamp, again=again)
         if removes or (step.tombstone is not None and step.tombstone.unlisted[0] == hides):
             self._end_unlisted(step, hides, is_replaced=bool(floor))
         if removes or not self._is_moot(current, hides):

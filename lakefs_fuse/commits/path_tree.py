@@ -218,8 +218,8 @@ class Carried(NamedTuple):
 
 
 def buried_with(entry: Entry) -> tuple[int, int]:
-    """Stamp and floor of the tombstone of a plain object of which a commit told: what it had replaced is gone. Where it
-    was put there again, so is what had replaced the same bytes before."""
+    """What a tombstone has of a plain object of which a commit told, ``stamp`` and ``again``: what it had replaced is
+    gone. Where it was put there again, so is what had replaced the same bytes before."""
     return entry.stamp, entry.stamp if entry.flags & Flag.PUT_AGAIN else 0
 
 

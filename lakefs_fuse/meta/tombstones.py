@@ -26,6 +26,8 @@ DATED = "\2"
 """In a text of the row of a tombstone, between a date in seconds and the ETag that it is of. No ETag begins with it."""
 UNLISTED = "\3"
 """As `DATED`, between the stamp and the ETag of ``unlisted``."""
+AGAIN = "\4"
+"""A text of the row of a tombstone, after the stamp of ``again``. No ETag is this."""
 GONE_MAX = 8
 """ETags that a tombstone knows. Only what may still lie at the key matters, or what a late commit may tell of."""
 
@@ -41,6 +43,7 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     first: these versions count as removed whatever the times. ``dated`` are ETags with the newest date, in seconds, of
     a version with those bytes that was removed, or put there again after another was. ``unlisted`` is the plain object
     of which the newest commit told, and that a listing did not show any more: its ETag, and that commit's stamp, or 0.
+    ``again`` is ``stamp`` of files elsewhere that hide what was removed since: it had been put over them again.
     """
 
     stamp: int
@@ -48,6 +51,7 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     gone: tuple[tuple[str, int], ...] = ()
     dated: tuple[tuple[str, int], ...] = ()
     unlisted: tuple[str, int] = ("", 0)
+    again: int = 0
 
     @property
     def etag(self) -> str:
@@ -61,7 +65,7 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
 
     def has(self, stamp: int) -> bool:
         """Something went then."""
-        return stamp in (self.stamp, self.floor) or any(at == stamp for _, at in self.gone)
+        return stamp in (self.stamp, self.floor, self.again) or any(at == stamp for _, at in self.gone)
 
     def when_gone(self, etag: str) -> int:
         """When the plain object with this ETag was removed or replaced; 0 if no commit named it."""
@@ -93,7 +97,10 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
             return after if stamp == before or PENDING <= stamp < before else stamp
 
         gone = [(etag, replaced(stamp)) for etag, stamp in self.gone]
-        return Tombstone(replaced(self.stamp), replaced(self.floor), _newest_first(gone), self.dated, self.unlisted)
+        return msgspec.structs.replace(
+            self, stamp=replaced(self.stamp), floor=replaced(self.floor), gone=_newest_first(gone),
+            again=replaced(self.again),
+        )  # fmt: skip
 
 
 def is_replaced(stamp: int, dated_s: int) -> bool:
@@ -108,17 +115,21 @@ def is_put_since(dated_s: int, stamp: int) -> bool:
 
 
 def bury(
-    tombstone: Tombstone | None, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0, dated_s: int = 0
-) -> Tombstone:
-    """A tombstone that also knows of a removal at ``stamp`` and a ``floor``, of ``etag`` as gone ``at`` a time, and of
-    a version with this ETag that the store dates ``dated_s``."""
+    tombstone: Tombstone | None, stamp: int = 0, *,
+    floor: int = 0, again: int = 0, etag: str = "", at: int = 0, dated_s: int = 0,
+) -> Tombstone:  # fmt: skip
+    """A tombstone that also knows of a removal at ``stamp``, a ``floor`` and ``again``, of ``etag`` as gone ``at`` a
+    time, and of a version with this ETag that the store dates ``dated_s``."""
     known = tombstone or Tombstone(0)
     gone, dated = known.gone, known.dated
     if etag and known.when_gone(etag) < at:
         gone = _newest_first([(etag, at), *(each for each in gone if each[0] != etag)])
     if etag and known.when_dated(etag) < dated_s:
         dated = _newest_first([(etag, dated_s), *(each for each in dated if each[0] != etag)])
-    return Tombstone(max(known.stamp, stamp, floor), max(known.floor, floor), gone, dated, known.unlisted)
+    return Tombstone(
+        max(known.stamp, stamp, floor, again), max(known.floor, floor), gone, dated, known.unlisted,
+        max(known.again, again),
+    )  # fmt: skip
 
 
 def without(tombstone: Tombstone, etag: str, at: int = 0) -> Tombstone:
@@ -144,6 +155,8 @@ def pack_tombstone(tombstone: Tombstone) -> bytes:
     gone += dated
     if tombstone.unlisted[0]:
         gone.append((UNLISTED + tombstone.unlisted[0], tombstone.unlisted[1]))
+    if tombstone.again:
+        gone.append((AGAIN, tombstone.again))
     is_by_date = floor == stamp and bool(first or gone)
     others = [("", floor)] if floor != stamp and (floor or not (first or gone)) else []
     row = [first, *(f"{at:016x}{etag}" for etag, at in [*others, *gone])]
@@ -162,8 +175,9 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
     named = [(first, stamp)] if first else []
     dated = [(etag[1:], dated_s) for etag, dated_s in gone if etag.startswith(DATED)]
     unlisted = next(((etag[1:], at) for etag, at in gone if etag.startswith(UNLISTED)), ("", 0))
-    gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED))]
-    return Tombstone(stamp, floor, _newest_first([*named, *gone]), _newest_first(dated), unlisted)
+    again = next((at for etag, at in gone if etag == AGAIN), 0)
+    gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED, AGAIN))]
+    return Tombstone(stamp, floor, _newest_first([*named, *gone]), _newest_first(dated), unlisted, again)
 
 
 class Tombstones:

@@ -21,7 +21,8 @@ Part = tuple[int, bool, str, int]
 def told(parts: list[Part] | tuple[Part, ...]) -> Tombstone:
     tombstone = None
     for stamp, is_floor, etag, dated_s in parts:
-        tombstone = bury(tombstone, stamp, floor=stamp if is_floor else 0, etag=etag, at=stamp, dated_s=dated_s)
+        floor, again = (stamp, 0) if is_floor else (0, stamp if dated_s == 8 else 0)
+        tombstone = bury(tombstone, stamp, floor=floor, again=again, etag=etag, at=stamp, dated_s=dated_s)
     assert tombstone is not None
     return tombstone
 
@@ -45,6 +46,7 @@ def test_is_the_same_in_any_order_and_after_a_restart(parts: list[Part]) -> None
         (b"e\x000000000000000009\2e", Tombstone(7, 0, (("e", 7),), (("e", 9),))),
         (b"\x000000000000000009\2e", Tombstone(7, dated=(("e", 9),))),
         (b"\x000000000000000009\3e", Tombstone(7, unlisted=("e", 9))),
+        (b"e\x000000000000000007\4", Tombstone(7, 0, (("e", 7),), again=7)),
         (b"\1f\x000000000000000009\3e", Tombstone(7, 7, (("f", 7),), unlisted=("e", 9))),
     ],
 )

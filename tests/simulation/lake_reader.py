@@ -774,7 +774,7 @@ class _Index:
         first, *others = text.removeprefix("\1").split("\0")
         dated = {each[17:]: int(each[:16], 16) for each in others if each[16:17] == "\2"}
         unlisted = {each[17:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] == "\3"}
-        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] not in ("\2", "\3")}
+        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] not in ("\2", "\3", "\4")}
         floor = gone.pop("", _BEFORE_ALL)
         if text.startswith("\1") or not text:
             floor = _Order(time, "")

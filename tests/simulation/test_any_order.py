@@ -302,6 +302,20 @@ def test_bytes_that_were_put_over_a_file_that_hides_them_are_the_file(tmp_path: 
     assert {names[case.path] for case in cases} == {"a"}
 
 
+@pytest.mark.parametrize("again", ["again", "again dated"])
+def test_object_that_was_put_in_place_of_bytes_that_were_there_again_stays_when_those_are_removed(
+    tmp_path: Path, again: str
+) -> None:
+    """Who told of those later had not seen it, and removed them: the date of the commit does not hide it."""
+    kinds, cases = (("own", "a"), (again, "b"), ("remove", "b")), list[Case]()
+    for order in itertools.permutations(range(3)):
+        path = str(len(cases))
+        cases.append(Case(kinds, order, plain(path, "a", time_of(1) - 2), path))
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {"a"}
+
+
 @pytest.mark.parametrize("again", ["again", "again dated", "dated"])
 @pytest.mark.parametrize("removal", ["remove", "remove dated"])
 def test_file_that_was_replaced_by_what_it_hides_ends_when_that_is_removed(
