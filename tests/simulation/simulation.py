@@ -596,6 +596,8 @@ class Simulation:
             before = frozenset(later for later in synced if later.path == path and not later.is_withdrawn)
             shown = self._shown(node, path) or before  # a rename moved what had been synced, and this is in place of it
             moved = self.oracle.put(path, version.data, node.name, shown, origin=version)
+        elif path is not None and path != moved.path:  # what a later commit has put there may be replaced by this yet
+            self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
         entry = node.entry(moved.path)
         may_become_plain = file is not None and bool(file.versions)  # what it becomes is seen when it is stored
         moved.is_plain = entry is not None and (not entry.place or may_become_plain)
