@@ -65,8 +65,12 @@ async def rename_often(m: Lake, count: int) -> None:
 
 async def all_repeated(store: MemoryStore) -> None:
     """All commits but a few are in bundles: so few as a writer leaves that is slow."""
+
+    def repeated() -> int:
+        return sum(len(copies_in(store, key)) for key in bundles_of(store))
+
     with trio.fail_after(20):
-        while sum(len(copies_in(store, key)) for key in bundles_of(store)) <= len(commits_of(store)) - 2 * OWN_COMMITS_MIN:
+        while repeated() <= len(commits_of(store)) - 2 * OWN_COMMITS_MIN:
             await trio.sleep(0.01)
 
 

@@ -7,17 +7,18 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import trio
 
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
@@ -27,7 +28,7 @@ from lakefs_fuse.vfs.ops.attributes import AttributeChange
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.vfs.wiring import Assembly
 from tests.fakes import delete_all_due, node_of, store_client
-from tests.memory_store import START_NS, MemoryStore
+from tests.memory_store import START_NS, Failures, MemoryStore
 
 KIB = 1024
 SPANS = ((64 * KIB, 50), (256 * KIB, 9950))
@@ -35,7 +36,7 @@ TTL_S = 60.0
 NS = 1_000_000_000
 SETTLE_S_MAX = 20.0
 NEVER_S = 1e9
-__all__ = ["RENAME_EXCHANGE", "RENAME_NOREPLACE", "Clock", "Lake", "lake", "two_lakes"]
+__all__ = ["RENAME_EXCHANGE", "RENAME_NOREPLACE", "Clock", "Lake", "lake", "two_lakes", "unheard_commits"]
 
 
 @dataclass
@@ -270,6 +271,18 @@ async def two_lakes(
         lake(store, root / "two", clock=clock, **config) as two,  # type: ignore[arg-type]
     ):
         yield one, two
+
+
+@contextmanager
+def unheard_commits(store: MemoryStore) -> Iterator[None]:
+    """Nobody hears of commits that were made since the last poll, also not where a new object is listed."""
+    store.hook = Failures(
+        lambda request: request.what == "list" and request.key.startswith(COMMITS), Unavailable("away"), count=1000
+    )
+    try:
+        yield
+    finally:
+        store.hook = lambda _request, _when: None
 
 
 def entries_of(store: MemoryStore) -> list[str]:
