@@ -730,7 +730,7 @@ class Simulation:
                 await fs.rename(parent, name, target, renamed, op.flags)
             ended = node.path_in(parent, name), node.path_in(target, renamed)
             if len(moves) == 1:  # what was closed below it meanwhile goes where its directory is now
-                moves = [(old_path, ended[1] or new_path)]
+                moves = [(old, ended[1] or new_path) for old in dict.fromkeys((old_path, ended[0])) if old is not None]
             for old, new in moves:
                 made = [new + path[len(old) :] for path in list(self.oracle.versions) if path.startswith(old + "/")]
                 files = node.below(new) if self._is_directory(node, new) else [new]
