@@ -546,7 +546,8 @@ class Application:
                 is_lost = rest.when_gone(place.etag) == self._stamp  # beside what was pending here
                 rest = without(rest, place.etag, again) if is_again or is_lost else rest
                 dated = rest.dated
-                if self._etag_back(step.operation):  # no date says that an earlier removal is of what is back
+                if self._etag_back(step.operation) or (again and not dated_s):
+                    # no date says that an earlier removal is of what is back
                     dated = tuple(each for each in dated if each[0] != place.etag)
                 rest = msgspec.structs.replace(rest, floor=0, dated=dated)
                 step.tombstone = bury(with_unlisted(rest), etag=place.etag, dated_s=dated_s)

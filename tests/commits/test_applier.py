@@ -878,6 +878,22 @@ def test_object_that_a_file_elsewhere_has_replaced_does_not_come_back(tmp_path: 
         assert (n.found("f").place, n.found("f").etag) == (0, "e1"), "who knew of that put the same bytes again"
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 0), (1, 0, 1, 0)])
+def test_bytes_that_are_there_again_stay_though_the_removal_before_is_applied_again(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """The removal has a date, what is there again has none: the two are not compared."""
+    commits: list[tuple[int, list[Operation]]] = [
+        (20, [Remove("f", hides="e1", dated_s=START_S + 8)]),
+        (21, [Remove("f"), told("e1")]),
+    ]
+    with node(tmp_path) as n:
+        for number in order:
+            seconds, operations = commits[number]
+            n.commit(seconds, *operations, writer=f"0000000{number}")
+        assert n.found("f").etag == "e1"
+
+
 def test_own_commit_about_an_object_leaves_a_file_elsewhere_that_replaced_it_meanwhile(tmp_path: Path) -> None:
     """The node heard of that while its commit, which renames the object, was on its way."""
     with node(tmp_path) as n:
