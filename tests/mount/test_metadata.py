@@ -20,6 +20,8 @@ from tests.servers import Server
 DIRECTORIES = scale("DIRECTORIES", 30)
 OBJECTS = scale("OBJECTS", 3000)
 RSS_BYTES_MAX = 250 * MIB
+OLD_S = 1_700_000_000
+"""LastModified of what lay there long before the mount, which lists commits as well after it has listed new objects."""
 
 
 def fill(lake: Lake) -> set[str]:
@@ -31,6 +33,7 @@ def fill(lake: Lake) -> set[str]:
             (lake.outside.root / f"class-{index:04d}").mkdir()
         for name in names:
             (lake.outside.root / name).write_bytes(b"x")
+            os.utime(lake.outside.root / name, (OLD_S, OLD_S))
     else:
         assert isinstance(lake.outside, Bucket)
         with ThreadPoolExecutor(8) as pool:

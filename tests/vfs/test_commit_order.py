@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from lakefs_fuse.commits.record import COMMITS
@@ -87,21 +86,6 @@ async def test_only_what_is_new_and_unknown_costs_a_poll(tmp_path: Path) -> None
             assert len(await two.names("old")) == 52
             assert polls(store, before) == 1
             clock.advance(TTL_S + 1)
-
-
-@pytest.mark.parametrize(("etag", "is_new"), [("e-3", True), ("e", False)])
-async def test_what_was_uploaded_in_parts_counts_as_new_for_an_hour(tmp_path: Path, etag: str, is_new: bool) -> None:
-    """S3 dates it by the beginning of the upload."""
-    clock, store = Clock(), MemoryStore()
-    store.clock = clock
-    async with two_lakes(store, tmp_path, clock=clock) as (_, two):
-        meta = store.give("d/large", b"x")
-        clock.advance(1800)
-        await two.poll()
-        store.objects["d/large"] = b"x", msgspec.structs.replace(meta, etag=etag)
-        before = len(store.requests)
-        assert await two.names("d") == ["large"]
-        assert polls(store, before) == is_new
 
 
 async def test_names_are_listed_though_commits_cannot_be(tmp_path: Path) -> None:

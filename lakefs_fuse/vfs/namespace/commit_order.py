@@ -6,7 +6,8 @@ files, ``_SUCCESS`` and what it stands for) would not find it. So before a page 
 nothing is known here, and which may be newer than the last poll, commits are polled for.
 
 What always holds (*seen in the order of writing*): who sees a plain object by a LIST sees the commits that its writer
-had sent before, unless the poll fails. Plain objects are stored before any commit tells of them, within a second or
+had sent before, unless the poll fails; before it began to upload the object, where the store dates it by that, as S3
+does with parts. Plain objects are stored before any commit tells of them, within a second or
 two: for `ANNOUNCED_NS` a name that is absent by a LIST which began before the new object was seen is asked for again
 (`Namespace`).
 
@@ -24,7 +25,7 @@ import trio
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.tree import Tree
-from lakefs_fuse.product import PLACEHOLDER
+from lakefs_fuse.product import PLACEHOLDER, RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
@@ -32,8 +33,6 @@ from lakefs_fuse.vfs.change_events import ChangeEvents
 NS = 1_000_000_000
 CLOCK_NS = 4 * NS
 """LastModified is in seconds of the store's clock, which is followed where it differs by more than two."""
-UPLOAD_NS = 3600 * NS
-"""S3 dates what was uploaded in parts by the beginning of that."""
 ANNOUNCED_NS = 3 * NS
 """So long after it was stored at most, commits tell of a plain object where all goes well."""
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class CommitOrder:
     async def objects_listed(self, objects: Sequence[ObjectMeta]) -> bool:
         """Poll if one of these may have been stored after commits that are unknown here; answers whether it may."""
         since_ns = self._poller.heard_ns - CLOCK_NS
-        if not any(self._is_later(meta, since_ns) and self._is_unknown(meta) for meta in objects):
+        if not any(meta.mtime_ns > since_ns and self._is_unknown(meta) for meta in objects):
             return False
         answered_s = trio.current_time()
         try:
@@ -86,14 +85,10 @@ class CommitOrder:
             log.info("polling for what was committed before a new object failed: %s", error)
         return True
 
-    @staticmethod
-    def _is_later(meta: ObjectMeta, since_ns: int) -> bool:
-        return meta.mtime_ns > (since_ns - UPLOAD_NS if "-" in meta.etag else since_ns)
-
     def _is_unknown(self, meta: ObjectMeta) -> bool:
-        path = meta.key.encode("utf-8", "surrogatepass")
-        if path.endswith((b"/", PLACEHOLDER.encode())):
+        if meta.key.startswith(RESERVED_PREFIX) or meta.key.endswith(("/", PLACEHOLDER)):
             return False
+        path = meta.key.encode("utf-8", "surrogatepass")
         entry = self._tree.resolve(path.split(b"/"))
         if entry is not None and entry.etag == meta.etag:
             return False
