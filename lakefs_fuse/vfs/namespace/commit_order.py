@@ -6,10 +6,9 @@ files, ``_SUCCESS`` and what it stands for) would not find it. So before a page 
 nothing is known here, and which may be newer than the last poll, commits are polled for.
 
 What always holds (*seen in the order of writing*): who sees a plain object by a LIST sees the commits that its writer
-had sent before, unless the poll fails; before it began to upload the object, where the store dates it by that, as S3
-does with parts. Plain objects are stored before any commit tells of them, within a second or
-two: for `ANNOUNCED_NS` a name that is absent by a LIST which began before the new object was seen is asked for again
-(`Namespace`).
+had sent before, unless the poll fails. Where the store dates an object by the beginning of its upload, as S3 does with
+parts, these are the commits before that. Commits tell of plain objects a second or two after they were stored: so for
+`ANNOUNCED_NS` a name that is absent by a LIST from before the new object was seen is asked for again (`Namespace`).
 
 An object that another tool stored long ago costs nothing, a new one a LIST of the commits. Trio thread only. Nothing
 here survives a crash, or has to.
