@@ -66,10 +66,8 @@ class Applier:
     # -- applying
 
     def is_of_renamed(self, meta: ObjectMeta) -> bool:
-        """The object is a later version of a file that is at another name by now: its writer had not heard of that, and
-        it is not the file of the name at whose key it lies."""
-        row = self._tree.objects.used(meta.key)
-        return row is not None and row.etag != meta.etag and is_successor(meta, row.etag)
+        """As the function of this name, by the tree."""
+        return is_of_renamed(self._tree, meta)
 
     def doubts(self, record: Record) -> Iterator[Doubt | None]:
         """Plain objects that the record's writer did not know of, and that may be newer: one answer for each operation.
@@ -218,6 +216,13 @@ class Applier:
                 },
             )
             self._db.commit(batch)
+
+
+def is_of_renamed(tree: Tree, meta: ObjectMeta) -> bool:
+    """The object is a later version of a file that is at another name by now: its writer had not heard of that, and it
+    is not the file of the name at whose key it lies."""
+    row = tree.objects.used(meta.key)
+    return row is not None and row.etag != meta.etag and is_successor(meta, row.etag)
 
 
 def _row_path(operation: Operation) -> bytes:

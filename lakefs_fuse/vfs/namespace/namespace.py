@@ -25,6 +25,7 @@ from functools import partial
 import msgspec
 import trio
 
+from lakefs_fuse.commits.applier import is_of_renamed
 from lakefs_fuse.commits.idleness import Idleness
 from lakefs_fuse.commits.record import OWN, STORED_MAX, Put, Record
 from lakefs_fuse.config import MountConfig
@@ -35,7 +36,7 @@ from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER
-from lakefs_fuse.store.client import StoreClient, is_copy, is_successor
+from lakefs_fuse.store.client import StoreClient, is_copy
 from lakefs_fuse.store.parallel_list import KEYS_MAX, ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
@@ -635,17 +636,13 @@ class Namespace:
 
         async def ask(meta: ObjectMeta) -> None:
             now = await self._client.find(meta.key)
-            if now is not None and not is_copy(now) and not self._is_of_renamed(now):
+            if now is not None and not is_copy(now) and not is_of_renamed(self.tree, now):
                 found.append(now)
 
         if listed:
             await for_each(listed, ask, min(HEADS_AT_ONCE, len(listed)))
         if found and not self._is_moved(directory, prefix):
             merge.apply_overriding(found)
-
-    def _is_of_renamed(self, meta: ObjectMeta) -> bool:
-        row = self.tree.objects.used(meta.key)
-        return row is not None and row.etag != meta.etag and is_successor(meta, row.etag)
 
     def _is_removed(self, meta: ObjectMeta) -> bool:
         path = meta.key.removesuffix(PLACEHOLDER).encode("utf-8", "surrogatepass")
