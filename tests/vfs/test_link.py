@@ -168,14 +168,17 @@ async def test_key_of_a_renamed_file_is_not_taken(tmp_path: Path) -> None:
 async def test_what_was_acknowledged_before_is_in_the_store_before_the_link(tmp_path: Path) -> None:
     """The files that a version of a table names, in another directory."""
     store = MemoryStore()
-    async with lake(store, tmp_path, pack="never", durability="writeback", writeback_delay_s=1000.0) as m:
+    store.hook = pause = Pause(lambda request: request.what == "put" and request.key == "data")
+    async with lake(store, tmp_path, pack="never", durability="writeback") as m, trio.open_nursery() as nursery:
         await m.mkdir("log")
         await m.write("data", b"data")
         await m.write("log/tmp", b"names data")
-        assert "data" not in store.objects
-        await link(m, "log/tmp", "log/1")
-        keys = [each.key for each in store.requests if each.what == "put"]
-        assert keys.index("data") < keys.index("log/1")
+        await trio.to_thread.run_sync(pause.reached.wait)
+        nursery.start_soon(link, m, "log/tmp", "log/1")
+        await trio.sleep(0.1)
+        assert "log/1" not in [each.key for each in store.requests if each.what == "put"]
+        pause.resume()
+    assert store.data("log/1") == b"names data"
 
 
 async def test_link_whose_answer_is_lost_succeeds_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
