@@ -594,7 +594,9 @@ class Simulation:
         if path is not None and path != moved.path and self._may_show(node, path, version.data):
             synced = [later for each in version.shown for later in each.moved_to if later.node == node.name]
             before = frozenset(later for later in synced if later.path == path and not later.is_withdrawn)
-            shown = self._shown(node, path) or before  # a rename moved what had been synced, and this is in place of it
+            if any(each.data == version.data for each in self.oracle.versions.get(path, ())):
+                before = self._shown(node, path) or before  # what it shows there is this, else
+            shown = before  # a rename moved what had been synced, and this is in place of it
             moved = self.oracle.put(path, version.data, node.name, shown, origin=version)
         elif path is not None and path != moved.path:  # what a later commit has put there may be replaced by this yet
             self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
