@@ -30,6 +30,7 @@ from lakefs_fuse.commits.record import (
     Remove,
     SetAttr,
     Symlink,
+    is_copy,
     is_of_version,
 )
 from lakefs_fuse.meta.database import Batch
@@ -664,7 +665,9 @@ class Application:
     def _replace_version(self, step: _Step, operation: Put) -> None:
         """Other bytes for the version that a file is, if it is that one still."""
         current, before = step.current, Place(self._numbers[operation.replaces], 0, "")
-        if current is None or current.is_local or not self._is_at(current, before, operation.path):
+        if current is None or current.is_local:
+            return
+        if not (self._is_at(current, before, operation.path) or self._is_copy(current, self._ref(operation.replaces))):
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, current.etag)
         self._set_file(
@@ -672,6 +675,11 @@ class Application:
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, stamp=current.stamp,
         )  # fmt: skip
+
+    def _is_copy(self, current: Entry, source: ObjectRef) -> bool:
+        """The file's bytes were copied away from there, which the operation's writer had not seen."""
+        row = self._tree.objects.get(current.place) if current.place and not current.offset else None
+        return row is not None and is_copy(row.key, source)
 
     def _symlink(self, step: _Step, operation: Symlink) -> None:
         target = operation.target.encode()

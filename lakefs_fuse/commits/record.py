@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import TypeAlias, overload
 
 import msgspec
+import xxhash
 
 from lakefs_fuse.errors import DamagedCommit
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
@@ -75,10 +76,25 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     size: int = 0
 
 
+def key_of_copy(unique: str, source: ObjectRef) -> str:
+    """A key below `OBJECTS` for a copy of one object, which tells of what it is a copy."""
+    return f"{OBJECTS}{unique}-{_mark_of(source)}"
+
+
+def is_copy(key: str, source: ObjectRef) -> bool:
+    """A key is that of a copy of this object."""
+    return key.startswith(OBJECTS) and key.endswith(f"-{_mark_of(source)}")
+
+
+def _mark_of(source: ObjectRef) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{source.key}\0{source.etag}".encode())
+
+
 class Put(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="put"):
     """A file: ``size`` bytes of ``objects[object]`` from ``offset`` on. ``hides`` is the ETag of the plain object at
     the path itself that this file replaces (or is, for OWN); empty where there is none. ``replaces``, if not ANY, is
-    the object which is the file before: then this applies to that version alone, and the name keeps its time.
+    the object which is the file before, or which was copied from that: then this applies to that version alone, and the
+    name keeps its time.
     ``dated_s`` (OWN only): the store dates this version not earlier, in seconds since 1970; 0 where unknown."""
 
     path: str

@@ -15,7 +15,7 @@ from lakefs_fuse.commits import hybrid_clock as clock
 from lakefs_fuse.commits import record as rec
 from lakefs_fuse.commits.archive import build, commit_key, locate
 from lakefs_fuse.commits.commit_log import TAIL_BYTES
-from lakefs_fuse.commits.record import OWN, ObjectRef, Operation, Relocate, Remove, Symlink, encode
+from lakefs_fuse.commits.record import OWN, ObjectRef, Operation, Relocate, Remove, Symlink, encode, key_of_copy
 from tests.commits.archives import member
 from tests.commits.records import WRITER, put, record_of
 
@@ -31,7 +31,7 @@ def files() -> Callable[[dict[str, bytes], Plain], Places]:
     (source,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(source, "docs/format.md", "exec"), names)
-    assert len([line for line in source.splitlines() if line.strip()]) < 82
+    assert len([line for line in source.splitlines() if line.strip()]) < 84
     return cast(Callable[[dict[str, bytes], Plain], Places], names["files"])
 
 
@@ -159,11 +159,17 @@ def test_bytes_of_which_a_commit_told_are_put_again_after_a_removal_of_others(fi
 def test_other_bytes_of_a_renamed_object_count_for_that_version_alone(files: Reader) -> None:
     lake = Lake()
     objects = ObjectRef("old", "e", 5), ObjectRef("old", "f", 3)
-    lake.commit(put("new", object=1, size=5), put("other", object=1, size=5), objects=objects)
+    paths = "new", "other", "copied", "elsewhere"
+    lake.commit(*(put(path, object=1, size=5) for path in paths), objects=objects)
     lake.commit(Remove("other", by_date=True))
-    replaced = [msgspec.structs.replace(put(path, object=2, size=3), replaces=1) for path in ("new", "other")]
+    copies = [ObjectRef(key_of_copy("1", objects[0]), "g", 5), ObjectRef(key_of_copy("1", objects[1]), "h", 5)]
+    for path, copy in zip(("copied", "elsewhere"), copies, strict=True):
+        lake.commit(Relocate(path, 1, 0, "", 2, 0, 5, 0o644, 1, 2, 0), objects=(objects[0], copy))
+    replaced = [msgspec.structs.replace(put(path, object=2, size=3), replaces=1) for path in paths]
     lake.commit(*replaced, objects=objects)
-    assert files(lake.commits, {}) == {"new": ("old", "f", 0, 3)}
+    assert files(lake.commits, {}) == {
+        "new": ("old", "f", 0, 3), "copied": ("old", "f", 0, 3), "elsewhere": (copies[1].key, "h", 0, 5)
+    }  # fmt: skip
 
 
 def test_the_numbers_in_the_text_are_those_of_the_code() -> None:

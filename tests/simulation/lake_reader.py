@@ -184,6 +184,13 @@ class _File(NamedTuple):
         return self.place is not None and self.place.key == path and self.place.offset == 0
 
 
+def _is_copied_from(known: _File, source: _Place) -> bool:
+    """A file's bytes are a copy of this object's, as the key of the copy says."""
+    mark = xxhash.xxh3_64_hexdigest(f"{source.key}\0{source.etag}".encode())
+    is_hidden = known.place is not None and known.place.key.startswith(OBJECTS) and not known.place.offset
+    return is_hidden and known.place.key.endswith("-" + mark)
+
+
 def _is_put_since(dated: int, order: _Order) -> bool:
     """A plain object that the store dates so, in seconds (0: unknown), was put there after a commit."""
     return dated > 0 and dated * NS >= order.time + PUT_AGAIN_AFTER_S * NS
@@ -512,7 +519,7 @@ class _State:
             return
         path, known = operation.path, self.files.get(operation.path)
         if operation.source is not None:  # of one version only, which keeps its time
-            if known is not None and known.place == operation.source:
+            if known is not None and (known.place == operation.source or _is_copied_from(known, operation.source)):
                 self.files[path] = known._replace(
                     place=operation.place, size=operation.size, attributes=operation.attributes
                 )

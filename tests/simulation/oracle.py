@@ -13,9 +13,9 @@ plain objects are changed in place, so of two nodes that had not seen each other
 
 * the later commit wins, a removal like any other (*later commit*; also one of equal bytes, which have one ETag), but
   that
-* a rename and a write in place leave the new bytes under the new name (*carried*), unless a later commit removes
-  that; whenever they are stored, also over what was put there since, if the write has not succeeded before that
-  (*stored late*);
+* a rename and a write in place, or a removal and a write, leave the new bytes under the new name (*carried*), unless
+  a later commit removes that; whenever they are stored, also over what was put there since, if the write has not
+  succeeded before that (*stored late*);
 * a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
 * a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE, and where the
   same bytes are written again, between a look and the DELETE (*unchecked*).
@@ -359,7 +359,9 @@ class Oracle:
                 continue
             if version in removal.named and self._has_arrived(removal, tree):
                 return True
-            is_in_place = any(version in self._in_place_of(named) for named in removal.named)
+            is_in_place = any(
+                version in self._in_place_of(named) or version in self._created_after(named) for named in removal.named
+            )
             if removal.is_rename and is_in_place and self._is_carried(version, removal, tree):
                 self.met["carried"] += 1
                 return True

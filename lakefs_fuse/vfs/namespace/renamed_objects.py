@@ -25,7 +25,7 @@ from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import OBJECTS, THIS, ObjectRef, Put, Record, Relocate
+from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, key_of_copy
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.entry import PENDING, ROOT_INODE, Entry
@@ -243,8 +243,9 @@ class RenamedObjects:
         row = self._ns.tree.objects.used(key)
         if row is None:
             return
+        target = key_of_copy(self._new_id(), ObjectRef(row.key, row.etag, row.size))
         try:
-            copied = await copy_object(self._client, row.key, row.etag, row.size, OBJECTS + self._new_id())
+            copied = await copy_object(self._client, row.key, row.etag, row.size, target)
         except PreconditionFailed:  # it was replaced there, perhaps by this node, which died before it could say so
             for path in [path for path, _ in self._named(row)]:
                 await self.adopt(path)
