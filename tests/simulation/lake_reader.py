@@ -187,8 +187,8 @@ class _File(NamedTuple):
 def _is_copied_from(known: _File, source: _Place) -> bool:
     """A file's bytes are a copy of this object's, as the key of the copy says."""
     mark = xxhash.xxh3_64_hexdigest(f"{source.key}\0{source.etag}".encode())
-    is_hidden = known.place is not None and known.place.key.startswith(OBJECTS) and not known.place.offset
-    return is_hidden and known.place.key.endswith("-" + mark)
+    key, _, offset = known.place or source
+    return key.startswith(OBJECTS) and key.endswith("-" + mark) and not offset
 
 
 def _is_put_since(dated: int, order: _Order) -> bool:
