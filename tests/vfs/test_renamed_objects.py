@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,23 @@ async def until_shown(m: Lake, path: str, data: bytes) -> None:
     with trio.fail_after(SHOWN_S_MAX):
         while (await m.found(path)).size != len(data) or await m.read(path) != data:
             await trio.sleep(0.01)
+
+
+async def written_and_seen(one: Lake, two: Lake, names: str) -> None:
+    """One node stores a file of each letter, ``first`` and the letter; the other has heard of them."""
+    for name in names:
+        await one.write(name, b"first " + name.encode())
+    await one.sync()
+    await two.poll()
+    assert await two.names() == list(names)
+
+
+async def shown_by_both(one: Lake, two: Lake, clock: Clock, expected: Mapping[str, object]) -> None:
+    """Both nodes show these files and directories, after a poll and beyond the TTL."""
+    for m in (one, two):
+        await m.poll()
+        clock.advance(2 * TTL_S)
+        assert await m.tree() == expected
 
 
 async def renamed_and_rewritten(one: Lake, two: Lake) -> None:
@@ -213,11 +231,7 @@ async def test_file_that_took_the_name_of_a_renamed_one_stays_where_who_has_not_
     """The object is a later version of the renamed file, and dated after both renames."""
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
-        for name in "ab":
-            await one.write(name, b"first " + name.encode())
-        await one.sync()
-        await two.poll()
-        assert await two.names() == ["a", "b"]
+        await written_and_seen(one, two, "ab")
         await one.rename("a", "c")
         await one.rename("b", "a")
         await one.sync()
@@ -230,10 +244,7 @@ async def test_file_that_took_the_name_of_a_renamed_one_stays_where_who_has_not_
         await one.fs.sync_names()
         await two.poll()
         await two.parts.renamed.wait_adopted()
-        for m in (one, two):
-            await m.poll()
-            clock.advance(2 * TTL_S)
-            assert await m.tree() == {"c": b"second a"}
+        await shown_by_both(one, two, clock, {"c": b"second a"})
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"c": b"second a"}
 
@@ -295,11 +306,7 @@ async def test_exchanged_files_have_what_was_written_in_their_place(tmp_path: Pa
     store, clock = MemoryStore(), Clock()
     expected = {"a": b"first b", "b": b"first a"}
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
-        for name in "ab":
-            await one.write(name, b"first " + name.encode())
-        await one.sync()
-        await two.poll()
-        assert await two.names() == ["a", "b"]
+        await written_and_seen(one, two, "ab")
         clock.advance(5)
         await one.rename("a", "b", RENAME_EXCHANGE)
         for name in rewritten:
@@ -309,10 +316,7 @@ async def test_exchanged_files_have_what_was_written_in_their_place(tmp_path: Pa
         clock.advance(5)
         await two.poll()
         await two.parts.renamed.wait_adopted()
-        for m in (one, two):
-            await m.poll()
-            clock.advance(2 * TTL_S)
-            assert await m.tree() == expected
+        await shown_by_both(one, two, clock, expected)
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == expected
 
@@ -324,11 +328,7 @@ async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrot
     store, clock = MemoryStore(), Clock()
     expected = {"a": b"second a", "b": b"second a", "d": None}
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
-        for name in "ab":
-            await one.write(name, b"first " + name.encode())
-        await one.sync()
-        await two.poll()
-        assert await two.names() == ["a", "b"]
+        await written_and_seen(one, two, "ab")
         clock.advance(5)
         await one.rename("a", "b", RENAME_EXCHANGE)
         clock.advance(1)
@@ -348,10 +348,7 @@ async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrot
             await two.poll()  # what came after the exchange is heard of before the next commit's turn
             pause.resume()
         await two.parts.renamed.wait_adopted()
-        for m in (one, two):
-            await m.poll()
-            clock.advance(2 * TTL_S)
-            assert await m.tree() == expected
+        await shown_by_both(one, two, clock, expected)
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == expected
 
@@ -362,11 +359,7 @@ async def test_exchanged_file_gets_what_was_written_in_its_place_where_another_c
     store, clock = MemoryStore(), Clock()
     expected = {"a": b"first c", "b": b"second a"}
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
-        for name in "abc":
-            await one.write(name, b"first " + name.encode())
-        await one.sync()
-        await two.poll()
-        assert await two.names() == ["a", "b", "c"]
+        await written_and_seen(one, two, "abc")
         clock.advance(5)
         await one.rename("a", "b", RENAME_EXCHANGE)
         await rewrite(two, "a", b"second a")
@@ -375,10 +368,7 @@ async def test_exchanged_file_gets_what_was_written_in_its_place_where_another_c
         await one.rename("c", "a")
         await two.poll()
         await two.parts.renamed.wait_adopted()
-        for m in (one, two):
-            await m.poll()
-            clock.advance(2 * TTL_S)
-            assert await m.tree() == expected
+        await shown_by_both(one, two, clock, expected)
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == expected
 
@@ -388,11 +378,7 @@ async def test_exchanged_file_whose_removal_is_not_heard_of_stays_removed_for_wh
 ) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
-        for name in "ab":
-            await one.write(name, b"first " + name.encode())
-        await one.sync()
-        await two.poll()
-        assert await two.names() == ["a", "b"]
+        await written_and_seen(one, two, "ab")
         clock.advance(5)
         await one.rename("a", "b", RENAME_EXCHANGE)
         await rewrite(two, "a", b"second a")
@@ -406,10 +392,7 @@ async def test_exchanged_file_whose_removal_is_not_heard_of_stays_removed_for_wh
             clock.advance(1)
             pause.resume()
         await two.parts.renamed.wait_adopted()
-        for m in (one, two):
-            await m.poll()
-            clock.advance(2 * TTL_S)
-            assert await m.tree() == {"b": b"second a"}
+        await shown_by_both(one, two, clock, {"b": b"second a"})
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"b": b"second a"}
 
@@ -427,11 +410,7 @@ async def test_exchanged_file_whose_name_is_removed_before_it_is_found_is_what_w
         return await find(client, key)
 
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
-        for name in "ab":
-            await one.write(name, b"first " + name.encode())
-        await one.sync()
-        await two.poll()
-        assert await two.names() == ["a", "b"]
+        await written_and_seen(one, two, "ab")
         clock.advance(5)
         await one.rename("a", "b", RENAME_EXCHANGE)
         await rewrite(two, "a", b"second a")
@@ -444,10 +423,7 @@ async def test_exchanged_file_whose_name_is_removed_before_it_is_found_is_what_w
         assert await two.lookup("a") is None
         resumed.set()
         await two.parts.renamed.wait_adopted()
-        for m in (one, two):
-            await m.poll()
-            clock.advance(2 * TTL_S)
-            assert await m.tree() == {"b": b"second a"}
+        await shown_by_both(one, two, clock, {"b": b"second a"})
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"b": b"second a"}
 
@@ -459,11 +435,7 @@ async def test_exchanged_file_that_is_stored_at_its_old_key_leaves_the_later_ver
     store, clock = MemoryStore(), Clock()
     expected = {"a": b"third", "b": noise(1, LARGE)}
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
-        for name in "ab":
-            await one.write(name, b"first " + name.encode())
-        await one.sync()
-        await two.poll()
-        assert await two.names() == ["a", "b"]
+        await written_and_seen(one, two, "ab")
         clock.advance(5)
         handle = await two.open("a", os.O_RDWR | os.O_TRUNC)
         await two.fs.write(handle, 0, expected["b"])
@@ -475,10 +447,7 @@ async def test_exchanged_file_that_is_stored_at_its_old_key_leaves_the_later_ver
         await one.fs.sync_names()
         clock.advance(0.1)
         await two.close(handle)
-        for m in (one, two):
-            await m.poll()
-            clock.advance(2 * TTL_S)
-            assert await m.tree() == expected
+        await shown_by_both(one, two, clock, expected)
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == expected
 

@@ -37,6 +37,8 @@ KEPT_BYTES_MAX = 256 << 20
 """An open file that is deleted here is fetched whole first, if no larger than this, so that its readers can go on."""
 INODES_MAX = 16_384
 """About 8 MiB. The kernel holds an unlinked inode for milliseconds, or for as long as a process has it open."""
+LATE_OBJECT_S_MAX = 5.0
+"""Time for the store to say whether an acknowledged version arrived, before its name goes."""
 log = logging.getLogger(__name__)
 
 
@@ -59,10 +61,6 @@ class UnlinkedInodes:
         self._entries[entry.inode] = entry
         if len(self._entries) > INODES_MAX:
             del self._entries[next(iter(self._entries))]
-
-
-LATE_OBJECT_S_MAX = 5.0
-"""Time for the store to say whether an acknowledged version arrived, before its name goes."""
 
 
 class Unlinker:
