@@ -15,6 +15,8 @@ Pure logic for the trio thread; the reader tells `dropped` where it did not foll
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 
 PIECE_BYTES = 8 * BLOCK_BYTES
@@ -31,12 +33,38 @@ WHOLE_BYTES_MAX = 4 * BLOCK_BYTES
 """An object up to this size is fetched whole by the first read of any part of it."""
 
 
+class _Run:
+    """So many ``reads`` that followed one another: bytes from ``begin`` up to ``front``, the next one expected there."""
+
+    __slots__ = ("begin", "front", "reads")
+
+    def __init__(self, begin: int, front: int, reads: int) -> None:
+        self.begin, self.front, self.reads = begin, front, reads
+
+
+class _Earlier(NamedTuple):
+    """What is known of the runs before this one."""
+
+    last_bytes: int = 0
+    """Of the last run that ended; 0: there was none."""
+    before_bytes: int = 0
+    """Of the one before that."""
+    goes_back: bool | None = None
+    """Whether this run begins before the last one; None: it is the first."""
+
+    @property
+    def shorter_bytes(self) -> int:
+        return min(self.last_bytes, self.before_bytes)
+
+    @property
+    def longer_bytes(self) -> int:
+        return max(self.last_bytes, self.before_bytes)
+
+
 class Readahead:
     """``plan`` is called with every read, before or after it is served, in any order within the slack."""
 
-    __slots__ = (
-        "_begin", "_front", "_goes_back", "_issued_to", "_run", "_runs", "_window", "_window_max", "local", "starved",
-    )  # fmt: skip
+    __slots__ = ("_earlier", "_issued_to", "_run", "_window", "_window_max", "local", "starved")
 
     def __init__(self, window_bytes_max: int = WINDOW_BYTES_MAX) -> None:
         self._window_max = max(window_bytes_max, BLOCK_BYTES)
@@ -45,13 +73,8 @@ class Readahead:
         """Whether the last plan was on the cache disk already."""
         self.starved = False
         """Whether the last plan was dropped for want of room."""
-        self._begin = self._front = 0
         self._issued_to = 0
-        self._run = 0
-        self._runs = (0, 0)
-        """Bytes of the last two runs that ended; 0: there was none."""
-        self._goes_back: bool | None = None
-        """Whether this run begins before the last one; None: it is the first."""
+        self._run, self._earlier = _Run(0, 0, 0), _Earlier()
 
     @property
     def window_bytes(self) -> int:
@@ -61,42 +84,41 @@ class Readahead:
     @property
     def reads_on(self) -> bool:
         """Whether the last reads followed one another."""
-        return self._run >= 2
+        return self._run.reads >= 2
 
     @property
     def missed_weight(self) -> int:
         """What a block that it misses counts for as a sign that all of the object is read in random order: half of the
         jumps go back then. One that only goes forward reads the headers of an archive, and one that jumps after several
         blocks reads what it has chosen."""
-        if self._goes_back is None:
+        if self._earlier.goes_back is None:
             return 1
-        return 2 if self._goes_back and min(self._runs) <= BLOCK_BYTES else 0
+        return 2 if self._earlier.goes_back and self._earlier.shorter_bytes <= BLOCK_BYTES else 0
 
     def plan(self, offset: int, length: int, size: int) -> tuple[int, int] | None:
         """Bytes [start, stop) to fetch ahead now that [offset, offset + length) of ``size`` is read, if any.
 
         ``start`` and ``stop`` are multiples of BLOCK_BYTES (``stop``: or the size).
         """
-        end = min(offset + length, size)
-        if offset > self._front + SLACK_BYTES or offset < self._front - LATE_BYTES_MAX:
-            if self._run:
-                self._runs = self._front - self._begin, self._runs[0]
-                self._goes_back = offset < self._begin
-            self._begin, self._front, self._run = offset, end, 1
+        end, run, earlier = min(offset + length, size), self._run, self._earlier
+        if offset > run.front + SLACK_BYTES or offset < run.front - LATE_BYTES_MAX:
+            if run.reads:
+                self._earlier = _Earlier(run.front - run.begin, earlier.last_bytes, offset < run.begin)
+            self._run = _Run(offset, end, 1)
             self._window, self._issued_to, self.starved = BLOCK_BYTES, 0, False
             return None
-        self._begin = min(self._begin, offset)
-        if end <= self._front:
+        run.begin = min(run.begin, offset)
+        if end <= run.front:
             return None
-        self._front = end
-        self._run += 1
+        run.front = end
+        run.reads += 1
         run_end = self._expected_end(end, size)
         window = self.window_bytes
-        if self._begin >= BLOCK_BYTES:
-            window = min(window, max(BLOCK_BYTES, (end - self._begin) // UNKNOWN_RUN_SHARE))
-        if run_end < size and 2 * min(self._runs) > max(self._runs):
+        if run.begin >= BLOCK_BYTES:
+            window = min(window, max(BLOCK_BYTES, (end - run.begin) // UNKNOWN_RUN_SHARE))
+        if run_end < size and 2 * earlier.shorter_bytes > earlier.longer_bytes:
             window = max(window, min(run_end - end, self._window_max))
-        if self._run < 2 or self._issued_to - end >= window // 2:
+        if run.reads < 2 or self._issued_to - end >= window // 2:
             return None
         start = max(self._issued_to, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
         unit = PIECE_BYTES if window > PIECE_BYTES and run_end == size else BLOCK_BYTES
@@ -111,8 +133,8 @@ class Readahead:
     def _expected_end(self, end: int, size: int) -> int:
         """Where the run ends that has been read up to ``end``, if it is as long as the longer one of the two before, in
         whole blocks; ``size`` where it is longer by more than a block, or nothing is known."""
-        expected_end = self._begin + max(self._runs)
-        is_longer = end > expected_end + BLOCK_BYTES or not any(self._runs)
+        expected_end = self._run.begin + self._earlier.longer_bytes
+        is_longer = end > expected_end + BLOCK_BYTES or not self._earlier.longer_bytes
         return size if is_longer else min(-(-expected_end // BLOCK_BYTES) * BLOCK_BYTES, size)
 
     def set_local(self, local: bool) -> None:
