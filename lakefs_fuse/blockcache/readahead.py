@@ -34,12 +34,21 @@ WHOLE_BYTES_MAX = 4 * BLOCK_BYTES
 
 
 class _Run:
-    """So many ``reads`` that followed one another: bytes from ``begin`` up to ``front``, the next one expected there."""
+    """So many ``reads`` that followed one another: bytes from ``begin`` up to ``front``."""
 
     __slots__ = ("begin", "front", "reads")
 
     def __init__(self, begin: int, front: int, reads: int) -> None:
         self.begin, self.front, self.reads = begin, front, reads
+
+    def add(self, offset: int, end: int) -> bool:
+        """Add a read; answers whether it goes beyond the front."""
+        self.begin = min(self.begin, offset)
+        if end <= self.front:
+            return False
+        self.front = end
+        self.reads += 1
+        return True
 
 
 class _Earlier(NamedTuple):
@@ -107,11 +116,8 @@ class Readahead:
             self._run = _Run(offset, end, 1)
             self._window, self._issued_to, self.starved = BLOCK_BYTES, 0, False
             return None
-        run.begin = min(run.begin, offset)
-        if end <= run.front:
+        if not run.add(offset, end):
             return None
-        run.front = end
-        run.reads += 1
         run_end = self._expected_end(end, size)
         window = self.window_bytes
         if run.begin >= BLOCK_BYTES:
