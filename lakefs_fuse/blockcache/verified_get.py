@@ -7,7 +7,7 @@ whole; of a plain object that was uploaded in one piece and is fetched in one, i
 What always holds: no request is made for it, and no byte fetched, unless a sum was wrong; then the range is asked for
 again, `ANSWERS_MAX` times in all. Sums are taken in the thread of the GET, outside the GIL. Whether ETags are MD5 sums
 is known from what this program itself has put there (the probe), else from the first ETag that is one; until then an
-ETag that does not fit the same bytes twice says that they are not. `VerifiedGet` is for tasks of the trio thread.
+ETag that does not fit the same bytes twice says that they are not. Tasks of one trio thread.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Buffer, Fetched
+from lakefs_fuse.sync.byte_rate import ByteRate
 
 ANSWERS_MAX = 3
 """A damaged answer is chance; three in a row are a broken path, or bytes that are damaged where they lie."""
@@ -58,6 +59,27 @@ class BlockGetter(Protocol):
 
     async def get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
         """The answer, and the ranges of it that were wrong in every attempt. Raises as the client's `get`."""
+
+
+class PacedGetter:
+    """The GETs of ``client``, ``bytes_s_max`` a second together (``--download-limit``). Each waits for its turn before
+    it is sent, and is not cut: up to 8 MiB come at once. Nothing else is held up: every name waits for listings,
+    commits and the index."""
+
+    def __init__(self, client: ExaminingGetter, bytes_s_max: int, metrics: CacheMetrics) -> None:
+        self._client, self._rate, self._metrics = client, ByteRate(bytes_s_max), metrics
+
+    async def get(
+        self, key: str, start: int, end: int, *, etag: str | None = None,
+        examine: Callable[[Fetched], None] | None = None,
+    ) -> Fetched:  # fmt: skip
+        """See `Getter`, and `ExaminingGetter`."""
+        self._metrics.throttled_s += await self._rate.wait(end - start)
+        return await self._client.get(key, start, end, etag=etag, examine=examine)
+
+    async def has_md5_etag(self, key: str) -> bool:
+        """See `ExaminingGetter`."""
+        return await self._client.has_md5_etag(key)
 
 
 class UnverifiedGet:

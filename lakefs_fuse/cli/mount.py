@@ -18,7 +18,6 @@ from msgspec import structs
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.explain import explain
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.hints_option import check_hints
 from lakefs_fuse.cli.mount_options import expand
 from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
@@ -336,7 +335,7 @@ def _check_bounds(options: Options) -> None:
     if memory is not None and memory < MEMORY_BYTES_MIN:
         raise ConfigError(f"--memory {memory / MIB:g}MiB: expected {MEMORY_BYTES_MIN >> 20}MiB or more")
     if options["hints"]:
-        check_hints(options["hints"])
+        preflight.check_hints(options["hints"])
     if options["publish_s"] is not None:
         check_publish(options["publish_s"], "--publish")
     if options["refresh_s"] is not None and options["refresh_s"] < REFRESH_S_MIN:

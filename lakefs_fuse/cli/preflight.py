@@ -1,4 +1,4 @@
-"""Checks of this machine before a daemon is started; each error says what to do.
+"""Checks of this machine, and of what options need of it, before a daemon is started; each error says what to do.
 
 They ask no store, and change nothing except that they make the cache directory. `Host` holds what they look at, for
 tests to replace.
@@ -6,6 +6,7 @@ tests to replace.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import stat
@@ -13,11 +14,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from lakefs_fuse.cli.parameters import format_bytes
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.control.mounts import MOUNTINFO, is_dead, mount_at, mount_of
-from lakefs_fuse.errors import CacheError, MountError
+from lakefs_fuse.errors import CacheError, ConfigError, MountError
+from lakefs_fuse.product import PROGRAM
 
 ROOM_BYTES_MIN = 64 * MIB
 """Disk space that a mount needs in addition to --free-space: one part of an upload, and the database."""
@@ -174,3 +177,26 @@ def notes_on_cache_dir(directory: Path) -> list[str]:
         return []
     mode = stat.S_IMODE(found.st_mode)
     return [f"the cache directory {directory} is open to others (mode {mode:04o}): it gets mode 0700"]
+
+
+def check_hints(url: str) -> None:
+    """Check the URL of --hints. Raises ConfigError for what is not redis://[USER@]HOST[:PORT][/DB] or rediss://…, and
+    where redis-py is missing."""
+    expected = "expected redis://HOST[:PORT][/DB], or rediss:// for TLS"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"--hints: {expected}") from error
+    if parts.password is not None:
+        raise ConfigError(
+            "--hints: every user of this machine can read a password in the URL: set LAKEFS_HINTS_PASSWORD, or "
+            "LAKEFS_HINTS_PASSWORD_FILE to the name of a file that has it"
+        )
+    database = parts.path.strip("/")
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.query or parts.fragment or port == 0:
+        raise ConfigError(f"--hints {url}: {expected}")
+    if database and not (database.isascii() and database.isdigit()):
+        raise ConfigError(f"--hints {url}: the database is a number: {expected}")
+    if importlib.util.find_spec("redis") is None:
+        raise ConfigError(f"--hints needs redis-py, which is not installed: pip install '{PROGRAM}[hints]'")

@@ -63,8 +63,7 @@ from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
 from lakefs_fuse.vfs.pinning.pinner import Pinner, Units
 from lakefs_fuse.vfs.residency.lake_names import LakeNames
-from lakefs_fuse.vfs.residency.pinned_changes import PinnedChanges
-from lakefs_fuse.vfs.residency.pins import PinFile, Pins
+from lakefs_fuse.vfs.residency.pins import PinFile, PinnedChanges, Pins
 from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.residency.upcoming_reads import UpcomingReads
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section

@@ -16,10 +16,9 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.cluster_cache import ClusterCache
 from lakefs_fuse.blockcache.cluster_proxies import ClusterProxies
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from lakefs_fuse.blockcache.paced_get import PacedGetter
 from lakefs_fuse.blockcache.proofs import PackSums, Proofs
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.blockcache.verified_get import BlockGetter, ExaminingGetter, UnverifiedGet, VerifiedGet
+from lakefs_fuse.blockcache.verified_get import BlockGetter, ExaminingGetter, PacedGetter, UnverifiedGet, VerifiedGet
 from lakefs_fuse.commits.archive import wrong_members
 from lakefs_fuse.commits.archive_check import fetch_directory
 from lakefs_fuse.config import MountConfig

@@ -41,8 +41,7 @@ from lakefs_fuse.vfs.files.block_reader import open_reader
 from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.immutable.residency_report import Host, ResidencyReport
-from lakefs_fuse.vfs.immutable.state_names import StateNames
-from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
+from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, StateNames, States
 from lakefs_fuse.vfs.lake_size import LakeSize, NameCount
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of, version_of

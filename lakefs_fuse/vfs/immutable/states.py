@@ -11,9 +11,10 @@ a note, which the next daemon removes.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedRandom, BytesIO
 from pathlib import Path
@@ -24,13 +25,14 @@ import trio
 from msgspec import structs
 
 from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.index import datasets, snapshots
 from lakefs_fuse.commits.index.index import Manifest, load_newest_index, manifests
 from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import CacheError, LakeError, MountError
+from lakefs_fuse.errors import CacheError, FileError, LakeError, MountError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database, RocksEngines
@@ -41,6 +43,7 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from lakefs_fuse.vfs.wiring import Assembly, Ground
@@ -120,6 +123,44 @@ class State:
         """The root of the lake, which has no row."""
         at_ns, flags = self.note.at_ns, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN
         return Entry(ROOT_INODE, 0, b"", ROOT_INODE, flags, mtime_ns=at_ns, ctime_ns=at_ns)
+
+
+class StateNames:
+    """The names of an immutable mount, for a selection of files (see `selection.Names`). A walk that a refresh
+    overtakes goes on in the next state, in which inodes are the same."""
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        """``state`` answers what the mount shows now."""
+        self._state = state
+
+    @property
+    def tree(self) -> Tree:
+        return self._state().tree
+
+    @property
+    def root(self) -> Entry:
+        state = self._state()
+        top = state.root if state.note.top == state.root.inode else state.tree.entry(state.note.top)
+        if top is None:
+            raise FileError(errno.ESTALE)
+        return top
+
+    async def lookup(self, directory: Entry, name: bytes) -> Entry | None:
+        if len(name) > NAME_BYTES_MAX or is_reserved(directory.inode, name.decode("utf-8", "surrogateescape")):
+            return None
+        return self.tree.child(directory.inode, name)
+
+    def is_ready(self, directory: Entry) -> bool:
+        return True
+
+    async def prepare(self, directory: Entry) -> None:
+        """A state has all names."""
+
+    def size(self, entry: Entry) -> int:
+        return entry.size
+
+    def extent(self, entry: Entry) -> Extent | None:
+        return extent_of(self.tree, entry)
 
 
 @dataclass(frozen=True, slots=True)

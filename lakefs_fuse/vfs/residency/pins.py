@@ -14,6 +14,7 @@ no pin loses more than a fetch. Trio thread only; a crash leaves the file as it 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import zlib
@@ -31,6 +32,7 @@ from lakefs_fuse.blockcache.warmer import disk_bytes
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import CacheError, ConfigError, FileError
 from lakefs_fuse.path_rules import translate
+from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, find, visit_files
 
 SHARE_MAX = 0.75
@@ -269,3 +271,49 @@ class Pins:
             if entry is not None:
                 await visit_files(names, Found(path, entry), see)
         return plan
+
+
+class PinnedChanges:
+    """Marks pins stale with each change at or below one, in a mount that may change. It listens while there are pins,
+    so a mount without any pays nothing.
+
+    Nothing survives a crash, or has to: each daemon begins with stale pins.
+    """
+
+    def __init__(self, pins: Pins, namespace: Namespace) -> None:
+        self._pins, self._ns = pins, namespace
+        self._directory = (math.nan, False)
+        """The directory that was asked about last, and whether a pin covers it: changes come by directory."""
+        self._is_listening = False
+        pins.changed.append(self._listen)
+        self._listen()
+
+    def _listen(self) -> None:
+        """The pins are others now."""
+        self._directory = (math.nan, False)
+        events, is_needed = self._ns.events, len(self._pins) > 0
+        if is_needed == self._is_listening:
+            return
+        self._is_listening = is_needed
+        change = list.append if is_needed else list.remove
+        change(events.version_stored, self._stored)
+        change(events.path_renamed, self._renamed)
+        change(events.name_changed, self._changed)
+
+    def _stored(self, path: str, *_: object) -> None:
+        if self._pins.covering(path) is not None:
+            self._pins.mark_stale()
+
+    def _renamed(self, *paths: str) -> None:
+        self._directory = (math.nan, False)
+        if any(self._pins.covering(path) is not None or self._pins.below(path) for path in paths):
+            self._pins.mark_stale()
+
+    def _changed(self, directory: int, name: bytes) -> None:
+        if directory != self._directory[0]:
+            names = self._ns.tree.path(directory) or []
+            path = b"/".join(names).decode("utf-8", "surrogateescape")
+            is_covered = self._pins.covering(path) is not None
+            self._directory = (directory, is_covered or bool(self._pins.below(path)))
+        if self._directory[1]:
+            self._pins.mark_stale()
