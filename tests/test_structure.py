@@ -9,8 +9,8 @@ from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, statements, widest_constructor
 
-CLOSE = 29, 59
-RENAME = 42, 356
+CLOSE = 29, 58
+RENAME = 42, 317
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8

@@ -83,17 +83,18 @@ class PathTree:
     def __init__(self, database: Database, tree: Tree, watcher: Watcher) -> None:
         self.database, self.tree, self.watcher = database, tree, watcher
         self._directories: dict[str, int] = {}
-        self._is_quiet = False
+        """Inodes by path; while something is edited, 0 for a directory that is not there."""
+        self._is_editing = self._is_quiet = False
 
     @contextmanager
     def editing(self, *, quiet: bool = False) -> Iterator[None]:
         """Paths are looked up again inside, and after it. ``quiet``: the kernel of this node made the change itself."""
-        self._is_quiet = quiet
+        self._is_editing, self._is_quiet = True, quiet
         self._directories.clear()
         try:
             yield
         finally:
-            self._is_quiet = False
+            self._is_editing = self._is_quiet = False
             self._directories.clear()
 
     def forget_paths(self) -> None:
@@ -127,10 +128,10 @@ class PathTree:
             above, _, name = path.rpartition("/")
             parent = self.directory(above)
             entry = None if parent is None else self.tree.named(parent, name.encode() + b"/")
-            if entry is None:
+            if entry is None and not self._is_editing:
                 return None
-            known = self._directories[path] = entry.inode
-        return known
+            known = self._directories[path] = 0 if entry is None else entry.inode
+        return known or None
 
     def ensure_directory(self, path: str, time: int) -> int:
         """As `directory`, made where it is missing: it is there because something below it is."""

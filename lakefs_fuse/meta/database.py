@@ -270,6 +270,41 @@ class Database:
         except Exception as error:
             raise self._broken(error) from error
 
+    def linked(self, links: Sequence[tuple[bytes, bytes]], length: int) -> tuple[bytes, bytes] | None:
+        """The row that the first of some links leads to, with its key; None where no link leads to a row. A link is the
+        key of a row of ``length`` bytes, and what comes before these in the key that it leads to. Raises CacheError."""
+        get = self._engine.get
+        try:
+            for key, prefix in links:
+                rest = get(key)
+                if rest is None or not self._is_long(key, rest, length):
+                    continue
+                at = prefix + rest
+                row = get(at)
+                if row is not None:
+                    return at, row
+            return None
+        except Exception as error:
+            raise self._broken(error) from error
+
+    def linked_many(self, links: Sequence[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes] | None]:
+        """As `linked`, of each link. Raises CacheError."""
+        rests = self.get_many([key for key, _ in links])
+        keys = [
+            prefix + rest if rest is not None and self._is_long(key, rest, length) else b""
+            for (key, prefix), rest in zip(links, rests, strict=True)
+        ]
+        there = [key for key in keys if key]
+        rows = dict(zip(there, self.get_many(there), strict=True))
+        return [None if (row := rows.get(key)) is None else (key, row) for key in keys]
+
+    def _is_long(self, key: bytes, row: bytes, length: int) -> bool:
+        """A row has the length that all of its kind have; else it is damaged."""
+        if len(row) == length:
+            return True
+        self.note_damaged(key, ValueError(f"{len(row)} bytes"))
+        return False
+
     def write_shares_by(self, write: Callable[[Batch], None]) -> None:
         """``write`` turns the shares of a batch into rows of it, before it is committed."""
         self._write_shares = write

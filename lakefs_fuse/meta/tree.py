@@ -140,11 +140,7 @@ class Tree:
 
     def entry(self, inode: int) -> Entry | None:
         """The entry an inode is reached by; None for the root and for inodes that no name leads to any more."""
-        key = schema.INODE + NUMBER.pack(inode)
-        place = self.database.get(key)
-        if place is None or not self._is_long(key, place, _PAIR.size):
-            return None
-        return self.entry_of_row(schema.ENTRY + place)
+        return self._first([(schema.INODE + NUMBER.pack(inode), schema.ENTRY)], _PAIR.size)
 
     def at(self, parent: int, cookie: int) -> Entry | None:
         """The entry of a cookie, if it is still there."""
@@ -164,11 +160,13 @@ class Tree:
             self.database.note_damaged(key, error)
             return None
 
-    def _is_long(self, key: bytes, row: bytes, length: int) -> bool:
-        """A row has the length that all of its kind have; else it is damaged."""
-        if len(row) != length:
-            self.database.note_damaged(key, ValueError(f"{len(row)} bytes"))
-        return len(row) == length
+    def _first(self, links: list[tuple[bytes, bytes]], length: int) -> Entry | None:
+        """The entry that one of these links leads to (`Database.linked`); a damaged row counts as none."""
+        found = self.database.linked(links, length)
+        if found is None:
+            return None
+        entry = self._read(*found)
+        return self._first(links[1:], length) if entry is None and len(links) > 1 else entry
 
     def path_of_row(self, key: bytes) -> list[bytes] | None:
         """The path that a row, perhaps a damaged one, belongs to; None where it is unknown."""
@@ -190,25 +188,22 @@ class Tree:
 
     def child(self, parent: int, name: bytes) -> Entry | None:
         """The directory of that name, else the file."""
-        return self.named(parent, name + b"/") or self.named(parent, name)
+        directory = NUMBER.pack(parent)
+        key, prefix = schema.NAME + directory + name, schema.ENTRY + directory
+        return self._first([(key + b"/", prefix), (key, prefix)], COOKIE_BYTES)
 
     def named(self, parent: int, sort_name: bytes) -> Entry | None:
-        key = schema.NAME + NUMBER.pack(parent) + sort_name
-        cookie = self.database.get(key)
-        if cookie is None or not self._is_long(key, cookie, COOKIE_BYTES):
-            return None
-        return self.entry_of_row(schema.ENTRY + key[1:9] + cookie)
+        """The directory or the file of that sort name."""
+        directory = NUMBER.pack(parent)
+        return self._first([(schema.NAME + directory + sort_name, schema.ENTRY + directory)], COOKIE_BYTES)
 
     def named_many(self, names: Iterable[tuple[int, bytes]]) -> list[Entry | None]:
         """As `named`, of each pair of a parent (0: a directory that is not there) and a sort name."""
-        keys = [schema.NAME + NUMBER.pack(parent) + sort_name for parent, sort_name in names]
-        at = [
-            schema.ENTRY + key[1:9] + cookie if cookie is not None and self._is_long(key, cookie, COOKIE_BYTES) else b""
-            for key, cookie in zip(keys, self.database.get_many(keys), strict=True)
+        directories = ((NUMBER.pack(parent), sort_name) for parent, sort_name in names)
+        links = [
+            (schema.NAME + directory + sort_name, schema.ENTRY + directory) for directory, sort_name in directories
         ]
-        there = [key for key in at if key]
-        rows = dict(zip(there, self.database.get_many(there), strict=True)) if there else {}
-        return [self._read(key, rows.get(key)) for key in at]
+        return [found and self._read(*found) for found in self.database.linked_many(links, COOKIE_BYTES)]
 
     def children_at(self, paths: Iterable[bytes]) -> list[Entry | None]:
         """The directory of each path, else the file; a slash at the end does not count."""
