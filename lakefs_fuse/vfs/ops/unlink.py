@@ -42,25 +42,15 @@ LATE_OBJECT_S_MAX = 5.0
 log = logging.getLogger(__name__)
 
 
-class UnlinkedInodes:
-    """Inodes that this node took the last name from, and that the kernel may still hold."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
-
-    def __contains__(self, inode: int) -> bool:
-        return inode in self._entries
-
-    def get(self, inode: int) -> Entry | None:
-        """The entry that the inode had last."""
-        return self._entries.get(inode)
+class UnlinkedInodes(dict[int, Entry]):
+    """Inodes that this node took the last name from, and that the kernel may still hold: the entry that each had last."""
 
     def put(self, entry: Entry) -> None:
         """The name of the entry is gone, or its attributes are these now."""
-        self._entries.pop(entry.inode, None)
-        self._entries[entry.inode] = entry
-        if len(self._entries) > INODES_MAX:
-            del self._entries[next(iter(self._entries))]
+        self.pop(entry.inode, None)
+        self[entry.inode] = entry
+        if len(self) > INODES_MAX:
+            del self[next(iter(self))]
 
 
 class Unlinker:
