@@ -18,6 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -60,6 +61,36 @@ PLANS_MAX = 3
 """A plan is made so often in steps, where other tasks keep changing what it is made of."""
 
 
+class _Request(NamedTuple):
+    """What is to be renamed, as it was looked up, and where to."""
+
+    source: Entry
+    parent: int
+    name: bytes
+    flags: int = 0
+
+    @property
+    def is_exchange(self) -> bool:
+        return self.flags == RENAME_EXCHANGE
+
+
+class _Ends(NamedTuple):
+    """Both ends of a rename as they are now, with their paths. ``target`` is what has the new name."""
+
+    source: Entry
+    target: Entry | None
+    old: str
+    new: str
+    request: _Request
+
+    @property
+    def moving(self) -> list[Entry]:
+        """What changes places: one entry, or in an exchange two."""
+        if self.target is None or not self.request.is_exchange:
+            return [self.source]
+        return [self.source, self.target]
+
+
 class Renames:
     """See the module's head."""
 
@@ -100,7 +131,7 @@ class Renames:
         for entry in ends:
             if entry.flags & Flag.DIRECTORY:
                 await self._preparation.list_below(self._names.path(entry), entry)
-        if await self._rename(source, parent_new, name_new, ends, flags):
+        if await self._rename(_Request(source, parent_new, name_new, flags), ends):
             await self._names.flush()
         if target is not None and not exchange:
             self._unlinker.forget_name(target)
@@ -117,10 +148,11 @@ class Renames:
         elif source.is_dir:
             raise FileError(errno.ENOTDIR)
 
-    def _check_ends(self, source: Entry, parent: int, name: bytes, flags: int) -> tuple[Entry, Entry | None]:
-        """The source as it is now, and what has the new name. Another node may have renamed, replaced or removed the
-        source meanwhile, and somebody made something of the new name: raises FileError as rename(2) says, ESTALE for a
-        source to be looked up again."""
+    def _read_ends(self, request: _Request) -> _Ends:
+        """Both ends as they are now. Another node may have renamed, replaced or removed the source meanwhile, and
+        somebody made something of the new name: raises FileError as rename(2) says, ESTALE for a source to be looked up
+        again."""
+        source, parent, name, flags = request
         now = self._ns.tree.child(source.parent, source.name)
         if now is None:
             raise FileError(errno.ENOENT)
@@ -137,34 +169,33 @@ class Renames:
                 raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR)
             if there.is_dir and self._ns.tree.has_children(there.inode):
                 raise FileError(errno.ENOTEMPTY)
-        return now, there
+        return _Ends(now, there, self._names.path(now), self._names.path_in(parent, name), request)
 
-    async def _rename(self, source: Entry, parent: int, name: bytes, ends: list[Entry], flags: int) -> bool:
-        """Whether it has to be flushed before the answer. ``ends`` are what changes places."""
-        exchange = len(ends) > 1
-        for entry in ends:
+    async def _rename(self, request: _Request, moving: list[Entry]) -> bool:
+        """Whether it has to be flushed before the answer. ``moving`` is what changes places."""
+        source, exchange = request.source, request.is_exchange
+        for entry in moving:
             await self._preparation.drain_older(entry)
         if exchange:
-            await self._preparation.publish_closed(ends)
+            await self._preparation.publish_closed(moving)
         if source.flags & Flag.DIRECTORY or exchange:
-            for entry in ends:
+            for entry in moving:
                 await self._preparation.drain_below(self._names.path(entry))
         file = self._files.get(source.inode)
         # What is being stored when it is renamed is stored first, under its old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():
-            self._forget_removed(ends)
-            now, there = self._check_ends(source, parent, name, flags)
-            old, new = self._names.path(now), self._names.path_in(parent, name)
-            opened = None if there is None or exchange else self._files.hold(there.inode)
+            self._forget_removed(moving)
+            ends = self._read_ends(request)
+            opened = None if ends.target is None or exchange else self._files.hold(ends.target.inode)
             is_held = False
 
             async def execute(_: Entry) -> None:
                 nonlocal is_held
-                if now.flags & Flag.LOCAL and not exchange:
-                    self._check_ends(source, parent, name, flags)
-                    self._move_row(source.inode, parent, name)
+                now = ends if opened is None else self._read_ends(request)  # other tasks ran
+                if ends.source.flags & Flag.LOCAL and not exchange:
+                    self._move_row(now)
                 else:
-                    is_held = await self._commit(source, parent, name, flags, ends, opened)
+                    is_held = await self._commit(now, opened)
 
             if opened is not None:
                 await self._unlinker.unlink(opened, execute)
@@ -172,7 +203,7 @@ class Renames:
                 await execute(source)
             self._files.moved(None if exchange or source.flags & Flag.DIRECTORY else [source.inode])
             for listener in self._ns.events.path_renamed:
-                listener(old, new)
+                listener(ends.old, ends.new)
         return is_held
 
     def _forget_removed(self, ends: Sequence[Entry]) -> None:
@@ -198,68 +229,55 @@ class Renames:
 
     # -- what is in the store
 
-    async def _commit(
-        self, source: Entry, parent: int, name: bytes, flags: int, ends: list[Entry], opened: OpenFile | None
-    ) -> bool:
+    async def _commit(self, ends: _Ends, opened: OpenFile | None) -> bool:
         """Whether a flush has to follow."""
-        exchange = flags == RENAME_EXCHANGE
-        ends = [self._ns.tree.entry(end.inode) or end for end in ends]
-        old, new = self._names.path(ends[0]), self._names.path_in(parent, name)
+        source, exchange = ends.source, ends.request.is_exchange
 
-        def check() -> None:
-            self._forget_removed(ends)
-            now, _ = self._check_ends(source, parent, name, flags)
-            if now.is_local and not ends[0].is_local:
+        def read_ends() -> _Ends:
+            self._forget_removed(ends.moving)
+            now = self._read_ends(ends.request)
+            if now.source.is_local and not source.is_local:
                 raise FileError(errno.ESTALE)  # it was removed just now: nothing is to be committed
+            return now
 
         def plan() -> Change:
-            check()
-            return finish(self._plan(source.inode, parent, name, exchange))
+            return finish(self._plan(read_ends()))
 
-        is_writeback = self._writeback.is_for(old) and self._writeback.is_for(new)
+        is_writeback = self._writeback.is_for(ends.old) and self._writeback.is_for(ends.new)
         is_held = bool(self._committer.held_until)
-        route = route_of(ends, is_writeback=is_writeback, is_held=is_held)
-        is_large = any(self._is_large(end) for end in ends)
+        route = route_of(ends.moving, is_writeback=is_writeback, is_held=is_held)
+        is_large = any(self._is_large(end) for end in ends.moving)
         if is_large and route is not Route.COMMITTED:  # what is journaled is put in effect in one step
             await self._names.flush()
             route = Route.COMMITTED
         if route is Route.COMMITTED:
-            change = await self._commit_now(source.inode, parent, name, check, exchange=exchange, is_large=is_large)
+            change = await self._commit_now(read_ends, is_large=is_large)
             if self._ns.tree.child(source.parent, source.name) is not None:  # what was stored meanwhile stayed there
                 self._preparation.renamed.commit_applied(change)
         else:
             async with self._committer.quiet():
                 if route is Route.JOURNALED:
-                    self._withhold_older(source, old)
-                    self._names.enqueue(plan(), self._journal_versions(source, new, opened))
+                    self._withhold_older(source, ends.old)
+                    self._names.enqueue(plan(), self._journal_versions(source, ends.new, opened))
                 else:
-                    self._committer.enqueue(plan(), self._journal_versions(source, new, opened))
-        for end in ends:
+                    self._committer.enqueue(plan(), self._journal_versions(source, ends.new, opened))
+        for end in ends.moving:
             if exchange and end.is_local and (moved := self._ns.tree.entry(end.inode)) is not None:
                 self._files.replaces(moved, "")
         return route is Route.HELD
 
     async def _commit_now(
-        self,
-        inode: int,
-        parent: int,
-        name: bytes,
-        check: Callable[[], None],
-        planner: Planner = plan_in_steps,
-        *,
-        exchange: bool = False,
-        is_large: bool,
+        self, read_ends: Callable[[], _Ends], planner: Planner = plan_in_steps, *, is_large: bool
     ) -> Change:
-        """Plan and commit, in steps where it ``is_large``. ``check`` raises what ends it."""
+        """Plan and commit, in steps where it ``is_large``. ``read_ends`` raises what ends it."""
         made: list[Change] = []
 
         def plan() -> Change:
-            check()
-            made.append(finish(self._plan(inode, parent, name, exchange, planner=planner)))
+            made.append(finish(self._plan(read_ends(), planner=planner)))
             return made[-1]
 
         async def plan_paced() -> Change:
-            made.append(await self._plan_paced(inode, parent, name, exchange, check, planner))
+            made.append(await self._plan_paced(read_ends, planner))
             return made[-1]
 
         await self._preparation.hear()
@@ -272,16 +290,12 @@ class Renames:
     async def commit_copy(self, source: Entry, parent: int, name: bytes, planner: Planner, *, replaces: bool) -> None:
         """Commit what ``planner`` makes of a file, or a directory and all below it, as a copy at another name, in place
         of a file or an empty directory where it ``replaces`` one. Raises FileError as `rename`, and LakeError."""
-        flags = 0 if replaces else RENAME_NOREPLACE
+        request = _Request(source, parent, name, 0 if replaces else RENAME_NOREPLACE)
         there = self._ns.tree.child(parent, name)
         opened = None if there is None else self._files.hold(there.inode)
 
-        def check() -> None:
-            self._check_ends(source, parent, name, flags)
-
         async def execute(_: Entry) -> None:
-            is_large = self._is_large(source)
-            await self._commit_now(source.inode, parent, name, check, planner, is_large=is_large)
+            await self._commit_now(lambda: self._read_ends(request), planner, is_large=self._is_large(source))
 
         if opened is not None:
             await self._unlinker.unlink(opened, execute)
@@ -328,73 +342,54 @@ class Renames:
             if is_raised:
                 barrier.lower()
 
-    async def _plan_paced(
-        self, inode: int, parent: int, name: bytes, exchange: bool, check: Callable[[], None], planner: Planner
-    ) -> Change:
+    async def _plan_paced(self, read_ends: Callable[[], _Ends], planner: Planner) -> Change:
         """As `_plan`, behind the barrier, with other tasks in between: where one changed what was read, it is read
-        again, and in the end at one go. ``check`` raises what ends the rename."""
+        again, and in the end at one go. ``read_ends`` raises what ends the rename."""
         for _ in range(PLANS_MAX):
-            check()
+            ends = read_ends()
             with self._ns.database.recording() as changed:
-                steps = self._plan(inode, parent, name, exchange, NAMES_PER_STEP, planner)
-                change = await finish_paced(steps)
-                check()
-                if not self._are_ours(changed.take(), inode, parent, name):
+                change = await finish_paced(self._plan(ends, NAMES_PER_STEP, planner))
+                ends = read_ends()
+                if not self._are_ours(changed.take(), ends):
                     return change
-        check()
-        return finish(self._plan(inode, parent, name, exchange, planner=planner))
+        return finish(self._plan(read_ends(), planner=planner))
 
-    def _are_ours(self, keys: set[bytes], inode: int, parent: int, name: bytes) -> bool:
+    def _are_ours(self, keys: set[bytes], ends: _Ends) -> bool:
         """One of these rows is of a name that moves, or of what lies at its path before, or next."""
-        tree = self._ns.tree
-        source = tree.entry(inode)
-        if source is None:
-            return True
-        moves = [path.encode(*PATH) for path in (self._names.path(source), self._names.path_in(parent, name))]
+        tree, inode, new_name = self._ns.tree, ends.source.inode, (ends.request.parent, ends.request.name)
+        moves = [path.encode(*PATH) for path in (ends.old, ends.new)]
         if any(path == move or path.startswith(move + b"/") for path in tree.changed_paths(keys) for move in moves):
             return True
         for above, cookie in tree.changed_entries(keys):
             entry = tree.at(above, cookie)
-            is_end = entry is not None and (entry.inode == inode or (above, entry.name) == (parent, name))
+            is_end = entry is not None and (entry.inode == inode or (above, entry.name) == new_name)
             if is_end or tree.barrier.has_all(above):
                 return True
         return False
 
     def _plan(
-        self,
-        inode: int,
-        parent: int,
-        name: bytes,
-        exchange: bool,
-        names_max: int = sys.maxsize,
-        planner: Planner = plan_in_steps,
+        self, ends: _Ends, names_max: int = sys.maxsize, planner: Planner = plan_in_steps
     ) -> Generator[None, None, Change]:
-        """The commit of a rename, as things are now; it yields after so many names."""
-        facts = yield from self._read_facts(inode, parent, name, exchange, names_max)
+        """The commit of a rename, of ``ends`` as they are now; it yields after so many names."""
+        facts = yield from self._read_facts(ends, names_max)
         change = yield from planner(facts, names_max)
         for at in range(0, len(change.operations), names_max):
             self._ns.check_paths([each.path for each in change.operations[at : at + names_max]])
             yield
         return change
 
-    def _read_facts(
-        self, inode: int, parent: int, name: bytes, exchange: bool, names_max: int
-    ) -> Generator[None, None, RenameFacts]:
-        source = self._ns.tree.entry(inode)
-        if source is None:
-            raise FileError(errno.ENOENT)
-        target = self._ns.tree.child(parent, name)
-        old, new = self._names.path(source), self._names.path_in(parent, name)
+    def _read_facts(self, ends: _Ends, names_max: int) -> Generator[None, None, RenameFacts]:
+        source, target, old, new, request = ends
         is_paced = names_max < sys.maxsize
         moving = self._below(old, new, source, behind=is_paced)
         if is_paced:
-            self._ns.tree.barrier.add(parent, name)
+            self._ns.tree.barrier.add(request.parent, request.name)
         replaced: Iterable[Deletion] = ()
-        if exchange and target is not None:
+        if request.is_exchange and target is not None:
             moving = chain(moving, self._below(new, old, target, behind=is_paced))
         elif target is not None and not target.is_dir:
             replaced = self._names.orphaned(new, target)
-        ends = (source.inode, target.inode if target is not None else 0)
+        end_inodes = (source.inode, target.inode if target is not None else 0)
         names: list[MovedName] = []
         rows = RowSnapshot({}, {}, {})
         while some := list(islice(moving, min(names_max, NAMES_AT_ONCE))):
@@ -402,11 +397,12 @@ class Renames:
             hides = dict(zip(own, self._ns.tree.own_etags(own), strict=True))
             for before, after, entry in some:
                 orphans = tuple(self._names.orphaned(before, entry)) if entry.flags & Flag.LOCAL else ()
-                is_end = entry.inode in ends
+                is_end = entry.inode in end_inodes
                 names.append(MovedName(before, after, entry, hides.get(after, ""), orphans, is_end))
             self._add_rows(rows, [entry for _, _, entry in some])
             yield
-        above = self._names.hidden_parent(target if exchange and source.is_local and target is not None else source)
+        leaving = target if request.is_exchange and source.is_local and target is not None else source
+        above = self._names.hidden_parent(leaving)
         if above is not None:
             self._add_rows(rows, [above[1]])
         return RenameFacts(tuple(names), rows, tuple(replaced), above)
@@ -440,17 +436,15 @@ class Renames:
 
     # -- what is not in the store
 
-    def _move_row(self, inode: int, parent: int, name: bytes) -> None:
+    def _move_row(self, ends: _Ends) -> None:
         """The file gets its new name when it is stored. What was known before may have been stored meanwhile."""
-        tree, entry = self._ns.tree, self._ns.tree.entry(inode)
-        if entry is None:
-            raise FileError(errno.ENOENT)
+        tree, entry, parent, name = self._ns.tree, ends.source, ends.request.parent, ends.request.name
         self._ns.changing(entry.parent, entry.name)
         self._ns.changing(parent, name)
-        plan = plan_local_rename(self._read_local_facts(entry, parent, name))
+        plan = plan_local_rename(self._read_local_facts(ends))
         if plan.removal is not None:
             self._names.enqueue(plan.removal)
-        batch, file, there = Batch(), self._files.get(inode), tree.child(parent, name)
+        batch, file, there = Batch(), self._files.get(entry.inode), tree.child(parent, name)
         if there is not None:
             tree.remove(batch, there)
             self._unlinker.journal_dropped(batch, self._files.get(there.inode))
@@ -458,16 +452,16 @@ class Renames:
         moved = tree.attach(batch, plan.row, parent, name, before=entry)
         self._files.replaces(moved, plan.copied_from)
         if file is not None:
-            self._files.move(batch, file, self._names.path_in(parent, name))
+            self._files.move(batch, file, ends.new)
         self._ns.database.commit(batch, sync=file is not None and file.is_acknowledged)
         self._files.updated(moved)
         reached("rename.moved")
 
-    def _read_local_facts(self, entry: Entry, parent: int, name: bytes) -> LocalRenameFacts:
-        old, there = self._names.path(entry), self._ns.tree.child(parent, name)
+    def _read_local_facts(self, ends: _Ends) -> LocalRenameFacts:
+        entry, there, old = ends.source, ends.target, ends.old
         is_visible, orphans = self._names.is_visible(old), tuple(self._names.orphaned(old, entry))
         if there is None:
             return LocalRenameFacts(old, entry, is_visible, orphans)
         row = self._ns.tree.objects.get(there.place) if there.place else None
-        etag = self._ns.own_etag(self._names.path(there))
+        etag = self._ns.own_etag(ends.new)
         return LocalRenameFacts(old, entry, is_visible, orphans, there, etag, row)
