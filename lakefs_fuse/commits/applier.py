@@ -21,6 +21,7 @@ time (`restamp`) when it has one. Trio thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 
 import msgspec
 import trio
@@ -178,20 +179,26 @@ class Applier:
         (entry,), tombstone = self.paths.find_many([path]), self._tree.tombstones.get(path)
         return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.has(stamp))
 
-    def restamp(self, record: Record, pending: int, time: int) -> None:
-        """Give what `apply_pending` merged under ``pending``, and is unchanged, the time of the commit that has it."""
-        attributes = [operation for operation in record.operations if isinstance(operation, SetAttr)]
-        if attributes:
-            self._run(msgspec.structs.replace(record, operations=attributes, moves=[]), ObjectRef(), time, own=True)
-        self._restamp(record.operations, pending, time)
+    def restamp(self, pending: Sequence[tuple[Record, int]], time: int) -> None:
+        """Give what `apply_pending` merged, each record under its stamp, and is unchanged, the time of the commit that
+        has it."""
+        names: list[tuple[bytes, int]] = []
+        for record, stamp in pending:
+            attributes = [operation for operation in record.operations if isinstance(operation, SetAttr)]
+            if attributes:
+                self._restamp(names, time)  # or attributes would not count beside what is newer than any commit
+                names = []
+                self._run(msgspec.structs.replace(record, operations=attributes, moves=[]), ObjectRef(), time, own=True)
+            names += ((_row_path(operation), stamp) for operation in record.operations)
+        self._restamp(names, time)
 
     def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
         """Give what a commit changed the time of the commit that repeats it; what that left out is as old as the
         commit."""
         numbers = {id(each) for each in kept}
         left = [each for each in original.record.operations if id(each) not in numbers]
-        self._restamp(kept, original.record.time, time)
-        self._restamp(left, original.record.time, original.made_ns)
+        self._restamp([(_row_path(each), original.record.time) for each in kept], time)
+        self._restamp([(_row_path(each), original.record.time) for each in left], original.made_ns)
         attributed = [operation.path.encode() for operation in kept if isinstance(operation, SetAttr)]
         batch = Batch()
         for entry in self.paths.find_many(attributed):
@@ -199,22 +206,22 @@ class Applier:
                 self._tree.update(batch, msgspec.structs.replace(entry, ctime_ns=time))
         self._db.commit(batch)
 
-    def _restamp(self, operations: Sequence[Operation], before: int, time: int) -> None:
-        """Replace a stamp of names that were set, or removed, by another."""
-        for first in range(0, len(operations), TOGETHER_MAX):
-            paths = list({_row_path(operation): None for operation in operations[first : first + TOGETHER_MAX]})
-            tombstones = zip(paths, self._tree.tombstones.get_many(paths), strict=True)
-            batch = Batch()
-            found = self.paths.find_many(paths)
-            self._tree.restamp(batch, [entry for entry in found if entry and entry.stamp == before], time)
-            self._tree.tombstones.write(
-                batch,
-                {
-                    path: each.restamped(before, time)
-                    for path, each in tombstones
-                    if each and each.restamped(before, time) != each
-                },
-            )
+    def _restamp(self, names: Sequence[tuple[bytes, int]], time: int) -> None:
+        """Replace a stamp of each name, which was set or removed under it, by another."""
+        for first in range(0, len(names), TOGETHER_MAX):
+            stamps: dict[bytes, list[int]] = {}
+            for path, stamp in names[first : first + TOGETHER_MAX]:
+                stamps.setdefault(path, []).append(stamp)
+            paths, batch = list(stamps), Batch()
+            found = zip(paths, self.paths.find_many(paths), strict=True)
+            self._tree.restamp(batch, [entry for path, entry in found if entry and entry.stamp in stamps[path]], time)
+            restamped = {}
+            for path, tombstone in zip(paths, self._tree.tombstones.get_many(paths), strict=True):
+                if tombstone is not None:
+                    new = reduce(lambda each, stamp: each.restamped(stamp, time), stamps[path], tombstone)
+                    if new != tombstone:
+                        restamped[path] = new
+            self._tree.tombstones.write(batch, restamped)
             self._db.commit(batch)
 
 

@@ -11,6 +11,8 @@ Trio thread only. After a crash `load` has every change that was journaled.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.change import Change, Sending
@@ -97,15 +99,16 @@ class ChangeJournal:
         self.changes[sequence] = change
         self._rows.put(batch, sequence, change)
 
-    def delete(self, batch: Batch, sequence: int) -> None:
-        """The change is in the store; followed by `forget` once ``batch`` is committed."""
-        self._rows.delete(batch, sequence)
+    def delete(self, batch: Batch, sequences: Collection[int]) -> None:
+        """The changes are in the store; followed by `forget` once ``batch`` is committed."""
+        self._rows.delete(batch, *sequences)
 
-    def forget(self, sequence: int) -> None:
-        self.changes.pop(sequence, None)
-        for key in self._reserving.pop(sequence, ()):
-            if self._reserved.get(key) == sequence:
-                del self._reserved[key]
+    def forget(self, sequences: Collection[int]) -> None:
+        for sequence in sequences:
+            self.changes.pop(sequence, None)
+            for key in self._reserving.pop(sequence, ()):
+                if self._reserved.get(key) == sequence:
+                    del self._reserved[key]
 
     def waive_deletions(self, key: str) -> list[Deletion]:
         """An object that changes were to delete gets new bytes: they will not. Raises CacheError."""

@@ -318,7 +318,7 @@ class Committer:
             if time:
                 said = [each for each in gone if not isinstance(each, SetAttr)]
                 said_change = replace(change, operations=said, moves=[])
-                self._applier.restamp(merged([said_change], self.writer, 0), PENDING | sequence, time)
+                self._applier.restamp([(merged([said_change], self.writer, 0), PENDING | sequence)], time)
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves))
 
     def withhold(self, path: str, since: int, until: int, newest: int) -> None:
@@ -333,7 +333,7 @@ class Committer:
             if change.after < since or not gone:
                 continue
             older = replace(change, operations=gone, moves=[])
-            self._applier.restamp(merged([older], self.writer, 0), PENDING | sequence, self._clock.now())
+            self._applier.restamp([(merged([older], self.writer, 0), PENDING | sequence)], self._clock.now())
             kept = [each for each in change.operations if each not in gone]
             moves = [pair for pair in change.moves if path not in pair]
             after = max(change.after, until)
@@ -647,6 +647,7 @@ class Committer:
             for each in change.operations
             if isinstance(each, SetAttr)
         }
+        pending: list[tuple[Record, int]] = []
         for sequence, change in journaled.items():
             counts = [
                 each
@@ -654,13 +655,15 @@ class Committer:
                 if not isinstance(each, SetAttr) or later.get(each.path, 0) < sequence
             ]
             counting = change if len(counts) == len(change.operations) else replace(change, operations=counts)
-            self._applier.restamp(merged([counting], self.writer, time), PENDING | sequence, time)
-            batch = Batch()
-            self.journal.delete(batch, sequence)
+            pending.append((merged([counting], self.writer, time), PENDING | sequence))
+        self._applier.restamp(pending, time)
+        batch = Batch()
+        self.journal.delete(batch, journaled)
+        for sequence, change in journaled.items():
             for doomed in self.journal.changes.get(sequence, change).doomed:  # some were waived since, perhaps
                 self._deletions.add(batch, doomed)
-            self._db.commit(batch)
-            self.journal.forget(sequence)
+        self._db.commit(batch)
+        self.journal.forget(journaled)
 
     async def _reconcile_sending(self) -> None:
         """An earlier commit with journaled changes was sent, and its answer is not known."""

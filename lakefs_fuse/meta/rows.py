@@ -54,8 +54,9 @@ class SequenceRows(Generic[T]):
     def put(self, batch: Batch, number: int, row: T) -> None:
         batch.rows[self._kind + schema.NUMBER.pack(number)] = msgspec.msgpack.encode(row)
 
-    def delete(self, batch: Batch, number: int) -> None:
-        batch.rows[self._kind + schema.NUMBER.pack(number)] = None
+    def delete(self, batch: Batch, *numbers: int) -> None:
+        for number in numbers:
+            batch.rows[self._kind + schema.NUMBER.pack(number)] = None
 
     def items(self) -> Iterator[tuple[int, T]]:
         for key, raw in self._db.scan(self._kind, schema.end_of(self._kind)):
@@ -163,6 +164,7 @@ def _due_key(deletion: Deletion) -> bytes:
 
 NEVER_NS = (1 << 63) - 1
 """Later than every commit."""
+_APPLIED_END = schema.end_of(schema.APPLIED)
 
 
 class CommitRows:
@@ -194,7 +196,8 @@ class CommitRows:
 
     def record_polled(self, time: int) -> None:
         """A poll came to its end that found everything as new as this."""
-        if time > self.polled() or self._db.get(schema.SINGLE_POLLED) is None:
+        row = self._db.get(schema.SINGLE_POLLED)
+        if row is None or time > int.from_bytes(row, "big"):
             self._db.commit(Batch({schema.SINGLE_POLLED: schema.NUMBER.pack(time)}))
 
     def first_forgotten(self) -> int:
@@ -233,9 +236,9 @@ class CommitRows:
         """The next poll applies commits again that are newer than this."""
         self._forget(time)
         newer = _commit_key(schema.APPLIED, time + 1, "")
-        if next(self._db.scan(newer, schema.end_of(schema.APPLIED)), None) is not None:
+        if next(self._db.scan(newer, _APPLIED_END), None) is not None:
             batch = Batch()
-            batch.delete_range(newer, schema.end_of(schema.APPLIED))
+            batch.delete_range(newer, _APPLIED_END)
             self._db.commit(batch)
 
     def forget_all(self) -> None:

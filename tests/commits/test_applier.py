@@ -798,7 +798,7 @@ def test_a_pending_change_is_newer_than_any_commit_until_it_has_a_time(tmp_path:
         assert sorted(n.shown()) == ["d/", "l"]
         n.commit(100, put("f"), mkdir("d", 0o711), Symlink("l", "theirs", 0, 0, 0), writer="0000000b")
         assert sorted(n.shown()) == ["d/", "l"]
-        n.applier.restamp(msgspec.structs.replace(mine, time=at(200)), PENDING | 1, at(200))
+        n.applier.restamp([(msgspec.structs.replace(mine, time=at(200)), PENDING | 1)], at(200))
         assert [n.found(path).stamp for path in ("d", "l")] == [at(200)] * 2
         n.commit(201, put("f"), writer="0000000b")
         assert n.found("f").stamp == at(201)
@@ -815,7 +815,7 @@ def test_object_told_of_beside_a_pending_change_counts_by_the_time_of_its_commit
         n.applier.apply_pending(mine, PENDING | 1)
         seconds = 30 if is_later else 10
         n.commit(seconds, told("e1"), writer="0000000b")
-        n.applier.restamp(msgspec.structs.replace(mine, time=at(20)), PENDING | 1, at(20))
+        n.applier.restamp([(msgspec.structs.replace(mine, time=at(20)), PENDING | 1)], at(20))
         n.commit(seconds, told("e1"), writer="0000000b")
         found, tombstone = n.find("f"), n.tree.tombstones.get(b"f")
         assert (found is not None and found.is_plain) == is_later
@@ -835,8 +835,39 @@ def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
         n.applier.apply_pending(mine, PENDING | 1)
         assert n.found("f").mode == 0o600
         n.commit(50, change=theirs, writer="0000000b")
-        n.applier.restamp(msgspec.structs.replace(mine, time=at(60)), PENDING | 1, at(60))
+        n.applier.restamp([(msgspec.structs.replace(mine, time=at(60)), PENDING | 1)], at(60))
         assert n.found("f").mode == 0o600
+
+
+def test_changes_that_get_their_time_together_have_it_as_if_one_after_the_other(tmp_path: Path) -> None:
+    """The second sets attributes of what the first made; the third removes one of two names of the first."""
+    with node(tmp_path) as n:
+        made = Record(writer=n.writer, time=0, operations=[mkdir("d", 0o700), Symlink("l", "mine", 0, 0, 0)])
+        n.applier.apply_pending(made, PENDING | 1)
+        changed = Record(writer=n.writer, time=0, operations=[mkdir("d", 0o711)])
+        n.applier.apply_pending(changed, PENDING | 2)
+        removed = Record(writer=n.writer, time=0, operations=[Remove("l")])
+        n.applier.apply_pending(removed, PENDING | 3)
+        records = [msgspec.structs.replace(each, time=at(30)) for each in (made, changed, removed)]
+        n.applier.restamp([(record, PENDING | number) for number, record in enumerate(records, 1)], at(30))
+        assert (n.found("d").stamp, n.found("d").mode) == (at(30), 0o711)
+        tombstone = n.tree.tombstones.get(b"l")
+        assert tombstone is not None
+        assert (tombstone.has(at(30)), tombstone.has(PENDING | 1), tombstone.has(PENDING | 3)) == (True, False, False)
+
+
+def test_attributes_that_get_their_time_with_the_file_that_they_are_of_stay(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        file = Put("f", 0, 0, 1, 0o644, 0, 0, 0)
+        made = Record(writer=n.writer, time=0, objects=[ObjectRef("k", "e1", 1)], operations=[file])
+        n.applier.apply_pending(made, PENDING | 1)
+        mine = n.chmod("f", 0o600)
+        changed = Record(writer=n.writer, time=0, objects=mine.objects, operations=mine.operations)
+        n.applier.apply_pending(changed, PENDING | 2)
+        records = [msgspec.structs.replace(each, time=at(30)) for each in (made, changed)]
+        n.applier.restamp([(record, PENDING | number) for number, record in enumerate(records, 1)], at(30))
+        found = n.found("f")
+        assert (found.stamp, found.ctime_ns, found.mode) == (at(30), at(30), 0o600)
 
 
 def test_what_is_being_written_stays_where_another_node_renames_a_file_over_it(tmp_path: Path) -> None:
