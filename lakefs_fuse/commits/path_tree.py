@@ -255,10 +255,15 @@ class _CarryOver:
             if not number % (READ_PER_NAME * self._names_max):
                 yield
         if self._names_max > len(self._record.operations):  # its caller takes all steps at once
-            is_covered = all(self._is_covered(names, move) for move, names in self._all_below())
-            if not (self._is_each_another() and all(map(self._is_movable, self._record.moves)) and is_covered):
+            if not (self._is_each_another() and all(map(self._is_movable, self._record.moves))):
                 return Carried()
+            below = []
             for move, names in self._all_below():
+                if not self._is_covered(names, move):
+                    return Carried()
+                below.append((move, names))
+            # What one move frees may lie below another, which reads its row again.
+            for move, names in below if len(self._record.moves) == 1 else self._all_below():
                 self._free_from_keys(names, move)
             return self._switch()
         with self._paths.database.recording() as changed:

@@ -353,7 +353,7 @@ class Poller:
     async def _apply_found(self, began_s: float, look: _Look, until: float, *, repeats: bool = True) -> int:
         """Under the lock, what was just listed, up to the time ``until``. No bundle repeats it without ``repeats``."""
         self._metrics.polls += 1
-        count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
+        count, backoff = 0, None
         give_up_at = trio.current_time() + DOUBT_S_MAX
         commits, first_look = self._applier.commits, look
         while True:
@@ -362,6 +362,7 @@ class Poller:
             count += done
             if done == len(found):
                 break
+            backoff = backoff or Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
             await trio.sleep(backoff.next_s())
             self._list_again(found[done])
             look = await self._look(is_deep=look.is_deep)

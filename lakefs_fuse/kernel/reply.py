@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from typing import Protocol
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
@@ -46,7 +47,7 @@ def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAtt
     attributes.st_gid = fs.default_gid if entry.gid == UNSET else entry.gid
     attributes.st_size = entry.size
     attributes.st_blocks = -(-entry.size // SECTOR_BYTES)
-    attributes.st_blksize = DIRECTORY_BLKSIZE if entry.is_dir else FILE_BLKSIZE
+    attributes.st_blksize = DIRECTORY_BLKSIZE if stat.S_ISDIR(attributes.st_mode) else FILE_BLKSIZE
     attributes.st_mtime_ns = attributes.st_atime_ns = entry.mtime_ns
     attributes.st_ctime_ns = entry.ctime_ns
     return attributes

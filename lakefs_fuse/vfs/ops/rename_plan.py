@@ -111,7 +111,7 @@ def plan_in_steps(facts: RenameFacts, names_max: int) -> Generator[None, None, C
         some = [name for name in names if not name.moves_here_only]
         moving += some
         made.update((name.after, name.row[1]) for name in some)
-        builder.add_moves((name.before, name.after, name.entry, name.hides) for name in some)
+        builder.add_moves([(name.before, name.after, name.entry, name.hides) for name in some])
         yield
     if facts.parent is not None:
         builder.mkdir(*facts.parent)
@@ -124,8 +124,8 @@ def plan_in_steps(facts: RenameFacts, names_max: int) -> Generator[None, None, C
         yield
     moving.reverse()
     for at in range(0, len(moving), names_max):
-        leaving = (name for name in moving[at : at + names_max] if name.row not in made)
-        builder.add_removals((name.before, name.entry) for name in leaving)
+        leaving = [name for name in moving[at : at + names_max] if name.row not in made]
+        builder.add_removals([(name.before, name.entry) for name in leaving])
         yield
     return msgspec.structs.replace(builder.change(), doomed=doomed)
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class UnlinkedInodes(dict[int, Entry]):
-    """Inodes that this node took the last name from, and that the kernel may still hold: the entry that each had last."""
+    """Of inodes that this node took the last name from, and that the kernel may still hold, the last entry."""
 
     def put(self, entry: Entry) -> None:
         """The name of the entry is gone, or its attributes are these now."""
