@@ -1,21 +1,24 @@
 """How far one request goes through the modules of the product, from the kernel's request to its answer.
 
-    PYTHONPATH=. python scripts/measure_journeys.py
+    PYTHONPATH=. python scripts/measure_journeys.py [--calls]
 
 Counts the modules that run, and the *switches*: calls from a function of one module to one of another, whatever lies
 between them that is not ours. A coroutine counts when it begins, not when it goes on. Background tasks that run before
 the answer count too; what was begun before may end first, and the fewest modules and the fewest switches of five runs
 count, because a slow machine lets more of them run. The store is in memory, small files are plain objects: `close` of a
 file of 50 KB, and `rename` of a directory with 8 such files. Clocks and threads of a node are modules like all others.
-The numbers are for comparing two states of the source, not two machines.
+The numbers are for comparing two states of the source, not two machines. ``--calls`` lists the switches, those made
+most often first: a function that is called once for each file stands at the top.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -43,7 +46,12 @@ class Journey:
     """A context manager: counts what runs while it is entered, worker threads that begin meanwhile included."""
 
     modules: set[str] = field(default_factory=set)
-    switches: int = 0
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Switches by the caller, with its line, and the function that is called."""
+
+    @property
+    def switches(self) -> int:
+        return self.calls.total()
 
     def __enter__(self) -> Journey:
         threading.setprofile(self._note)
@@ -63,13 +71,17 @@ class Journey:
         while caller is not None and not _module(caller):
             caller = caller.f_back
         if caller is not None and _module(caller) != module and not _goes_on(frame.f_code, frame.f_lasti):
-            self.switches += 1
+            self.calls[f"{_function(caller)}:{caller.f_lineno}", _function(frame)] += 1
 
 
 def _module(frame: FrameType) -> str:
     """Empty for what is not the product's."""
     name = frame.f_globals.get("__name__", "")
     return name if name.partition(".")[0] == PRODUCT else ""
+
+
+def _function(frame: FrameType) -> str:
+    return f"{_module(frame).removeprefix(PRODUCT + '.')}.{frame.f_code.co_qualname}"
 
 
 def _goes_on(code: CodeType, at: int) -> bool:
@@ -89,7 +101,8 @@ async def measure(directory: Path) -> dict[str, Journey]:
 
 def _fewest(journeys: list[Journey]) -> Journey:
     return Journey(
-        min((journey.modules for journey in journeys), key=len), min(journey.switches for journey in journeys)
+        min((journey.modules for journey in journeys), key=len),
+        min((journey.calls for journey in journeys), key=Counter.total),
     )
 
 
@@ -122,9 +135,14 @@ async def _run(directory: Path) -> dict[str, Journey]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--calls", action="store_true", help="list the switches, by caller and function")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         for name, journey in trio.run(measure, Path(directory)).items():
             print(f"{name}: {len(journey.modules)} modules, {journey.switches} switches")
+            for (caller, function), count in journey.calls.most_common() if options.calls else ():
+                print(f"{count:5}  {caller} -> {function}")
 
 
 if __name__ == "__main__":
