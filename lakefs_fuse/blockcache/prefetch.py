@@ -2,10 +2,13 @@
 
 A program that draws samples at random from a pack or a large file reads nearly all of it in the end. Block by block
 each sample costs a round trip, while the rest of the object costs a few large GETs. So an object of which jumping
-readers missed one block in `MISSED_SHARE` is fetched to its end, one object at a time.
+readers missed one block in `MISSED_SHARE` is fetched to its end, one object at a time. Until a block has come, a small
+file in it is read alone, past the cache: a GET of a whole block would take longer, and split the large GETs.
 
 What always holds: prefetch evicts nothing (an object that does not fit the free room is left alone), fetches no block
-twice, stays within the reader's memory bounds, and ends quietly on an error: readers fetch what they need themselves.
+twice, leaves half of the reader's memory to readers, and ends quietly on an error: readers fetch what they need
+themselves. Files that are read alone are at most one byte in `ALONE_SHARE` of their object: the only bytes that come
+twice.
 Trio thread only; nothing survives a crash, or has to.
 """
 
@@ -27,7 +30,11 @@ MISSED_SHARE = 16
 """One block of so many is enough to go by …"""
 MISSED_MIN = 4
 """… and no fewer blocks than this."""
-FETCHES_AT_ONCE = 2
+FETCHES_AT_ONCE = 4
+"""As far as half of the reader's memory has room for them."""
+ALONE_SHARE = 16
+ALONE_BYTES_MAX = 256 << 10
+"""A larger file costs about what its blocks cost."""
 COUNTED_MAX = 4096
 """Objects whose missed blocks are counted; those that missed longest ago are forgotten."""
 _log = logging.getLogger(__name__)
@@ -35,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 class ObjectPrefetch:
     """See the module's head. ``fill(version, first, stop)`` brings those of blocks [first, stop) into the cache that
-    are not there, and raises LakeError; ``blocks_max`` are as many as it takes at once."""
+    are not there, and raises LakeError; ``blocks_max`` are as many as it takes at once, ``fetches_at_once`` times."""
 
     def __init__(
         self,
@@ -44,12 +51,15 @@ class ObjectPrefetch:
         nursery: trio.Nursery,
         fill: Callable[[Version, int, int], Awaitable[None]],
         blocks_max: int,
+        fetches_at_once: int = FETCHES_AT_ONCE,
     ) -> None:
         self._cache, self._metrics, self._nursery = cache, metrics, nursery
-        self._fill, self._blocks_max = fill, blocks_max
+        self._fill, self._blocks_max, self._fetches_at_once = fill, blocks_max, fetches_at_once
         self._missed: OrderedDict[Version, int] = OrderedDict()
         self._waiting: deque[Version] = deque()
         self._fetched: Version | None = None
+        self._alone_bytes: dict[Version, int] = {}
+        """What may still be read alone of objects that are being fetched, or wait for it."""
 
     def missed(self, version: Version, blocks: int) -> None:
         """Count ``blocks`` that a jumping reader had to wait for; may begin a prefetch."""
@@ -64,6 +74,20 @@ class ObjectPrefetch:
             if self._fetched is None and not self._waiting:
                 self._nursery.start_soon(self._run)
             self._waiting.append(version)
+            self._alone_bytes[version] = version.size // ALONE_SHARE
+
+    def is_coming(self, version: Version) -> bool:
+        """Whether the object is being fetched, or waits for it."""
+        return version in self._alone_bytes
+
+    def take_alone(self, version: Version, size: int) -> bool:
+        """Whether a file, or what is left of it, of ``size`` bytes that have not come yet is to be read alone; counts
+        them."""
+        left = self._alone_bytes.get(version, 0) - size
+        if size > ALONE_BYTES_MAX or left < 0:
+            return False
+        self._alone_bytes[version] = left
+        return True
 
     def _fits(self, version: Version) -> bool:
         wanted = [version, *self._waiting, *([self._fetched] if self._fetched is not None else [])]
@@ -81,9 +105,10 @@ class ObjectPrefetch:
                 _log.exception("fetching %s whole", version.key)
             finally:
                 self._fetched = None
+                self._alone_bytes.pop(version, None)
 
     async def _fetch(self, version: Version) -> None:
         async def fill(first: int) -> None:
             await self._fill(version, first, min(first + self._blocks_max, version.blocks))
 
-        await for_each(range(0, version.blocks, self._blocks_max), fill, FETCHES_AT_ONCE)
+        await for_each(range(0, version.blocks, self._blocks_max), fill, self._fetches_at_once)

@@ -1,7 +1,7 @@
 """Any bytes of an object version: from memory, from the block cache, or from the store in as few GETs as pay off.
 
 What is read here and there of a large object is read from the cache disk as it is asked for, not by the block; and from
-the store, too, where the cache is full and all of it in use (`admission`).
+the store, too, where the cache is full and all of it in use (`admission`), or the object is on its way (`prefetch`).
 
 What always holds:
 
@@ -32,7 +32,7 @@ from lakefs_fuse.blockcache.cache import CacheState
 from lakefs_fuse.blockcache.fetches import Load, PendingBlock, runs
 from lakefs_fuse.blockcache.memory_cache import RecentBlocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
-from lakefs_fuse.blockcache.prefetch import ObjectPrefetch
+from lakefs_fuse.blockcache.prefetch import FETCHES_AT_ONCE, ObjectPrefetch
 from lakefs_fuse.blockcache.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.blockcache.verified_get import BlockGetter, Getter, Spans, UnverifiedGet
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
@@ -89,7 +89,8 @@ class BlockReader:
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
         self._bypassing: dict[tuple[Version, int, int], PendingBlock] = {}
         """Ranges on their way past the cache."""
-        self._whole = ObjectPrefetch(self._cache, metrics, nursery, self.fill, FETCH_BLOCKS_MAX)
+        at_once = max(1, min(FETCHES_AT_ONCE, inflight_bytes_max // 2 // PIECE_BYTES))
+        self._whole = ObjectPrefetch(self._cache, metrics, nursery, self.fill, FETCH_BLOCKS_MAX, at_once)
 
     @property
     def inflight_bytes_max(self) -> int:
@@ -141,12 +142,14 @@ class BlockReader:
                 if readahead is not None:
                     self._ahead(version, readahead, offset, length)
                 return part
-        is_kept = not jumps or self._is_at_hand(version, first, stop) or self._admits(version, offset)
-        if not is_kept and version.size > (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX):
+        at_hand = self._is_at_hand(version, first, stop)
+        is_kept = not jumps or at_hand or self._admits(version, offset)
+        start, stop_at = _piece(offset, end, within)
+        is_alone = within is not None and not (at_hand or around) and self._whole.take_alone(version, stop_at - start)
+        if is_alone or (not is_kept and version.size > (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX)):
             if readahead is not None:
                 self._ahead(version, readahead, offset, length)
             if offset or within is not None:  # else a handle begins to read on
-                start, stop_at = _piece(offset, end, within)
                 return (await self._bypass(version, start, stop_at, end, reads))[offset - start : end - start]
         found = self._gather(version, first, stop, readahead, jumps, is_kept)
         if readahead is not None:
@@ -439,7 +442,7 @@ class BlockReader:
                 self._metrics.hits += 1
                 return
             self._metrics.misses += 1
-            self._metrics.bypasses += 1
+            self._metrics.bypasses += not self._whole.is_coming(version)
             begin = max(0, start - HEADER_BYTES)
             await self._budget.acquire(stop - begin)
             try:

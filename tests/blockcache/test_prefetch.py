@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from lakefs_fuse.blockcache import async_cache
 from lakefs_fuse.blockcache.object_version import Version
@@ -103,6 +104,49 @@ async def test_a_reader_that_comes_meanwhile_waits_for_what_is_on_its_way(tmp_pa
         await lake.jump([0, 1, 20, 95 - 1, 50])
         await lake.settled()
         assert lake.bytes_asked == len(DATA)
+
+
+async def test_files_of_a_pack_that_is_coming_are_read_alone_up_to_a_share_of_it(tmp_path: Path) -> None:
+    size, blocks = 256 << 10, range(50, 80)
+    async with lake_at(tmp_path) as lake:
+        await lake.jump(FAR[:-1])
+        lake.store.gate = gate = trio.Event()
+
+        async def read(index: int) -> None:
+            at = index * MIB + 1000
+            assert await lake.reader.read(lake.version, at, size, within=(at, at + size)) == DATA[at : at + size]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lake.jump, FAR[-1:])
+            while len(lake.store.gets) < ENOUGH + FETCHES_AT_ONCE:
+                await trio.sleep(0.002)
+            before = len(lake.store.gets)
+            for index in set(blocks) - set(FAR):
+                nursery.start_soon(read, index)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            alone = [end - start for _, start, end in lake.store.gets[before:] if end - start < MIB]
+            gate.set()
+        await lake.settled()
+        assert len(alone) == len(DATA) // 16 // size < len(set(blocks) - set(FAR)), "the others by the block"
+        assert lake.bytes_asked == len(DATA) + sum(alone)
+        assert (lake.metrics.fetched_whole, lake.metrics.bypasses) == (1, 0)
+
+
+async def test_a_small_memory_is_left_to_readers(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        disk = for_tasks(lake.cache, lake.nursery)
+        lake.reader = BlockReader(lake.store, disk, lake.metrics, lake.nursery, inflight_bytes_max=32 * MIB)
+        await lake.jump(FAR[:-1])
+        lake.store.gate = gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lake.jump, FAR[-1:])
+            while len(lake.store.gets) < ENOUGH + 2:
+                await trio.sleep(0.002)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert 8 * MIB < lake.reader.statistics().bytes_inflight <= 17 * MIB
+            gate.set()
+        await lake.settled()
+        assert lake.metrics.fetched_whole == 1
 
 
 async def test_who_reads_on_is_not_taken_for_one_that_jumps(tmp_path: Path) -> None:
