@@ -3,7 +3,7 @@
     PYTHONPATH=. python scripts/measure_training.py --files 3000 --rounds 3
     PYTHONPATH=. python scripts/measure_training.py --before DIRECTORY_OF_ANOTHER_CHECKOUT
 
-SeaweedFS behind HAProxy, which keeps each request for a while. A DataLoader of four workers reads shuffled files of 50 KB
+SeaweedFS behind HAProxy, which delays each request. A DataLoader of four workers reads shuffled files of 50 KB
 in batches of 32, and the job computes (sleeps) after each batch. First obstore reads as many ranges, a GET each,
 without computing; ``--busy`` is the share of an epoch in which it would read then, and gives the seconds of computing,
 unless ``--compute-ms`` does. In each round every mount begins with an empty cache; with ``--before`` two checkouts take
