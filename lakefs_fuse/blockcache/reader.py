@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -154,6 +154,13 @@ class BlockReader:
         found = self._gather(version, first, stop, readahead, jumps, is_kept)
         if readahead is not None:
             self._ahead(version, readahead, offset, length)
+        return await self._joined(version, found, offset, end, reads)
+
+    async def _joined(
+        self, version: Version, found: Sequence[memoryview | PendingBlock], offset: int, end: int, reads: ReadMetrics
+    ) -> bytes | memoryview:
+        """Bytes [offset, end) of the blocks that have them, the first of which has ``offset``. Raises FileError."""
+        first, stop = offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         blocks = list[memoryview]()
         for index, item in enumerate(found, first):
             wanted = min(end, (index + 1) * BLOCK_BYTES) - max(offset, index * BLOCK_BYTES)
