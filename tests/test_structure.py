@@ -10,7 +10,7 @@ from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, statements, widest_constructor
 
 CLOSE = 29, 58
-RENAME = 39, 277
+RENAME = 39, 278
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8
