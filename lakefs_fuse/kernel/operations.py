@@ -120,6 +120,8 @@ class Operations(pyfuse3.Operations):
         self.barrier = fs.namespace.tree.barrier
         self.idleness: Sleeper = fs.namespace.idleness
         self._metrics = fs.metrics.namespace
+        self._renumbered = set[int]()
+        """Files that show the number of another, or did when they were shown last."""
         self.invalidations = Invalidations(self._count_invalidations)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
         fs.events.kernel_told.append(self.invalidations.wait_notified)
@@ -159,7 +161,18 @@ class Operations(pyfuse3.Operations):
         if not entry.is_dir:
             attributes.st_blocks = -(-self.fs.data_bytes(entry) // SECTOR_BYTES)
             attributes.st_nlink *= self.fs.link_count(entry.inode)
+            self._show_number(entry, attributes)
         return attributes
+
+    def _show_number(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
+        """A linked file shows the inode number of its source while both are unchanged, which is asked each time."""
+        number = self.fs.shown_number(entry)
+        if number != entry.inode and hooks.show_number(entry.inode, number):
+            self._renumbered.add(entry.inode)
+            attributes.attr_timeout = 0
+        elif number == entry.inode and entry.inode in self._renumbered:
+            self._renumbered.discard(entry.inode)
+            hooks.show_number(entry.inode, 0)
 
     @upcall("lookup", about=About.NAME)
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:

@@ -66,7 +66,8 @@ class Filesystem:
         self.wait_path = PathWaits(namespace, handles.files, xattrs.version, self.config.refresh_s).wait
         self.listing_fresh_s, self.more_names = namespace.listing_fresh_s, namespace.wait_for_more
         self.knows_holes_in = handles.files.holes.any_in
-        self.link_count, self.knows_links_in = directories.links.counts.of, directories.links.counts.any_in
+        links = directories.links.counts
+        self.link_count, self.shown_number, self.knows_links_in = links.of, links.number, links.any_in
         self.files_in_use: Mapping[int, OpenFile] = handles.files.by_inode
         """Not to be changed. Their rows, as a directory's reader sees them, are those of `row_of`."""
 

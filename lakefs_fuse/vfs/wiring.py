@@ -308,8 +308,8 @@ class Assembly:
         renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation)
         new_id = ground.ids("clones")
         clones = Clones(namespace, names, renames, preparation, ground.client, self.deletions, new_id)
-        links = Links(config.hard_links, namespace, drafts, io, self._writer, writeback, self._reader)
         attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)
+        links = Links(config.hard_links, namespace, drafts, io, self._writer, writeback, self._reader, attributes.entry)
         rules, metrics = Rules.of(config), ground.metrics
 
         def reads_of(path: str) -> ReadMetrics:

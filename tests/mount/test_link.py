@@ -81,6 +81,35 @@ def test_linked_names_have_two_links_and_are_two_files(nodes: tuple[Lake, Lake])
     assert (other.path / "two").read_text() == "first"
 
 
+def test_linked_names_show_one_inode_number_until_one_changes(make_lake: LakeMaker) -> None:
+    """`git clone` of a local repository compares the numbers of an object before and after it was linked."""
+    lake = make_lake("file").mount()
+    one, two, three = (lake.path / name for name in ("one", "two", "three"))
+    one.write_text("first")
+    before = one.lstat()
+    os.link(one, two)
+    os.link(two, three)
+    after = [path.lstat() for path in (one, two, three)]
+    assert {(each.st_ino, each.st_mode, each.st_mtime_ns) for each in after} == {
+        (before.st_ino, before.st_mode, before.st_mtime_ns)
+    }
+    with os.scandir(lake.path) as entries:
+        assert {entry.inode() for entry in entries} == {before.st_ino}
+    three.chmod(0o600)
+    two.write_text("other")
+    assert len({path.lstat().st_ino for path in (one, two, three)}) == 3
+    four = lake.path / "four"
+    os.link(one, four)
+    assert one.samefile(four)
+    one.write_text("changed")
+    assert not one.samefile(four)
+    assert (four.read_text(), three.read_text()) == ("first", "first")
+    five = lake.path / "five"
+    os.link(four, five)
+    four.unlink()
+    assert five.read_text() == "first"
+
+
 @pytest.mark.parametrize("durability", ["close", "writeback"])
 def test_file_is_linked_with_what_was_written_before_it_is_closed(make_lake: LakeMaker, durability: str) -> None:
     """Its pages may be the kernel's alone, and its name the C library's."""

@@ -244,7 +244,7 @@ size_t fuse_add_direntry_plus(fuse_req_t request, char *buffer, size_t room, con
 		begun = 0;
 		return fill(buffer, room);
 	}
-	return libfuse.add_direntry_plus(request, buffer, room, name, param, off);
+	return lakefs_add_direntry(request, buffer, room, name, param, off);
 }
 
 /* -- called by Python */

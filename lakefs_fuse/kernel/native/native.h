@@ -1,8 +1,8 @@
 /*
  * What the parts of the library share. Python's declarations of what it calls are in hooks.py and create_offload.py.
  *
- * pyfuse3's calls of fuse_session_new (fuse_session_new_versioned since libfuse 3.17), fuse_reply_open,
- * fuse_session_receive_buf and fuse_add_direntry_plus arrive in this library, which is loaded with RTLD_GLOBAL before
+ * pyfuse3's calls of fuse_session_new (fuse_session_new_versioned since libfuse 3.17), fuse_reply_attr,
+ * fuse_reply_entry, fuse_reply_open, fuse_session_receive_buf and fuse_add_direntry_plus arrive in this library, which is loaded with RTLD_GLOBAL before
  * pyfuse3, and go on to libfuse. All functions of libfuse are called through `libfuse` (libfuse.h).
  *
  * Invariant "one thread": libfuse calls the handlers from the one thread that reads /dev/fuse, and the Python
@@ -113,6 +113,12 @@ void lakefs_reply_attributes(fuse_req_t request, uint64_t inode);
 /* A name was created in this directory at that time. */
 void lakefs_touch_attributes(uint64_t inode, int64_t now_ns);
 void lakefs_drop_attributes(uint64_t inode);
+
+/* -- shown_numbers.c */
+
+/* libfuse's fuse_add_direntry_plus, with the inode number that is shown. */
+size_t lakefs_add_direntry(fuse_req_t request, char *buffer, size_t room, const char *name,
+			   const struct fuse_entry_param *entry, off_t off);
 
 /* -- create_offload.c */
 

@@ -3,7 +3,8 @@
 Programs publish a version of a table by linking a finished file to its name, and go by EEXIST. So the new name's own
 key is taken by a conditional request of the store, `If-None-Match`, and only then a commit says what the name is. The
 bytes go into an object of their own: small ones are at hand, and the store copies larger ones. From then on the two
-names are two files: a write to one does not change the other (ADR 0147).
+names are two files: a write to one does not change the other (ADR 0147). They show one inode number until then, because
+programs that link compare them.
 
 What always holds (*one winner*): of all nodes that link one name, one gets an answer other than an error; the others'
 sources are as they were. Everything that write-back acknowledged before is in the store before the new name is. Link
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+from collections.abc import Callable
 
+import msgspec
 import trio
 
 from lakefs_fuse.blockcache.object_version import Extent
@@ -41,20 +44,33 @@ ATTEMPTS_MAX = 4
 LINKED_MAX = 1024
 
 
+class _Same(msgspec.Struct, frozen=True):
+    """A file that was linked to another, and what both were then (`_identity`)."""
+
+    source: int
+    of_source: tuple[object, ...]
+    of_linked: tuple[object, ...]
+
+
 class LinkCounts:
-    """How many names files of this node have: those that it linked, the last LINKED_MAX.
+    """How many names files of this node have: those that it linked, the last LINKED_MAX; and which of them are the same
+    file still.
 
     *Alive in groups*: a group has two inodes or more, all of which have names; `of` is one look-up, because READDIR
     asks for each name."""
 
-    def __init__(self, tree: Tree, events: TreeEvents) -> None:
-        self._tree = tree
+    def __init__(self, tree: Tree, events: TreeEvents, current: Callable[[int], Entry]) -> None:
+        """``current`` answers what an inode is with what is written to it; raises FileError where it has no name."""
+        self._tree, self._current = tree, current
         self._groups: dict[int, set[int]] = {}
+        self._same: dict[int, _Same] = {}
         events.inode_dropped.append(self._drop)
 
-    def add(self, source: int, linked: int) -> None:
+    def add(self, source: Entry, linked: Entry) -> None:
         """A file has got another name, which has an inode of its own."""
-        group = self._groups.pop(source, {source}) | {linked}
+        leader = self.number(self._current(source.inode))
+        self._same[linked.inode] = _Same(leader, _identity(self._current(leader)), _identity(linked))
+        group = self._groups.pop(source.inode, {source.inode}) | {linked.inode}
         for inode in group:
             self._groups.pop(inode, None)
             self._groups[inode] = group
@@ -62,9 +78,12 @@ class LinkCounts:
             self._drop(next(iter(self._groups)))
 
     def _drop(self, inode: int) -> None:
+        self._same.pop(inode, None)
         group = self._groups.pop(inode, None)
         if group is not None:
             group.discard(inode)
+            for each in [each for each in group if each in self._same and self._same[each].source == inode]:
+                del self._same[each]
             if len(group) == 1:
                 del self._groups[group.pop()]
 
@@ -73,10 +92,28 @@ class LinkCounts:
         group = self._groups.get(inode)
         return 1 if group is None else len(group)
 
+    def number(self, entry: Entry) -> int:
+        """The inode number that a file shows: that of the file which it was linked to, until either changes."""
+        same = self._same.get(entry.inode)
+        if same is None:
+            return entry.inode
+        try:
+            is_same = _identity(self._current(same.source)) == same.of_source and _identity(entry) == same.of_linked
+        except FileError:
+            is_same = False
+        if not is_same:
+            del self._same[entry.inode]
+        return same.source if is_same else entry.inode
+
     def any_in(self, directory: int) -> bool:
         """A file in the directory has another name."""
         entries = (self._tree.entry(inode) for inode in self._groups)
         return any(entry is not None and entry.parent == directory for entry in entries)
+
+
+def _identity(entry: Entry) -> tuple[object, ...]:
+    """What differs as soon as a file is written, or gets other attributes."""
+    return entry.size, entry.mtime_ns, entry.mode, entry.uid, entry.gid, entry.etag, entry.place, entry.offset
 
 
 class Links:
@@ -91,11 +128,12 @@ class Links:
         writer: ObjectWriter,
         writeback: WriteBack,
         reader: BlockReader,
+        current: Callable[[int], Entry],
     ) -> None:
-        """``mode`` as `MountConfig.hard_links`."""
+        """``mode`` as `MountConfig.hard_links`; ``current`` as in `LinkCounts`."""
         self._mode, self._ns, self._drafts, self._io, self._writer = mode, namespace, drafts, io, writer
         self._writeback, self._reader, self._client = writeback, reader, drafts.services.client
-        self.counts = LinkCounts(namespace.tree, namespace.events)
+        self.counts = LinkCounts(namespace.tree, namespace.events, current)
 
     async def link(self, source: Entry, parent: int, name: bytes) -> Entry:
         """Give a file another name. Raises FileError: EPERM where the store has no condition for that, or links are
@@ -133,7 +171,7 @@ class Links:
         linked = self._ns.tree.child(parent, name)
         if linked is None:
             raise FileError(errno.EIO, f"{path} was linked, and is not there")
-        self.counts.add(source.inode, linked.inode)
+        self.counts.add(source, linked)
         self._ns.touch(parent)
         return linked
 
