@@ -18,7 +18,7 @@ from lakefs_fuse.product import ENVIRONMENT_PREFIX
 
 VARIABLE = f"{ENVIRONMENT_PREFIX}FAILPOINT"
 NAMES = {
-    "accept.synced": "the bytes of a closed file are on the local disk, its journal record does not say so yet",
+    "accept.synced": "the bytes of a closed file are staged, its journal record does not say so yet",
     "accept.recorded": "the file is acknowledged, close() has not returned",
     "publish.begun": "an upload is asked for and not yet under way",
     "publish.sent": "every part is in the store, or the object was put; the node has not recorded it",

@@ -31,8 +31,21 @@ class Journal:
     def put(self, batch: Batch, draft_id: str, record: bytes) -> None:
         batch.rows[schema.DRAFT + draft_id.encode("ascii")] = record
 
+    def put_bytes(self, batch: Batch, draft_id: str, data: bytes | None) -> None:
+        """The file's bytes, beside its record: safe with the log, whether or not its segment is synced. None deletes
+        them."""
+        batch.rows[schema.BYTES + draft_id.encode("ascii")] = data
+
     def delete(self, batch: Batch, draft_id: str) -> None:
+        """The record, and the bytes beside it."""
         batch.rows[schema.DRAFT + draft_id.encode("ascii")] = None
+        batch.rows[schema.BYTES + draft_id.encode("ascii")] = None
+
+    def delete_bytes(self) -> None:
+        """Of all records, whose segments are synced now. Raises CacheError."""
+        batch = Batch()
+        batch.delete_range(schema.BYTES, schema.end_of(schema.BYTES))
+        self._db.commit(batch, sync=True)
 
     def remove(self, draft_id: str, *, sync: bool = False) -> None:
         """Delete a record by itself. Raises CacheError."""
@@ -43,6 +56,11 @@ class Journal:
     def records(self) -> Iterator[tuple[str, bytes]]:
         for key, record in self._db.scan(schema.DRAFT, schema.end_of(schema.DRAFT)):
             yield key[1:].decode("ascii"), record
+
+    def bytes_beside(self) -> Iterator[tuple[str, bytes]]:
+        """What `put_bytes` wrote, by draft id."""
+        for key, data in self._db.scan(schema.BYTES, schema.end_of(schema.BYTES)):
+            yield key[1:].decode("ascii"), data
 
 
 class SequenceRows(Generic[T]):

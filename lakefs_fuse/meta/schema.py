@@ -14,6 +14,8 @@ VERSION = b"2"
 
 APPLIED = b"A"
 """``time writer``, value empty: a commit that was applied (`rows.CommitRows`)."""
+BYTES = b"B"
+"""``draft id`` in ASCII: bytes of an acknowledged file whose segment was not synced (`rows.Journal.put_bytes`)."""
 CHANGE = b"C"
 """``sequence``: a change of names made here that is in no commit yet, msgpack of `commits.change.Change`."""
 ENTRY = b"D"

@@ -1,10 +1,11 @@
 """Many small acknowledged files in one local file: a group of them costs one write and one sync.
 
 What always holds: an entry is its head (`HEAD`), the file's bytes and then its journal record, so that a segment can
-be read even where the journal is lost; bytes are synced before a writer is told that they are safe; a segment is
-deleted with its last reference. The journal has the references: after a crash, segments that no record names are
-deleted. One group is written at a time. The segment that is written to and those read last are open, `OPEN_MAX` in
-all. Trio thread only, but for `Group.write`.
+be read even where the journal is lost; before a writer is told that its bytes are safe they are synced, here or beside
+the journal record, from where `rewrite` brings them back after a power cut; a segment is deleted with its last
+reference. The journal has the references: after a crash, segments that no record names are deleted. One group is
+written at a time. The segment that is written to and those read last are open, `OPEN_MAX` in all. Trio thread only, but
+for `Group.write`.
 """
 
 from __future__ import annotations
@@ -45,14 +46,16 @@ class Segments:
         self._directory, self._disk = directory, disk
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._references: Counter[str] = Counter()
+        self._rewritten: set[str] = set()
         self._current = ""
         self._size = 0
 
-    def group(self) -> Group:
-        """Begin a group; it counts from `Group.keep` on, and there is no other before. Raises OSError."""
+    def group(self, *, is_synced: bool = True) -> Group:
+        """Begin a group; it counts from `Group.keep` on, and there is no other before. Without ``is_synced`` the caller
+        syncs the bytes elsewhere. Raises OSError."""
         if not self._current or self._size >= SEGMENT_BYTES:
             self._begin()
-        return Group(self, self._descriptors[self._current], self._current, self._size)
+        return Group(self, self._descriptors[self._current], self._current, self._size, is_synced=is_synced)
 
     def _begin(self) -> None:
         full, self._current = self._current, ""
@@ -64,10 +67,10 @@ class Segments:
         self._current, self._size = name, 0
         self._close_idle()
 
-    def _descriptor(self, name: str) -> int:
+    def _descriptor(self, name: str, flags: int = 0) -> int:
         """Of a segment that is referenced, opened now where it was closed. Raises OSError."""
         if name not in self._descriptors:
-            self._descriptors[name] = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC)
+            self._descriptors[name] = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         self._descriptors.move_to_end(name)
         self._close_idle()
         return self._descriptors[name]
@@ -86,6 +89,18 @@ class Segments:
         """A group was written: so many entries are referenced, until `release` of each."""
         self._size = size
         self._references[segment] += count
+
+    def rewrite(self, spot: Spot, data: bytes) -> None:
+        """Write bytes again that a power cut may have taken, with the segment if need be; safe once `sync_rewritten`
+        returns. Raises OSError."""
+        pwrite_all(self._descriptor(spot.segment, os.O_CREAT), data, spot.offset)
+        self._rewritten.add(spot.segment)
+
+    def sync_rewritten(self) -> None:
+        """Raises OSError."""
+        for name in sorted(self._rewritten):
+            self.sync(self._descriptor(name))
+        self._rewritten.clear()
 
     def restore(self, spot: Spot) -> None:
         """The journal references this. Raises OSError."""
@@ -131,10 +146,11 @@ class Segments:
 
 
 class Group:
-    """Entries that are written and synced together."""
+    """Entries that are written together, and synced together where ``is_synced``."""
 
-    def __init__(self, segments: Segments, descriptor: int, segment: str, offset: int) -> None:
+    def __init__(self, segments: Segments, descriptor: int, segment: str, offset: int, *, is_synced: bool) -> None:
         self._segments, self._descriptor, self._segment = segments, descriptor, segment
+        self._is_synced = is_synced
         self._at = self._end = offset
         self._pieces: list[bytes] = []
         self._count = 0
@@ -153,7 +169,8 @@ class Group:
         """In a worker thread. Raises OSError; then nothing counts as written."""
         if self._pieces:
             pwrite_all(self._descriptor, b"".join(self._pieces), self._at)
-            self._segments.sync(self._descriptor)
+            if self._is_synced:
+                self._segments.sync(self._descriptor)
 
     def keep(self) -> None:
         """It was written, and its entries are referenced."""

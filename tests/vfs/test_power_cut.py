@@ -11,10 +11,16 @@ import pytest
 
 from lakefs_fuse.commits.archive import RECORD_NAME
 from lakefs_fuse.commits.record import COMMITS, decode
+from lakefs_fuse.environment.disk import LocalDisk
+from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.rows import Journal
+from lakefs_fuse.staging.segments import PREFIX
+from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.memory_store import MemoryStore, Request, When
 from tests.upload.drafting import noise
-from tests.vfs.writing_back import LARGE, NEVER_S, Outage, rewrite, stored, told, writing_back
+from tests.vfs.lakes import lake
+from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, rewrite, stored, told, writing_back
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -52,6 +58,45 @@ class SyncedLogs:
         for path in (to / "meta").glob("*.log"):
             with path.open("r+b") as log:
                 log.truncate(self._sizes.get(path.name, 0))
+
+
+class Syncs:
+    """How often the log was synced, and staged bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of_log = self.of_bytes = 0
+        sync, sync_data = Database.sync, LocalDisk.sync_data
+
+        def synced(database: Database) -> None:
+            self.of_log += 1
+            sync(database)
+
+        def synced_data(disk: LocalDisk, fd: int) -> None:
+            self.of_bytes += 1
+            sync_data(disk, fd)
+
+        monkeypatch.setattr(Database, "sync", synced)
+        monkeypatch.setattr(LocalDisk, "sync_data", synced_data)
+
+    def since(self) -> tuple[int, int]:
+        """Those of the log and of bytes since the last call."""
+        counted, self.of_log, self.of_bytes = (self.of_log, self.of_bytes), 0, 0
+        return counted
+
+
+def segments_of(cache: Path) -> list[Path]:
+    return sorted((cache / "staging").glob(f"{PREFIX}*"))
+
+
+def lose_segments(cache: Path, how: str) -> None:
+    """What a power cut may leave of segments that were never synced."""
+    for path in segments_of(cache):
+        if how == "missing":
+            path.unlink()
+        elif how == "empty":
+            path.write_bytes(b"")
+        elif how == "zeros":
+            path.write_bytes(bytes(path.stat().st_size))
 
 
 def cut_after_commit(store: MemoryStore, logs: SyncedLogs, to: Path) -> Outage:
@@ -129,3 +174,70 @@ async def test_power_cut_after_a_file_is_stored_leaves_no_record_without_bytes(
         assert not m.fs.unfinished()
         await stored(m)
         assert await m.read("large") == noise(3, LARGE)
+
+
+async def test_closing_a_small_file_under_writeback_syncs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are synced with the log; those of a large group by themselves, before."""
+    async with writing_back(MemoryStore(), tmp_path, pack="auto", delay_s=NEVER_S) as m:
+        assert await m.names() == []
+        await m.write("first", b"x")
+        syncs = Syncs(monkeypatch)
+        await m.write("small", noise(1, LOGGED_BYTES_MAX))
+        assert syncs.since() == (1, 0)
+        await m.write("large", noise(2, LOGGED_BYTES_MAX + 1))
+        assert syncs.since() == (1, 1)
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "zeros", "there"])
+async def test_power_cut_before_segments_are_synced_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Records and bytes are in the log; the next mount has both, and so has the one after it."""
+    store, logs = MemoryStore(), SyncedLogs(monkeypatch, tmp_path / "cache")
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache", pack="auto", delay_s=NEVER_S) as m:
+        for number in range(3):
+            await m.write(f"{number}", noise(number, 500))
+        await rewrite(m, "1", noise(4, 9000))
+        logs.cut(tmp_path / "after")
+    lose_segments(tmp_path / "after", how)
+    wanted = {"0": noise(0, 500), "1": noise(4, 9000), "2": noise(2, 500)}
+    syncs = Syncs(monkeypatch)
+    async with writing_back(store, tmp_path / "after", pack="auto", delay_s=NEVER_S) as m:
+        assert syncs.of_bytes == len(segments_of(tmp_path / "after")) == 1
+        assert await m.tree() == wanted
+        assert list(Journal(m.fs.database).bytes_beside()) == [], "they are synced in their segment"
+        die(tmp_path / "after", tmp_path / "again")
+    outage.away = False
+    async with writing_back(store, tmp_path / "again", pack="auto") as m:
+        assert await m.tree() == wanted
+        await stored(m)
+        assert list(Journal(m.fs.database).bytes_beside()) == []
+    assert segments_of(tmp_path / "again") == []
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == wanted
+
+
+async def test_bytes_of_a_close_that_failed_do_not_replace_those_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log had the record and the bytes when its sync failed; the same draft was written to, and closed again."""
+    store, sync = MemoryStore(), Database.sync
+    outage = Outage(store)
+
+    def fails(_: Database) -> None:
+        raise CacheError("the disk is full")
+
+    async with writing_back(store, tmp_path / "cache", pack="auto", delay_s=NEVER_S) as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, b"before")
+        monkeypatch.setattr(Database, "sync", fails)
+        with pytest.raises(CacheError):
+            await m.fs.flush(handle)
+        monkeypatch.setattr(Database, "sync", sync)
+        await m.fs.write(handle, 0, noise(1, LOGGED_BYTES_MAX + 1))
+        await m.close(handle)
+        die(tmp_path / "cache", tmp_path / "dead")
+    outage.away = False
+    async with writing_back(store, tmp_path / "dead", pack="auto") as m:
+        assert await m.read("file") == noise(1, LOGGED_BYTES_MAX + 1)

@@ -1,11 +1,13 @@
-"""Group commit of closed files to the local disk: their bytes, then their journal records, with one sync of each.
+"""Group commit of closed files to the local disk: their bytes and their journal records, with one sync, or one of each.
 
 What always holds (*acknowledged is durable here*): a file is acknowledged (its `close()` answers 0) only after its
-staged bytes and then its journal record survive a crash of the machine. Syncing a new file makes its name in the
-staging directory durable too on ext4, XFS and Btrfs. A group of no more than `INLINE_BYTES_MAX` is synced on the trio
-thread while the disk is prompt, which takes less than waking a thread for it; while another is being synced in a thread
-the next gathers. A crash before the record is there leaves an orphan, after it an acknowledged file, whether or not its
-writer was answered. Trio thread only, but for such syncing.
+staged bytes and its journal record survive a crash of the machine. Bytes of a group of no more than `LOGGED_BYTES_MAX`
+are in the batch of the records, so that one sync makes both durable or neither; they are written to the segment, too,
+and read there, but not synced. Those of a larger group are synced in the segment before there are records. Syncing a
+new file makes its name in the staging directory durable too on ext4, XFS and Btrfs. A group of no more than
+`INLINE_BYTES_MAX` is synced on the trio thread while the disk is prompt, which takes less than waking a thread for it;
+while another is being synced in a thread the next gathers. A crash before the record is there leaves an orphan, after
+it an acknowledged file, whether or not its writer was answered. Trio thread only, but for such syncing.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
+LOGGED_BYTES_MAX = 64 << 10
+"""Of a group whose bytes are synced with the records. Above, writing them twice costs more than a second sync."""
 INLINE_BYTES_MAX = 4 << 20
 PROMPT_S = 0.004
 """A sync on the average; a thread makes a group wait longer than this where there is much to do."""
@@ -45,6 +49,8 @@ class Closing(msgspec.Struct, eq=False):
     done: Callable[[LakeError | None], None]
     sequence: int = 0
     spot: Spot | None = None
+    data: bytes | None = None
+    """All of its bytes, where they are in memory; until they are synced."""
     raw: bytes = b""
     saves: int = 0
     is_journaled: bool = False
@@ -171,13 +177,19 @@ class GroupCommit:
     def _steps(self, group: Sequence[Closing], batch: Batch) -> Iterator[Callable[[], None]]:
         """What is written to the disk for a group, one after the other; the rest is done before each and at the end.
         The records go with ``batch``."""
-        segment = group[0].draft.uploader.staging.segments.group()
+        for closing in group:
+            closing.data = closing.draft.file.memory()
+        is_logged = sum(len(closing.data or b"") for closing in group) <= LOGGED_BYTES_MAX
+        segment = group[0].draft.uploader.staging.segments.group(is_synced=not is_logged)
         for closing in group:
             self._reserve(closing, segment)
         yield segment.write
         reached("accept.synced")
         for index, closing in enumerate(group):
             self._journal_one(closing, group[:index], batch)
+            if closing.data is not None:  # None deletes what a sync that failed may have left
+                self._journal.put_bytes(batch, closing.draft.id, closing.data if is_logged else None)
+                closing.data = None
         self._db.commit(batch)
         segment.keep()  # whether or not the records are safe, they name it
         for closing in group:
@@ -195,13 +207,12 @@ class GroupCommit:
 
     def _reserve(self, closing: Closing, segment: Group) -> None:
         """Choose where the bytes will be; the record beside them is for the day when the journal is lost."""
-        draft, closing.sequence = closing.draft, self.queue.next_sequence()
-        data = draft.file.memory()
-        if data is not None:
-            closing.spot = segment.spot(len(data))
+        closing.sequence = self.queue.next_sequence()
+        if closing.data is not None:
+            closing.spot = segment.spot(len(closing.data))
         self._encode(closing)
-        if data is not None:
-            segment.add(data, closing.raw)
+        if closing.data is not None:
+            segment.add(closing.data, closing.raw)
 
     def _journal_one(self, closing: Closing, before: Sequence[Closing], batch: Batch) -> None:
         """The record as things are now: while the bytes were written, a version before may have been stored, or the

@@ -9,7 +9,7 @@ Both steps can be repeated after a crash. Trio thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -23,6 +23,7 @@ from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode
+from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.publish import give_up_upload
@@ -81,6 +82,7 @@ class Replay:
             self._writeback.sequence = max(self._writeback.sequence, record.sequence)
             if record.sequence and not record.unlinked:
                 records.append(record)
+        self._rewrite_bytes({record.id: record for record in records if record.segment})
         for record in sorted(records, key=lambda record: record.sequence):
             try:
                 self._restore(record)
@@ -89,6 +91,19 @@ class Replay:
         if self.records:
             log.warning("%d files that were acknowledged before are on their way into the store", len(self.records))
         reached("replay.restored")
+
+    def _rewrite_bytes(self, records: Mapping[str, DraftRecord]) -> None:
+        """Bring bytes that were synced with the journal alone back into their segments, of which a power cut may have
+        taken any page, or all. They are deleted from the journal when the segments are synced. Raises CacheError."""
+        staging, some = self._services.staging, False
+        with staging.translating():
+            for draft_id, data in self._journal.bytes_beside():
+                some, record = True, records.get(draft_id)
+                if record is not None:
+                    staging.segments.rewrite(Spot(record.segment, record.segment_offset, record.segment_bytes), data)
+            staging.segments.sync_rewritten()
+        if some:
+            self._journal.delete_bytes()
 
     def _restore(self, record: DraftRecord) -> None:
         entry = self._entry(path_of(record))
