@@ -12,6 +12,7 @@ import pytest
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.staging.segments import PREFIX
 from tests.memory_store import MemoryStore
 from tests.mount.lakes import noise
 from tests.vfs.lakes import Lake, lake
@@ -135,6 +136,8 @@ async def test_line_appended_again_and_again_under_writeback_is_stored_once(tmp_
         for number in range(100):
             handle = await m.open("log", os.O_RDWR | os.O_APPEND)
             await m.fs.write(handle, number, b"x")
+            staged = {path.name for path in (tmp_path / "staging").iterdir()}
+            assert all(name.startswith(PREFIX) for name in staged), "the next version has no staging file of its own"
             await m.close(handle)
         await m.fs.make_durable()
         assert [request.key for request in store.requests[before:] if not request.key.startswith(COMMITS)] == ["log"]

@@ -971,6 +971,26 @@ async def test_small_file_that_was_not_closed_leaves_nothing(tmp_path: Path, siz
         assert not [path for path in (dead / "staging").iterdir() if path.stat().st_size]
 
 
+@pytest.mark.parametrize("more", [100, LARGE])
+async def test_change_of_an_acknowledged_file_that_was_not_closed_leaves_the_version_before(
+    tmp_path: Path, more: int
+) -> None:
+    """The copy that is changed is in memory, until it outgrows that."""
+    store = MemoryStore()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache", delay_s=NEVER_S) as m:
+        await m.write("file", noise(1, 1000))
+        handle = await m.open("file", os.O_RDWR | os.O_APPEND)
+        await m.fs.write(handle, 1000, noise(2, more))
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    outage.away = False
+    async with writing_back(store, dead) as m:
+        await until(lambda: not told(m)["files"])
+        assert await m.tree() == {"file": noise(1, 1000)}
+        left = [each for each in m.fs.unfinished() if each.id != "names"]
+        assert len(left) == (more == LARGE), "bytes in a staging file are kept as an orphan"
+
+
 @pytest.mark.parametrize("size", [100, LARGE])
 async def test_the_metadata_is_lost(tmp_path: Path, size: int) -> None:
     """Nothing of what was staged is deleted unasked."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.staging.staging_area import StagedFile
+from lakefs_fuse.staging.staging_area import MEMORY_BYTES_MAX, StagedFile
 from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
@@ -44,11 +44,21 @@ class Drafts:
         draft_id, if_absent = self.new_id(), file.if_absent and not file.behind
         target = DraftTarget(file.key, file.describe, replaces=file.replaces, if_absent=if_absent)
         base = None if is_emptied or file.behind else file.extent
-        small = StagedFile(self.services.staging, draft_id, file.key) if self._writeback.is_for(file.key) else None
         if base is None:
             for listener in self.files.events.file_emptied:
                 listener(file.key)
-        return Draft(self.services, draft_id, target, base=base, file=small)
+        return Draft(self.services, draft_id, target, base=base, file=self._staged_in_memory(draft_id, file.key))
+
+    def new_copy(self, file: OpenFile, size: int) -> Draft:
+        """A draft to which ``size`` bytes of the file's acknowledged version are to be copied; for `begin`. Raises
+        StagingFull, CacheError and FileError(EMFILE)."""
+        draft_id, target = self.new_id(), DraftTarget(file.key, file.describe)
+        small = self._staged_in_memory(draft_id, file.key) if size <= MEMORY_BYTES_MAX else None
+        return Draft(self.services, draft_id, target, file=small, deferred=True)
+
+    def _staged_in_memory(self, draft_id: str, key: str) -> StagedFile | None:
+        """For a file that may be acknowledged; None where it is to have a staging file from the beginning."""
+        return StagedFile(self.services.staging, draft_id, key) if self._writeback.is_for(key) else None
 
     def begin(self, file: OpenFile, draft: Draft) -> Draft:
         """Make the draft the file's newest version, and journal it."""

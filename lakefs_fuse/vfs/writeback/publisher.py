@@ -750,7 +750,7 @@ class Publisher:
             if file.draft is acknowledged and not file.unlinked:
                 raise StagingFull(f"{file.key} waits for the store, and cannot be changed before it is there")
             return
-        copy = Draft(self._services, self._drafts.new_id(), DraftTarget(file.key, file.describe), deferred=True)
+        copy = self._drafts.new_copy(file, acknowledged.size)
         try:
             for at in range(0, acknowledged.size, COPY_STEP_BYTES):
                 await copy.write(at, await acknowledged.read(at, COPY_STEP_BYTES))
