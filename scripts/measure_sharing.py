@@ -772,10 +772,12 @@ WHY = {
     "hints": "on an idle machine 232 ms ([ADR 0142](../adr/0142-hints.md)).",
     "append": "a close is one PUT. Beside it an append takes seven FUSE requests, some 7 ms of CPU of the daemon "
     "while others use the cores, too.",
-    "append-writeback": "each close waits for two syncs of the local disk, and takes seven FUSE requests, 2 to "
-    "4 ms of CPU in all.",
-    "git": "each close waits for two syncs of the local disk, which the same program on the disk does not wait for, "
-    "and for 1 to 3 s of CPU of the daemon in all; the store is not waited for.",
+    "append-writeback": "measured before [ADR 0173](../adr/0173-copies-of-acknowledged-files-stay-in-memory.md): since "
+    "then 1.5 s while other programs use the cores little. Each close waits for a sync of the local disk, and takes "
+    "seven FUSE requests, 1 to 2 ms of CPU in all.",
+    "git": "measured before [ADR 0172](../adr/0172-one-sync-for-small-closes.md), while others used both cores and the "
+    "disk: since then 1.8 s and 0.5 s for `gc` while they use little, 0.2 s on the disk. Each close waits for a sync, "
+    "which the same program on the disk does not wait for; half of the time is CPU of the daemon.",
     "venv": "as for `git`, and most of the time is CPU of pip and of other programs of the machine: on the disk alone "
     "it took 10 to 13 s.",
     "tar": "one PUT a file, and beside these an announcement a second: 17 files a second were closed.",
