@@ -78,7 +78,7 @@ class StoreView:
 
     def _look(self) -> dict[str, Node]:
         listed = self.listing()
-        commits = [key for key in listed if key.startswith(COMMITS)]
+        commits = [key for key in listed if key.startswith(COMMITS) and key.endswith(".zip")]  # else they are bundles
         record_of: Callable[[bytes], Any] = self._files.record_of  # type: ignore[attr-defined]
         for key in commits:
             if key not in self._records:
