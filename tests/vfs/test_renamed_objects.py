@@ -73,6 +73,23 @@ async def test_who_replaced_a_renamed_file_says_so_when_it_hears_of_the_rename(t
         assert await fresh.tree() == {"g": b"second"}
 
 
+async def test_bytes_of_a_renamed_file_come_over_an_object_that_the_rename_replaced(tmp_path: Path) -> None:
+    """That is of the same second as the rename, whose node had not heard of it: its date alone does not tell."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await written_and_seen(one, two, "fg")
+        await rewrite(two, "f", b"second")
+        await two.unlink("g")
+        await two.write("g", b"newer")  # of which the commit of the removal tells
+        await two.sync()
+        clock.advance(0.01)
+        await one.rename("f", "g")
+        await one.sync()
+        await two.poll()
+        await until_shown(two, "g", b"second")
+        await shown_by_both(one, two, clock, {"g": b"second"})
+
+
 async def test_each_name_of_a_renamed_file_gets_what_was_written_in_its_place(tmp_path: Path) -> None:
     """Two nodes renamed it, unaware of each other, and the writer hears of both at once."""
     store, clock = MemoryStore(), Clock()

@@ -196,7 +196,7 @@ class RenamedObjects:
             log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
             return False
         there = await self._client.find(path)
-        if there is not None and there.etag != entry.etag and there.mtime_ns + NS > entry.stamp:
+        if there is not None and self._is_put_since(path, there, entry):
             log.info(
                 "%s: its bytes were at %s, and were replaced at its own key since, of which a commit tells",
                 path,
@@ -207,6 +207,13 @@ class RenamedObjects:
             await self.hide(row.key, meta.etag)
         await self._committer.commit(lambda: self._adoption(path, row, meta))
         return True
+
+    def _is_put_since(self, path: str, there: ObjectMeta, entry: Entry) -> bool:
+        """The object at a renamed file's own key is of the second of the rename or later, and no commit that is known
+        has removed or replaced it."""
+        tombstone = self._ns.tree.tombstones.get(path.encode(*schema.PATH))
+        is_gone = tombstone is not None and tombstone.hides(there.etag, there.mtime_ns, by_date=False)
+        return there.etag != entry.etag and not is_gone and there.mtime_ns + NS > entry.stamp
 
     def _adoption(self, path: str, row: ObjectRow, meta: ObjectMeta) -> Change:
         """Called when the commit's turn has come. New bytes at the key came before the rename, and the old name hides
