@@ -1,4 +1,4 @@
-"""How long a job waits for its data in the first epoch of files in packs, with torch's DataLoader and nothing else.
+"""How long a job waits for its data in two epochs of files in packs, with torch's DataLoader and nothing else.
 
     PYTHONPATH=. python scripts/measure_training.py --files 3000 --rounds 3
     PYTHONPATH=. python scripts/measure_training.py --before DIRECTORY_OF_ANOTHER_CHECKOUT
@@ -120,13 +120,15 @@ def cpu_s(pid: int, thread: int | None = None) -> float:
 
 
 def epoch(lake: Lake, compute_s: float, seed: int, files: int) -> float:
-    """Print what an epoch costs on an empty cache; the share of it that the job waited."""
+    """Print what an epoch costs on an empty cache, and the next one; the share of the first that the job waited."""
     lake.mount()
     try:
         before, cpu_before = lake.stats(), (cpu_s(lake.pid), cpu_s(lake.pid, lake.pid))
         found = run_job({"top": str(lake.path / "set")}, compute_s, seed)
         cpu = cpu_s(lake.pid) - cpu_before[0], cpu_s(lake.pid, lake.pid) - cpu_before[1]
         after = lake.stats()
+        again = run_job({"top": str(lake.path / "set")}, compute_s, seed + 1)
+        gets_again = number(lake.stats(), "store.requests.get") - number(after, "store.requests.get")
     finally:
         lake.umount()
         subprocess.run(["rm", "-rf", str(lake.cache_dir)], check=True)
@@ -137,7 +139,9 @@ def epoch(lake: Lake, compute_s: float, seed: int, files: int) -> float:
     print(
         f"    {took_s:5.1f} s, waited {waited:6.1%} (first batches {sum(waits_s[:FIRST_BATCHES]) / took_s:.1%}), "
         f"{gets} GETs, {read / (files * FILE_BYTES):.2f} of the bytes, {cpu[0] / files * 1e3:.2f} ms CPU a file, "
-        f"{cpu[0] / took_s:.0%} of the time, main thread {cpu[1] / took_s:.0%}", flush=True,
+        f"{cpu[0] / took_s:.0%} of the time, main thread {cpu[1] / took_s:.0%}; "
+        f"the second epoch: {again.took_s:.1f} s, waited {sum(again.waits_s) / again.took_s:.1%}, {gets_again} GETs",
+        flush=True,
     )  # fmt: skip
     return waited
 

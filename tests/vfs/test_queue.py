@@ -20,8 +20,11 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.staging import staging_area as staging
 from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback import queue as writeback
+from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
@@ -84,7 +87,7 @@ async def test_the_bytes_and_then_the_record_are_synced_before_close_returns(
     store = MemoryStore()
     Outage(store)
     async with writing_back(store, tmp_path) as m:
-        for size in (100, LARGE):
+        for size in (LOGGED_BYTES_MAX + 1, LARGE):  # a smaller one's bytes are synced with the record
             handle = await m.create(str(size))
             await m.fs.write(handle, 0, noise(1, size))
             steps.clear()
@@ -581,14 +584,16 @@ async def test_writers_at_once_begin_with_one_copy(tmp_path: Path, monkeypatch: 
     outage, size = Outage(store), 16 * PART
     data = noise("old", size)
 
-    def draft(*arguments: object, **options: object) -> Draft:
+    new_copy = Drafts.new_copy
+
+    def counted(drafts: Drafts, file: OpenFile, size: int) -> Draft:
         nonlocal begun
         begun += 1
-        return Draft(*arguments, **options)  # type: ignore[arg-type]
+        return new_copy(drafts, file, size)
 
     async with writing_back(store, tmp_path / "cache") as m:
         await m.write("file", data)
-        monkeypatch.setattr(publisher, "Draft", draft)
+        monkeypatch.setattr(Drafts, "new_copy", counted)
         handle = await m.open("file", os.O_RDWR)
         async with trio.open_nursery() as nursery:
             for at in range(0, size, PART):
