@@ -2,8 +2,8 @@
  * What the parts of the library share. Python's declarations of what it calls are in hooks.py and create_offload.py.
  *
  * pyfuse3's calls of fuse_session_new (fuse_session_new_versioned since libfuse 3.17), fuse_reply_attr,
- * fuse_reply_entry, fuse_reply_open, fuse_session_receive_buf and fuse_add_direntry_plus arrive in this library, which is loaded with RTLD_GLOBAL before
- * pyfuse3, and go on to libfuse. All functions of libfuse are called through `libfuse` (libfuse.h).
+ * fuse_reply_entry, fuse_reply_open, fuse_session_receive_buf and fuse_add_direntry_plus arrive in this library, which
+ * is loaded with RTLD_GLOBAL before pyfuse3, and go on to libfuse. All functions of libfuse are called through `libfuse` (libfuse.h).
  *
  * Invariant "one thread": libfuse calls the handlers from the one thread that reads /dev/fuse, and the Python
  * coroutine of a request begins to run before the next request is read. Nothing here is locked.

@@ -31,6 +31,7 @@ from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 from lakefs_fuse.store.server_copy import ABORT_S_MAX, COPY_PART_BYTES
 from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
@@ -59,9 +60,9 @@ class LinkCounts:
     *Alive in groups*: a group has two inodes or more, all of which have names; `of` is one look-up, because READDIR
     asks for each name."""
 
-    def __init__(self, tree: Tree, events: TreeEvents, current: Callable[[int], Entry]) -> None:
+    def __init__(self, tree: Tree, events: TreeEvents, files: FileTable, current: Callable[[int], Entry]) -> None:
         """``current`` answers what an inode is with what is written to it; raises FileError where it has no name."""
-        self._tree, self._current = tree, current
+        self._tree, self._files, self._current = tree, files, current
         self._groups: dict[int, set[int]] = {}
         self._same: dict[int, _Same] = {}
         events.inode_dropped.append(self._drop)
@@ -93,9 +94,10 @@ class LinkCounts:
         return 1 if group is None else len(group)
 
     def number(self, entry: Entry) -> int:
-        """The inode number that a file shows: that of the file which it was linked to, until either changes."""
+        """The inode number that a file shows: that of the file which it was linked to, until either changes. While one
+        is open for writing it may have changed in the kernel."""
         same = self._same.get(entry.inode)
-        if same is None:
+        if same is None or self._is_written(entry.inode) or self._is_written(same.source):
             return entry.inode
         try:
             is_same = _identity(self._current(same.source)) == same.of_source and _identity(entry) == same.of_linked
@@ -104,6 +106,10 @@ class LinkCounts:
         if not is_same:
             del self._same[entry.inode]
         return same.source if is_same else entry.inode
+
+    def _is_written(self, inode: int) -> bool:
+        file = self._files.get(inode)
+        return file is not None and file.writers > 0
 
     def any_in(self, directory: int) -> bool:
         """A file in the directory has another name."""
@@ -133,7 +139,7 @@ class Links:
         """``mode`` as `MountConfig.hard_links`; ``current`` as in `LinkCounts`."""
         self._mode, self._ns, self._drafts, self._io, self._writer = mode, namespace, drafts, io, writer
         self._writeback, self._reader, self._client = writeback, reader, drafts.services.client
-        self.counts = LinkCounts(namespace.tree, namespace.events, current)
+        self.counts = LinkCounts(namespace.tree, namespace.events, drafts.files, current)
 
     async def link(self, source: Entry, parent: int, name: bytes) -> Entry:
         """Give a file another name. Raises FileError: EPERM where the store has no condition for that, or links are
