@@ -848,7 +848,7 @@ class Simulation:
         shown = self._shown(node, old)
         if entry is not None and not shown and (data := node.row_bytes(entry)) is not None:
             shown = self.oracle.carrying(old, data)  # of what is being written, too, if it came here with a rename
-        if entry is not None and entry.is_dir and not self.oracle.versions.get(old):
+        if entry is not None and entry.is_dir and not shown:
             self._register_implied(node, call, old, new)
         if entry is None or not shown or any((old, version) in registered for version in shown):
             return
