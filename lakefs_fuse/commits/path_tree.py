@@ -373,7 +373,7 @@ class _CarryOver:
                 operation is None
                 or not _is_meant(found, before, operation, self._record)
                 or (removal is not None and not is_removing(self._tree, removal, found))
-                or (tombstone is not None and tombstone.newest > self._stamp)
+                or (tombstone is not None and max(tombstone.newest, tombstone.unlisted[1]) > self._stamp)
             ):
                 return False
             if found.stamp and found.is_plain:

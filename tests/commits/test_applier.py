@@ -757,6 +757,17 @@ def test_a_move_over_something_newer_gives_way(tmp_path: Path) -> None:
         assert {path: shown[5] for path, shown in n.shown().items()} == {"b": 9}
 
 
+def test_move_over_a_newer_object_that_a_listing_does_not_show_any_more_gives_way(tmp_path: Path) -> None:
+    """Another program deleted the object of which a commit told; for who reads all commits, that replaced the file."""
+    with node(tmp_path) as n:
+        n.commit(1, put("a", 3))
+        change = n.rename("a", "b")
+        n.commit(5, Put("b", OWN, 0, 1, 0o644, 0, 0, 0, hides="e1"), writer="0000000b")
+        n.list()
+        n.commit(2, change=change)
+        assert not n.shown()
+
+
 @pytest.mark.parametrize("is_below", [False, True])
 def test_object_that_a_file_hid_stays_gone_where_a_rename_that_does_not_name_it_moves_the_file(
     tmp_path: Path, is_below: bool
