@@ -443,14 +443,15 @@ class Oracle:
         return found
 
     def _created_after(self, version: Version) -> set[Version]:
-        """Plain files that who had removed the version created under its name, and stored over its object."""
-        removals = self.removals[version.path]
-        removers = {r.node for r in removals if version in r.named and not r.is_rename and not r.is_withdrawn}
+        """Plain files that who had removed the version, or one written in its place, created under its name, and stored
+        over its object."""
+        there = self._in_place_of(version)
+        removals = [r for r in self.removals[version.path] if not (r.is_rename or r.is_withdrawn)]
         return {
             later
             for later in self.versions[version.path]
-            if later.node in removers and version in later.known - later.shown
             if _may_be_plain(later) and not later.is_withdrawn
+            if any(r.node == later.node and r.named & there & (later.known - later.shown) for r in removals)
         }
 
     def _is_at(self, version: Version, tree: Mapping[str, bytes]) -> bool:

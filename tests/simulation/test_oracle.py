@@ -167,6 +167,24 @@ def test_object_put_after_a_removal_goes_along_with_a_rename_that_had_seen_neith
     assert oracle.check({"g": b"first"}) != []
 
 
+def test_file_created_after_a_write_in_place_was_removed_goes_along_with_a_rename_that_had_seen_neither() -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"first"}, ["n0", "n1"])
+    first = oracle.matching("f", b"first")
+    written = oracle.put("f", b"written", "n0", first)
+    oracle.observe("n0", "f", frozenset({written}))
+    removed = oracle.remove("f", "n0", frozenset({written}))
+    created = oracle.put("f", b"created", "n0", frozenset())
+    renamed = oracle.remove("f", "n1", first, is_rename=True, operation=1)
+    moved = oracle.put("g", b"first", "n1", frozenset(), origin=next(iter(first)), operation=1)
+    for each in (written, created):
+        each.is_plain = True
+    for each in (written, removed, created, renamed, moved):
+        each.is_certain = True
+    assert oracle.check({"f": b"created", "g": b"created"}) == []
+    assert oracle.check({"f": b"created", "g": b"other"}) != []
+
+
 def test_file_that_an_exchange_brings_goes_with_a_removal_of_what_its_node_had_replaced() -> None:
     oracle = Oracle(deletes_conditionally=True)
     oracle.begin({"f": b"first", "g": b"other"}, ["n0", "n1"])
