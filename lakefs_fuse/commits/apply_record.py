@@ -15,7 +15,15 @@ from types import MappingProxyType
 
 import msgspec
 
-from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, buried_with, carry_over, is_removing
+from lakefs_fuse.commits.path_tree import (
+    Carried,
+    PathTree,
+    Relocated,
+    buried_with,
+    carry_over,
+    is_removing,
+    when_replaced,
+)
 from lakefs_fuse.commits.record import (
     ANY,
     OWN,
@@ -447,7 +455,7 @@ class Application:
         is_elsewhere = current is not None and _is_elsewhere(current)
         if place.number or isinstance(step.operation, Symlink):
             if hides and not (is_elsewhere and current.etag == hides):  # type: ignore[union-attr]
-                self._bury(step, etag=hides, at=self._stamp)
+                self._bury(step, etag=hides, at=max(self._stamp, when_replaced(current, tombstone)))
             if not is_elsewhere:
                 self._end_unlisted(step, hides)
                 self._bury(step, floor=self._stamp)
@@ -957,10 +965,9 @@ class Application:
                 relocated, flags=relocated.flags | KNOWN, mode=operation.mode, uid=operation.uid, gid=operation.gid,
                 mtime_ns=operation.mtime_ns,
             )  # fmt: skip
-        key, etag = (operation.path, operation.from_etag)
-        if operation.from_object != OWN:
-            key, etag = self._ref(operation.from_object).key, self._ref(operation.from_object).etag
-        self._changes.relocated.append(Relocated(key, etag, operation.from_offset, self._update(current, relocated)))
+        ref = self._ref(operation.from_object) if operation.from_object != OWN else ObjectRef(operation.path, before.etag)
+        moved = Relocated(ref.key, ref.etag, operation.from_offset, self._update(current, relocated))
+        self._changes.relocated.append(moved)
 
 
 def _other_name(sort_name: bytes) -> bytes:

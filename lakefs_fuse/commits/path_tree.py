@@ -19,7 +19,7 @@ from lakefs_fuse.commits.record import THIS, Mkdir, Put, Record, Remove, Symlink
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
-from lakefs_fuse.meta.tombstones import bury
+from lakefs_fuse.meta.tombstones import Tombstone, bury
 from lakefs_fuse.meta.tree import Tree
 
 ROWS_MAX = 512
@@ -222,6 +222,17 @@ def buried_with(entry: Entry) -> tuple[int, int]:
     """What a tombstone has of a plain object of which a commit told, ``stamp`` and ``again``: what it had replaced is
     gone. Where it was put there again, so is what had replaced the same bytes before."""
     return entry.stamp, entry.stamp if entry.flags & Flag.PUT_AGAIN else 0
+
+
+def when_replaced(known: Entry | None, tombstone: Tombstone | None) -> int:
+    """When the newest file elsewhere that is known came to a name, and ended those before it: the one that is there, or
+    that a listed object counts over. 0: none is known."""
+    if known is None or known.flags & Flag.LOCAL:
+        return 0
+    if known.place or known.flags & Flag.SYMLINK:
+        return known.stamp
+    is_over = known.flags & Flag.OVERRIDING and not known.stamp
+    return tombstone.floor if is_over and tombstone is not None else 0
 
 
 def carry_over(

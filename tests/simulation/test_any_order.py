@@ -293,6 +293,18 @@ def test_file_over_bytes_that_were_put_there_again_stays_when_that_is_told_later
     assert {names[case.path] for case in cases} == {f"packed {time_of(1)}"}
 
 
+def test_object_that_a_replaced_file_hid_stays_hidden_although_that_file_is_dated_before_it(tmp_path: Path) -> None:
+    """Who wrote the object in place heard of an exchange then, and dated what hides it right after that."""
+    kinds, cases = (("packed", "a"), ("packed", "")), list[Case]()
+    for order, after in itertools.product(((0, 1), (1, 0)), (None, 0, 1, 2)):
+        path = str(len(cases))
+        lying = plain(path, "a", time_of(1))
+        cases.append(Case(kinds, order, lying, path, lying, after))
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {f"packed {time_of(1)}"}
+
+
 def test_bytes_that_were_put_over_a_file_that_hides_them_are_the_file(tmp_path: Path) -> None:
     """By their date they came after it, and it hides an earlier object."""
     kinds = (("packed", "a"), ("dated", "a"))
@@ -362,6 +374,8 @@ def test_reader_that_is_printed_in_the_format_shows_what_this_one_shows() -> Non
         for variant in range(len(list(lying_at(kinds, "")))):
             path = str(next(numbers))
             cases.append(Case(kinds, (0, 1), list(lying_at(kinds, path))[variant], path))
+    replaced = str(next(numbers))
+    cases.append(Case((("packed", "a"), ("packed", "")), (0, 1), plain(replaced, "a", time_of(1)), replaced))
     lying = {case.path: (case.lying.etag, case.lying.mtime_ns) for case in cases if case.lying is not None}
     commits = {key: stored.data for key, stored in commits_of(cases).items()}
     printed = {
