@@ -965,7 +965,7 @@ class Application:
                 relocated, flags=relocated.flags | KNOWN, mode=operation.mode, uid=operation.uid, gid=operation.gid,
                 mtime_ns=operation.mtime_ns,
             )  # fmt: skip
-        ref = self._ref(operation.from_object) if operation.from_object != OWN else ObjectRef(operation.path, before.etag)
+        ref = self._ref(operation.from_object) if before.number else ObjectRef(operation.path, before.etag)
         moved = Relocated(ref.key, ref.etag, operation.from_offset, self._update(current, relocated))
         self._changes.relocated.append(moved)
 
