@@ -177,10 +177,8 @@ def test_file_created_after_a_write_in_place_was_removed_goes_along_with_a_renam
     created = oracle.put("f", b"created", "n0", frozenset())
     renamed = oracle.remove("f", "n1", first, is_rename=True, operation=1)
     moved = oracle.put("g", b"first", "n1", frozenset(), origin=next(iter(first)), operation=1)
-    for each in (written, created):
-        each.is_plain = True
-    for each in (written, removed, created, renamed, moved):
-        each.is_certain = True
+    written.is_plain = created.is_plain = removed.is_certain = renamed.is_certain = True
+    written.is_certain = created.is_certain = moved.is_certain = True
     assert oracle.check({"f": b"created", "g": b"created"}) == []
     assert oracle.check({"f": b"created", "g": b"other"}) != []
 
