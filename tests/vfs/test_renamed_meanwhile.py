@@ -541,6 +541,36 @@ async def test_version_that_is_packed_while_another_node_renames_its_directory_g
         assert await fresh.tree() == {"e": None, "e/f": b"third!"}
 
 
+async def test_version_that_is_packed_while_another_node_removes_the_file_does_not_bring_back_the_one_before(
+    tmp_path: Path,
+) -> None:
+    """The removal is the later commit, of which the writer hears while its own is on its way."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.write("f", b"first")
+        await one.sync()
+        await two.poll()
+        handle = await two.open("f", os.O_RDWR)
+        await two.fs.write(handle, 0, b"second")
+        async with trio.open_nursery() as nursery:
+            store.hook = pause
+            nursery.start_soon(two.fs.fsync, handle)
+            await reached(pause.reached)
+            store.hook = lambda _request, _when: None
+            clock.advance(0.1)
+            await one.unlink("f")
+            await one.sync()
+            await two.poll()
+            pause.resume()
+        assert await two.tree() == {}
+        await two.close(handle)
+        await one.poll()
+        assert await one.tree() == await two.tree() == {}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {}
+
+
 @pytest.mark.parametrize("is_heard_of", [True, False])
 async def test_file_renamed_during_its_upload_leaves_what_another_node_made_at_its_earlier_name(
     tmp_path: Path, is_heard_of: bool

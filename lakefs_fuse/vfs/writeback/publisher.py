@@ -278,13 +278,14 @@ class ObjectWriter:
         assert draft.packed is not None, "its commit is in the store"
         row = entry = self._ns.tree.entry(file.entry.inode)
         extent = self._ns.extent(entry) if entry is not None else None
+        is_removed = entry is not None and self._ns.is_removed(entry)
         if entry is None or extent is None or extent.version != draft.packed.version:
-            if extent is not None and entry is not None:  # another node's version is newer
+            if extent is not None and entry is not None and not is_removed:  # another node's version is newer
                 self._ns.renew_inode(entry)
                 row = None
             entry = msgspec.structs.replace(file.entry, size=draft.packed.size, flags=file.entry.flags & ~Flag.LOCAL)
             extent = draft.packed
-        is_removed = row is not None and self._ns.is_removed(entry)
+            is_removed = is_removed or (row is not None and self._ns.is_removed(entry))
         return StoredVersion(entry, row, is_removed, extent, attributes.describe(entry, with_mtime=True), None)
 
     # -- as a plain object
