@@ -15,7 +15,7 @@ from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.vfs.namespace import outdated_names
 from tests.memory_store import Failures, MemoryStore, Pause
-from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.lakes import NEVER_S, TTL_S, Clock, Lake, lake, two_lakes
 
 
 def commits_of(store: MemoryStore) -> list[str]:
@@ -332,3 +332,22 @@ async def test_object_stored_in_a_directory_that_another_node_renames_over_meanw
         await reader.poll()
         assert await reader.names() == ["to"]
         assert await reader.names("to") == ["file"]
+
+
+@pytest.mark.parametrize("above", ["d", "d/e"])
+async def test_directory_whose_last_names_two_nodes_move_away_goes_on_both(tmp_path: Path, above: str) -> None:
+    """No commit makes it, as neither knows that its own was the last name; a listing had shown it."""
+    store, clock = MemoryStore(), Clock()
+    store.give(f"{above}/a", b"a")
+    store.give(f"{above}/b", b"b")
+    async with two_lakes(store, tmp_path, clock=clock, metadata_ttl_s=NEVER_S) as (one, two):
+        for each in (one, two):
+            assert await each.names() == ["d"]
+            assert await each.names(above) == ["a", "b"]
+        await one.rename(f"{above}/a", "a")
+        await two.rename(f"{above}/b", "b")
+        await one.poll()
+        await two.poll()
+        assert await one.tree() == await two.tree() == {"a": b"a", "b": b"b"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"a": b"a", "b": b"b"}

@@ -21,13 +21,14 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 
 import msgspec
 import trio
 
 from lakefs_fuse.commits.applier import is_of_renamed
 from lakefs_fuse.commits.idleness import Idleness
-from lakefs_fuse.commits.record import OWN, STORED_MAX, Put, Record
+from lakefs_fuse.commits.record import OWN, STORED_MAX, Put, Record, Remove
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
@@ -700,9 +701,10 @@ class Namespace:
 
     def _take_announcements(self, record: Record) -> None:
         """Another node has stored plain objects, of which its commit tells: those that no operation names, and those of
-        operations which had no effect here, because of a change that is in no commit yet, perhaps."""
+        operations which had no effect here, because of a change that is in no commit yet, perhaps. Or it has taken away
+        what a directory is there for."""
         places: dict[bytes, tuple[int, bytes]] = {}
-        for path in (*record.stored, *self._unseen(record)):
+        for path in (*record.stored, *self._unseen(record), *self._emptied(record)):
             above, _, last = path.encode().rpartition(b"/")
             if above not in places:
                 places[above] = self._nearest(above)
@@ -734,6 +736,24 @@ class Namespace:
                 entry = self.at(each.path)
                 if entry is None or not entry.is_plain or entry.etag != each.hides:
                     yield each.path
+
+    def _emptied(self, record: Record) -> Iterator[str]:
+        """Directories that a listing showed and no commit makes, and in which a record leaves nothing that is known; of
+        a large record none."""
+        operations = record.operations if len(record.operations) <= STORED_MAX else ()
+        for above in dict.fromkeys(each.path.rpartition("/")[0] for each in operations if isinstance(each, Remove)):
+            path, emptied = above, ""
+            while path:
+                directory = self.directory(path)
+                entry = None if directory is None else self.tree.entry(directory)
+                if entry is not None:
+                    children = list(islice(self.tree.children(entry.inode), 2))
+                    if entry.stamp or entry.flags & Flag.MARKER or len(children) > bool(emptied):
+                        break
+                    emptied = path
+                path = path.rpartition("/")[0]
+            if emptied:
+                yield emptied
 
     def _nearest(self, path: bytes) -> tuple[int, bytes]:
         """The deepest known directory on a path, and the name in it that leads on; none where that is the path's."""
