@@ -1,8 +1,8 @@
 """The block cache for trio tasks: reads at once while the disk is prompt, else in worker threads; writes gathered.
 
 Handing work to a thread and getting the answer back takes about a millisecond of CPU, because two threads have to be
-woken and to get hold of the interpreter. So small reads of a prompt disk stay on the trio thread (`disk_latency`), as
-does the adoption of small files, and small writes are gathered, for `GATHER_S` at most, and made by one thread.
+woken and to get hold of the interpreter. So small reads of a prompt disk stay on the trio thread (`disk_latency`), and
+small writes are gathered, for `GATHER_S` at most, and made by one thread.
 
 What always holds (*bounded threads*): at most `READING_THREADS_MAX` threads read and `WRITING_THREADS_MAX` write.
 The caller bounds the bytes. Trio thread only; a crash loses the writes under way, whose blocks are fetched again.
@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import trio
@@ -32,8 +31,8 @@ _log = logging.getLogger(__name__)
 READING_THREADS_MAX = 8
 """A bound of their own, so that a reader never queues behind writes."""
 WRITING_THREADS_MAX = WRITES_AT_ONCE
-SMALL_READ_BYTES_MAX = SMALL_FILE_BYTES_MAX = 256 << 10
-"""Larger reads, and larger files that are adopted, always go to a thread."""
+SMALL_READ_BYTES_MAX = 256 << 10
+"""Larger reads always go to a thread."""
 INSPECTED_AT_ONCE = 256
 """Files whose indexes one call of a thread reads: about 10 ms."""
 GATHER_S = 0.02
@@ -116,16 +115,6 @@ class AsyncBlockCache:
         for at in range(0, len(versions), INSPECTED_AT_ONCE):
             answer += await self._read(partial(self.blocks.drop, versions[at : at + INSPECTED_AT_ONCE]))
         return answer
-
-    async def adopt(self, path: Path, version: Version, hashes: Sequence[int]) -> bool:
-        """As `BlockCache.adopt`. No checkpoint where the version is small and the disk answers at once."""
-        try:
-            if version.size > SMALL_FILE_BYTES_MAX or not self.latency.is_prompt:
-                raise BlockingIOError
-            with self.latency.timed():
-                return self.blocks.adopt_now(path, version, hashes)
-        except BlockingIOError:
-            return await self._threads.run(partial(self.blocks.adopt, path, version, hashes), limiter=self._writing)
 
     async def _read(self, call: Callable[[], T]) -> T:
         return await self._threads.run(call, limiter=self._reading)

@@ -269,24 +269,12 @@ class BlockCache:
         ``path`` is gone when this returns: renamed into the cache, or removed where that failed (False). It must be on
         the cache's filesystem, and have no writer. Raises ValueError unless there is one hash a block.
         """
-        return self._adopt(path, version, hashes, wait=True)
-
-    def adopt_now(self, path: str | Path, version: Version, hashes: Sequence[int]) -> bool:
-        """As `adopt`, for the trio thread and a prompt disk. Raises BlockingIOError, and leaves ``path`` to `adopt`,
-        where it would have to wait for another thread or to make room."""
-        return self._adopt(path, version, hashes, wait=False)
-
-    def _adopt(self, path: str | Path, version: Version, hashes: Sequence[int], *, wait: bool) -> bool:
         if len(hashes) != version.blocks:
             raise ValueError(f"{len(hashes)} hashes for {version.blocks} blocks")
-        try:
+        with self._recording_failure():
             if any(hashes) and self.writable:
-                self.files.adopt(os.fspath(path), version, hashes, wait=wait)
+                self.files.adopt(os.fspath(path), version, hashes)
                 return True
-        except OSError as error:
-            if not wait and isinstance(error, BlockingIOError):
-                raise
-            self._health.failed(error)
         with self._recording_failure(), suppress(FileNotFoundError):
             os.unlink(path)
         return False

@@ -7,10 +7,10 @@ What always holds:
 * a file counts with the disk space it takes up, from the moment its directory was scanned;
 * files of pinned (open) versions are not evicted, nor blocks that are kept.
 
-Calls block and are for worker threads, many at once; `pin`, `unpin`, `reading_now`, `adopt` without ``wait`` and the
-gauges are quick enough for the trio thread. Two locks, always taken in this order: ``_files_lock`` (creating,
-replacing, removing files; held during such disk operations), then ``_lock`` (what is in memory; held for a stat, by
-`scan` for the stats of 1/256 of the files). Block data moves under neither.
+Calls block and are for worker threads, many at once; `pin`, `unpin`, `reading_now` and the gauges are quick enough for
+the trio thread. Two locks, always taken in this order: ``_files_lock`` (creating, replacing, removing files; held
+during such disk operations), then ``_lock`` (what is in memory; held for a stat, by `scan` for the stats of 1/256 of
+the files). Block data moves under neither.
 Errors of the disk are raised as OSError.
 
 A crash leaves the files as they are. Only the count of the space is lost, and counted again by `scan`.
@@ -250,9 +250,8 @@ class CacheDirectory:
             self._account(file, reserved)
             self._release(file)
 
-    def adopt(self, path: str, version: Version, hashes: Sequence[int], *, wait: bool = True) -> None:
-        """Make ``path``, which holds the version's bytes, its file by renaming it. Raises OSError, ENOSPC too; without
-        ``wait`` BlockingIOError instead of waiting for a lock or evicting, and then it can be tried again."""
+    def adopt(self, path: str, version: Version, hashes: Sequence[int]) -> None:
+        """Make ``path``, which holds the version's bytes, its file by renaming it. Raises OSError, ENOSPC too."""
         digest = name_digest(version)
         fd = os.open(path, os.O_RDWR)
         try:
@@ -260,10 +259,8 @@ class CacheDirectory:
             allocated = local_disk.allocated_bytes(fd)
         finally:
             os.close(fd)
-        with self._files_lock if wait else _locked_nowait(self._files_lock):
+        with self._files_lock:
             excess = self._excess(allocated, 0)
-            if excess > 0 and not wait:
-                raise BlockingIOError
             if excess > 0 and self._evict(excess) < excess:
                 raise OSError(errno.ENOSPC, "no room in the cache for a file just written")
             self._remove(digest)

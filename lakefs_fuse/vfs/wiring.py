@@ -273,7 +273,7 @@ class Assembly:
             ensure_directory=lambda path: commits.applier.paths.ensure_directory(path, ground.clock_ns()),
         )  # fmt: skip
         group_commit = GroupCommit(database, ground.nursery, threads, ground.node.clock, writeback, committer)
-        publisher = Publisher(database, namespace, reader.disk, drafts, writer, writeback, group_commit, threads)
+        publisher = Publisher(database, namespace, ground.cache, drafts, writer, writeback, group_commit, threads)
         self._scheduler = PublishScheduler(
             writeback, publisher, self.replay, committer, services.staging, ground.nursery,
             delay_s=config.writeback_delay_s,

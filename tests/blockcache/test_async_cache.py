@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
 from lakefs_fuse.blockcache import async_cache
-from lakefs_fuse.blockcache.async_cache import SMALL_FILE_BYTES_MAX, SMALL_WRITE_BYTES_MAX, AsyncBlockCache
+from lakefs_fuse.blockcache.async_cache import SMALL_WRITE_BYTES_MAX, AsyncBlockCache
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from lakefs_fuse.environment.clock import SystemClock
-from lakefs_fuse.environment.threads import WorkerThreads
 from tests.blockcache.reading import content, for_tasks, make_cache, read_block
 
 FILES = 30
@@ -119,46 +115,3 @@ async def test_an_error_is_told_to_nobody_and_ends_nothing(
         assert "can't start new thread" in caplog.text
         await write(behind, 2)
     assert cache.has_blocks(small(2)[0], 0, 1) == [True]
-
-
-class CountedThreads(WorkerThreads):
-    """Counts the calls that threads were given."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    async def run(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
-        self.calls += 1
-        return await super().run(*arguments, **options)
-
-
-async def adopt(behind: AsyncBlockCache, directory: Path, number: int, size: int = 5000) -> bool:
-    version, data = small(number, size)
-    staged = directory / "staged"
-    staged.write_bytes(data)
-    return await behind.adopt(staged, version, [block_hash(data)])
-
-
-async def test_small_files_are_adopted_without_a_thread(tmp_path: Path) -> None:
-    cache, threads = make_cache(tmp_path / "cache"), CountedThreads()
-    async with trio.open_nursery() as nursery:
-        behind = AsyncBlockCache(cache, nursery, threads, SystemClock())
-        assert await adopt(behind, tmp_path, 0)
-        assert threads.calls == 0
-        assert await adopt(behind, tmp_path, 1, SMALL_FILE_BYTES_MAX + 1)
-        assert threads.calls == 1
-    for number, size in ((0, 5000), (1, SMALL_FILE_BYTES_MAX + 1)):
-        version, data = small(number, size)
-        assert read_block(cache, version, 0) == data
-
-
-async def test_small_files_for_which_room_has_to_be_made_are_adopted_by_a_thread(tmp_path: Path) -> None:
-    cache, threads = make_cache(tmp_path / "cache", bytes_max=4 * SMALL_FILE_BYTES_MAX), CountedThreads()
-    async with trio.open_nursery() as nursery:
-        behind = AsyncBlockCache(cache, nursery, threads, SystemClock())
-        for number in range(6):
-            assert await adopt(behind, tmp_path, number, SMALL_FILE_BYTES_MAX)
-    assert 0 < threads.calls < 6
-    version, data = small(5, SMALL_FILE_BYTES_MAX)
-    assert read_block(cache, version, 0) == data
-    assert cache.bytes_used <= 4 * SMALL_FILE_BYTES_MAX

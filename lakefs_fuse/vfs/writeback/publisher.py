@@ -24,7 +24,7 @@ from contextlib import ExitStack, suppress
 import msgspec
 import trio
 
-from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
+from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
@@ -504,14 +504,14 @@ class Publisher:
         self,
         database: Database,
         namespace: Namespace,
-        disk: AsyncBlockCache,
+        cache: BlockCache,
         drafts: Drafts,
         writer: ObjectWriter,
         queue: WriteBack,
         group_commit: GroupCommit,
         threads: Threads,
     ) -> None:
-        self._db, self._ns, self._disk, self._cache = database, namespace, disk, disk.blocks
+        self._db, self._ns, self._cache = database, namespace, cache
         self._files, self._drafts, self._services = drafts.files, drafts, drafts.services
         self._writer, self._queue, self._threads = writer, queue, threads
         self._group_commit = group_commit
@@ -712,7 +712,7 @@ class Publisher:
         for number, each in enumerate(published, 1):
             file, draft, stored = each.file, each.draft, each.stored
             if stored.published is not None:
-                await self._to_cache(draft, stored.extent.version, stored.published)
+                await self._threads.run(self._to_cache, draft, stored.extent.version, stored.published)
             draft.close(unlink=stored.published is None)
             if draft.sequence:
                 self._queue.end(draft)
@@ -730,9 +730,9 @@ class Publisher:
         except CacheError as error:
             log.error(UNRECORDED, error)
 
-    async def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
+    def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
         """What was just written is read back from local disk. A cache that cannot take it loses nothing."""
-        await self._disk.adopt(self._services.staging.path(draft.id), version, published.hashes)
+        self._cache.adopt(self._services.staging.path(draft.id), version, published.hashes)
 
     # -- changing what was acknowledged
 
