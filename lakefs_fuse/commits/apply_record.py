@@ -367,10 +367,7 @@ class Application:
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
             if tombstone.when_gone(self._etag_back(step.operation)) > self._stamp:
                 return True
-            is_hiding = bool(etag) and tombstone.when_gone(etag) >= tombstone.stamp
-            is_removed = max(tombstone.floor, tombstone.again) > self._stamp
-            is_removed = is_removed or (tombstone.stamp > self._stamp and not is_hiding)
-            return is_removed or tombstone.has_replaced(self._stamp, etag)
+            return tombstone.has_ended(self._stamp, etag)
         is_there = self._outdated.get(step.operation.path) != etag
         survives = is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
         return tombstone.newest > self._stamp and not survives
@@ -474,6 +471,8 @@ class Application:
             self._bury(step, etag=place.etag, at=self._when_ended(tombstone.floor))
             if current is not None and current.is_plain and not current.stamp and current.etag == place.etag:
                 self._drop_listed(step, current)
+        elif tombstone is not None and tombstone.newest >= PENDING and self._is_just_removed(step):
+            self._show_others(step, tombstone, place.etag)  # of which it is one: another version is being removed here
         elif current is None or not current.is_plain or current.etag != place.etag:  # else the row says it
             self._end_older(step, self._stamp)
 

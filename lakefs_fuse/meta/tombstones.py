@@ -75,10 +75,12 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         """The date, in seconds, of the newest version with this ETag that was removed or put again; 0 if unknown."""
         return next((dated_s for known, dated_s in self.dated if known == etag), 0)
 
-    def has_replaced(self, stamp: int, hides: str) -> bool:
-        """A file elsewhere of this stamp, which hides the plain object ``hides``, was replaced by another one that was
-        removed since."""
-        return any(
+    def has_ended(self, stamp: int, hides: str) -> bool:
+        """A file elsewhere of this stamp, which hides the plain object ``hides``, was removed later, unless that was
+        a removal of this very object; or it was replaced by another one that was removed since."""
+        is_hiding = bool(hides) and self.when_gone(hides) >= self.stamp
+        is_removed = max(self.floor, self.again) > stamp or (self.stamp > stamp and not is_hiding)
+        return is_removed or any(
             etag != hides and is_replaced(stamp, dated_s) and stamp < self.when_gone(etag)
             for etag, dated_s in self.dated
         )

@@ -833,6 +833,23 @@ def test_object_told_of_beside_a_pending_change_counts_by_the_time_of_its_commit
         assert not (is_later and tombstone is not None and tombstone.when_gone("e1"))
 
 
+@pytest.mark.parametrize("dated_s", [0, START_S + 5])
+def test_object_that_is_there_again_beside_a_pending_removal_of_another_is_the_file(
+    tmp_path: Path, dated_s: int
+) -> None:
+    """Its commit removes the name first, which ends no other version, and hides nothing where it has no effect."""
+    with node(tmp_path) as n:
+        n.commit(1, told("e1"), writer="0000000b")
+        mine = Record(writer=n.writer, time=0, operations=[Remove("f", hides="e1")])
+        n.applier.apply_pending(mine, PENDING | 1)
+        n.commit(10, Remove("f"), msgspec.structs.replace(told("e2"), dated_s=dated_s), writer="0000000b")
+        n.applier.restamp([(msgspec.structs.replace(mine, time=at(20)), PENDING | 1)], at(20))
+        n.list(plain("f", "e2", 5))
+        assert n.found("f").etag == "e2"
+        n.list(plain("f", "e1", 5))
+        assert n.find("f") is None
+
+
 def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
     """Another node's came between the call and the commit: ours is the later commit, for every node."""
     with node(tmp_path) as n:
