@@ -739,6 +739,30 @@ async def test_a_rename_just_before(tmp_path: Path) -> None:
     assert await others_see(store, tmp_path) == {"model": noise(1, LARGE), "later": b"late"}
 
 
+async def test_replay_of_a_file_renamed_over_a_packed_one_leaves_out_the_older_object_that_this_hides(
+    tmp_path: Path,
+) -> None:
+    """Its writer had not seen the object, which is hidden by its date alone."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "other", clock=clock, pack="always", metadata_ttl_s=NEVER_S) as other:
+        assert await other.names() == []
+        store.give("file", b"hidden")
+        clock.advance(10)
+        await other.write("file", b"packed")
+        await other.sync()
+    async with writing_back(store, tmp_path / "cache", clock=clock) as m:
+        assert await m.read("file") == b"packed"
+        outage = Outage(store)
+        await m.write("new", b"acknowledged")
+        await m.rename("new", "file")
+        died = die(tmp_path / "cache", tmp_path / "died")
+    outage.away = False
+    async with writing_back(store, died, clock=clock) as m:
+        await nothing_is_left(store, m)
+        assert (told(m)["conflicts"], await m.tree()) == (0, {"file": b"acknowledged"})
+    assert await others_see(store, tmp_path) == {"file": b"acknowledged"}
+
+
 @pytest.mark.parametrize("size", [100, LARGE])
 async def test_an_unlink_just_before(tmp_path: Path, size: int) -> None:
     store = MemoryStore()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lakefs_fuse.meta.entry import PENDING, Entry, Flag
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -75,7 +77,15 @@ class StoredVersions:
         tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass")) if key == path else None
         if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
             return Visible()
+        if entry is not None and key == path and _is_hidden(entry, meta):
+            return Visible()
         return Visible(meta.etag, token_of(meta))
+
+
+def _is_hidden(entry: Entry, meta: ObjectMeta) -> bool:
+    """A file that is not stored yet replaces one elsewhere, which hides the object by its ETag or its date."""
+    is_over = entry.is_local and entry.flags & Flag.OVERRIDING and 0 < entry.stamp < PENDING
+    return bool(is_over) and (meta.etag == entry.etag or meta.mtime_ns + NS <= entry.stamp)
 
 
 def path_of(record: DraftRecord) -> str:
