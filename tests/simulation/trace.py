@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
-from lakefs_fuse.commits.record import Mkdir, Operation, Record, Relocate, SetAttr
+from lakefs_fuse.commits.record import Mkdir, Operation, Record, is_of_version
 
 
 class Commits:
@@ -15,10 +15,11 @@ class Commits:
         self._records: dict[str, Record] = {}
 
     def newest(self, path: str, objects: Mapping[str, bytes]) -> tuple[str, Operation] | None:
-        """Key of the newest commit that names a path, and its last operation on it."""
+        """Key of the newest commit that says which file a path is, and its last operation on it. What applies to one
+        version of it does not say that: it has no effect where that version is gone."""
         for key, record in self._newest_first(objects):
             for operation in reversed(record.operations):
-                if operation.path == path and not isinstance(operation, SetAttr | Relocate | Mkdir):
+                if operation.path == path and not isinstance(operation, Mkdir) and not is_of_version(operation):
                     return key, operation
         return None
 
