@@ -79,6 +79,10 @@ class Version:
     def __str__(self) -> str:
         return f"{describe(self.data)} of {self.node}{'' if self.is_certain else '?'}"
 
+    def origins(self) -> list[Version]:
+        """What renames moved here, one after another, the newest first."""
+        return [] if self.origin is None else [self.origin, *self.origin.origins()]
+
 
 @dataclass(eq=False)
 class Removal:

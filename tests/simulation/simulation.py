@@ -889,8 +889,10 @@ class Simulation:
             return
         elif pending is not None and pending.path == old and data in (None, pending.data):
             found = frozenset({pending})
-        elif data is not None and not self.oracle.matching(new, data):
+        elif data is not None:
             found = self.oracle.matching(old, data)
+            if self.oracle.matching(new, data).difference(*(version.origins() for version in found)):
+                return  # it was there; what had come from there has gone back
         else:
             return
         for version in found:
