@@ -58,6 +58,11 @@ class Pause:
             assert self._resumed.wait(WAIT_S_MAX), f"nobody resumed {request}"
 
 
+def pause_of_commits() -> Pause:
+    """Where the PUT of a commit waits."""
+    return Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+
+
 class Failures:
     """Requests that match raise ``error``, the first ``count`` of them."""
 

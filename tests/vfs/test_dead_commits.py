@@ -11,7 +11,7 @@ import trio
 from lakefs_fuse.commits import committer
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.meta.entry import ROOT_INODE
-from tests.memory_store import MemoryStore, Pause
+from tests.memory_store import MemoryStore, pause_of_commits
 from tests.upload.drafting import reached
 from tests.vfs.lakes import lake, permissions
 from tests.vfs.writing_back import die
@@ -52,7 +52,7 @@ async def test_a_rename_that_took_along_what_was_journaled(tmp_path: Path, monke
 async def test_attributes_that_are_in_no_commit_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit in doubt is applied again, and does not undo what was set while it was sent."""
     store, death = MemoryStore(), Death("commit.sent", tmp_path, monkeypatch)
-    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    pause = pause_of_commits()
     async with lake(store, death.cache, pack="never") as m:
         handle, _ = await m.fs.create(ROOT_INODE, b"x", 0o600, os.O_RDWR | os.O_CREAT, os.getuid(), os.getgid())
         await m.fs.write(handle, 0, b"bytes")

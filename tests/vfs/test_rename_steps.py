@@ -17,7 +17,7 @@ from lakefs_fuse.errors import AccessDenied, FileError, LakeError
 from lakefs_fuse.meta.barrier import About
 from lakefs_fuse.vfs.ops import rename
 from lakefs_fuse.vfs.ops.rename import NAMES_PER_STEP
-from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.memory_store import MemoryStore, Request, When, pause_of_commits
 from tests.upload.drafting import reached
 from tests.vfs.lakes import RENAME_EXCHANGE, Lake, lake, two_lakes
 from tests.vfs.writing_back import die
@@ -155,7 +155,7 @@ async def test_rename_in_steps_plans_again_what_changed_meanwhile(tmp_path: Path
 
 async def test_rename_in_steps_holds_back_requests_and_polls(tmp_path: Path, small_steps: None) -> None:
     store = MemoryStore()
-    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    pause = pause_of_commits()
     async with two_lakes(store, tmp_path) as (one, other):
         await fill(one, 40)
         barrier, polled = one.fs.namespace.tree.barrier, trio.Event()

@@ -12,7 +12,7 @@ import trio
 
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
-from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.memory_store import MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
 from tests.vfs.writing_back import KIB, LARGE, PART, Outage, die, rewrite, stored, until, writing_back
@@ -23,7 +23,7 @@ async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it
     its turn, and must not make the newer bytes look older than that commit."""
     store = MemoryStore()
     outage = Outage(store, away=False)
-    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    pause = pause_of_commits()
     async with writing_back(store, tmp_path / "cache", pack="always") as m:
         await m.write("a", b"first")
         await m.fs.make_durable()
@@ -271,7 +271,7 @@ async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_
 async def test_a_commit_of_another_node_that_overtakes_ours_is_newer_here_too(tmp_path: Path) -> None:
     """It is polled while our PUT is under way: it has a later time, and meets the stamp of what is not committed."""
     store, clock = MemoryStore(), Clock()
-    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    pause = pause_of_commits()
     async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
         await one.write("f", b"first")
         await one.sync()
@@ -297,7 +297,7 @@ async def test_a_commit_of_another_node_that_overtakes_ours_is_newer_here_too(tm
 async def test_a_file_that_is_closed_while_a_rename_over_it_fails_keeps_its_bytes(tmp_path: Path) -> None:
     """Its name was about to go, so its close had nothing to store; then the name stayed."""
     store, is_away = MemoryStore(), False
-    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    pause = pause_of_commits()
 
     def fail(request: Request, when: When) -> None:
         pause(request, when)
@@ -546,7 +546,7 @@ async def test_version_that_is_packed_while_another_node_removes_the_file_does_n
 ) -> None:
     """The removal is the later commit, of which the writer hears while its own is on its way."""
     store, clock = MemoryStore(), Clock()
-    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    pause = pause_of_commits()
     async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
         await one.write("f", b"first")
         await one.sync()

@@ -16,7 +16,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ObjectMeta
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from tests.fakes import delete_all_due
-from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake, two_lakes, unheard_commits
 from tests.vfs.writing_back import LARGE, rewrite, until
@@ -851,7 +851,7 @@ async def test_read_only_mount_leaves_a_renamed_file_that_was_replaced_as_it_is(
 async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(tmp_path: Path) -> None:
     """The rename is on its way when the object is replaced, and names the one before."""
     store = MemoryStore()
-    renaming = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    renaming = pause_of_commits()
     async with lake(store, tmp_path / "cache", pack="never") as one:
         await one.mkdir("d")
         await one.write("d/f", b"first")

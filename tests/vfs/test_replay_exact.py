@@ -21,7 +21,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.writeback import group_commit as accepting
 from lakefs_fuse.vfs.writeback import queue as writeback
-from tests.memory_store import Failures, MemoryStore, Pause
+from tests.memory_store import Failures, MemoryStore, Pause, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake
 from tests.vfs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
@@ -495,7 +495,7 @@ async def test_a_file_whose_rename_is_held_is_found_when_its_key_is_freed(
 async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
     """No commit names bytes that are gone when it becomes visible."""
     store = MemoryStore()
-    commits = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    commits = pause_of_commits()
     async with writing_back(store, tmp_path / "cache", pack="never") as m:
         handle, _ = await m.fs.create(ROOT_INODE, b"file", 0o600, os.O_RDWR | os.O_CREAT, 0, 0)
         await m.fs.write(handle, 0, b"one")
