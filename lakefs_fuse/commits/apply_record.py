@@ -64,8 +64,6 @@ CARRIED_OVER_MAX = 1_000_000
 """A rename of more names by another node gives them other inodes: to keep them takes 300 bytes of memory a name."""
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
-CLOCKS_APART_NS_MAX = 2 * NS
-"""By how much this node's clock, which dates what is written here until it is listed, may be behind the store's."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
@@ -497,12 +495,13 @@ class Application:
 
     def _note_not_moved(self, step: _Step, etag: str, *, since: int) -> None:
         """A plain object is not the file, because a file elsewhere took its place after ``since``, or was removed: a
-        copy of bytes which the name did not have any more, or a version of which only the relocation tells."""
-        current = step.current
-        if current is not None:
-            ended = current.stamp if _is_elsewhere(current) and current.etag != etag else 0
-        else:
-            ended = step.tombstone.floor if step.tombstone is not None else 0
+        copy of bytes which the name did not have any more, or (``since``) a version that was moved away, and replaced
+        at its key or removed later."""
+        current, ended = step.current, 0
+        if current is not None and (since or _is_elsewhere(current)):
+            ended = current.stamp if current.etag != etag else 0
+        elif current is None and step.tombstone is not None:
+            ended = step.tombstone.newest if since else step.tombstone.floor
         if ended > since:
             self._bury(step, etag=etag, at=max(self._stamp, self._when_ended(ended)))
 
@@ -576,7 +575,7 @@ class Application:
         elif current.is_dated_by_store or self._outdated is NOTHING:
             date_ns = current.ctime_ns + NS  # LastModified says no more
         else:
-            date_ns = current.ctime_ns + NS + CLOCKS_APART_NS_MAX
+            date_ns = self._time + 1  # whatever this node's clock said: the store tells
         newer = self._stamp < PENDING and date_ns > self._time
         return newer and self._outdated.get(path) != current.etag
 

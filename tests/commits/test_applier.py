@@ -571,6 +571,26 @@ def test_an_object_that_only_its_relocation_tells_of_is_gone_when_its_name_is_re
         assert n.found("f").size == 8
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 2, 3, 1), (2, 0, 1, 3)])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_an_object_that_was_relocated_and_replaced_at_its_key_is_gone(
+    tmp_path: Path, order: tuple[int, ...], is_removed: bool
+) -> None:
+    """By a node that heard of the relocation later. The same bytes are told of again without a date."""
+    commits: list[tuple[float, Operation]] = [
+        (10, own(10)),
+        (20, Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, at(10), hides="e1")),
+        (21, own(20, "e2")),
+        (25, Remove("f", hides="e2") if is_removed else own(20, "e2")),
+        (30, own(29)),
+    ]
+    with node(tmp_path) as n:
+        for number in (*order, 4):
+            n.commit(commits[number][0], commits[number][1], writer=f"{number:08x}")
+        found = n.find("f")
+        assert found is None if is_removed else found is not None and found.etag == "e2"
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 0), (0, 1, 0)])
 def test_an_object_that_is_removed_ends_the_file_that_it_replaced_in_one_commit(
     tmp_path: Path, order: tuple[int, ...]

@@ -274,12 +274,13 @@ async def test_object_that_wins_over_a_commit_unannounced_is_announced_by_its_wr
         assert await fresh.names() == []
 
 
+@pytest.mark.parametrize("behind_s", [0.8, 30.8])
 async def test_object_of_a_writer_whose_clock_is_behind_counts_by_the_stores_date_for_its_writer_too(
-    tmp_path: Path,
+    tmp_path: Path, behind_s: float
 ) -> None:
     """It has not been listed since: only the writer's clock dates it there."""
     store, clock = MemoryStore(), Clock()
-    behind = Clock(clock.now_ns - 800_000_000)
+    behind = Clock(clock.now_ns - int(behind_s * 1e9))
     async with (
         lake(store, tmp_path / "plain", clock=behind, pack="never", metadata_ttl_s=3600) as two,
         lake(store, tmp_path / "packing", clock=clock, pack="always", metadata_ttl_s=3600) as one,
