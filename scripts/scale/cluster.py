@@ -7,6 +7,7 @@ become idle as they do under a kernel; and maintenance, which runs in the proces
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -297,11 +298,20 @@ class Cluster:
 
 @asynccontextmanager
 async def opened(
-    scratch: Path, seed: str, *, began_s: float = 0.0, puts_s: float = 0.0, gets_s: float = 0.0, **config: object
-) -> AsyncIterator[Cluster]:
+    scratch: Path, seed: str, *, collect_each_s: float, began_s: float = 0.0, puts_s: float = 0.0,
+    gets_s: float = 0.0, **config: object,
+) -> AsyncIterator[Cluster]:  # fmt: skip
     """A cluster without nodes, inside of `scheduler.run`. The databases of its mounts are in memory: reading RocksDB
-    takes half of the CPU time of a simulated node."""
+    takes half of the CPU time of a simulated node. ``collect_each_s``: how often to collect cyclic garbage, which holds
+    pages of LIST and bodies of GET: the scheduler has switched the collector off, because it runs by chance."""
     store = CountingStore(MachineClock(began_s), puts_s=puts_s, gets_s=gets_s)
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(_collect_garbage, collect_each_s)
         yield Cluster(World(store, nursery, seed, scratch, config, engines=MemoryEngines()), store, began_s)
         nursery.cancel_scope.cancel()
+
+
+async def _collect_garbage(each_s: float) -> None:
+    while True:
+        await trio.sleep(each_s)
+        gc.collect()

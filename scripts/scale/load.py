@@ -15,6 +15,7 @@ from tests.simulation import scheduler
 ASKS_EACH_S = 60.0
 """A mount that is asked so often does not become idle."""
 WARM_UP_S = 60.0
+COLLECT_EACH_S = 300.0
 FILE = b"x" * 200
 
 
@@ -50,7 +51,9 @@ def measure(load: Load, *, seed: str = "load", **limits: float) -> Measured:
 
 async def _measured(load: Load, seed: str, limits: dict[str, float]) -> Measured:
     with tempfile.TemporaryDirectory() as scratch:
-        async with opened(Path(scratch), seed, refresh_s=load.refresh_s, pack="always", **limits) as cluster:
+        async with opened(
+            Path(scratch), seed, collect_each_s=COLLECT_EACH_S, refresh_s=load.refresh_s, pack="always", **limits
+        ) as cluster:
             await cluster.add(load.nodes + load.idle)
             busy = cluster.nodes[: load.nodes]
             for number in range(load.writers):

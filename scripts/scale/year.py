@@ -32,7 +32,7 @@ NODES = 3
 LIFE_DAYS = 30
 FILE_BYTES = 200
 SLICE_DAYS = 30
-"""Cyclic garbage is collected between two slices only, and the memory of one slice is bounded by that."""
+"""After so many days all mounts are replaced."""
 
 
 class Day(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ def run(ledger: Path, *, days: int, commits: int) -> list[Day]:
 async def _slice(ledger: Path, first: int, count: int, commits: int) -> None:
     lake = ledger.with_name(ledger.name + ".lake")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
-        async with opened(Path(scratch), f"year/{first}", began_s=first * DAY_S) as cluster:
+        async with opened(Path(scratch), f"year/{first}", collect_each_s=DAY_S, began_s=first * DAY_S) as cluster:
             if first:
                 for key, data, etag, mtime_ns in pickle.loads(lake.read_bytes()):
                     cluster.store.restore(data, ObjectMeta(key, len(data), etag, mtime_ns, {}))
