@@ -24,6 +24,7 @@ import msgspec
 import xxhash
 
 from lakefs_fuse.errors import DamagedCommit
+from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN, kept_ns
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
 from lakefs_fuse.store.protocol import Buffer
 
@@ -44,7 +45,8 @@ XATTRS_BYTES_MAX = 64 << 10
 XATTR_PREFIX = "user."
 """The only namespace of extended attributes: the others (`security.`, `trusted.`, `system.`) are the kernel's."""
 MODE_MAX = 0o7777
-TIME_NS_MIN, TIME_NS_MAX = -(1 << 62), 1 << 62
+TIME_NS_MAX = 1 << 62
+"""Of a commit."""
 DATED_S_MAX = 1 << 33
 COMMITS = f"{RESERVED_PREFIX}commits/"
 """Where commits lie."""
@@ -267,19 +269,29 @@ class _Reads(msgspec.Struct):
 
 
 def encode(record: Record, format: int = 1) -> bytes:
-    """The bytes of a record in the ``format`` of its lake (`StoreClient.commit_format`)."""
+    """The bytes of a record in the ``format`` of its lake (`StoreClient.commit_format`), with the nearest times that
+    readers take: a commit that they refused for one file would be lost with all others in it."""
     count = len(record.operations)
-    operations: list[Operation] | msgspec.Raw = list(record.operations)
+    operations: list[Operation] | msgspec.Raw = list(map(_within_limits, record.operations))
     if count > ENCODED_AT_ONCE:
         header = struct.pack(">BI", 0xDD, count) if count > 0xFFFF else struct.pack(">BH", 0xDC, count)
         encode_one, pieces = msgspec.msgpack.Encoder().encode, [header]
         pieces += (  # other threads wait for the interpreter during each of these
-            b"".join(map(encode_one, record.operations[at : at + ENCODED_AT_ONCE]))
-            for at in range(0, count, ENCODED_AT_ONCE)
+            b"".join(map(encode_one, operations[at : at + ENCODED_AT_ONCE])) for at in range(0, count, ENCODED_AT_ONCE)
         )
         operations = msgspec.Raw(b"".join(pieces))
     fields = {**msgspec.structs.asdict(record), "operations": operations, "format": max(record.format, format)}
     return msgspec.msgpack.encode(_Written(**fields))
+
+
+def _within_limits(operation: Operation) -> Operation:
+    """Programs choose times, and stores date objects: what is out of range is neither's mistake."""
+    mtime_ns, dated_s = getattr(operation, "mtime_ns", 0), getattr(operation, "dated_s", 0)
+    if not MTIME_NS_MIN <= mtime_ns <= MTIME_NS_MAX:
+        operation = msgspec.structs.replace(operation, mtime_ns=kept_ns(mtime_ns))
+    if not 0 <= dated_s <= DATED_S_MAX:
+        operation = msgspec.structs.replace(operation, dated_s=min(max(dated_s, 0), DATED_S_MAX))
+    return operation
 
 
 def newest_read(raw: Buffer) -> int:
@@ -417,8 +429,6 @@ def _check_attributes(operation: Put | Mkdir | Symlink | SetAttr | Relocate) -> 
     owners = operation.uid, operation.gid
     if not (0 <= mode <= MODE_MAX or mode == UNSET) or any(not 0 <= owner <= UNSET for owner in owners):
         raise DamagedCommit(f"attributes of {operation.path!r}")
-    if not TIME_NS_MIN <= operation.mtime_ns <= TIME_NS_MAX:
-        raise DamagedCommit(f"mtime of {operation.path!r}")
     if not isinstance(operation, Relocate) and operation.xattrs:
         _check_xattrs(operation.path, operation.xattrs)
 

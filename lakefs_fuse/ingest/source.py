@@ -14,8 +14,6 @@ from lakefs_fuse.commits.record import (
     KEY_BYTES_MAX,
     NAME_BYTES_MAX,
     TARGET_BYTES_MAX,
-    TIME_NS_MAX,
-    TIME_NS_MIN,
     UNSET,
 )
 from lakefs_fuse.errors import LakeError
@@ -170,10 +168,10 @@ def link_refusal(target: str) -> str:
 
 
 def attributes(mode: int, mtime_ns: int, uid: int, gid: int) -> Attributes:
-    """Attributes within the bounds of a record."""
+    """Mode and owners within the bounds of a record."""
     return Attributes(
         mode & 0o7777,
-        min(max(mtime_ns, TIME_NS_MIN), TIME_NS_MAX),
+        mtime_ns,
         uid if 0 <= uid < UNSET else UNSET,
         gid if 0 <= gid < UNSET else UNSET,
     )

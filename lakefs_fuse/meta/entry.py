@@ -19,8 +19,16 @@ FLAGS_LOW, PLACE, NOWHERE = 8, slice(54, 58), bytes(4)
 """In a row: the low byte of ``flags``, the bytes of ``place``, and those of a file that is the object at its own key.
 """
 NAME_BYTES_MAX = 255
+MTIME_NS_MIN, MTIME_NS_MAX = -(1 << 62), 1 << 62
+"""1823 to 2116: the times that a lake keeps. Programs choose others, and stores tell others of objects: the nearest
+of these stands for them, as in file systems on a disk."""
 UNSET = 0xFFFF_FFFF
 """A mode, uid or gid that was never set: the mount's default is shown."""
+
+
+def kept_ns(time_ns: int) -> int:
+    """The nearest time, in nanoseconds since 1970, that a lake keeps."""
+    return min(max(time_ns, MTIME_NS_MIN), MTIME_NS_MAX)
 
 
 class Flag:

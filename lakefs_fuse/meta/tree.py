@@ -25,6 +25,8 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import (
     FLAGS_LOW,
     HEAD,
+    MTIME_NS_MAX,
+    MTIME_NS_MIN,
     NAME_BYTES_MAX,
     NOWHERE,
     PLACE,
@@ -32,6 +34,7 @@ from lakefs_fuse.meta.entry import (
     UNSET,
     Entry,
     Flag,
+    kept_ns,
 )
 from lakefs_fuse.meta.object_table import NUMBER_BYTES, Objects, unpack_object
 from lakefs_fuse.meta.schema import NUMBER
@@ -90,11 +93,14 @@ def unpack_xattrs(row: bytes) -> dict[str, bytes]:
 
 
 def pack_entry(entry: Entry) -> bytes:
-    """The row of an entry."""
+    """The row of an entry, whose times are the nearest that a lake keeps."""
     etag = entry.etag.encode()
+    mtime_ns, ctime_ns = entry.mtime_ns, entry.ctime_ns
+    if not (MTIME_NS_MIN <= mtime_ns <= MTIME_NS_MAX and MTIME_NS_MIN <= ctime_ns <= MTIME_NS_MAX):
+        mtime_ns, ctime_ns = kept_ns(mtime_ns), kept_ns(ctime_ns)
     return (
         HEAD.pack(
-            entry.inode, entry.flags, entry.mode, entry.uid, entry.gid, entry.size, entry.mtime_ns, entry.ctime_ns,
+            entry.inode, entry.flags, entry.mode, entry.uid, entry.gid, entry.size, mtime_ns, ctime_ns,
             entry.stamp, entry.place, entry.offset, len(etag),
         )
         + etag
@@ -381,6 +387,8 @@ class Tree:
             if get(key) is not None:
                 continue
             inode = new_inode()
+            if not MTIME_NS_MIN <= mtime_ns <= MTIME_NS_MAX:
+                mtime_ns = kept_ns(mtime_ns)
             cookie, tag = pack_number(inode), etag.encode()
             rows[key] = cookie
             rows[schema.INODE + cookie] = number + cookie

@@ -19,6 +19,7 @@ from lakefs_fuse.commits.record import (
     SetAttr,
     Symlink,
 )
+from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN
 
 WRITER = "0badcafe"
 TIME = 1_700_000_000_000_000_000
@@ -32,7 +33,7 @@ paths = st.lists(names, min_size=1, max_size=5).map("/".join)
 etags = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=40)
 modes = st.integers(0, rec.MODE_MAX) | st.just(UNSET)
 owners = st.integers(0, UNSET)
-times = st.integers(rec.TIME_NS_MIN, rec.TIME_NS_MAX)
+times = st.integers(MTIME_NS_MIN, MTIME_NS_MAX)
 xattrs = st.dictionaries(names.map(lambda name: f"user.{name}"), st.binary(max_size=100), max_size=3)
 targets = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=100)
 numbers = st.integers(0, rec.SIZE_MAX)

@@ -16,6 +16,7 @@ from lakefs_fuse.commits import record as rec
 from lakefs_fuse.commits.archive import build, commit_key, locate
 from lakefs_fuse.commits.commit_log import TAIL_BYTES
 from lakefs_fuse.commits.record import OWN, ObjectRef, Operation, Relocate, Remove, Symlink, encode, key_of_copy
+from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN
 from tests.commits.archives import member
 from tests.commits.records import WRITER, put, record_of
 
@@ -183,7 +184,8 @@ def test_the_numbers_in_the_text_are_those_of_the_code() -> None:
     assert f"{rec.TARGET_BYTES_MAX:,} bytes" in said
     assert f"{rec.XATTRS_BYTES_MAX >> 10} KiB in all" in said
     assert rec.SIZE_MAX == 1 << 60
-    assert (rec.TIME_NS_MIN, rec.TIME_NS_MAX) == (-(1 << 62), 1 << 62)
+    assert (MTIME_NS_MIN, MTIME_NS_MAX) == (-(1 << 62), 1 << 62)
+    assert rec.DATED_S_MAX == 1 << 33
     assert f"| mode | 0{rec.MODE_MAX:o} |" in said
     assert rec.UNSET == 0xFFFF_FFFF
     assert f"The comment has {archive.COMMENT_BYTES_MAX} bytes at most" in said

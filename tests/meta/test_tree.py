@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lakefs_fuse.meta import tree as tree_module
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
+from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN, ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import Tombstone
 from lakefs_fuse.meta.tree import Listing, Tree, Usage, pack_entry, unpack_entry
@@ -21,7 +21,7 @@ from tests.fakes import open_database
 from tests.tiers import examples
 
 words = st.integers(0, UNSET)
-wide = st.integers(-(1 << 63), (1 << 63) - 1)
+times = st.integers(MTIME_NS_MIN, MTIME_NS_MAX)
 entries = st.builds(
     Entry,
     parent=st.integers(1, 1 << 40),
@@ -35,8 +35,8 @@ entries = st.builds(
     uid=words,
     gid=words,
     size=st.integers(0, 1 << 62),
-    mtime_ns=wide,
-    ctime_ns=wide,
+    mtime_ns=times,
+    ctime_ns=times,
     etag=st.text(max_size=60),
 )
 

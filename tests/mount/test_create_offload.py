@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN
 from tests.mount.conftest import LakeMaker
 from tests.mount.counting import upcalls
 from tests.mount.lakes import Lake, eventually, noise
@@ -140,6 +141,18 @@ def test_written_to_after_a_time_was_chosen(lake: Lake) -> None:
     lake.remount()
     assert path.read_bytes() == b"first and second"
     assert path.stat().st_mtime_ns > 10**18
+
+
+@pytest.mark.parametrize("year", [1600, 2120, 2300])
+def test_time_that_no_lake_keeps_is_the_nearest(lake: Lake, year: int) -> None:
+    path, seconds = lake.path / "d" / f"of-{year}", int((year - 1970) * 365.25 * 86400)
+    fd = begin(path, b"bytes")
+    os.utime(fd, (seconds, seconds))
+    os.close(fd)
+    flush(lake)
+    lake.remount()  # until then the kernel shows what was set
+    kept_ns = MTIME_NS_MIN if year < 1970 else MTIME_NS_MAX
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == (b"bytes", kept_ns)
 
 
 def test_rule_that_has_o_excl_ask_the_store_keeps_it_from_the_library(make_lake: LakeMaker, tmp_path: Path) -> None:

@@ -369,7 +369,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "mode": _integer(0, _MODE_MAX, UNSET),
     "uid": _integer(0, UNSET),
     "gid": _integer(0, UNSET),
-    "mtime": _integer(-_MTIME_MAX, _MTIME_MAX),
+    "mtime": _integer(-1 << 63, 1 << 64),
     "object": _integer(-1, 1 << 32),
     "from_object": _integer(-1, 1 << 32),
     "replaces": _integer(1, 1 << 32, ANY_OBJECT),
@@ -439,6 +439,8 @@ class _Archive:
         fields = _ABSENT | dict(zip(required + optional, values[1:], strict=False))
         for name, value in fields.items():
             _CHECKS[name](value)
+        if "mtime" in fields:
+            fields["mtime"] = min(max(fields["mtime"], -_MTIME_MAX), _MTIME_MAX)
         path, hides, size = fields["path"], fields["hides"], fields.get("size", 0)
         place = source = None
         if "object" in fields:

@@ -96,7 +96,9 @@ def test_times_of_other_tools(text: str, mtime_ns: int) -> None:
     assert abs(learn(FILE, {"mtime": text}).mtime_ns - mtime_ns) < 1000
 
 
-@pytest.mark.parametrize("text", ["", ".", "-", "yesterday", "1.2.3", "1,5", "٣", "9" * 30, "nan", "1e9", "1.-5"])
+@pytest.mark.parametrize(
+    "text", ["", ".", "-", "yesterday", "1.2.3", "1,5", "٣", "9" * 30, "nan", "1e9", "1.-5", "2300-01-01T00:00:00Z"]
+)
 def test_times_that_are_none(text: str) -> None:
     assert learn(FILE, {"mtime": text}).mtime_ns == FILE.mtime_ns
 

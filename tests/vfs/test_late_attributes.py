@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
 from lakefs_fuse.commits import committer
+from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback.publisher import Publication, Publisher
 from tests.memory_store import MemoryStore, Pause, Request
 from tests.upload.drafting import reached
-from tests.vfs.lakes import Clock, lake, permissions
+from tests.vfs.lakes import Clock, lake, permissions, two_lakes
 from tests.vfs.writing_back import LARGE, NEVER_S, die, rewrite, until, writing_back
 
 NS = 1_000_000_000
@@ -112,3 +114,38 @@ async def test_of_two_the_later_stays_though_it_was_held_when_the_earlier_was_se
     async with lake(store, tmp_path / "other") as other:
         assert await other.xattrs("f") == {"user.a": b"later"}
         assert (await other.tree())["f"] == b"new"
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_times_that_no_lake_keeps_hurt_no_other_file_of_their_commit(tmp_path: Path, durability: str) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "writer", pack="always", durability=durability) as writer:
+        for name, year in ("past", 1600), ("near", 2120), ("far", 2300):
+            await writer.write(name, name.encode())
+            await writer.setattr(name, mtime_ns=int((year - 1970) * 365.25 * 86400) * NS, atime_ns=1)
+        await writer.write("whole", b"whole")
+        await writer.mkdir("d")
+        await writer.fs.make_durable()
+        await writer.sync()
+        shown = {name: (await writer.getattr(name)).mtime_ns for name in await writer.names()}
+    assert (shown["past"], shown["near"], shown["far"]) == (MTIME_NS_MIN, MTIME_NS_MAX, MTIME_NS_MAX)
+    async with lake(store, tmp_path / "reader") as reader:
+        assert await reader.names() == ["d", "far", "near", "past", "whole"]
+        for name in "far", "near", "past", "whole":
+            assert await reader.read(name) == name.encode()
+            assert (await reader.getattr(name)).mtime_ns == shown[name]
+
+
+async def test_new_name_of_an_object_that_its_store_dates_in_the_far_future_is_seen_by_all(tmp_path: Path) -> None:
+    """As a store that is a directory does for a file with such an mtime."""
+    store = MemoryStore()
+    store.put("f", b"bytes")
+    data, meta = store.objects["f"]
+    store.objects["f"] = data, msgspec.structs.replace(meta, mtime_ns=1 << 65)
+    async with two_lakes(store, tmp_path) as (one, two):
+        assert await one.names() == ["f"]
+        await one.rename("f", "g")
+        await one.sync()
+        await two.poll()
+        assert "g" in await two.names()
+        assert await two.read("g") == b"bytes"

@@ -22,6 +22,8 @@
 #define FILE_BYTES_MAX (256U << 10)
 /* An mtime this far from now was chosen by a program; so was one that was set with the atime. */
 #define MTIME_OF_NOW_S 60
+#define MTIME_S_MAX ((INT64_C(1) << 62) / NS)
+#define NO_TIME INT64_MIN
 #define ATTRIBUTES (FATTR_MODE | FATTR_UID | FATTR_GID | FATTR_MTIME)
 #define BLOCK_BYTES (128U << 10)
 
@@ -182,6 +184,12 @@ static int may_write(uint64_t inode, uint64_t offset, uint64_t bytes)
 	       offset + bytes <= FILE_BYTES_MAX;
 }
 
+/* NO_TIME for one that rows and commits do not take (MTIME_NS_MAX): Python takes the nearest. */
+static int64_t ns_of(int64_t seconds, int64_t ns)
+{
+	return seconds < -MTIME_S_MAX || seconds >= MTIME_S_MAX ? NO_TIME : seconds * NS + ns;
+}
+
 /* By a program; else the kernel tells of its own writes. */
 static int is_chosen(const struct created *file, uint32_t valid, int64_t mtime_ns)
 {
@@ -201,6 +209,8 @@ static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_
 	if (!file || !(valid & ATTRIBUTES) || (valid & ~known) || (valid & FATTR_ATIME && !(valid & FATTR_MTIME)))
 		return 0;
 	if ((valid & FATTR_MODE) && (mode & (S_ISUID | S_ISGID)))
+		return 0;
+	if ((valid & FATTR_MTIME) && mtime_ns == NO_TIME)
 		return 0;
 	return !(valid & FATTR_MTIME) || !file->is_mtime_chosen || is_chosen(file, valid, mtime_ns);
 }
@@ -236,7 +246,7 @@ int lakefs_offload_answers(const struct fuse_in_header *head, const void *body, 
 		       may_write(head->nodeid, writing->offset, writing->size);
 	case FUSE_SETATTR:
 		return may_set(head->nodeid, setting->valid, setting->mode,
-			       (int64_t)setting->mtime * NS + setting->mtimensec);
+			       ns_of((int64_t)setting->mtime, setting->mtimensec));
 	case FUSE_GETATTR:
 		return !!received(head->nodeid);
 	case FUSE_FLUSH:
@@ -337,7 +347,7 @@ static void write_buf(fuse_req_t request, fuse_ino_t inode, struct fuse_bufvec *
 static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attributes, int to_set,
 		    struct fuse_file_info *info)
 {
-	int64_t mtime_ns = (int64_t)attributes->st_mtim.tv_sec * NS + attributes->st_mtim.tv_nsec;
+	int64_t mtime_ns = ns_of(attributes->st_mtim.tv_sec, attributes->st_mtim.tv_nsec);
 	struct created *file = received(inode);
 	uint32_t valid = (uint32_t)to_set;
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.meta.entry import UNSET, Entry, Flag
+from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN, UNSET, Entry, Flag
 
 NS = 1_000_000_000
 PERMISSIONS = 0o7777
@@ -86,11 +86,15 @@ def _mtime_ns(text: str) -> int | None:
     negative = whole.startswith("-")
     if whole.removeprefix("-").isdigit() and text.isascii() and (fraction == "" or fraction.isdigit()):
         ns = int(whole.removeprefix("-")) * NS + int(fraction[:9].ljust(9, "0") or 0)
-        return None if ns >= 1 << 62 else (-ns if negative else ns)
+        return _within_limits(-ns if negative else ns)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return (moment - EPOCH) // MICROSECOND * 1000
+    return _within_limits((moment - EPOCH) // MICROSECOND * 1000)
+
+
+def _within_limits(ns: int) -> int | None:
+    return ns if MTIME_NS_MIN <= ns <= MTIME_NS_MAX else None

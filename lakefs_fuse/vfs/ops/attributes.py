@@ -16,7 +16,7 @@ import msgspec
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import FileError, NotFound, Unavailable
-from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
+from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag, kept_ns
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.files.drafts import Drafts
@@ -196,12 +196,12 @@ class Attributes:
                 held = getattr(entry, name)
                 if wanted != (default if held == UNSET else held):
                     now[name] = wanted
-        if change.mtime_ns is not None and change.mtime_ns != entry.mtime_ns:
-            now["mtime_ns"] = change.mtime_ns
+        if change.mtime_ns is not None and kept_ns(change.mtime_ns) != entry.mtime_ns:
+            now["mtime_ns"] = kept_ns(change.mtime_ns)
         return msgspec.structs.replace(entry, **now)
 
     def _ctime_ns(self, change: AttributeChange) -> int:
-        return self._clock.wall_ns() if change.ctime_ns is None else change.ctime_ns
+        return self._clock.wall_ns() if change.ctime_ns is None else kept_ns(change.ctime_ns)
 
     def _is_chosen(self, change: AttributeChange) -> bool:
         if change.mtime_ns is None:
