@@ -398,6 +398,30 @@ async def test_rename_does_not_follow_a_directory_that_another_node_renamed_mean
         assert await one.names() == await two.names() == ["e"]
 
 
+@pytest.mark.parametrize("flags", [0, RENAME_EXCHANGE])
+async def test_rename_into_a_directory_that_another_node_moved_below_the_renamed_one_is_refused(
+    tmp_path: Path, flags: int
+) -> None:
+    """It hears of that while it lists what is below: nothing goes below itself."""
+    async with two_lakes(MemoryStore(), tmp_path) as (one, two):
+        await one.mkdir("d")
+        await one.mkdir("e")
+        await one.write("d/f", b"stays")
+        if flags == RENAME_EXCHANGE:
+            await one.mkdir("e/x")
+        await one.sync()
+        await two.poll()
+        await two.tree()
+        await one.rename("e", "d/y")
+        with pytest.raises(FileError) as raised:
+            await two.rename("d", "e/x", flags)
+        assert raised.value.errno == errno.EINVAL
+        await two.sync()
+        await one.poll()
+        expected = {"d": None, "d/f": b"stays", "d/y": None, **({"d/y/x": None} if flags else {})}
+        assert await one.tree() == await two.tree() == expected
+
+
 async def test_rename_over_a_directory_in_which_a_file_was_closed_meanwhile_is_refused(tmp_path: Path) -> None:
     store = MemoryStore()
     pause = Pause(lambda request: request.what == "list" and request.key.startswith("d"))

@@ -149,9 +149,9 @@ class Renames:
             raise FileError(errno.ENOTDIR)
 
     def _read_ends(self, request: _Request) -> _Ends:
-        """Both ends as they are now. Another node may have renamed, replaced or removed the source meanwhile, and
-        somebody made something of the new name: raises FileError as rename(2) says, ESTALE for a source to be looked up
-        again."""
+        """Both ends as they are now. Another node may have renamed, replaced or removed the source meanwhile, made
+        something of the new name, or moved one end below the other: raises FileError as rename(2) says, ESTALE for a
+        source to be looked up again."""
         source, parent, name, flags = request
         now = self._ns.tree.child(source.parent, source.name)
         if now is None:
@@ -169,7 +169,10 @@ class Renames:
                 raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR)
             if there.is_dir and self._ns.tree.has_children(there.inode):
                 raise FileError(errno.ENOTEMPTY)
-        return _Ends(now, there, self._names.path(now), self._names.path_in(parent, name), request)
+        ends = _Ends(now, there, self._names.path(now), self._names.path_in(parent, name), request)
+        if ends.new.startswith(ends.old + "/") or (there is not None and ends.old.startswith(ends.new + "/")):
+            raise FileError(errno.EINVAL)  # nothing goes below itself
+        return ends
 
     async def _rename(self, request: _Request, moving: list[Entry]) -> bool:
         """Whether it has to be flushed before the answer. ``moving`` is what changes places."""
