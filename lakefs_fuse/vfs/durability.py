@@ -1,7 +1,7 @@
 """Makes what this node holds durable in the store: files, changes of names, orphans.
 
 What always holds: a call that returns has published everything that was there when it began; one that raises has tried
-all of it. Trio thread only; a crash leaves what the journal holds.
+all of it, names included, unless the store is away. Trio thread only; a crash leaves what the journal holds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
@@ -56,13 +56,32 @@ class Durability:
             listener()
 
     async def make_durable(self, path: str = "") -> None:
-        """Publish every file at or below ``path`` (relative to the root) that is not durable. Raises LakeError for
-        the first that cannot be; the others are published all the same. Of the whole lake, other nodes are told of what
+        """Publish every file at or below ``path`` (relative to the root) that is not durable, and commit every change
+        of a name. Raises LakeError for the first that cannot be; the others are published and committed all the same,
+        but where the store is away, which every request finds out anew. Of the whole lake, other nodes are told of what
         was stored, and objects whose names are gone are deleted, if that does not take long: they are hidden, and the
         next mount goes on with them."""
         self.request_names()
-        failed: LakeError | None = None
         below = path.strip("/")
+        failed = await self._publish_below(below)
+        for record in self._recovery.incomplete_below(below):
+            message = f"{path_of(record)} is an orphan of which writes failed: see `lakefs-fuse orphans`"
+            failed = failed or FileError(record.refused_errno, message)
+        if not isinstance(failed, Unavailable):
+            try:
+                await self.sync_names()
+            except LakeError as error:
+                failed = failed or error
+            else:
+                if not below and not self._config.read_only:
+                    await self._names.announce()
+                    await self._deletions.hasten(DELETION_S_MAX)
+        if failed is not None:
+            raise failed
+
+    async def _publish_below(self, below: str) -> LakeError | None:
+        """Publish every file at or below a path, empty for the whole lake; answers the first error."""
+        failed: LakeError | None = None
         try:
             await self._writeback.drain(self._writeback.below(below))
         except LakeError as error:
@@ -76,16 +95,7 @@ class Durability:
                     await self._io.publish(file)
                 except LakeError as error:
                     failed = failed or error
-        for record in self._recovery.incomplete_below(below):
-            message = f"{path_of(record)} is an orphan of which writes failed: see `lakefs-fuse orphans`"
-            failed = failed or FileError(record.refused_errno, message)
-        if failed is None:
-            await self.sync_names()
-        if failed is None and not below and not self._config.read_only:
-            await self._names.announce()
-            await self._deletions.hasten(DELETION_S_MAX)
-        if failed is not None:
-            raise failed
+        return failed
 
     async def finish_orphan(self, orphan_id: str, *, incomplete: bool = False) -> None:
         self._refuse_read_only()

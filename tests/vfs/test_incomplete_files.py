@@ -137,6 +137,20 @@ async def test_release_of_an_incomplete_file_leaves_the_version_before_and_an_or
     assert store.uploads == {}
 
 
+async def test_make_durable_beside_an_orphan_stores_changes_of_names(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.write("f", noise("old", SIZE))
+        await release_in_vain(m, await incomplete(m, "f"))
+        for path in ("", "f"):
+            await m.mkdir(f"made{path}")
+            with pytest.raises(LakeError, match="orphan"):
+                await m.fs.make_durable(path)
+            assert m.commits()["operations_waiting"] == 0
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.names() == ["f", "made", "madef"]
+
+
 async def test_release_without_flush_of_a_new_incomplete_file_takes_its_name_away(tmp_path: Path) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path / "cache") as m:
