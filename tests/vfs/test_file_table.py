@@ -114,9 +114,9 @@ async def test_make_durable_tells_the_first_error_and_tries_all(tmp_path: Path) 
         store.hook = Failures(lambda request: request.key == "b", AccessDenied("no"))
         with pytest.raises(AccessDenied):
             await m.fs.make_durable()
-        assert sorted(store.objects) == ["a", "c"]
+        assert entries_of(store) == ["a", "c"]
         await m.fs.make_durable("b")
-        assert sorted(store.objects) == ["a", "b", "c"]
+        assert entries_of(store) == ["a", "b", "c"]
 
 
 # -- exclusive creation and other writers
