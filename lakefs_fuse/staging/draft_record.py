@@ -123,6 +123,9 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     segment_offset: int = 0
     segment_bytes: int = 0
     """Where an acknowledged file's staged bytes are, if not in a file of their own."""
+    part_bytes_max: int = 0
+    """The largest parts of its layout, by which ``parts``, ``pages`` and ``spills`` are numbered; 0 in records of older
+    versions, which do not say."""
     parts: list[UploadedPart] = []
     pages: dict[int, bytes] = {}
     error: str = ""

@@ -1,8 +1,9 @@
 """How a file is cut into the parts of a multipart upload and into pages, and which of its pages are staged.
 
-The cut is the same for every file, whatever its final size. Sizes of parts grow along the file, so that the first part
-is ready early and 10,000 parts still hold more than 5 TiB. All are multiples of the cache block, so that no block lies
-in two parts.
+The cut depends on the size of the staging area, not on that of the file. Parts grow along the file, so that the first
+one is ready early and 10,000 of them still hold more than 5 TiB; with staging below 8 GiB they stop growing earlier, and
+hold less. All are multiples of the cache block, so that no block lies in two parts. The new bytes of an appended file
+are cut otherwise (`upload.publish.Append`).
 
 A page map has one bit for each 4 KiB page, kept per part as an integer and as ``FULL`` once a part is whole, so that a
 file written front to back costs a few bytes a part and the worst case (random pages of a huge file) 32 bytes a MiB.
@@ -30,11 +31,13 @@ FULL = -1
 
 
 class PartLayout:
-    """Part ``i`` (from 0) covers bytes ``range(i)``. ``file_bytes_max`` is what fits in 10,000 parts."""
+    """Part ``i`` (from 0) covers bytes ``range(i)``. ``file_bytes_max`` is what fits in 10,000 parts, and
+    ``part_bytes_max`` the size of the last ones, which tells layouts of the same spans apart."""
 
     def __init__(self, spans: tuple[tuple[int, int], ...] = SPANS, *, staging_bytes_max: int | None = None) -> None:
         """``staging_bytes_max`` keeps parts small enough for a small staging area; large files then stop short of
         5 TiB, and `file_bytes_max` says where."""
+        self._spans = spans
         cap = max(spans[0][0], staging_bytes_max // STAGING_PARTS_MIN) if staging_bytes_max else spans[-1][0]
         self._sizes: list[int] = []
         self._first_parts: list[int] = []
@@ -50,7 +53,12 @@ class PartLayout:
             part += count
             at += size * count
         self.file_bytes_max = at
-        self.single_bytes_max = self._sizes[0]
+        self.single_bytes_max, self.part_bytes_max = self._sizes[0], self._sizes[-1]
+
+    def variants(self) -> list[PartLayout]:
+        """Every layout that these spans have with some size of staging; this one first."""
+        others = (size for size, _ in self._spans if size != self.part_bytes_max)
+        return [self, *(PartLayout(self._spans, staging_bytes_max=size * STAGING_PARTS_MIN) for size in others)]
 
     def index(self, offset: int) -> int:
         """The part that holds the byte at ``offset``."""

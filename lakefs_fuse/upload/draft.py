@@ -36,7 +36,7 @@ from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import FileError, LakeError, Overtaken, StagingFull, Unavailable
 from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
-from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap
+from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
@@ -111,9 +111,12 @@ class Draft:
         base: Extent | None = None,
         file: StagedFile | None = None,
         deferred: bool = False,
+        layout: PartLayout | None = None,
     ) -> None:
-        """Without ``file`` a staging file is made. Raises StagingFull, CacheError and FileError(EMFILE)."""
+        """Without ``file`` a staging file is made, and without ``layout`` the file is cut as the mount cuts new ones.
+        Raises StagingFull, CacheError and FileError(EMFILE)."""
         self.uploader = uploader
+        self.layout = layout or uploader.layout
         self.id = draft_id
         self.target = target
         self.base = base
@@ -127,9 +130,9 @@ class Draft:
         """The last write was refused beyond the end. If it was a direct one, the kernel now truncates the file to its
         present size. No program asked for that, so it takes no refusal back."""
         self.created_ns = uploader.clock.wall_ns()
-        self.pages = PageMap(uploader.layout)
-        self.spills = Spills(uploader.layout)
-        self.parts = Parts(uploader.layout)
+        self.pages = PageMap(self.layout)
+        self.spills = Spills(self.layout)
+        self.parts = Parts(self.layout)
         self.hashes: dict[int, int] = {}
         self.upload_id = ""
         self.upload_intent_ns = 0
@@ -203,17 +206,17 @@ class Draft:
     def _may_spill(self) -> bool:
         if self.sequence or self.unlinked or self.state is not DraftState.WRITING:
             return False
-        return self.uploader.client.capabilities.spills and self.size > self.uploader.layout.single_bytes_max
+        return self.uploader.client.capabilities.spills and self.size > self.layout.single_bytes_max
 
     def _fullest_part(self) -> int | None:
         """The dirty part with most staged pages, where it is worth a request."""
         dirty = [i for i, part in self.parts.items() if part.state is PartState.DIRTY and not self._busy_parts[i]]
-        pages = {index: self.pages.count(*self.uploader.layout.range(index)) for index in dirty}
+        pages = {index: self.pages.count(*self.layout.range(index)) for index in dirty}
         fullest = max(pages, key=pages.__getitem__, default=None)
         return fullest if fullest is not None and pages[fullest] * PAGE_BYTES >= SPILL_BYTES_MIN else None
 
     async def _spill_part(self, index: int) -> int:
-        start, part_end = self.uploader.layout.range(index)
+        start, part_end = self.layout.range(index)
         end = min(part_end, self.size)
         await self.begin_upload()  # from here on it counts as a large file everywhere
         if self.spills.begin():
@@ -249,13 +252,13 @@ class Draft:
         self.uploader.staging.release(count)
 
     def _can_drop(self, index: int) -> bool:
-        start, end = self.uploader.layout.range(index)
+        start, end = self.layout.range(index)
         is_staged = self.pages.count(start, end) > 0
         return is_staged and not self._busy_parts[index] and self.parts[index].length == end - start
 
     def _punch(self, index: int) -> int:
         """Delete the staged bytes of a part that the journal has as dropped; answers how many."""
-        start, end = self.uploader.layout.range(index)
+        start, end = self.layout.range(index)
         if not self.file.punch(start, end):
             self.parts.transition(index, PartState.CLEAN)
             return 0
@@ -266,7 +269,7 @@ class Draft:
     @contextmanager
     def _using(self, start: int, end: int) -> Iterator[None]:
         """Keep bytes [start, end) staged for the block, in which a thread reads or writes them."""
-        layout = self.uploader.layout
+        layout = self.layout
         indexes = range(layout.index(start), layout.index(max(start, end - 1)) + 1) if start < end else ()
         self._busy_parts.update(indexes)
         try:
@@ -437,10 +440,8 @@ class Draft:
                     await self.fill(at, at + PAGE_BYTES)
 
     def _check_size(self, size: int) -> None:
-        if size > self.uploader.layout.file_bytes_max:
-            raise FileError(
-                errno.EFBIG, f"a file holds at most {self.uploader.layout.file_bytes_max} bytes on this mount"
-            )
+        if size > self.layout.file_bytes_max:
+            raise FileError(errno.EFBIG, f"a file holds at most {self.layout.file_bytes_max} bytes on this mount")
 
     def _check_alive(self) -> None:
         if self.sequence or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
@@ -488,7 +489,7 @@ class Draft:
         self.uploader.staging.reserve_now(added)
 
     def _refuse_dropped(self, start: int, end: int) -> None:
-        layout = self.uploader.layout
+        layout = self.layout
         for index in range(layout.index(start), layout.index(max(start, end - 1)) + 1):
             if self.parts.is_dropped(index):
                 raise StagingFull(
@@ -498,7 +499,7 @@ class Draft:
 
     def _touch(self, start: int, end: int) -> None:
         """Bytes [start, end) were written: parts become dirty, and complete ones are uploaded or written out."""
-        layout = self.uploader.layout
+        layout = self.layout
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self.hashes.pop(block, None)
         touched = self.parts.touch(start, end)
@@ -517,7 +518,7 @@ class Draft:
             return
         if part.etag and not self.uploader.client.capabilities.parts_replaceable:
             return
-        start, end = self.uploader.layout.range(index)
+        start, end = self.layout.range(index)
         if self.sequence:
             end = min(end, self.size)
         if end <= self.size and self.pages.covers(start, end):
@@ -529,7 +530,7 @@ class Draft:
     def _write_out_complete(self, indexes: range) -> None:
         """Start the writeout of complete parts to the local disk, so that acknowledging the file need not wait."""
         for index in indexes:
-            start, end = self.uploader.layout.range(index)
+            start, end = self.layout.range(index)
             if index not in self._parts_written_out and end <= self.size and self.pages.covers(start, end):
                 self._parts_written_out.add(index)
                 self.uploader.start(self.file.write_out, start, end)
@@ -551,7 +552,7 @@ class Draft:
                 self._record_completeness()
 
     async def _cut(self, size: int) -> None:
-        layout = self.uploader.layout
+        layout = self.layout
         if size and layout.range(layout.index(size - 1))[1] > size:
             self._refuse_dropped(size - 1, size)
         if size % PAGE_BYTES:
@@ -568,7 +569,7 @@ class Draft:
     def start_uploads(self) -> None:
         """Begin to send the parts of an acknowledged file that is larger than one."""
         self.deferred = False
-        layout = self.uploader.layout
+        layout = self.layout
         if self.size > layout.single_bytes_max:
             for index in range(layout.count(self.size)):
                 self.parts.setdefault(index, Part())
@@ -660,7 +661,7 @@ class Draft:
             if self.state is DraftState.DISCARDED:
                 return
             part = self.parts[index]
-            start, end = self.uploader.layout.range(index)
+            start, end = self.layout.range(index)
             length = min(end, self.size) - start
             if length <= 0:
                 return
@@ -788,7 +789,7 @@ class Draft:
         """The upload became the object, or (``in_one_piece``) was aborted because a single PUT did."""
         self.upload_id = ""
         if in_one_piece:
-            self.upload_intent_ns, self.parts = 0, Parts(self.uploader.layout)
+            self.upload_intent_ns, self.parts = 0, Parts(self.layout)
 
     async def reconcile(self, older: ObjectMeta | None) -> None:
         """Take in what became of a failed attempt before changed bytes are published. ``older`` is the object that the
@@ -843,6 +844,7 @@ class Draft:
             segment=spot.segment if spot else "",
             segment_offset=spot.offset if spot else 0,
             segment_bytes=spot.length if spot else 0,
+            part_bytes_max=self.layout.part_bytes_max,
             # No part is in the store before an upload began.
             parts=self.parts.records() if self.upload_intent_ns or self.parts.bytes_dropped else [],
             pages=self.pages.dump(),
@@ -884,7 +886,7 @@ class Draft:
         self.refused = RefusedRanges(record.refused, record.refused_errno, record.refused_why)
         self.pages.load(record.pages)
         self.spills.load(record.spills, record.spilled)
-        writing, layout = record.state is DraftState.WRITING, self.uploader.layout
+        writing, layout = record.state is DraftState.WRITING, self.layout
         self.parts = Parts(layout, (part for part in record.parts if not part.staged or not writing))
         if writing and self.base is None:
             self.size = max(self.size, staged_bytes)
@@ -916,7 +918,7 @@ class Draft:
         """Delete the spilled parts: the draft is published or discarded. Raises LakeError."""
         if self.spills.used:
             await self.uploader.delete_spills(self.id)
-            self.spills = Spills(self.uploader.layout)
+            self.spills = Spills(self.layout)
 
     def close(self, *, unlink: bool, leave: bool = False) -> None:
         """Give back the descriptor and the room. ``unlink`` is false where the file became cache; ``leave`` leaves the

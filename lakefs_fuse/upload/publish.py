@@ -83,7 +83,7 @@ async def publish(draft: Draft) -> Published:
         await draft.stop_uploads()
         try:
             append = _find_append(draft)
-            is_small = draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.bytes_dropped
+            is_small = draft.size <= draft.layout.single_bytes_max and not draft.parts.bytes_dropped
             if is_small and append is None and not (draft.copies and draft.is_copy):
                 meta, described, hashes = await _put(draft)
             else:
@@ -230,7 +230,7 @@ async def _complete(draft: Draft, append: Append | None) -> tuple[ObjectMeta, Ma
 
 
 async def _send_and_complete(draft: Draft, append: Append | None) -> ObjectMeta:
-    layout, client, key = draft.uploader.layout, draft.uploader.client, draft.target.key
+    layout, client, key = draft.layout, draft.uploader.client, draft.target.key
     upload_id = await draft.begin_upload()
     count = layout.count(draft.size) if append is None else append.index
     unsent: list[tuple[int, int, int]] = []
@@ -276,7 +276,7 @@ def _find_append(draft: Draft) -> Append | None:
     have begun to be sent because the new bytes fill one."""
     if draft.base is None or draft.spills.used or draft.upload_intent_ns:
         return None
-    capabilities, layout = draft.uploader.client.capabilities, draft.uploader.layout
+    capabilities, layout = draft.uploader.client.capabilities, draft.layout
     if not (capabilities.part_copy and capabilities.parts_replaceable) or capabilities.keeps_holes:
         return None
     written = draft.pages.first()
@@ -323,21 +323,21 @@ async def _send_append(draft: Draft, upload_id: str, append: Append) -> list[Par
 
 def _has_stale_parts(draft: Draft) -> bool:
     """The upload holds a part that is not the file's any more, or may hold one whose answer was lost."""
-    count = draft.uploader.layout.count(draft.size)
+    count = draft.layout.count(draft.size)
     stale = (part.etag and (part.state not in STORED or index >= count) for index, part in draft.parts.items())
     return draft.upload_failed or any(stale)
 
 
 def _is_zeros(draft: Draft, start: int, end: int) -> bool:
     """[start, end) was never written: it is beyond the base, and was neither dropped nor spilled."""
-    dropped = draft.parts.is_dropped(draft.uploader.layout.index(start))
+    dropped = draft.parts.is_dropped(draft.layout.index(start))
     written = draft.pages.count(start, end) or draft.spills.pages.count(start, end)
     return start >= draft.base_limit and not dropped and not written
 
 
 def _copies_zeros(draft: Draft) -> bool:
     """The store copies parts, and more than one is zeros: it pays to have an object of zeros there."""
-    layout, capabilities = draft.uploader.layout, draft.uploader.client.capabilities
+    layout, capabilities = draft.layout, draft.uploader.client.capabilities
     if not capabilities.part_copy or capabilities.keeps_holes or layout.single_bytes_max < PART_BYTES_MIN:
         return False
     ranges = map(layout.range, range(layout.count(draft.size)))
@@ -365,7 +365,7 @@ async def _copy_zeros(draft: Draft, index: int, start: int, end: int) -> None:
 
 
 async def _zeros_copied(draft: Draft, index: int, length: int) -> PartRef:
-    start, end = draft.uploader.layout.range(index)
+    start, end = draft.layout.range(index)
     source = await draft.uploader.zeros.ensure(end - start)
     client, key = draft.uploader.client, draft.target.key
     return await client.upload_part_copy(key, draft.upload_id, index + 1, source, 0, length)

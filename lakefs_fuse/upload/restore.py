@@ -1,4 +1,8 @@
-"""A draft brought back from what another daemon left: its journal record and its staged bytes."""
+"""A draft brought back from what another daemon left: its journal record and its staged bytes.
+
+What always holds (*same cut*): a restored draft has the part layout that its record is numbered by, whatever the mount
+cuts new files by. With another one, the pages and the parts of the record would stand for other bytes of the file.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.staging.draft_record import DraftRecord
+from lakefs_fuse.staging.part_layout import PAGE_BYTES, PartLayout
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.upload.draft import Describe, Draft, DraftTarget
@@ -14,7 +19,9 @@ from lakefs_fuse.upload.uploader import Uploader
 
 
 def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -> Draft:
-    """Raises StagingFull or CacheError where the staging file is gone or cannot be opened."""
+    """Raises StagingFull or CacheError where the staging file is gone or cannot be opened, and CacheError where this
+    version does not know the record's part layout."""
+    layout = _layout_of(record, uploader.layout.variants())
     base = None
     if record.base is not None:
         there = record.base
@@ -36,6 +43,35 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
         raise CacheError(f"the staged bytes of {record.key} are gone from this node: abort {record.id}") from error
     except OSError as error:
         raise staging.translate(error) from error
-    draft = Draft(uploader, record.id, target, base=base, file=file)
+    draft = Draft(uploader, record.id, target, base=base, file=file, layout=layout)
     draft.load(record, staged_bytes)
     return draft
+
+
+def _layout_of(record: DraftRecord, variants: list[PartLayout]) -> PartLayout:
+    """The layout, of ``variants`` (the mount's first), that the record is numbered by. A record of an older version
+    does not say; then it is one in which all parts have room and, if possible, the last of them is the file's last."""
+    if record.part_bytes_max:
+        for layout in variants:
+            if layout.part_bytes_max == record.part_bytes_max:
+                return layout
+        raise CacheError(
+            f"{record.key} was written in parts of up to {record.part_bytes_max} bytes, which this version does not "
+            "know: mount with the version that wrote it until it is stored"
+        )
+    lengths = [(part.index, part.length) for part in record.parts]
+    lengths += [(part.index, part.length) for part in record.spills]
+    lengths += [(index, len(pages) * 8 * PAGE_BYTES) for index, pages in record.pages.items()]
+    last = max((index for index, _ in lengths), default=-1)
+    fitting = [layout for layout in variants if _has_room(layout, lengths)] or variants
+    ending = [layout for layout in fitting if last == layout.count(record.size) - 1]
+    return (ending or fitting)[0]
+
+
+def _has_room(layout: PartLayout, lengths: list[tuple[int, int]]) -> bool:
+    """The layout's parts are at least as long as ``lengths`` say: index, bytes."""
+    for index, length in lengths:
+        start, end = layout.range(index)
+        if length > end - start:
+            return False
+    return True

@@ -1,0 +1,114 @@
+"""Drafts that another daemon left, on a mount that cuts new files into other parts: `--staging-size` was changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lakefs_fuse.errors import CacheError
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode, encode
+from lakefs_fuse.staging.part_layout import STAGING_PARTS_MIN, PartLayout
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.restore import restore_draft
+from tests.upload.drafting import PART, Bench, bench, noise
+
+SPANS = ((PART, 4), (4 * PART, 9996))
+LARGE, SMALL = PartLayout(SPANS), PartLayout(SPANS, staging_bytes_max=PART * STAGING_PARTS_MIN)
+DATA = noise(1, 4 * PART + 3 * 4 * PART + 1000)
+CUTS = pytest.mark.parametrize(("before", "after"), [(LARGE, SMALL), (SMALL, LARGE)], ids=["smaller", "larger"])
+VERSIONS = pytest.mark.parametrize("version", ["this version", "the version before"])
+
+
+def remount(b: Bench, draft: Draft, layout: PartLayout, version: str) -> Draft:
+    """The draft as the next daemon restores it, whose staging has another size."""
+    record = decode(encode(b.synced[draft.id]))
+    if version == "the version before":
+        fields = msgspec.msgpack.decode(encode(record))
+        del fields["part_bytes_max"]
+        record = decode(msgspec.msgpack.encode(fields))
+    draft.close(unlink=False, leave=True)
+    b.uploader.layout = layout
+    return restore_draft(b.uploader, record, b.describe)
+
+
+async def acknowledge(draft: Draft) -> None:
+    async with draft.exclusive():
+        draft.acknowledge(1)
+        draft.save(sync=True)
+
+
+@CUTS
+@VERSIONS
+async def test_acknowledged_file_after_another_staging_size_is_stored_as_written(
+    tmp_path: Path, before: PartLayout, after: PartLayout, version: str
+) -> None:
+    async with bench(tmp_path) as b:
+        b.uploader.layout = before
+        draft = b.draft()
+        draft.deferred = True
+        await draft.write(0, DATA)
+        await acknowledge(draft)
+        again = remount(b, draft, after, version)
+        assert bytes(await again.read(0, len(DATA))) == DATA
+        await b.publish(again)
+        assert b.store.data("file") == DATA
+        again.close(unlink=True)
+
+
+@CUTS
+@VERSIONS
+async def test_upload_with_dropped_parts_goes_on_after_another_staging_size(
+    tmp_path: Path, before: PartLayout, after: PartLayout, version: str
+) -> None:
+    """Parts that only the upload has are completed as they are."""
+    async with bench(tmp_path) as b:
+        b.uploader.layout = before
+        draft = b.draft()
+        await draft.write(0, DATA)
+        await b.idle(draft)
+        assert draft.drop_uploaded(keep_recent=False)
+        await acknowledge(draft)
+        sent = len(b.store.parts_sent())
+        again = remount(b, draft, after, version)
+        await b.publish(again)
+        assert b.store.data("file") == DATA
+        assert len(b.store.parts_sent()) - sent <= 2  # the first, which is never dropped, and the last
+        again.close(unlink=True)
+
+
+@CUTS
+async def test_changed_pages_of_a_base_after_another_staging_size_keep_their_places(
+    tmp_path: Path, before: PartLayout, after: PartLayout
+) -> None:
+    async with bench(tmp_path) as b:
+        b.uploader.layout = before
+        draft, model = b.draft(base=b.give("file", DATA)), bytearray(DATA)
+        for at in (100, 5 * PART, 9 * PART + 7, len(DATA) - 500):
+            piece = noise(at, 700)
+            await draft.write(at, piece)
+            model[at : at + len(piece)] = piece
+        await b.idle(draft)
+        draft.save(sync=True)
+        again = remount(b, draft, after, "this version")
+        assert bytes(await again.read(0, len(model))) == model
+        await b.publish(again)
+        assert b.store.data("file") == model
+        again.close(unlink=True)
+
+
+async def test_a_file_cut_in_a_way_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, DATA)
+        await acknowledge(draft)
+        record = msgspec.structs.replace(b.synced[draft.id], part_bytes_max=3 * PART)
+        with pytest.raises(CacheError, match="mount with the version that wrote it"):
+            restore_draft(b.uploader, record, b.describe)
+        draft.close(unlink=True)
+
+
+def test_a_record_without_the_size_of_parts_is_read() -> None:
+    record = DraftRecord(id="a", key="b", state=DraftState.WRITING, created_ns=0, size=0)
+    assert decode(encode(record)).part_bytes_max == 0
