@@ -1,7 +1,7 @@
 """How a file is cut into the parts of a multipart upload and into pages, and which of its pages are staged.
 
 The cut depends on the size of the staging area, not on that of the file. Parts grow along the file, so that the first
-one is ready early and 10,000 of them still hold more than 5 TiB; with staging below 8 GiB they stop growing earlier, and
+is ready early and 10,000 of them still hold more than 5 TiB; with staging below 8 GiB they stop growing earlier, and
 hold less. All are multiples of the cache block, so that no block lies in two parts. The new bytes of an appended file
 are cut otherwise (`upload.publish.Append`).
 

@@ -115,8 +115,7 @@ class Draft:
     ) -> None:
         """Without ``file`` a staging file is made, and without ``layout`` the file is cut as the mount cuts new ones.
         Raises StagingFull, CacheError and FileError(EMFILE)."""
-        self.uploader = uploader
-        self.layout = layout or uploader.layout
+        self.uploader, self.layout = uploader, layout or uploader.layout
         self.id = draft_id
         self.target = target
         self.base = base
@@ -130,9 +129,7 @@ class Draft:
         """The last write was refused beyond the end. If it was a direct one, the kernel now truncates the file to its
         present size. No program asked for that, so it takes no refusal back."""
         self.created_ns = uploader.clock.wall_ns()
-        self.pages = PageMap(self.layout)
-        self.spills = Spills(self.layout)
-        self.parts = Parts(self.layout)
+        self.pages, self.spills, self.parts = PageMap(self.layout), Spills(self.layout), Parts(self.layout)
         self.hashes: dict[int, int] = {}
         self.upload_id = ""
         self.upload_intent_ns = 0
