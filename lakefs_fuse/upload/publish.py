@@ -116,10 +116,7 @@ async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mappin
     if draft.sequence:
         raise await _yield_key(draft) from error
     log.warning("%s; the version of this node counts as the one before", error)
-    try:
-        await draft.abort_upload()
-    except LakeError as failed:
-        log.warning("the multipart upload of %s is left to `gc`: %s", draft.target.key, failed)
+    await _abort_unneeded_upload(draft)
     draft.end_upload(in_one_piece=False)
     now_ns = draft.uploader.clock.wall_ns()
     return ObjectMeta(draft.target.key, draft.size, draft.token, now_ns), draft.target.describe()[0]
@@ -167,12 +164,18 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
         except PreconditionFailed as error:
             raise await _yield_key(draft) from error
     note_stored(draft.uploader, target.key, meta.etag, metadata)
-    if draft.upload_id:
-        await client.abort_multipart(target.key, draft.upload_id)
+    if draft.upload_id or draft.upload_intent_ns:
+        await _abort_unneeded_upload(draft)
         draft.end_upload(in_one_piece=True)
-    elif draft.upload_intent_ns:
-        await draft.abort_lost_upload()
     return meta, described, hashes
+
+
+async def _abort_unneeded_upload(draft: Draft) -> None:
+    """The version is stored without the upload that began, so a store that does not abort it fails nothing."""
+    try:
+        await draft.abort_upload()
+    except LakeError as error:
+        log.warning("the multipart upload of %s is left to `gc`: %s", draft.target.key, error)
 
 
 async def _yield_key(draft: Draft) -> FileError:

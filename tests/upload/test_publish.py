@@ -513,6 +513,28 @@ async def test_uploads_whose_ids_were_lost_are_aborted(tmp_path: Path, size: int
         draft.close(unlink=True)
 
 
+@pytest.mark.parametrize("is_id_known", [True, False])
+async def test_publish_whose_unneeded_upload_cannot_be_aborted_succeeds(
+    tmp_path: Path, is_id_known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file became small: one PUT stored it, and a policy without s3:AbortMultipartUpload fails no close."""
+    async with bench(tmp_path, retry_timeout_s=0) as b:
+        draft = b.draft()
+        if not is_id_known:
+            b.store.hook = Failures(what("create_multipart"), Unavailable("lost"), when="after", count=3)
+        await draft.write(0, noise(19, 5 * PART))
+        await b.idle(draft)
+        await draft.truncate(100)
+        refused = b.store.hook = Failures(what("abort_multipart"), AccessDenied("may not abort"), count=100)
+        await b.publish(draft)
+        assert refused.left < 100
+        assert draft.state is DraftState.PUBLISHED
+        assert b.store.data("file") == noise(19, 5 * PART)[:100]
+        assert b.store.uploads
+        assert "the multipart upload of file is left to `gc`: may not abort" in caplog.text
+        draft.close(unlink=True)
+
+
 async def test_a_discarded_draft_leaves_no_upload_whose_id_was_lost(tmp_path: Path) -> None:
     async with bench(tmp_path, retry_timeout_s=0) as b:
         draft = b.draft()
