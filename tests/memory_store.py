@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError
+from lakefs_fuse.errors import AccessDenied, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.store.protocol import Body, Capabilities, Fetched, ListPage, ObjectMeta, PartRef, UploadRef
 
 When = Literal["before", "after"]
@@ -191,9 +191,14 @@ class MemoryStore:
         self.hook(request, "after")
 
     def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """As S3, where a policy may deny some of the keys."""
+        refused: dict[str, str] = {}
         for key in keys:
-            self.delete(key)
-        return {}
+            try:
+                self.delete(key)
+            except AccessDenied as error:
+                refused[key] = str(error)
+        return refused
 
     def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
         request = self._begin("copy", target)

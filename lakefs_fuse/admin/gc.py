@@ -533,12 +533,13 @@ async def read_gc_record(client: StoreClient) -> GcRecord:
 
 
 async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -> None:
-    """Write a record in place of all older ones. Raises LakeError."""
+    """Write a record in place of all older ones. Raises LakeError, also where older ones cannot be deleted."""
     old = [meta.key for meta in await _gc_records(client)]
     key = f"{RECORDS}{time_ns:016x}"
     if record.dead or record.horizon or record.unreferenced:
         await client.put(key, msgspec.msgpack.encode(record))
-    await client.delete_many([each for each in old if each < key])
+    refused = await client.delete_many([each for each in old if each < key])
+    _require_deleted(Swept(failed=len(refused), why=next((f"{key}: {why}" for key, why in refused.items()), "")))
 
 
 async def _gc_records(client: StoreClient) -> list[ObjectMeta]:

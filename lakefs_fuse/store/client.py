@@ -62,6 +62,7 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.metrics import LATENCY_BOUNDS_S, StoreMetrics
 from lakefs_fuse.product import METADATA_PREFIX
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.protocol import (
     Body,
     CacheableStore,
@@ -343,6 +344,14 @@ class StoreClient:
             batch = keys[at : at + DELETE_KEYS_MAX]
             failed.update(await self._call("delete", partial(self._store.delete_many, batch)))
         return failed
+
+    async def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete any number of keys, 1000 a request. Raises StoreError where the store refuses some of them; the others
+        are deleted."""
+        failed = await self.delete_many(keys)
+        for key, why in failed.items():
+            others = f" and {counted(len(failed) - 1, 'other object')}" if len(failed) > 1 else ""
+            raise StoreError(f"{key}{others} cannot be removed: {why}")
 
     async def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
         """See `ObjectStore.copy`."""

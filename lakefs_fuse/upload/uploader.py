@@ -68,11 +68,10 @@ class Uploader:
                 await self.client.abort_multipart(key, upload.upload_id)
 
     async def delete_spills(self, draft_id: str) -> None:
-        """Delete all spilled parts of a draft. Raises LakeError."""
+        """Delete all spilled parts of a draft. Raises LakeError, also where the store refuses some of them."""
         async with aclosing(self.client.list_all(f"{SPILLED}{draft_id}/")) as pages:
             keys = [meta.key async for page in pages for meta in page.objects]
-        if keys:
-            await self.client.delete_many(keys)
+        await self.client.delete_all(keys)
 
 
 class UploadSlots:

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from lakefs_fuse.admin.commands import run_gc, run_snapshot
-from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, read_gc_record
+from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, read_gc_record, write_gc_record
 from lakefs_fuse.admin.maintenance import KEY as LAST_COLLECTION
 from lakefs_fuse.commits.bundles import MIXED, SUFFIX, Copy, bundle_key
 from lakefs_fuse.commits.listing_digest import SUFFIX as DIGEST_SUFFIX
 from lakefs_fuse.commits.listing_digest import digest_key
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.control.worker_protocol import GcArgs, SnapshotArgs
-from lakefs_fuse.errors import StoreError
+from lakefs_fuse.errors import AccessDenied, LakeError, StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent, work_of
 from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.tiers import sized
@@ -361,6 +361,15 @@ async def test_the_note_of_the_last_run_is_read(store: MemoryStore, clock: Clock
         key = next(key for key in store.objects if key.startswith(RECORDS))
         store.give(key, b"\xff damaged")
         assert await read_gc_record(view.client) == GcRecord()
+
+
+async def test_note_whose_older_one_may_not_be_deleted_names_the_permission(store: MemoryStore, clock: Clock) -> None:
+    async with headless(store, clock) as view:
+        await write_gc_record(view.client, GcRecord(horizon=1), 1)
+        store.hook = Failures(lambda request: request.what == "delete", AccessDenied("may not delete"))
+        with pytest.raises(LakeError, match=r"refused for 1 object .*may not delete.*maintainer\.json"):
+            await write_gc_record(view.client, GcRecord(horizon=2), 2)
+        assert (await read_gc_record(view.client)).horizon == 2
 
 
 def reviving(store: MemoryStore, clock: Clock, pack: str, *, when: Callable[[Request], bool]) -> list[str]:

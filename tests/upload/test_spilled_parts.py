@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import FileError, StagingFull
+from lakefs_fuse.errors import AccessDenied, FileError, StagingFull
 from lakefs_fuse.staging.draft_record import DraftRecord, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.spilled_parts import SPILLED
-from tests.memory_store import Pause
+from tests.memory_store import Failures, Pause, Request
 from tests.upload.drafting import PART, Bench, bench, noise, reached
 
 LARGE_PART = 4 << 20
@@ -131,6 +131,36 @@ async def test_discarding_deletes_what_was_spilled(tmp_path: Path) -> None:
         await draft.discard()
         assert hidden(b) == []
         assert b.store.uploads == {}
+
+
+def no_delete(request: Request) -> bool:
+    return request.what == "delete"
+
+
+@pytest.mark.parametrize("how", ["publish", "discard"])
+async def test_spilled_parts_whose_deletion_is_refused_are_reported(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A policy without s3:DeleteObject fails no close, and what is left is not forgotten."""
+    data = bytearray(PARTS * LARGE_PART)
+    async with bench(tmp_path, staging_bytes_max=STAGED, spans=SPANS) as b:
+        draft = b.draft()
+        for index in range(PARTS):
+            piece = noise(index, LARGE_PART // 2)
+            await draft.write(index * LARGE_PART, piece)
+            data[index * LARGE_PART : index * LARGE_PART + len(piece)] = piece
+        left = hidden(b)
+        b.store.hook = Failures(no_delete, AccessDenied("may not delete"), count=1000)
+        if how == "discard":
+            await draft.discard()
+            assert "may not delete" in str(draft.error)
+        else:
+            await b.publish(draft)
+            assert b.store.data("file") == data[: draft.size]
+            assert "hidden objects of file are left to `gc`" in caplog.text
+            draft.close(unlink=True)
+        assert set(left) <= set(hidden(b))
+        assert len(left) > 1
 
 
 @pytest.mark.parametrize("capability", [{"part_copy": False}, {"name": "local"}])

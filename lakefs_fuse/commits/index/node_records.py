@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 
 import msgspec
 
-from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.errors import NotFound
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -82,9 +82,6 @@ async def remove_records(client: StoreClient, snapshot: str = "", *, expired_ns:
     async with aclosing(client.list_all(f"{RESIDENCY}{snapshot}/" if snapshot else RESIDENCY)) as pages:
         async for page in pages:
             doomed = [meta.key for meta in page.objects if expired_ns is None or _is_expired(meta, expired_ns)]
-            failed = await client.delete_many(doomed) if doomed else {}
-            if failed:
-                key, why = next(iter(failed.items()))
-                raise LakeError(f"{key} cannot be removed: {why}")
+            await client.delete_all(doomed)
             count += len(doomed)
     return count

@@ -174,10 +174,7 @@ async def replace(client: StoreClient, threads: Threads, name: str, before: Mani
     await write_index(
         client, threads, dump, time=time, horizon=horizon, wrote=lambda _: None, prefix=prefix, dataset=before.dataset
     )
-    failed = await client.delete_many([prefix + file.name for file in before.files])
-    if failed:
-        key, why = next(iter(failed.items()))
-        raise LakeError(f"{key} cannot be removed: {why}")
+    await client.delete_all([prefix + file.name for file in before.files])
 
 
 async def check_free(client: StoreClient, name: str) -> None:
@@ -206,10 +203,7 @@ async def clear(client: StoreClient, name: str) -> None:
     """Take away what there is of a snapshot without a manifest."""
     async with aclosing(client.list_all(prefix_of(name))) as pages:
         async for page in pages:
-            failed = await client.delete_many([meta.key for meta in page.objects])
-            if failed:
-                key, why = next(iter(failed.items()))
-                raise LakeError(f"{key} cannot be removed: {why}")
+            await client.delete_all([meta.key for meta in page.objects])
 
 
 async def remove_unfinished(client: StoreClient, before_ns: int) -> int:
