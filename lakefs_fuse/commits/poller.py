@@ -105,9 +105,9 @@ REPEATER_AGE_NS = 30 * NS
 """A bundle whose last commit is older is not of a repeater that goes on."""
 REPEAT_WAIT_S = REPEAT_S + 0.5
 WAITING_REFRESH_S = 5.0
+"""A mount that polls at longer intervals polls again after REPEAT_WAIT_S for what it left to the repeater."""
 DOUBTS_AT_ONCE = 128
 """Operations between two turns of the loop while it is asked what a commit may hide: 8 ms of CPU at most."""
-"""A mount that polls at longer intervals polls again after REPEAT_WAIT_S for what it left to the repeater."""
 FEW_SPAN_S, FEW_COMMITS = 10.0, 10
 """A repeater that has so few commits in such a time gives up."""
 GETS_FOR_A_BUNDLE = 16
