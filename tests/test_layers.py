@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "daemon": FOUNDATION | {"environment", "store", "ingest", "vfs", "kernel", "control", "admin"},
 }
 """By first component of the module. `kernel` takes entries of `meta` as `vfs` hands them out; `control` is given a view
-of the filesystem; `lake`, `daemon` and `offline` put the layers together."""
+of the filesystem; `daemon` puts the layers together."""
 
 ONLY_IN = {
     "pyfuse3": "kernel",

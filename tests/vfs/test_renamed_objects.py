@@ -19,7 +19,7 @@ from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake, two_lakes, unheard_commits
-from tests.vfs.writing_back import LARGE, rewrite, until
+from tests.vfs.writing_back import LARGE, die, rewrite, until
 
 WINDOW_S = 300.0
 SHOWN_S_MAX = 5.0
@@ -166,6 +166,36 @@ async def test_file_whose_commit_fails_after_its_object_is_stored_is_committed_l
         await m.fs.make_durable()
         async with lake(store, tmp_path / "other", clock=clock) as other:
             assert await other.tree() == {"f": b"second, and more", "g": b"first"}
+
+
+async def test_close_that_waits_for_its_commit_when_the_daemon_dies_leaves_it_to_the_next_mount(tmp_path: Path) -> None:
+    """The version is recorded and its location journaled, so it is no orphan, and others see it with the commit."""
+    store, clock, dead = MemoryStore(), Clock(), tmp_path / "dead"
+
+    def dying(request: Request, when: When) -> None:
+        if when == "before" and request.what == "put" and request.key.startswith(COMMITS):
+            if not dead.exists():
+                die(tmp_path / "cache", dead)
+            raise Unavailable("away")
+
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", retry_timeout_s=0.0) as m:
+        await m.write("f", b"first")
+        await m.rename("f", "g")
+        await m.sync()
+        store.hook = dying
+        with pytest.raises(Unavailable):
+            await m.write("f", b"second")
+    store.hook = lambda _request, _when: None
+    async with lake(store, tmp_path / "before", clock=clock) as other:
+        assert await other.tree() == {"g": b"first"}
+    async with lake(store, dead, clock=clock, pack="never") as m:
+        assert m.fs.statistics()["dirty"]["orphans"] == 0
+        assert await m.tree() == {"f": b"second", "g": b"first"}
+        await m.fs.make_durable()
+        await m.sync()
+    assert list((dead / "staging").iterdir()) == []
+    async with lake(store, tmp_path / "after", clock=clock) as other:
+        assert await other.tree() == {"f": b"second", "g": b"first"}
 
 
 async def test_version_stored_after_a_journaled_rename_is_not_older_than_that(tmp_path: Path) -> None:
