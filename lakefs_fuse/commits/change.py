@@ -30,11 +30,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     after: int = 0
     """Everything that write-back acknowledged up to this number is in the store before."""
     ahead: bool = False
-    """Says where a file is that was acknowledged before what is held."""
+    """True for changes that state where an acknowledged file is stored: they may be sent ahead of held changes."""
 
     def mentions(self, key: str) -> bool:
-        """It says which bytes the file at ``key`` has, or that a name is the object there, or is it no more though it
-        has another path."""
+        """It says which bytes the file at ``key`` has, or that a name means the object there, or that a name at another
+        path no longer means that object (`leaving`)."""
         named = (each.path for each in self.operations if isinstance(each, Put))
         return key in named or key in self.leaving() or any(ref.key == key for ref in self.objects[1:])
 

@@ -71,6 +71,7 @@ NS = 1_000_000_000
 ASK_S_MAX = 5.0
 """HEAD of a commit whose PUT failed may take so long, before the error is raised."""
 LATE_NS = WINDOW_NS // 2
+"""Polls may be past a commit that is in the store this long after its time; another one repeats it. See WINDOW_NS."""
 ANNOUNCED_MAX = 1 << 16
 """Objects that are not announced yet, some 10 MB; others find more of them when they list the directory."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
@@ -304,8 +305,9 @@ class Committer:
             self._has_stored.set()
 
     def _supersede(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
-        """Others are sent ahead of these changes, which shall not say later where the same files were. With ``time``,
-        rows that they were in effect on are older than that."""
+        """Changes about these paths are being sent ahead of the held ones (``passed``). Remove the paths from the held
+        ones, so that they do not bring back stale locations. With ``time``, rows that the held ones set become older
+        than that."""
         for sequence in passed:
             change = self.journal.changes.get(sequence)
             if change is None:
@@ -391,7 +393,7 @@ class Committer:
 
     async def run_announcements(self) -> None:
         """Announce what was stored, once in ``delay_s``, for as long as the mount lives, unless a commit does before.
-        Trouble is no news: others see these objects all the same, only later."""
+        A failure is not worth a warning: others see these objects all the same, only later."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
@@ -455,21 +457,21 @@ class Committer:
         change: Change | Callable[[], Change] | Callable[[], Awaitable[Change]],
         members: Sequence[Member] = (),
         *,
-        sending: BeforeSending | None = None,
+        before_put: BeforeSending | None = None,
         in_steps: bool = False,
     ) -> Committed:
         """Make a change everywhere, with the bytes of ``members`` in the same object. A function is called when its
-        turn has come, and what it raises is raised; ``sending`` is told the commit's key before anything is sent.
+        turn has come, and what it raises is raised; ``before_put`` gets the commit's key before anything is sent.
         ``in_steps``: the function raises the barrier before the names of its change, and lowers it after the call.
         Raises LakeError; then nothing of it was made, or (where the store did not answer) all of it may appear later.
         """
-        return await self._commit(change, members, sending, in_steps=in_steps)
+        return await self._commit(change, members, before_put, in_steps=in_steps)
 
     async def _commit(
         self,
         change: Change | Callable[[], Change] | Callable[[], Awaitable[Change]] | None,
         members: Sequence[Member],
-        sending: BeforeSending | None = None,
+        before_put: BeforeSending | None = None,
         *,
         in_steps: bool = False,
     ) -> Committed:
@@ -481,7 +483,7 @@ class Committer:
                 made = change() if callable(change) else change
                 if isinstance(made, Awaitable):
                     made = await made
-                committed = await self._send(made, members, sending, in_steps=in_steps)
+                committed = await self._send(made, members, before_put, in_steps=in_steps)
                 self.error = None
                 return committed
             except LakeError as error:
@@ -489,7 +491,7 @@ class Committer:
                 raise
 
     async def _send(
-        self, change: Change | None, members: Sequence[Member], told: BeforeSending | None, *, in_steps: bool
+        self, change: Change | None, members: Sequence[Member], before_put: BeforeSending | None, *, in_steps: bool
     ) -> Committed:
         journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
@@ -500,8 +502,8 @@ class Committer:
         time = self._clock.now()
         self._metrics.clock_jumps, self._metrics.clock_offset_s = self._clock.jumps, self._clock.offset_ns / NS
         key = self._log.key(time)
-        if told is not None:
-            await told(key)
+        if before_put is not None:
+            await before_put(key)
         records: list[Record] = []
         places: list[int] = []
         stored = self._oldest_stored()

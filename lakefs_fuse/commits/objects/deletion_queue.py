@@ -6,9 +6,10 @@ one of whatever a node did before that: another may have renamed the file withou
 What always holds:
 
 * *queued with the commit*: a key is queued in the batch that records the commit, and no object is deleted without one;
-* *versions only*: an object goes when its time has come and no name means it, as far as commits were heard of just
-  before, and while the store still shows that version with a date before its removal: one that was put there since
-  stays. DELETE names the ETag, and is sent once: where its answer is lost, all this is decided again;
+* *versions only*: an object goes when its time has come and no name means it, by all commits that were visible
+  ``HEARD_S`` before, and while the store still shows that version with a date before its removal: one that was put
+  there since stays. DELETE names the ETag, and is sent once: where its answer is lost, all this is decided again. The
+  marker of a directory goes whatever its version, and DELETE names none;
 * *snapshots kept*: an object below ``.lakefs/`` of which a named snapshot has bytes is left to `gc`;
 * *no deletion under a write*: a key that gets new bytes from this node leaves the queue first (`keeping`).
 
@@ -170,18 +171,18 @@ class DeletionQueue:
             self._kick, self._full = trio.Event(), trio.Event()
             try:
                 while await self.delete_due(heard) == DELETE_KEYS_MAX:
-                    self._end_pass()
+                    self._wake_hasteners()
                 backoff.reset()
             except LakeError as error:
                 log.warning("objects whose names are gone could not be deleted yet: %s", error)
-                self._end_pass()
+                self._wake_hasteners()
                 with trio.move_on_after(backoff.next_s()):
                     await self._full.wait()
                 continue
             except Exception:
                 log.exception("deleting objects whose names are gone")
                 await trio.sleep(PAUSE_S_MAX)
-            self._end_pass()
+            self._wake_hasteners()
             with trio.move_on_after(self._idle_s()):
                 await self._kick.wait()
             with trio.move_on_after(GATHER_S):
@@ -194,7 +195,8 @@ class DeletionQueue:
             return math.inf
         return min(max(0.0, (due_ns - self._clock_ns()) / NS - GATHER_S), PAUSE_S_MAX)
 
-    def _end_pass(self) -> None:
+    def _wake_hasteners(self) -> None:
+        """A pass has ended: whoever waits in `hasten` looks at the queue again."""
         self._passed.set()
         self._passed = trio.Event()
 
@@ -234,7 +236,7 @@ class DeletionQueue:
             ]
             refused = await self._client.delete_many_if_match(unwanted)
             self._metrics.objects_deleted += len(unwanted) - len(refused)
-            self._end(due, refused)
+            self._remove_rows(due, refused)
         finally:
             for doomed in due:
                 self._under_way.pop(doomed.key, None)
@@ -252,7 +254,8 @@ class DeletionQueue:
         await self._in_snapshots.refresh()
         return self._in_snapshots
 
-    def _end(self, due: Sequence[Deletion], refused: Mapping[str, str]) -> None:
+    def _remove_rows(self, due: Sequence[Deletion], refused: Mapping[str, str]) -> None:
+        """Those that were dealt with leave the queue; those that the store ``refused`` are due again later."""
         batch, later_ns = Batch(), self._clock_ns() + REFUSED_NS
         for doomed in due:
             if self._rows.get(doomed.key) != doomed:

@@ -192,7 +192,7 @@ class Packer:
             members = [self._member(waiting) for waiting in batch]
             drafts = [*(each.draft for each in batch), *(passed or ())]
             made = await self._committer.commit(
-                partial(self._change, batch), members, sending=partial(self._note, drafts)
+                partial(self._change, batch), members, before_put=partial(self._note, drafts)
             )
         except BaseException as error:
             for waiting in batch:
