@@ -6,8 +6,9 @@ What always holds:
   steps (`Applier.apply_in_steps`), and requests about its names wait at the tree's `Barrier` until it is whole;
   the note that it was applied is written last, so after a crash half-way it is applied again, before anybody is
   served, which changes nothing that was done already;
-* the order in which commits arrive does not matter, as long as a commit comes after those its writer had seen: every
-  name carries the time of the commit that set it (its tombstone carries it where the name is gone);
+* the order in which commits arrive does not matter, as every name carries the time of the commit that set it (its
+  tombstone carries it where the name is gone): certainly where a commit comes after those its writer had seen, and in
+  other orders but for the cases at the end of docs/internals/simulation.md ("Open");
 * a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
   second, because somebody outside put it there since; where what is known here leaves a doubt, the store is asked for
   the object before the commit is applied (`Applier.doubts`), as it may be older, or replaced or removed since;

@@ -1,9 +1,9 @@
 """The application of one record to the tree: what each operation changes in the rows. `Applier` makes one for each.
 
-What always holds (*one judge*): `_is_older` alone decides which of two versions is newer. An operation sees what those
-before it did: their names are read at once and written in one batch, until a name comes twice, the directory of a name
-is missing, or a directory goes; such an operation has a batch of its own. Trio thread only. A crash leaves the
-operations of whole batches; the record is applied again then.
+What is newer is decided by `_is_older` for files that are put and for directories, before it by `_is_told_late` for a
+plain object that is told of, by `_is_removing` for files that go, by `_applies` and `_is_attributed_later` for changes
+of one version. An operation sees what those before it did. Names are read and written in one batch until one comes
+twice, or its directory is missing or goes. Trio thread only. A crash leaves whole batches; the record is applied again.
 """
 
 from __future__ import annotations
@@ -567,7 +567,7 @@ class Application:
         return is_local and (not step.is_last or (step.is_only and current.stamp == self._stamp))
 
     def _is_unknown(self, current: Entry, path: str, hides: str) -> bool:
-        """A plain object that the record's writer did not know of, and that is not older."""
+        """A plain object that the writer did not know, and not older (format.md, "Plain objects and commits")."""
         if current.stamp or current.place or current.flags & NO_OBJECT or current.etag == hides:
             return False
         if current.flags & Flag.ATTRIBUTED:  # by the commit that changed it

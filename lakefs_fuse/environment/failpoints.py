@@ -20,7 +20,7 @@ VARIABLE = f"{ENVIRONMENT_PREFIX}FAILPOINT"
 NAMES = {
     "accept.synced": "the bytes of a closed file are staged, its journal record does not say so yet",
     "accept.recorded": "the file is acknowledged, close() has not returned",
-    "publish.begun": "an upload is asked for and not yet under way",
+    "publish.begun": "the file and its draft are locked; nothing was planned or made visible yet",
     "publish.sent": "every part is in the store, or the object was put; the node has not recorded it",
     "publish.noted": "the new version is visible and known here, the staged bytes are not deleted yet",
     "commit.noted": "a commit is about to be sent",

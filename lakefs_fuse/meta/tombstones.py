@@ -38,11 +38,11 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
 
     ``stamp``: files elsewhere that are older count as removed, or as replaced by what was removed since. ``floor`` is
     the newest removal of a file elsewhere, if no plain object was told of since: every older plain object counts as
-    removed. ``gone`` are the
-    ETags of plain objects that commits named when they removed or replaced them, with the newest stamp of each, newest
-    first: these versions count as removed whatever the times. ``dated`` are ETags with the newest date, in seconds, of
-    a version with those bytes that was removed, or put there again after another was. ``unlisted`` is the plain object
-    of which the newest commit told, and that a listing did not show any more: its ETag, and that commit's stamp, or 0.
+    removed. ``gone`` are the ETags of plain objects that commits named when they removed or replaced them, with the
+    newest stamp of each, newest first: these versions count as removed whatever the times. ``dated`` are ETags with the
+    newest date, in seconds, of a version with those bytes that was removed, or put there again after another was.
+    ``unlisted`` is the plain object of which the newest commit told, and that a listing did not show any more: its
+    ETag, and that commit's stamp, or 0.
     ``again`` is ``stamp`` of files elsewhere that hide what was removed since: it had been put over them again.
     """
 

@@ -10,7 +10,8 @@ import msgspec
 
 class DraftState(StrEnum):
     """Life of a draft, with `TRANSITIONS` as its table. An acknowledged draft has a sequence number and is never
-    written to again: a later write to its file begins another draft.
+    written to again: a later write to its file begins another draft. ACKNOWLEDGED is spelled ``accepted`` on disk, in
+    ``stats`` and in the failpoints ``accept.*``.
 
     ============ ==============================================================================================
     state        a crash here leaves

@@ -6,8 +6,8 @@ files need no handles: the inode number says which version is read. An inode is 
 
 Bytes are asked for with the ETag of the state: an object that gc collected, or another program replaced, is ESTALE and
 a line in the log, never other bytes. A file that was being read when its name moved on is read on for as long as it is
-among the last READINGS_MAX. Trio thread only. A crash loses nothing: the next daemon of the mount finds the state
-complete.
+among the last READINGS_MAX. The virtual extended attributes mean what they do on other mounts (`vfs.ops.xattr`). Trio
+thread only. A crash loses nothing: the next daemon of the mount finds the state complete.
 """
 
 from __future__ import annotations

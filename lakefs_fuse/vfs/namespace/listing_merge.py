@@ -1,8 +1,7 @@
 """One LIST of a directory merged into the tree: only differences are written.
 
-Pages may come in any order of names, and bring the same name twice. Each name costs one point lookup; that one which
-was known before is still there is remembered as its cookie (8 bytes a name while the LIST is under way), and whatever
-the LIST did not bring goes at its end. Names that
+Pages may come in any order of names, and bring the same name twice. Each name costs one point lookup. For each known
+name that the LIST confirms, its cookie is remembered (8 bytes); names that it did not confirm go at its end. Names that
 this node changed since the LIST began (``touched``) and files that are being written (``keep``) are left as they are:
 what the page says of them is older than what is known here.
 
@@ -349,6 +348,8 @@ class DirectoryMerge:
             self._drop(batch, child, prefix)
 
     def _merge(self, batch: Batch, found: Found) -> None:
+        """Where a listing meets commits: docs/format.md, "Plain objects and commits", has the rules, by which commits
+        meet listings in `Application._is_unknown` (`commits.apply_record`)."""
         entry = self._tree.named(self._directory, found.sort_name)
         if entry is not None and entry.cookie < self.first_cookie:
             self._seen.append(entry.cookie)

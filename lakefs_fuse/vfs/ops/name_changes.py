@@ -1,9 +1,9 @@
 """Changes of names on their way into commits: what every operation that changes a name shares.
 
 A change is in effect on this node when the call returns, and in the store a second later, or with a pack
-(`Committer`). What always holds: under
-write-back, what a change shows or takes away waits for what was acknowledged before it; a path that no other node would
-read is refused before it is journaled. A crash leaves the committer's journal. Trio thread only.
+(`Committer`). What always holds: under write-back, what a change shows or takes away waits for what was acknowledged
+before it; a path that no other node would read is refused before it is journaled. A crash leaves the committer's
+journal. Trio thread only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Extended attributes: those that programs set, and three that are answered and never listed.
 
 ``user.lakefs.state``, ``user.lakefs.location`` and ``user.lakefs.version`` are not listed, so that no program copies
-them; immutable mounts answer them in `immutable.filesystem`. What always holds: an attribute set while a version is
+them. Immutable mounts have an implementation of their own, `vfs.immutable.filesystem`, which a change here has to
+follow. What always holds: an attribute set while a version is
 being stored is not lost (`OpenFile.late_xattrs`). A crash leaves what the committer journaled; those of a file in no
 commit yet go with it when it is. Trio thread only.
 """

@@ -731,7 +731,8 @@ class Publisher:
             log.error(UNRECORDED, error)
 
     def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
-        """What was just written is read back from local disk. A cache that cannot take it loses nothing."""
+        """Rename the staging file into the block cache, so that later reads find it. Where that fails, they ask the
+        store."""
         self._cache.adopt(self._services.staging.path(draft.id), version, published.hashes)
 
     # -- changing what was acknowledged
