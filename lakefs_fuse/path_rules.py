@@ -6,7 +6,7 @@ path = "ckpt/**"             # a glob on the path in the lake
 pack = "never"               # auto | always | never
 pack-threshold = "256KiB"
 durability = "writeback"     # close | writeback
-keep-newest = 1              # so many of the newest checkpoints stay in the local cache
+keep-newest = 1              # this many of the newest checkpoints stay in the local cache
 exclusive-create = "store"   # store | cache: who says that a name is free for O_EXCL
 publish = "10s"              # store a file so often while it is being written; 0 is never
 ```

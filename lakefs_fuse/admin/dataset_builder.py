@@ -53,7 +53,7 @@ COPIES_AT_ONCE = 16
 ROUNDS_MAX = 8
 """Listings, each because objects were replaced before they were copied; then the command gives up."""
 MANY, SMALL_BYTES = 10_000, 1 << 20
-"""So many plain objects, of so few bytes each on average, are better packed before."""
+"""This many plain objects, of so few bytes each on average, are better packed before."""
 KEPT_S_MAX = 60.0
 """Mounts delete hidden objects minutes after their names are gone. Where the list of objects to keep came later after
 the look at the lake than this, it is looked at once more whether they still have names."""

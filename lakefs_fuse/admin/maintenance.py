@@ -48,7 +48,7 @@ dead nodes left."""
 GRACE_DAYS = DAYS_MAX
 """As long as a node may be cut off, without missing a commit (`poller.ABSENCE_S_MAX`)."""
 PATIENCE = 2
-"""A mount that does not have the names of the newest index (`fold_database`) waits for so many times as many commits,
+"""A mount that does not have the names of the newest index (`fold_database`) waits for this many times as many commits,
 and as long, so that the one that has them folds again, and reads and writes only what changed."""
 TAKES_MAX = 10
 """A collection that takes long is due after ten times as long, so that it takes a tenth of the time at most."""
@@ -161,7 +161,7 @@ class Inspector:
 
     @property
     def commits_until_due(self) -> int:
-        """After so many more commits the lake is due for a fold, as far as is known; where it is due already, and not
+        """After this many more commits the lake is due for a fold, as far as is known; where it is due already, and not
         folded, after as many as make it due."""
         most = self._backlog_max
         return most - self.backlog if self.backlog <= most else most

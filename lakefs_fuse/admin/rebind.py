@@ -52,7 +52,7 @@ from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.namespace.attributes import learn
 
 OBJECTS_MAX = 100_000
-"""Changed objects in memory, some 300 bytes each; for each group of so many all names are read once."""
+"""Changed objects in memory, some 300 bytes each; for each group of this many all names are read once."""
 NAMES_AT_ONCE = 1000
 OPERATIONS_MAX = 10_000
 """In one commit."""

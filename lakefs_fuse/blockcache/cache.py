@@ -308,7 +308,7 @@ class BlockCache:
         return self.files.has_room(largest + WRITES_AT_ONCE * INDEX_BYTES)
 
     def evict(self, wanted: int = 0) -> int:
-        """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; answers bytes freed."""
+        """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; returns bytes freed."""
         try:
             return self.files.evict(wanted)
         except OSError as error:

@@ -297,7 +297,7 @@ class CacheDirectory:
         return True
 
     def _move_in(self, path: str, digest: bytes) -> str:
-        """Rename ``path`` to the file of this name, under the files lock; answers where that is. Raises OSError."""
+        """Rename ``path`` to the file of this name, under the files lock; returns where that is. Raises OSError."""
         target = eviction.file_path(self._root, digest)
         os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
         with self._lock:
@@ -393,7 +393,7 @@ class CacheDirectory:
             file.touch(self._now_s())
 
     def _remove(self, digest: bytes) -> int:
-        """Remove a file, in use or not, under the files lock; answers bytes freed."""
+        """Remove a file, in use or not, under the files lock; returns bytes freed."""
         path = eviction.file_path(self._root, digest)
         with self._lock:
             file = self._open.pop(digest, None)
@@ -438,7 +438,7 @@ class CacheDirectory:
             self._bytes_reserved -= wanted
 
     def evict(self, wanted: int) -> int:
-        """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; answers bytes freed."""
+        """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; returns bytes freed."""
         with self._files_lock:
             return self._evict(max(wanted, self._excess(0, 0)))
 
@@ -496,7 +496,7 @@ class CacheDirectory:
         return max(over, short)
 
     def has_room(self, wanted: int) -> bool:
-        """So many bytes fit without anything being evicted; False while not all is counted."""
+        """This many bytes fit without anything being evicted; False while not all is counted."""
         with self._lock:
             return self.counted and self._excess(wanted, wanted) <= 0
 
@@ -561,7 +561,7 @@ class CacheDirectory:
             return freed
 
     def _drop(self, digest: bytes, blocks: BlockSet) -> int:
-        """Under the files lock; answers bytes freed."""
+        """Under the files lock; returns bytes freed."""
         path = eviction.file_path(self._root, digest)
         before = local_disk.allocated_bytes(path) if os.path.exists(path) else 0
         if not before or not eviction.punch_blocks(path, blocks):

@@ -289,7 +289,7 @@ class CacheFile:
         self.users += 1
 
     def end_use(self) -> bool:
-        """Undo one `begin_use`; answers whether the caller must close the descriptor of a removed file."""
+        """Undo one `begin_use`; returns whether the caller must close the descriptor of a removed file."""
         self.users -= 1
         return self.dead and not self.users
 
@@ -298,7 +298,7 @@ class CacheFile:
         self.dead = True
 
     def set_allocated(self, allocated_bytes: int) -> int:
-        """Count the file's disk space; answers by how much it grew since it was counted last."""
+        """Count the file's disk space; returns by how much it grew since it was counted last."""
         change, self.accounted_bytes = allocated_bytes - self.accounted_bytes, allocated_bytes
         return change
 

@@ -103,7 +103,7 @@ class ClusterProxies:
         return fetched
 
     async def _unless_silent(self, url: str, ask: Callable[[], T]) -> T:
-        """What ``ask`` answers in a thread. Raises Unavailable, too."""
+        """What ``ask`` returns in a thread. Raises Unavailable, too."""
         with trio.move_on_after(SILENT_S_MAX) as scope:
             self._waiting[url].add(scope)
             try:

@@ -27,7 +27,7 @@ from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.sync.nursery import for_each
 
 MISSED_SHARE = 16
-"""One block of so many is enough to go by …"""
+"""One block of this many is enough to go by …"""
 MISSED_MIN = 4
 """… and no fewer blocks than this."""
 FETCHES_AT_ONCE = 4

@@ -35,7 +35,7 @@ class PresenceFilter:
         return self._bits[place >> 3] >> (place & 7) & 1 == 1
 
     def save(self, path: str) -> int:
-        """Write the filter to a file; answers a checksum for `load`. Raises OSError."""
+        """Write the filter to a file; returns a checksum for `load`. Raises OSError."""
         with open(path, "wb") as file:
             file.write(self._bits)
         return xxhash.xxh3_64_intdigest(self._bits)

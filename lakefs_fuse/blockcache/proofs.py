@@ -31,7 +31,7 @@ from lakefs_fuse.store.protocol import Buffer
 SUMS_MAX = 1 << 20
 """Of 20 bytes each."""
 REFUTED_MAX = 4
-"""So many objects in a row whose ETags are no sums, and no plain object is taken for proven any more."""
+"""This many objects in a row whose ETags are no sums, and no plain object is taken for proven any more."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 

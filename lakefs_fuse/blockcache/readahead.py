@@ -34,7 +34,7 @@ WHOLE_BYTES_MAX = 4 * BLOCK_BYTES
 
 
 class _Run:
-    """So many ``reads`` that followed one another: bytes from ``begin`` up to ``front``."""
+    """This many ``reads`` that followed one another: bytes from ``begin`` up to ``front``."""
 
     __slots__ = ("begin", "front", "reads")
 
@@ -42,7 +42,7 @@ class _Run:
         self.begin, self.front, self.reads = begin, front, reads
 
     def add(self, offset: int, end: int) -> bool:
-        """Add a read; answers whether it goes beyond the front."""
+        """Add a read; returns whether it goes beyond the front."""
         self.begin = min(self.begin, offset)
         if end <= self.front:
             return False

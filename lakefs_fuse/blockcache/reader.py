@@ -373,7 +373,7 @@ class BlockReader:
             load.done.set()
 
     async def _from_disk(self, load: Load) -> list[bool]:
-        """Resolve the blocks that the cache disk has; answers which it does not have."""
+        """Resolve the blocks that the cache disk has; returns which it does not have."""
         if not self._cache.may_have(load.version):
             return [True] * len(load.blocks)
         blocks = await self._disk.read_blocks(load.version, load.first, load.stop, parts_to_come=load.scattered)

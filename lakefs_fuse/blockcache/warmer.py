@@ -32,7 +32,7 @@ GETS_AT_ONCE = 48
 """Enough for small objects at 15 ms of latency to come at 1,000 a second: each waits as long again until it is written
 together with others. A part of the requests that a client makes at a time is left to readers."""
 MOST_OF_PACK = 0.75
-"""Of the blocks of an object that is not here: if so many are wanted, the others come with them."""
+"""Of the blocks of an object that is not here: if this many are wanted, the others come with them."""
 PACES_S = 4
 """With a rate limit a GET asks for what may come in one part of a second of so many, or for one block."""
 ROUNDS_MAX = 3
@@ -77,7 +77,7 @@ class Warmer:
 
     async def fetch(self, missing: Wanted, rate: ByteRate, fetched: Callable[[Version, int], object]) -> list[Version]:
         """Bring these blocks, which are `missing`, to the cache disk; ``fetched`` is told of which version how many
-        bytes came. Answers versions that are gone from the store. Raises LakeError: of the store, and CacheError where
+        bytes came. Returns versions that are gone from the store. Raises LakeError: of the store, and CacheError where
         the disk did not keep them."""
         gone = dict[Version, None]()
 

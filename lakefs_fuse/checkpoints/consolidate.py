@@ -95,7 +95,7 @@ def copy_tensor(
     checkpoint: ShardedCheckpoint, tensor: ShardedTensor, write: Callable[[memoryview], object],
     advanced: Callable[[int], object],
 ) -> int:  # fmt: skip
-    """Write the bytes of a tensor; answers their CRC-32."""
+    """Write the bytes of a tensor; returns their CRC-32."""
     checksum = 0
     for piece in checkpoint.read(tensor):
         write(piece)

@@ -114,7 +114,7 @@ UP, INFO = "lakefs_fuse_up", "lakefs_fuse_mount_info"
 
 
 class MountCollector(Collector):
-    """Asks for the counters of each mount with every scrape. ``ask`` answers None where no daemon answers."""
+    """Asks for the counters of each mount with every scrape. ``ask`` returns None where no daemon answers."""
 
     def __init__(self, mountpoints: tuple[str, ...], ask: Callable[[str], Values | None]) -> None:
         self._mountpoints, self._ask = mountpoints, ask

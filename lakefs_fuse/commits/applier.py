@@ -50,9 +50,9 @@ from lakefs_fuse.sync.steps import Pace
 
 NS = 1_000_000_000
 STEP_OPERATIONS = 32
-"""Applied at one go where a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
+"""Applied in one go where a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
 BARRIER_PER_OPERATION = 8
-"""So many names are looked up in the time in which one operation is applied."""
+"""This many names are looked up in the time in which one operation is applied."""
 
 
 class Applier:

@@ -123,7 +123,7 @@ class ArchiveBuilder:
         self._finished = False
 
     def add(self, member: Member) -> int:
-        """Write one member; answers the offset of its data. Raises ValueError where ``size`` is not the data's, OSError
+        """Write one member; returns the offset of its data. Raises ValueError where ``size`` is not the data's, OSError
         of the slice or the sink."""
         if self._finished:
             raise ValueError("the archive is finished")
@@ -151,7 +151,7 @@ class ArchiveBuilder:
         return offset
 
     def finish(self, record: bytes) -> int:
-        """Write the record, the directory and the end; answers the size of the archive in bytes. Raises ValueError for
+        """Write the record, the directory and the end; returns the size of the archive in bytes. Raises ValueError for
         a record that no reader would take."""
         if self._finished or not 0 < len(record) <= RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(record)} bytes")
@@ -167,7 +167,7 @@ class ArchiveBuilder:
         return self.size
 
     def _begin(self, name: bytes, length: int, crc: int, mode: int, dos_time: int, attributes: bytes) -> int:
-        """Local header to the sink, entry to the directory; answers where the data begins."""
+        """Local header to the sink, entry to the directory; returns where the data begins."""
         header_at = self.size
         needs, short_length, short_at = _NEEDS, length, header_at
         local_extra = central_extra = attributes
@@ -297,7 +297,7 @@ def outside(record: Record, where: Whereabouts) -> Iterator[str]:
 # -- members of a range
 
 WRONG_MAX = 16
-"""Nothing is looked for behind so many files that are wrong, each of which cost a pass over its bytes."""
+"""Nothing is looked for behind this many files that are wrong, each of which cost a pass over its bytes."""
 
 _LOCAL_MAGIC = re.compile(re.escape(LOCAL_MAGIC))
 _OWNERS_HEAD = struct.pack("<HHBB", 0x7875, 11, 1, 4)

@@ -39,18 +39,18 @@ LOADED_BYTES_MAX = 16 << 20
 TRIES_MAX = 2
 """Bundles that are loaded for one commit."""
 OWN_COMMITS_MIN = 4
-"""A mount repeats so many commits of its own, or more, in one bundle if it made them in OWN_SPAN_S, else twice as many.
+"""A mount repeats this many commits of its own, or more, in one bundle if it made them in OWN_SPAN_S, else twice that.
 Who polls each 5 s fetches fewer without a bundle."""
 OWN_SPAN_S = 10.0
 REPEATED_SPAN_NS, REPEATED_BYTES_MAX = 6_000_000_000, 512 << 10
 """What a bundle has beside new commits: who polls each 5 s fetches one of five. Hundreds of writers make more than that
 in a second: then they fetch three."""
 OWN_AGAIN = 512
-"""A mount repeats its own commits a second time, so many in one bundle: mounts to come fetch fewer."""
+"""A mount repeats its own commits a second time, this many in one bundle: mounts to come fetch fewer."""
 OWN_DELAY_S = 1.5
 """Between the first bundle's worth of own commits and the bundle: commits of that time go into it too."""
 KEYS_MAX = 64
-"""A mount knows the names of so many of its last bundles, so that it takes none of them for another mount's: more than
+"""A mount knows the names of this many of its last bundles, so that it takes none of them for another's: more than
 a repeater puts before they are too old to count (`poller.REPEATER_AGE_NS`)."""
 SUFFIX = ".bundle"
 """Of the name of a bundle."""
@@ -212,7 +212,7 @@ class BundleReader:
         return gets
 
     async def load_for(self, commits: Iterable[Found]) -> int:
-        """Load the bundles that have these commits, which follow those that were asked for before. Answers how many
+        """Load the bundles that have these commits, which follow those that were asked for before. Returns how many
         GETs the commits take altogether, those included that are in no bundle. Raises nothing: these are fetched by
         themselves."""
         gets = 0
@@ -310,7 +310,7 @@ class BundleWriter:
         self._copies, self._bytes = {}, 0
 
     async def write(self, *, keep: bool = False) -> str:
-        """Store a bundle of what was gathered; answers its key, empty where there is none. With ``keep`` the next one
+        """Store a bundle of what was gathered; returns its key, empty where there is none. With ``keep`` the next one
         has the newest of that as well, as far as REPEATED_SPAN_NS and REPEATED_BYTES_MAX allow. Raises nothing: it is a
         copy."""
         copies = sorted(self._copies.values(), key=lambda copy: copy.key)

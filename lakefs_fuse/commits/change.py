@@ -15,7 +15,7 @@ from lakefs_fuse.meta.rows import Deletion
 BeforeSending = Callable[[str], Awaitable[None]]
 """Called with a commit's key before anything of it is sent."""
 OPERATIONS_AT_ONCE = 1536
-"""As many files as one commit packs: it is applied at one go, here and on every other node, and all wait for that. One
+"""As many files as one commit packs: it is applied in one go, here and on every other node, and all wait for that. One
 of more operations is applied in steps (`Applier.apply_in_steps`)."""
 
 
@@ -63,9 +63,9 @@ class Sending(msgspec.Struct, frozen=True):
     passed: list[int] = []
     paths: list[str] = []
     operations: int = 0
-    """So many of its operations, the first, are those of journaled changes."""
+    """This many of its operations, the first, are those of journaled changes."""
     moves: int = 0
-    """So many of its moves."""
+    """This many of its moves."""
 
 
 class Unsure(msgspec.Struct, frozen=True):

@@ -81,7 +81,7 @@ class ChangeJournal:
     # -- changing
 
     def append(self, change: Change, batch: Batch) -> int:
-        """Commit ``batch`` with the change; answers its number. Raises CacheError; then nothing happened."""
+        """Commit ``batch`` with the change; returns its number. Raises CacheError; then nothing happened."""
         sequence = self.newest + 1
         self._rows.put(batch, sequence, change)
         self.database.commit(batch)

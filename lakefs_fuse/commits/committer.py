@@ -184,7 +184,7 @@ class Committer:
             await self._reconcile_sending()
 
     async def redate_before(self) -> bool:
-        """Commit again what the last daemon of this cache directory dated too far ahead; answers whether it did.
+        """Commit again what the last daemon of this cache directory dated too far ahead; returns whether it did.
         Raises LakeError."""
         done = Redated()
         if self._metrics.future and self._writer_before:
@@ -385,7 +385,7 @@ class Committer:
 
     def _is_for_pack(self) -> bool:
         """What is journaled, and not held, only makes or changes directories, and files wait for a pack: these are
-        shown with it. Where others hear of a commit at once, they shall hear of this, too."""
+        shown with it. Where others hear of a commit at once, they must hear of this, too."""
         if self._log.is_announced or not self._acknowledged.has_files_for_pack:
             return False
         operations = [each for change in self._sendable().values() for each in change.operations]

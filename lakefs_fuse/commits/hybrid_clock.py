@@ -80,7 +80,7 @@ class HybridClock:
     def correct(self, store_time_ns: int, round_trip_ns: int = 0) -> bool:
         """The store just said what time it is, in an answer to a question ``round_trip_ns`` ago. Followed where the two
         clocks certainly differ by more than DIFFERENCE_NS_MAX, and CONFIRM_S ago they did as well (the first answer: at
-        once). Answers whether the time is another now."""
+        once). Returns whether the time is another now."""
         self._notice_jump()
         steady_ns = self._clock.boot_ns()
         difference = store_time_ns - (steady_ns + self._base_ns - round_trip_ns // 2)

@@ -32,7 +32,7 @@ class Idleness:
         """The next question has to `wake` the mount."""
 
     def watch(self, count: Callable[[], int]) -> None:
-        """Take up watching; ``count`` answers how many questions there have been."""
+        """Take up watching; ``count`` returns how many questions there have been."""
         self._count, self._counted, self._asked_s = count, count(), trio.current_time()
 
     def note_question(self) -> None:

@@ -103,7 +103,7 @@ class BucketSums:
                 del self._of[bucket]
 
     def start_of_last(self, keys: int, newest: int, span_ns: int) -> int:
-        """Where the buckets begin that have so many of the last commits up to ``newest``, in a span of time at most;
+        """Where the buckets begin that have this many of the last commits up to ``newest``, in a span of time at most;
         one bucket at least."""
         last = bucket = newest >> BUCKET_BITS
         first = max(0, newest - span_ns) >> BUCKET_BITS

@@ -99,7 +99,7 @@ REPEAT_S = 1.0
 REPEATER_S = 4.0
 """A repeater is there if a new bundle of one was shown since the last poll, or so long ago."""
 RIVAL_POLLS, RESIGNATION = 3, 1 / 4
-"""A repeater that so many polls in a row have shown new bundles of others gives up with this probability. Not at the
+"""A repeater that this many polls in a row have shown new bundles of others gives up with this probability. Not at the
 first: a mount that catches up with what others commit puts one, too."""
 REPEATER_AGE_NS = 30 * NS
 """A bundle whose last commit is older is not of a repeater that goes on."""
@@ -111,7 +111,7 @@ DOUBTS_AT_ONCE = 128
 FEW_SPAN_S, FEW_COMMITS = 10.0, 10
 """A repeater that has so few commits in such a time gives up."""
 GETS_FOR_A_BUNDLE = 16
-"""What one poll fetched with so many GETs is repeated in a bundle, for the next to poll and for mounts to come."""
+"""What one poll fetched with this many GETs is repeated in a bundle, for the next to poll and for mounts to come."""
 DOUBT_PAUSE_S_FIRST = 0.25
 """The next is twice as long each time."""
 logger = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ class Poller:
         self._metrics.clock_offset_s = self._clock.offset_ns / NS
 
     async def poll(self) -> int:
-        """Apply what is new, whatever its time; answers how many commits that were. Raises LakeError."""
+        """Apply what is new, whatever its time; returns how many commits that were. Raises LakeError."""
         return await self._poll(trio.current_time())
 
     async def poll_in_background(self) -> None:
@@ -526,7 +526,7 @@ class Poller:
             )  # fmt: skip
 
     async def _apply_all(self, found: Sequence[Found], *, wait: bool, repeats: bool) -> int:
-        """Answers how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
+        """Returns how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
         if not found:
             if self.is_repeater:
                 await self._repeat(0)

@@ -37,7 +37,7 @@ STORED_MAX = 1024
 LAZY_BYTES_MIN = 1 << 20
 """Records from this size on keep their operations as bytes."""
 ENCODED_AT_ONCE = 4096
-"""Operations; 2 ms. More are encoded so many at a time, so that a thread which does that lets the others run."""
+"""Operations; 2 ms. More are encoded this many at a time, so that a thread which does that lets the others run."""
 KEY_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 TARGET_BYTES_MAX = 4095

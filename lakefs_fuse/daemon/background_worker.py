@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWorker:
-    """See the module's head. ``make_room``, called in one of ``threads``, frees so many bytes in ``directory`` beyond
-    those that are to stay free, and answers whether there are so many. Uploads send
+    """See the module's head. ``make_room``, called in one of ``threads``, frees that many bytes in ``directory`` beyond
+    those that are to stay free, and returns whether there are that many. Uploads send
     ``upload_bytes_s_max``, if that is not 0."""
 
     def __init__(

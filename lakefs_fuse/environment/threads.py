@@ -25,7 +25,7 @@ class Threads(Protocol):
         limiter: trio.CapacityLimiter | None = None,
         abandon_on_cancel: bool = False,
     ) -> T:
-        """What ``call`` answers or raises. ``limiter`` bounds calls that run at once (None: trio's own, 40). With
+        """What ``call`` returns or raises. ``limiter`` bounds calls that run at once (None: trio's own, 40). With
         ``abandon_on_cancel`` a cancelled caller leaves at once and the call ends by itself, else the caller waits."""
 
     def start(self, call: Callable[[], None], name: str) -> None:

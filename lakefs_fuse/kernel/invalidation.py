@@ -95,7 +95,7 @@ class Invalidations:
         self._changed.set()
 
     def add_listing(self, directory: int, fresh_s: float) -> None:
-        """Record that the kernel is about to get the listing of a directory, valid for so many seconds."""
+        """Record that the kernel is about to get the listing of a directory, valid for this many seconds."""
         until = trio.current_time() + fresh_s
         if self._until.get(directory, 0.0) >= until:
             return

@@ -38,7 +38,7 @@ PUSHES_MAX = 3
 ROUND_S = 600.0
 PROBE_EACH = 32
 JUDGED_FILES = 1024
-"""After so many files what was known of earlier ones counts for half, so a change shows after some 50 blocks."""
+"""After this many files what was known of earlier ones counts for half, so a change shows after some 50 blocks."""
 
 
 def store_files(files: Sequence[tuple[int, Bytes]]) -> list[int]:

@@ -37,7 +37,7 @@ class Owned(Protocol):
 
 
 def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAttributes:
-    """What stat(2) shows, valid for so many seconds."""
+    """What stat(2) shows, valid for this many seconds."""
     attributes = pyfuse3.EntryAttributes()
     attributes.st_ino = pyfuse3.InodeT(entry.inode)
     attributes.entry_timeout = attributes.attr_timeout = timeout_s
@@ -54,7 +54,7 @@ def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAtt
 
 
 def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
-    """The answer that there is no such name, valid for so many seconds."""
+    """The answer that there is no such name, valid for this many seconds."""
     absent = pyfuse3.EntryAttributes()
     absent.st_ino = pyfuse3.InodeT(0)
     absent.entry_timeout = timeout_s

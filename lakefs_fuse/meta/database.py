@@ -433,7 +433,7 @@ class Database:
         return self._inode_next - 1
 
     def new_inodes(self, count: int) -> int:
-        """So many numbers in a row that were never used; answers the first."""
+        """This many numbers in a row that were never used; returns the first."""
         first = self.new_inode()
         for _ in range(count - 1):
             self.new_inode()

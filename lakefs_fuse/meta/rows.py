@@ -145,14 +145,14 @@ class DeletionRows:
         return self._rows.get(key)
 
     def put(self, batch: Batch, deletion: Deletion) -> bool:
-        """Answers whether the key had none before."""
+        """Returns whether the key had none before."""
         had = self.delete(batch, deletion.key)
         self._rows.put(batch, deletion.key, deletion)
         batch.rows[_due_key(deletion)] = b""
         return not had
 
     def delete(self, batch: Batch, key: str) -> bool:
-        """Answers whether there was one."""
+        """Returns whether there was one."""
         known = self._rows.get(key, batch)
         if known is None:
             return False

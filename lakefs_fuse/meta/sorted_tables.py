@@ -32,9 +32,9 @@ from lakefs_fuse.meta.entry import HEAD, Flag
 ROWS = int(schema.VERSION)
 """Which layout the rows have."""
 FILE_BYTES_MAX = 24 << 20
-"""A file is ended when it has so many bytes; its index and filter come on top."""
+"""A file is ended when it has this many bytes; its index and filter come on top."""
 KEYS_BYTES_MAX = 4 << 20
-"""A file of keys is ended when they have so many bytes."""
+"""A file of keys is ended when they have this many bytes."""
 KEY_BYTES_MAX = 8 << 10
 """Of a row; the longest is a path with an ETag."""
 ROWS_BETWEEN_LOOKS = 1000

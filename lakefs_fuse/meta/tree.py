@@ -375,7 +375,7 @@ class Tree:
 
     def insert_plain(self, batch: Batch, parent: int, files: Iterable[tuple[bytes, int, int, str]]) -> int:
         """As `insert`, for files that a LIST shows and of which no more is known than name, size, mtime and ETag; those
-        that are there already are passed over. Answers how many were not. The quickest way for many."""
+        that are there already are passed over. Returns how many were not. The quickest way for many."""
         get, rows, new_inode = self.database.get, batch.rows, self.database.new_inode
         pack, pack_number = HEAD.pack, NUMBER.pack
         self.drop_mirror(parent)

@@ -94,7 +94,7 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     base: BaseExtent | None = None
     """The version that pages not staged come from."""
     base_limit: int = 0
-    """Bytes of the base that still count: it was truncated to so many."""
+    """Bytes of the base that still count: it was truncated to that many."""
     replaces: str = ""
     """ETag the key had when the draft began; empty where it had no object."""
     copied_from: str = ""

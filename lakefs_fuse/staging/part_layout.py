@@ -24,7 +24,7 @@ Stored bytes depend on it: records of drafts number their parts by it, and `admi
 objects by it. Other spans need the old ones there, and a version in the record."""
 
 STAGING_PARTS_MIN = 8
-"""So many parts of the largest size must fit in staging, or a writer could not go on while parts are uploaded."""
+"""This many parts of the largest size must fit in staging, or a writer could not go on while parts are uploaded."""
 PAGE_BYTES = 4096
 FULL = -1
 """All bits set: in Python's integers every bit of -1 is one, so it needs no case of its own when read."""
@@ -96,7 +96,7 @@ class PageMap:
             start = stop
 
     def mark(self, start: int, end: int) -> int:
-        """The pages of [start, end) are local now; answers how many were not before."""
+        """The pages of [start, end) are local now; returns how many were not before."""
         added = 0
         for part, first, count, whole in self._slices(start, end):
             bits = self._bits.get(part, 0)
@@ -157,7 +157,7 @@ class PageMap:
             yield at, end, bool(state)
 
     def truncate(self, size: int) -> int:
-        """Forget pages that lie wholly beyond ``size``; answers how many."""
+        """Forget pages that lie wholly beyond ``size``; returns how many."""
         before = self.pages
         last = self._layout.index(size) if size else 0
         for part in [part for part in self._bits if part > last]:
@@ -175,7 +175,7 @@ class PageMap:
         return before - self.pages
 
     def forget(self, part: int) -> int:
-        """No page of the part is local any more; answers how many were."""
+        """No page of the part is local any more; returns how many were."""
         bits = self._bits.pop(part, 0)
         begin, stop = self._layout.range(part)
         gone = (stop - begin) // PAGE_BYTES if bits == FULL else bits.bit_count()
@@ -190,7 +190,7 @@ class PageMap:
         }
 
     def load(self, dumped: Mapping[int, bytes]) -> None:
-        """Replace everything with what `dump` answered."""
+        """Replace everything with what `dump` returned."""
         self._bits = {part: int.from_bytes(raw, "little") if raw else FULL for part, raw in dumped.items()}
         self.pages = 0
         for part, bits in self._bits.items():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from lakefs_fuse.errors import FileError, LakeError
 
 RANGES_MAX = 256
-"""A journal record of so many ranges is about 4 KiB."""
+"""A journal record of this many ranges is about 4 KiB."""
 RANGES_SHOWN_MAX = 4
 UNKNOWN = "the disk was too full to journal which bytes"
 

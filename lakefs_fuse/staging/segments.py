@@ -86,7 +86,7 @@ class Segments:
         self._disk.sync_data(descriptor)
 
     def keep(self, segment: str, size: int, count: int) -> None:
-        """A group was written: so many entries are referenced, until `release` of each."""
+        """A group was written: this many entries are referenced, until `release` of each."""
         self._size = size
         self._references[segment] += count
 

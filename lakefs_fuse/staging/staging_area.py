@@ -79,10 +79,10 @@ class Stager(Protocol):
         """Uploads are under way that will let go of staged bytes when they end."""
 
     def drop_uploaded(self, *, keep_recent: bool) -> int:
-        """Let go of bytes that are in the store already, or of those not written lately; answers how many."""
+        """Let go of bytes that are in the store already, or of those not written lately; returns how many."""
 
     async def spill(self) -> int:
-        """Put bytes that cannot be uploaded yet somewhere else, and let go of them; answers how many."""
+        """Put bytes that cannot be uploaded yet somewhere else, and let go of them; returns how many."""
 
 
 class DescriptorPool:
@@ -158,7 +158,7 @@ class Staging:
         return self.directory / draft_id
 
     def create(self, draft_id: str, key: str) -> int:
-        """A new, empty staging file; answers its descriptor. Raises StagingFull, CacheError, FileError(EMFILE)."""
+        """A new, empty staging file; returns its descriptor. Raises StagingFull, CacheError, FileError(EMFILE)."""
         self.descriptors.make_room()
         with self.translating():
             fd = os.open(self.path(draft_id), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, STAGED_MODE)
@@ -287,7 +287,7 @@ class Staging:
         return self.bytes_used + count <= self.bytes_max
 
     def room_bytes(self, evictable_bytes: int) -> int:
-        """How much more fits without an upload, by the bound and by the disk, of which others would give back so many
+        """How much more fits without an upload, by the bound and by the disk, of which others would give back that many
         bytes. Raises StagingFull or CacheError."""
         on_disk = self._free_bytes() + evictable_bytes - self._free_bytes_min - IN_FLIGHT_BYTES
         return max(0, min(self.bytes_max - self.bytes_used, on_disk))

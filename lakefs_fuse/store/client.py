@@ -84,7 +84,7 @@ from lakefs_fuse.sync.nursery import for_each
 
 BACKOFF_S_FIRST, BACKOFF_S_MAX = 0.1, 8.0
 BACKOFF_SCALE_THROTTLED = 5.0
-"""A store that asks for fewer requests is left alone for so many times longer."""
+"""A store that asks for fewer requests is left alone for this many times longer."""
 AWAY_S_MIN = 5.0
 """A store whose every answer was a failure for so long is away …"""
 SILENT_S_MIN = 10.0
@@ -131,7 +131,7 @@ class Transport(Protocol):
     """
 
     async def run(self, kind: str, call: Callable[[], T], *, abandon: bool) -> T:
-        """What ``call`` answers or raises. ``kind`` is one of `metrics.REQUEST_KINDS`. With ``abandon`` a cancelled
+        """What ``call`` returns or raises. ``kind`` is one of `metrics.REQUEST_KINDS`. With ``abandon`` a cancelled
         caller leaves at once and the request ends by itself, else the caller waits for its end."""
 
 

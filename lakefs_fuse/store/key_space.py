@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from itertools import islice
 
 COLUMNS_MAX = 128
-"""Only so many first characters of a name are compared."""
+"""Only this many first characters of a name are compared."""
 CHARACTERS_MAX = 256
 """Characters recorded of one column."""
 SAMPLE_STEP = 16
-"""One name in so many is recorded."""
+"""One name in this many is recorded."""
 DIGITS_OF_GUESS = 6
 LAST = "\U0010ffff"
 """Sorts after every character; appended to a prefix, after every name that begins with it."""

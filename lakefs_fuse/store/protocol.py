@@ -3,7 +3,7 @@
 What always holds:
 
 * keys are ``str`` relative to the source's prefix, never empty; ETags are opaque and without quotes;
-* a version is (key, ETag); ``get`` answers bytes of exactly the version asked for or raises PreconditionFailed;
+* a version is (key, ETag); ``get`` returns bytes of exactly the version asked for or raises PreconditionFailed;
 * a write is visible whole or not at all, and after it returns every later call sees it;
 * one call is one attempt (of LIST: one page): retrying, counting and deadlines belong to `client.StoreClient`;
 * errors are the `StoreError` kinds of `lakefs_fuse.errors` only.

@@ -19,7 +19,7 @@ class ByteRate:
         self._free_s = float("-inf")
 
     async def wait(self, count: int) -> float:
-        """Wait until ``count`` more bytes may come; answers for how many seconds. A task that is cancelled meanwhile
+        """Wait until ``count`` more bytes may come; returns for how many seconds. A task that is cancelled meanwhile
         takes no bytes. Not a checkpoint where there is nothing to wait for."""
         if not self.bytes_s_max:
             return 0.0

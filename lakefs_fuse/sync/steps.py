@@ -34,7 +34,7 @@ class Pace:
 
 
 async def finish_paced(steps: Generator[None, None, T]) -> T:
-    """Take all steps, with other tasks between two of them; answers what the generator returns."""
+    """Take all steps, with other tasks between two of them; returns what the generator returns."""
     pace = Pace()
     try:
         while True:

@@ -59,7 +59,7 @@ SPILL_BYTES_MIN = 1 << 20
 RETRY_S_FIRST, RETRY_S_MAX = 1.0, 30.0
 """Pauses between attempts to send a part while the store is away."""
 RECENT_PARTS_KEPT = 2
-"""The first part and so many complete ones behind the writer stay staged: headers and trailers are written late."""
+"""The first part and this many complete ones behind the writer stay staged: headers and trailers are written late."""
 log = logging.getLogger(__name__)
 
 
@@ -72,7 +72,7 @@ Describe = Callable[[], tuple[dict[str, str], dict[str, str]]]
 
 @dataclass(slots=True)
 class DraftTarget:
-    """Where a draft is going. ``describe`` answers the object's metadata as of now: as a single request tells it, and
+    """Where a draft is going. ``describe`` returns the object's metadata as of now: as a single request tells it, and
     as a multipart upload does when it begins."""
 
     key: str
@@ -188,7 +188,7 @@ class Draft:
         return freed
 
     async def spill(self) -> int:
-        """Move the staged pages of the part that has most of them to the store; answers the bytes freed, 0 where that
+        """Move the staged pages of the part that has most of them to the store; returns the bytes freed, 0 where that
         fails."""
         try:
             if not self._may_spill():
@@ -254,7 +254,7 @@ class Draft:
         return is_staged and not self._busy_parts[index] and self.parts[index].length == end - start
 
     def _punch(self, index: int) -> int:
-        """Delete the staged bytes of a part that the journal has as dropped; answers how many."""
+        """Delete the staged bytes of a part that the journal has as dropped; returns how many."""
         start, end = self.layout.range(index)
         if not self.file.punch(start, end):
             self.parts.transition(index, PartState.CLEAN)
@@ -776,7 +776,7 @@ class Draft:
 
     def fail_publish(self, error: BaseException, what: str) -> LakeError:
         """Enter FAILED; every byte is staged or in the upload, so the next attempt may succeed. The caller saves the
-        record. Answers the draft's error."""
+        record. Returns the draft's error."""
         self.transition(DraftState.FAILED)
         self.error = error if isinstance(error, LakeError) else LakeError(f"{what} was interrupted: {error!r}")
         self.uploader.metrics.failures += not isinstance(error, Overtaken)
@@ -854,7 +854,7 @@ class Draft:
         )
 
     def save(self, *, sync: bool = False) -> DraftRecord:
-        """Journal what the draft is; answers the record. Raises CacheError, and StagingFull where the draft is FAILED
+        """Journal what the draft is; returns the record. Raises CacheError, and StagingFull where the draft is FAILED
         and its bytes were in memory."""
         record = self.prepare_record()
         self.uploader.save(record, sync)

@@ -92,7 +92,7 @@ class Parts(dict[int, Part]):
         part.state = to
 
     def touch(self, start: int, end: int) -> range:
-        """Bytes [start, end) were written; answers the parts that hold them."""
+        """Bytes [start, end) were written; returns the parts that hold them."""
         indexes = range(self._layout.index(start), self._layout.index(end - 1) + 1)
         for index in indexes:
             if self[index].state is PartState.CLEAN:

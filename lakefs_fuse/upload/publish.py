@@ -143,7 +143,7 @@ def is_own_object(draft: Draft, meta: ObjectMeta) -> bool:
 
 
 async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
-    """Send the draft in one request; answers the hashes of its blocks too where it was sent from memory."""
+    """Send the draft in one request; returns the hashes of its blocks too where it was sent from memory."""
     client, target = draft.uploader.client, draft.target
     if draft.base is not None or draft.spills.objects:
         await draft.fill(0, draft.size)
@@ -179,7 +179,7 @@ async def _abort_unneeded_upload(draft: Draft) -> None:
 
 
 async def _yield_key(draft: Draft) -> FileError:
-    """The key is another writer's. Answers the error."""
+    """The key is another writer's. Returns the error."""
     await _leave_key(draft)
     return FileError(errno.EEXIST, f"{draft.target.key} was stored by another client meanwhile")
 

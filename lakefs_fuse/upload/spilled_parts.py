@@ -31,7 +31,7 @@ class Spills:
         self._serial = 0
 
     def begin(self) -> bool:
-        """Objects may be there from now on; answers whether that is new."""
+        """Objects may be there from now on; returns whether that is new."""
         was_used, self.used = self.used, True
         return not was_used
 
@@ -41,7 +41,7 @@ class Spills:
         return f"{SPILLED}{draft_id}/{index}-{self._serial - 1}"
 
     def add(self, part: SpilledPart, staged: Iterable[tuple[int, int]]) -> SpilledPart | None:
-        """The object has these ranges that were staged; answers the one that it replaces."""
+        """The object has these ranges that were staged; returns the one that it replaces."""
         before = self.objects.get(part.index)
         self.objects[part.index] = part
         for start, end in staged:

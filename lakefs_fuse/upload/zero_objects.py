@@ -1,7 +1,7 @@
 """Objects of zeros in the store, from which parts that are all zeros are copied.
 
-What always holds: `.lakefs/zeros/<bytes>` is so many zeros, whichever node stored it, so that storing it again, at any
-time, changes nothing. An object is looked for once by a daemon, and stored where it is missing; one that was deleted is
+What always holds: `.lakefs/zeros/<bytes>` is that many zeros, whichever node stored it, so that storing it again
+changes nothing. An object is looked for once by a daemon, and stored where it is missing; one that was deleted is
 stored again when a copy of it fails. Trio thread only. A crash leaves such an object, or an unfinished upload of one.
 """
 

@@ -31,16 +31,16 @@ class ChangeEvents(TreeEvents):
     object_overridden: list[Callable[[Entry], object]] = field(default_factory=list)
     """A listing shows a plain object in place of bytes elsewhere; its entry."""
     leases_revoked: list[Callable[[int], int]] = field(default_factory=list)
-    """The leases on an inode end; answers how many handles were opened under them, which are released here."""
+    """The leases on an inode end; returns how many handles were opened under them, which are released here."""
     objects_listed: list[Callable[[Sequence[ObjectMeta]], Awaitable[bool]]] = field(default_factory=list)
     """A page of a LIST is about to be merged; its objects. What was committed before these were stored is in effect
     when these return; they answer whether there may have been something."""
     metadata_read: list[Callable[[ObjectMeta], object]] = field(default_factory=list)
     """A GET answered the metadata of an object."""
     keys_unlisted: list[Callable[[], Iterable[str]]] = field(default_factory=list)
-    """A listing is merged; answers keys of objects that it must not show."""
+    """A listing is merged; returns keys of objects that it must not show."""
     key_reservations: list[Callable[[str], bool]] = field(default_factory=list)
-    """A key is chosen for an object; answers whether another name's object may still need it."""
+    """A key is chosen for an object; returns whether another name's object may still need it."""
     commit_applied: list[Callable[[Record], object]] = field(default_factory=list)
     """Another node's commit is in effect here."""
     redated_file_closed: list[Callable[[Entry], object]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class ChangeEvents(TreeEvents):
     file_emptied: list[Callable[[str], object]] = field(default_factory=list)
     """The file of a path is created or truncated: nothing of an earlier version counts."""
     statistics_requested: list[Callable[[], dict[str, object]]] = field(default_factory=list)
-    """Counters are about to be read; answers what a listener adds to them."""
+    """Counters are about to be read; returns what a listener adds to them."""
 
     def unlisted_keys(self) -> list[str]:
         """What the listeners of `keys_unlisted` answer."""

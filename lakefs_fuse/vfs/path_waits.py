@@ -56,7 +56,7 @@ class PathWaits:
     def __init__(
         self, namespace: Namespace, files: FileTable, version: Callable[[Entry], str | None], refresh_s: float
     ) -> None:
-        """``version`` answers what users see as the version of a file, None where its bytes are not in the store."""
+        """``version`` returns what users see as the version of a file, None where its bytes are not in the store."""
         self._ns, self._files, self._version, self._refresh_s = namespace, files, version, refresh_s
         self._changed = trio.Event()
         self._waiting = 0

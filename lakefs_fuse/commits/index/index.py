@@ -323,7 +323,7 @@ async def load_newest_index(
     database: Database, client: StoreClient, threads: Threads, directory: Path, *, folds: bool = False
 ) -> Manifest | None:
     """Take the newest index into a database without names, or with names that are too old to be brought up to date by
-    polling; answers which, None where there was no need or none. ``directory`` is for files on their way. A database
+    polling; returns which, None where there was no need or none. ``directory`` is for files on their way. A database
     that ``folds`` is brought to the newest index in any case, and keeps what changes from then on.
 
     One LIST and one GET where there is nothing to do. Raises CacheError, and StoreError kinds where the store does not
@@ -518,7 +518,7 @@ async def remove_old(
     known: Sequence[Manifest],
 ) -> int:
     """Take away all indexes but the newest two, manifests first, files that no kept manifest names, and what was never
-    finished; answers how many objects that were. ``now_ns`` is the store's time, ``found`` a listing, and ``known`` are
+    finished; returns how many objects that were. ``now_ns`` is the store's time, ``found`` a listing, and ``known`` are
     manifests that need not be read, that of an index written since included.
 
     Nothing is removed while a manifest that is kept cannot be read. Raises StoreError kinds, LakeError where some

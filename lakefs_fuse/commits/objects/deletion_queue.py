@@ -57,7 +57,7 @@ REFUSED_NS = 60 * NS
 DATED_LATE_NS = 3 * NS
 """The store's date of an object may be so much after the removal: it is told to the second, and clocks differ."""
 HEADS_MAX = 2
-"""Of so many keys in a directory each is asked for; of more with a LIST for every thousand names."""
+"""Of this many keys in a directory each is asked for; of more with a LIST for every thousand names."""
 log = logging.getLogger(__name__)
 
 
@@ -215,7 +215,7 @@ class DeletionQueue:
             fruitless += self.waiting == waiting
 
     async def delete_due(self, heard: Callable[[float], Awaitable[object]]) -> int:
-        """Delete up to a thousand objects whose time has come; answers how many were dealt with. Raises LakeError."""
+        """Delete up to a thousand objects whose time has come; returns how many were dealt with. Raises LakeError."""
         now = self._clock_ns()
         due: list[Deletion] = []
         for doomed in self._rows.due(now):

@@ -330,7 +330,7 @@ def _copy_unchanged(source: int, target: int, key: str, status: os.stat_result, 
 
 
 def _copy_bytes(source: int, target: int, start: int, length: int) -> int:
-    """Append ``length`` bytes of ``source`` from ``start`` to ``target`` in the kernel; answers how many there were.
+    """Append ``length`` bytes of ``source`` from ``start`` to ``target`` in the kernel; returns how many there were.
     Holes stay holes."""
     offset = os.lseek(target, 0, os.SEEK_END)
     there = max(0, min(length, os.fstat(source).st_size - start))

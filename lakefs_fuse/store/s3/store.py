@@ -246,7 +246,7 @@ class S3Store:
         return failed
 
     def _delete_together(self, keys: Sequence[str], failed: dict[str, str]) -> list[str]:
-        """One DeleteObjects. Answers the keys for which it was refused; other failures go into ``failed``."""
+        """One DeleteObjects. Returns the keys for which it was refused; other failures go into ``failed``."""
         batch = [{"Key": self._prefix + key} for key in keys]
         try:
             answer = self._call("delete_objects", "delete", None, Delete={"Objects": batch, "Quiet": True})

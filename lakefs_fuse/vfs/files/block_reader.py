@@ -31,7 +31,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, CachedGetter, ObjectMeta
 
 DIRECTORY_SHARE, DIRECTORY_BYTES_MIN, DIRECTORY_BYTES_MAX = 64, 4 << 10, 64 << 10
-"""What is fetched of a pack for its directory: one byte in so many, within these bounds. Enough for files of 8 KiB; a
+"""What is fetched of a pack for its directory: one byte in this many, within these bounds. Enough for files of 8 KiB; a
 larger directory takes another GET."""
 _log = logging.getLogger(__name__)
 

@@ -151,7 +151,7 @@ class OpenFile:
         self, draft: Draft, entry: Entry, extent: Extent, described: Mapping[str, str]
     ) -> tuple[Entry, dict[str, bytes] | None] | None:
         """The bytes of a draft are the file's version in the store, whatever was written since: ``entry`` is its row.
-        Answers what was set since the store was told what it ``described``: the attributes, and the extended ones where
+        Returns what was set since the store was told what it ``described``: the attributes, and the extended ones where
         those were set; None for nothing."""
         owner = self.owner_of(draft) or self
         now, xattrs, self.late_xattrs = owner.entry, self.late_xattrs, None

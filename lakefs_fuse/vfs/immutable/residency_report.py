@@ -28,7 +28,7 @@ from lakefs_fuse.vfs.residency.residency import Residency
 
 REPORT_S = 60.0
 PAUSE_SHARE = 20
-"""After counting for a time, nothing is counted for so many times that."""
+"""After counting for a time, nothing is counted for this many times that."""
 COUNTED_S = 1.0
 """Until the cache itself is counted, it is asked so often whether it is."""
 LAST_S_MAX = 5.0

@@ -1,6 +1,6 @@
 """Asking the store for the attributes of everything in a directory: one HEAD for each version, once.
 
-LIST does not tell modes, owners or chosen mtimes. Where a mount shall show them exactly (``--attributes objects``),
+LIST does not tell modes, owners or chosen mtimes. Where a mount must show them exactly (``--attributes objects``),
 they are asked for before a listing or a lookup is answered, because the kernel keeps what it is told first.
 """
 

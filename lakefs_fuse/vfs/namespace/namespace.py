@@ -64,9 +64,9 @@ NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
 """A directory up to this size is listed again by the request for one of its names; a larger one in the background."""
 POINT_LOOKUPS_MAX = 4
-"""So many single names of a directory are asked for before it is listed in the background."""
+"""This many single names of a directory are asked for before it is listed in the background."""
 FIRST_PAGE_LOOKUPS = 2
-"""With so many, its first page is fetched: all there is to know of most directories, for the price of one name."""
+"""With this many, its first page is fetched: all there is to know of most directories, for the price of one name."""
 POINT_ANSWERS_MAX = 65_536
 BACKGROUND_LISTINGS_MAX = 4
 FIRST_PAGES_MAX = 16
@@ -471,7 +471,7 @@ class Namespace:
             del self._answers[next(iter(self._answers))]
 
     async def ensure_listed(self, directory: int, *, strictly: bool = True) -> float:
-        """List a directory unless that was done within the TTL; answers for how many seconds that counts. Unless
+        """List a directory unless that was done within the TTL; returns for how many seconds that counts. Unless
         ``strictly``, what is known of it will do while the store is away."""
         fresh_s = self.fresh_s(directory, within_ttl=True)
         if fresh_s > 0:

@@ -134,14 +134,14 @@ class SubtreeListings:
     def __init__(
         self, client: Lister, clock_ns: Callable[[], int], ttl_ns: int, strays: Callable[[], Iterable[str]]
     ) -> None:
-        """``strays`` answers keys that no listing may show."""
+        """``strays`` returns keys that no listing may show."""
         self._client, self._clock_ns, self._ttl_ns, self._strays = client, clock_ns, ttl_ns, strays
         self._subtrees: OrderedDict[str, _Subtree] = OrderedDict()
         self.flat_listings: OrderedDict[str, FlatListing] = OrderedDict()
         """Those under way too, by prefix. Where there are none, `name_changed` need not be called."""
 
     def name_changed(self, directory: int, name: bytes, above: Callable[[int], Iterable[int]]) -> None:
-        """A name is changed now. ``above`` answers the directories above its directory."""
+        """A name is changed now. ``above`` returns the directories above its directory."""
         for prefix, flat in [*self.flat_listings.items()]:
             flat.renamed.add((directory, name))
             if directory not in flat.changed:

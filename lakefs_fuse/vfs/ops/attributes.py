@@ -33,7 +33,7 @@ LATE_TIMES_NS = 60_000_000_000
 
 
 class AttributeChange(msgspec.Struct, frozen=True):
-    """What setattr shall set; None is left alone. Sizes in bytes, times in ns since 1970."""
+    """What setattr is to set; None is left alone. Sizes in bytes, times in ns since 1970."""
 
     size: int | None = None
     mode: int | None = None

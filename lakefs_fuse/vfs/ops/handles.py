@@ -45,7 +45,7 @@ class Handles:
         clock: Clock,
         reads_of: Callable[[str], ReadMetrics],
     ) -> None:
-        """``reads_of`` answers the counters of READ requests for a path."""
+        """``reads_of`` returns the counters of READ requests for a path."""
         self._reads_of = reads_of
         self._ns, self.files, self._attributes, self._io, self._clock = namespace, files, attributes, io, clock
         self.new_files, self.lending = new_files, Lending(files, namespace, io, attributes.entry, reads_of)
@@ -142,7 +142,7 @@ class Handles:
         return len(data)
 
     async def copy_range(self, source: int, offset: int, target: int, target_offset: int, length: int) -> int:
-        """Copy bytes of a file, by its inode, to one that is open for writing, without reading them; answers how many.
+        """Copy bytes of a file, by its inode, to one that is open for writing, without reading them; returns how many.
         Raises FileError(EOPNOTSUPP) where that cannot be: see `FileIO.copy_range`."""
         file = self.files.get(target)
         if file is None or not file.writers or source == target:

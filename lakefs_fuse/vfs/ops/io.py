@@ -40,7 +40,7 @@ from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
 from lakefs_fuse.vfs.writeback.publisher import Publisher
 
 REPLACED_MAX = 3
-"""A name is followed over so many versions that come while it is opened."""
+"""A name is followed over this many versions that come while it is opened."""
 WAIT_S_MAX = 5.0
 """OPEN waits no longer for the GET, which goes on, and which READ then waits for: the store may be away."""
 COPIED_BYTES_MIN = 1 << 20
@@ -156,7 +156,7 @@ class FileIO:
 
     async def copy_range(self, source: OpenFile, offset: int, file: OpenFile, at: int, length: int) -> int:
         """The bytes of a version in the store become bytes of a file at the same offset, which has as many so far, all
-        of them of that version; answers how many, 0 where that is not so. The store copies them when it is closed."""
+        of them of that version; returns how many, 0 where that is not so. The store copies them when it is closed."""
         extent, client = source.extent, self._drafts.services.client
         is_acknowledged = file.draft is not None and file.draft.sequence > 0
         if offset != at or at != file.current.size or is_acknowledged or file.unlinked:

@@ -61,7 +61,7 @@ class LinkCounts:
     asks for each name."""
 
     def __init__(self, tree: Tree, events: TreeEvents, files: FileTable, current: Callable[[int], Entry]) -> None:
-        """``current`` answers what an inode is with what is written to it; raises FileError where it has no name."""
+        """``current`` returns what an inode is with what is written to it; raises FileError where it has no name."""
         self._tree, self._files, self._current = tree, files, current
         self._groups: dict[int, set[int]] = {}
         self._same: dict[int, _Same] = {}

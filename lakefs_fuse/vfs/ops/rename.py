@@ -347,7 +347,7 @@ class Renames:
 
     async def _plan_paced(self, read_ends: Callable[[], _Ends], planner: Planner) -> Change:
         """As `_plan`, behind the barrier, with other tasks in between: where one changed what was read, it is read
-        again, and in the end at one go. ``read_ends`` raises what ends the rename."""
+        again, and in the end in one go. ``read_ends`` raises what ends the rename."""
         for _ in range(PLANS_MAX):
             ends = read_ends()
             with self._ns.database.recording() as changed:

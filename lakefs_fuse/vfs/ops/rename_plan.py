@@ -91,7 +91,7 @@ def plan_rename(facts: RenameFacts) -> Change:
 
 
 def finish(steps: Generator[None, None, T]) -> T:
-    """Take all steps at once; answers what the generator returns."""
+    """Take all steps at once; returns what the generator returns."""
     while True:
         try:
             next(steps)

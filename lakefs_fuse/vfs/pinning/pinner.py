@@ -47,7 +47,7 @@ RECHECK_S = 60.0
 """Removals, and what other nodes did, are seen so late at most."""
 DEBOUNCE_S = 0.05
 PAUSE_SHARE = 10
-"""After a walk nothing is walked for so many times as long: many files that become durable one by one cost little."""
+"""After a walk nothing is walked for this many times as long: many files that become durable one by one cost little."""
 ROWS_BETWEEN_PAUSES = 256
 log = logging.getLogger(__name__)
 

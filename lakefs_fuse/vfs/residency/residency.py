@@ -54,7 +54,7 @@ RECHECK_S = 600.0
 """What was removed or replaced without a notice is evictable so late at most."""
 DEBOUNCE_S = 1.0
 PAUSE_SHARE = 10
-"""After a walk of the pins nothing is walked for so many times as long."""
+"""After a walk of the pins nothing is walked for this many times as long."""
 RETRY_S = 60.0
 log = logging.getLogger(__name__)
 

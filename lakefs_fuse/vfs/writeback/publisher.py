@@ -202,7 +202,7 @@ class ObjectWriter:
         there: str | None = None,
     ) -> tuple[PublishPlan, Tombstone | None]:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
-        look has just shown at the key, empty for nothing. Answers also what has been removed at the path."""
+        look has just shown at the key, empty for nothing. Returns also what has been removed at the path."""
         if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
             await draft.wait_idle()
         if self._deletions.waiting:
@@ -650,7 +650,7 @@ class Publisher:
 
     def _record(self, published: Sequence[Publication]) -> list[Draft]:
         """Make versions in the store those of their files, in one batch: rows, the ends of journal records, and what
-        was set meanwhile. Answers the drafts that they supersede. Where the batch fails the bytes are durable all the
+        was set meanwhile. Returns the drafts that they supersede. Where the batch fails the bytes are durable all the
         same; the next listing, or the next mount, finds out."""
         batch, older, late = Batch(), list[Draft](), list[LateAttributes]()
         for each in published:

@@ -54,7 +54,7 @@ FILES_MAX = 65_536
 """Acknowledged and not durable; a writer who would make more waits."""
 BURST_WINDOW_S = 1.0
 BURST_FILES_MIN = 20
-"""So many in a window are a burst: packs of half a minute then have the 500 files that one commit is to serve."""
+"""This many in a window are a burst: packs of half a minute then have the 500 files that one commit is to serve."""
 DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
 """Between attempts to end the upload of a superseded version."""
 WAITABLE = (Unavailable, AccessDenied, NoSuchBucket, StoreFull, StagingFull, CacheError)
@@ -280,7 +280,7 @@ class WriteBack:
         return self._small_files > 0 and self.error is None
 
     def count_packable(self, files: int, size_bytes: int) -> None:
-        """So many files wait for a pack, and the next are added to them."""
+        """This many files wait for a pack, and the next are added to them."""
         self._small_files, self._small_bytes = files, size_bytes
 
     def end(self, draft: Draft) -> None:
@@ -303,7 +303,7 @@ class WriteBack:
 
     def supersede_older(self, file: OpenFile, before: list[Draft], *, are_names_held: bool) -> list[Draft]:
         """The file is acknowledged again, after ``before``: older versions do not become visible, from the newest back
-        to one that has to. ``are_names_held``: changes of names wait for the queue. Answers their drafts."""
+        to one that has to. ``are_names_held``: changes of names wait for the queue. Returns their drafts."""
         superseded: list[Draft] = []
         for _, item in reversed(self._behind(file)):
             is_late = item.state is VersionState.PUBLISHING or item.is_unreconciled

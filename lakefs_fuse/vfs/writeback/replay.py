@@ -55,7 +55,7 @@ class Replay:
         *,
         ensure_directory: Callable[[str], int],
     ) -> None:
-        """``ensure_directory(path)`` answers the inode of a directory, made where it is missing."""
+        """``ensure_directory(path)`` returns the inode of a directory, made where it is missing."""
         self._db, self._ns, self._files, self._writeback = database, namespace, drafts.files, writeback
         self._services = drafts.services
         self.stored_versions, self._metrics, self._ensure_directory = stored_versions, metrics, ensure_directory

@@ -36,7 +36,7 @@ ALONE_MAX = 16
 CHECK_S = 1.0
 LOCKED_S = 0.05
 BURST_DELAYS_MAX = 15
-"""While a burst lasts packs wait for so many times ``delay_s``."""
+"""While a burst lasts packs wait for this many times ``delay_s``."""
 log = logging.getLogger(__name__)
 
 
@@ -83,7 +83,7 @@ class PublishScheduler:
         return self._staging.is_half_full or bool(self._committer.held_until)
 
     def _start_ready(self) -> float:
-        """Start what may become visible now; answers after how many seconds more may."""
+        """Start what may become visible now; returns after how many seconds more may."""
         now = trio.current_time()
         if now < self._queue.resume_s:
             return self._queue.resume_s - now
