@@ -422,6 +422,55 @@ async def test_rename_into_a_directory_that_another_node_moved_below_the_renamed
         assert await one.tree() == await two.tree() == expected
 
 
+@pytest.mark.parametrize("how", ["create", "exclusive", "mkdir", "symlink", "link"])
+async def test_name_made_while_another_node_renames_its_directory_is_in_the_renamed_one(
+    tmp_path: Path, how: str
+) -> None:
+    """The node hears of the rename while it looks whether the name is free, and what is at the earlier path is another
+    program's file."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "list" and request.key.startswith("d/"))
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.mkdir("d")
+        await one.write("source", b"linked")
+        await one.sync()
+        await two.poll()
+        parent, source = (await two.found("d")).inode, (await two.found("source")).inode
+        ids = os.getuid(), os.getgid()
+
+        async def make() -> None:
+            match how:
+                case "create" | "exclusive":
+                    flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if how == "exclusive" else 0)
+                    handle, _ = await two.fs.create(parent, b"new", 0o644, flags, *ids)
+                    await two.fs.write(handle, 0, b"made")
+                    await two.close(handle)
+                case "mkdir":
+                    await two.fs.mkdir(parent, b"new", 0o755, *ids)
+                case "symlink":
+                    await two.fs.symlink(parent, b"new", b"source", *ids)
+                case "link":
+                    await two.fs.link(source, parent, b"new")
+
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(make)
+            await reached(pause.reached)
+            store.hook = lambda _request, _when: None
+            await one.rename("d", "e")
+            store.put("d/new", b"another program's")
+            await two.poll()
+            pause.resume()
+        made = {"mkdir": None, "symlink": "source", "link": b"linked"}.get(how, b"made")
+        for m in (two, one):
+            await m.sync()
+        for m in (two, one):
+            await m.poll()
+        clock.advance(2 * TTL_S)
+        tree = {"d": None, "d/new": b"another program's", "e": None, "e/new": made, "source": b"linked"}
+        assert await one.tree() == await two.tree() == tree
+
+
 async def test_rename_over_a_directory_in_which_a_file_was_closed_meanwhile_is_refused(tmp_path: Path) -> None:
     store = MemoryStore()
     pause = Pause(lambda request: request.what == "list" and request.key.startswith("d"))

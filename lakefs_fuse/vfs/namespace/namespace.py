@@ -311,6 +311,14 @@ class Namespace:
                     raise
         return self.tree.child(directory, name), self._answer_fresh_s(directory, name)
 
+    async def ensure_absent(self, directory: int, name: bytes) -> str:
+        """The path of a new name, as it is when the answer is known: another node may have renamed the directory
+        meanwhile. Raises FileError: EEXIST, and as `checked_path`; LakeError."""
+        self.checked_path(directory, name)
+        if (await self.lookup(directory, name))[0] is not None:
+            raise FileError(errno.EEXIST)
+        return self.checked_path(directory, name)
+
     async def lookup_in_store(self, directory: int, name: bytes) -> Entry | None:
         """The entry of a name, as the store has it now. That is one request: a HEAD where this node knows of nothing,
         else a LIST. The HEAD misses a directory that another program made since the last listing."""

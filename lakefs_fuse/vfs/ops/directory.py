@@ -52,10 +52,8 @@ class Directories:
     # -- directories
 
     async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
-        path = self._ns.checked_path(parent, name)
+        path = await self._ns.ensure_absent(parent, name)
         self._ns.checked_key(path + "/", PLACEHOLDER)
-        if (await self._ns.lookup(parent, name))[0] is not None:
-            raise FileError(errno.EEXIST)
         builder = ChangeBuilder(self._ns.tree)
         builder.operations.append(Mkdir(path, mode & PERMISSIONS, uid, gid, self._clock.wall_ns()))
         self._names.enqueue_all(builder)
@@ -128,15 +126,13 @@ class Directories:
         self._names.enqueue_all(builder, self._names.orphaned(path, row), batch)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
-        path = self._ns.checked_path(parent, name)
         if not 0 < len(target) <= TARGET_BYTES_MAX:
             raise FileError(errno.ENAMETOOLONG if target else errno.ENOENT)
         try:
             text = target.decode()
         except UnicodeDecodeError as error:
             raise FileError(errno.EILSEQ, "targets of symbolic links are UTF-8") from error
-        if (await self._ns.lookup(parent, name))[0] is not None:
-            raise FileError(errno.EEXIST)
+        path = await self._ns.ensure_absent(parent, name)
         builder = ChangeBuilder(self._ns.tree)
         hides = self._ns.own_etag(path)
         builder.operations.append(Symlink(path, text, uid, gid, self._clock.wall_ns(), hides=hides))

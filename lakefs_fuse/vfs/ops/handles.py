@@ -116,6 +116,7 @@ class Handles:
                 raise FileError(errno.EEXIST)
             number = await self.open(known.inode, flags, opener, kills_privileges=kills_privileges)
             return number, self._attributes.entry(known.inode)
+        key = self._ns.checked_path(parent, name)  # another node may have renamed the directory meanwhile
         file = self.new_files.make(parent, name, key, mode, uid, gid, exclusive=exclusive)
         return self._new_handle(file, True, opener), file.entry
 

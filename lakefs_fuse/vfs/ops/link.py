@@ -145,7 +145,7 @@ class Links:
         """Give a file another name. Raises FileError: EPERM where the store has no condition for that, or links are
         refused, and for what is no regular file; EEXIST; EBUSY where other names have bytes at the key. Raises
         LakeError."""
-        path = self._ns.checked_path(parent, name)
+        self._ns.checked_path(parent, name)
         if source.flags & (Flag.DIRECTORY | Flag.SYMLINK) or self._mode == "refuse":
             raise FileError(errno.EPERM)
         if (await self._ns.lookup(parent, name))[0] is not None and await self._ns.lookup_in_store(parent, name):
@@ -165,6 +165,7 @@ class Links:
             await self._io.poll()  # a packed file has the name, perhaps: its key is free
             if self._ns.tree.child(parent, name) is not None:
                 raise FileError(errno.EEXIST)
+            path = self._ns.checked_path(parent, name)  # the directory may have been renamed
             meta, entry = await self._take(file, path)
             await self._writer.record_link(path, entry, meta, self._client)
         except FileError as error:
