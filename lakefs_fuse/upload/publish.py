@@ -178,6 +178,15 @@ async def _abort_unneeded_upload(draft: Draft) -> None:
         log.warning("the multipart upload of %s is left to `gc`: %s", draft.target.key, error)
 
 
+async def refuse_name(draft: Draft) -> FileError:
+    """Another client has the name for which the draft was created with O_EXCL, and other bytes lie at its key, or none:
+    the draft is FAILED. Answers the error. Raises CacheError."""
+    error = await _yield_key(draft)
+    draft.fail_publish(error, "publishing")
+    draft.save(sync=True)
+    return error
+
+
 async def _yield_key(draft: Draft) -> FileError:
     """The key is another writer's. Returns the error."""
     await _leave_key(draft)

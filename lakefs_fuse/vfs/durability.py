@@ -89,12 +89,14 @@ class Durability:
         for file in self._files.dirty():
             ours = not below or file.key == below or file.key.startswith(below + "/")
             if ours and not (failed is not None and file.draft is not None and file.draft.sequence):
-                if file.is_incomplete and not file.handles:
+                if file.is_orphaned:
                     await self._io.set_aside(file)
                 try:
                     await self._io.publish(file)
                 except LakeError as error:
                     failed = failed or error
+                    if file.is_orphaned:
+                        await self._io.set_aside(file)
         return failed
 
     async def finish_orphan(self, orphan_id: str, *, incomplete: bool = False) -> None:

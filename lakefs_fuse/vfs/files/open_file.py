@@ -78,6 +78,8 @@ class OpenFile:
     """Writes that were refused before the version that they were for could begin."""
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""
+    lost_name: str = ""
+    """The path at which it was created with O_EXCL, and which another client has: it is never stored there."""
     is_redated: bool = False
     """Another node changed the mtime, which the kernel ignores for this inode: the file gets a new one when closed."""
     described: tuple[Entry, dict[str, str], dict[str, str]] | None = None
@@ -221,6 +223,22 @@ class OpenFile:
     def is_incomplete(self) -> bool:
         """Writes to it were refused, and it may not be published."""
         return bool(self.refused.ranges or (self.draft is not None and self.draft.refused.ranges))
+
+    @property
+    def has_lost_name(self) -> bool:
+        """`lose_name` was called, and the file was not renamed since."""
+        draft = self.draft
+        is_written = draft is not None and not draft.sequence and draft.target.if_absent
+        return is_written and self.lost_name == self.key and not self.unlinked
+
+    def lose_name(self) -> None:
+        """Another client has created the name before this version of the file could be stored."""
+        self.lost_name = self.key
+
+    @property
+    def is_orphaned(self) -> bool:
+        """No program has it open, and nothing may be stored of it under its name."""
+        return not self.handles and not self.unlinked and (self.is_incomplete or self.has_lost_name)
 
     def check_complete(self) -> None:
         """Raises FileError while writes are missing."""

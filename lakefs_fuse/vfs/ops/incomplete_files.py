@@ -1,12 +1,12 @@
-"""Files whose writes were refused, from the release of their last handle on: orphans, under names that show nothing
-of them.
+"""Files that may not be stored, from the release of their last handle on: orphans, under names that show nothing of
+them. Writes to them were refused, or another client has the name for which they were created with O_EXCL.
 
 What always holds (*refused writes unpublished*): the name is what it was before the file was opened, under an inode
 that the kernel knows nothing of, so that neither pages nor sizes of the failed version are shown. The rows change and
 the journal record is synced in one batch; a crash before leaves the record of a file being written, of which the next
 daemon makes the same orphan. Where that batch cannot be written, the file stays in use and `make_durable` tries
-again. An orphan is dropped when its name is created or emptied again, as truncation would have dropped it. Trio thread
-only.
+again. An orphan with refused writes is dropped when its name is created or emptied again, as truncation would have
+dropped it; one without bytes at once. Trio thread only.
 """
 
 from __future__ import annotations
@@ -48,21 +48,24 @@ class IncompleteFiles:
         files.events.file_emptied.append(self.supersede)
 
     async def set_aside(self, file: OpenFile) -> None:
-        """Make an orphan of an incomplete file without open handles. Raises nothing but Cancelled."""
+        """Make an orphan of a file that `OpenFile.is_orphaned`. Raises nothing but Cancelled."""
         uncovered = False
         try:
+            draft = file.draft if file.has_lost_name else None
             async with file.publishing:
                 if file.draft is not None and not file.draft.sequence:
                     await file.draft.pause()
-                if not file.handles and file.is_incomplete and not file.unlinked:
+                if file.is_orphaned:
                     uncovered = self._set_aside(file)
             self._files.forget_if_idle(file)
+            if draft is not None and not draft.size and draft.id in self._recovery.orphans:
+                await self._recovery.abort(draft.id)
             if uncovered:
                 await self._read_again()
         except LakeError as error:
-            log.error("%s is incomplete, and stays in use: %s", file.key, error)
+            log.error("%s cannot be stored, and stays in use: %s", file.key, error)
         except Exception:
-            log.exception("%s is incomplete, and stays in use", file.key)
+            log.exception("%s cannot be stored, and stays in use", file.key)
 
     def _set_aside(self, file: OpenFile) -> bool:
         """Whether the file had covered a name of a commit. Raises LakeError; then all is as it was."""
@@ -84,7 +87,8 @@ class IncompleteFiles:
         self._ns.announce_name(parent, name)
         file.refused.cut(0)
         if draft is not None and record is not None:
-            log.error("%s is not stored: %s; see `lakefs-fuse orphans`", file.key, draft.refused.describe())
+            why = draft.refused.describe() if draft.refused else draft.error
+            log.error("%s is not stored: %s; see `lakefs-fuse orphans`", file.key, why)
             file.take_up()
             draft.close(unlink=False, leave=True)
             self._recovery.adopt(record)

@@ -213,11 +213,14 @@ class FileIO:
         file.writers -= writer
         if not file.handles and file.draft is not None and file.unlinked and not file.is_being_unlinked:
             await self._drafts.discard(file)
-        self.unpin(file)
+        if file.is_orphaned:
+            await self.set_aside(file)
+        else:
+            self.unpin(file)
 
     def unpin(self, file: OpenFile) -> None:
         """A file may have lost its last handle: finish what its writers left, or take it out of the table."""
-        if not file.handles and file.is_incomplete:
+        if file.is_orphaned:
             self._drafts.services.nursery.start_soon(self.set_aside, file)
         elif not file.handles and file.draft is not None and file.draft.state is DraftState.WRITING:
             self._drafts.services.nursery.start_soon(self._close_late, file)
@@ -232,6 +235,8 @@ class FileIO:
             log.error("%s is not durable: %s", file.key, error)
         except Exception:
             log.exception("%s is not durable", file.key)
+        if file.is_orphaned:
+            await self.set_aside(file)
         self._files.forget_if_idle(file)
 
     # -- the version that an OPEN is pinned to

@@ -43,7 +43,7 @@ from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
-from lakefs_fuse.upload.publish import Published, give_up_upload, is_own_object, publish
+from lakefs_fuse.upload.publish import Published, give_up_upload, is_own_object, publish, refuse_name
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
@@ -156,14 +156,28 @@ class ObjectWriter:
 
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
+        is_exclusive = draft.target.if_absent
+        try:
+            return await self._store(file, draft, alone=alone, is_synced=is_synced)
+        except BaseException as error:
+            if is_exclusive and not draft.target.replaces:  # whatever this attempt took to be free
+                draft.target.if_absent = True
+                if isinstance(error, FileError) and error.errno == errno.EEXIST:
+                    file.lose_name()
+            raise
+
+    async def _store(self, file: OpenFile, draft: Draft, *, alone: bool, is_synced: bool) -> StoredVersion:
         if self._committer.unsure is not None:  # these bytes may hit what a rename that seemed to fail has taken away
             await self._committer.reconcile()
         if self._committer.error is not None:
             for path in list(self._untold):  # which comes before this version
                 await self.commit_location(path)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
-        policy = self._rules.pack_for(file.key)
-        plan, removed = await self._plan(file, draft, policy, alone=alone or draft.copies, is_synced=is_synced)
+        policy, is_exclusive = self._rules.pack_for(file.key), draft.target.if_absent
+        if is_exclusive and self._is_packed_by_another(file, draft):
+            raise await refuse_name(draft)
+        alone = alone or draft.copies or (is_exclusive and self._is_of_another_node(file))
+        plan, removed = await self._plan(file, draft, policy, alone=alone, is_synced=is_synced)
         if plan.form is not Form.PLAIN:
             plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
@@ -180,6 +194,8 @@ class ObjectWriter:
                 draft.target.if_absent = False
             there = await draft.uploader.client.find(plan.key)
             await self._poll()  # after the look: a rename of what is there is in effect
+            if is_exclusive and plan.key == file.key and self._is_name_taken(draft, there):
+                raise await refuse_name(draft)
             etag = "" if there is None else there.etag
             plan, removed = await self._plan(file, draft, policy, alone=True, there=etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
@@ -187,9 +203,32 @@ class ObjectWriter:
     async def _is_free(self, draft: Draft, plan: PublishPlan) -> bool:
         """What lies at the key of a file that was created with O_EXCL counts as removed by its date, so nobody has its
         name."""
-        removed = self._ns.tree.tombstones.get(plan.key.encode())
-        there = await draft.uploader.client.find(plan.key) if plan.if_absent and removed is not None else None
-        return there is not None and removed is not None and removed.hides(there.etag, there.mtime_ns)
+        is_removed = plan.if_absent and self._has_tombstone(plan.key)
+        there = await draft.uploader.client.find(plan.key) if is_removed else None
+        return there is not None and self._is_hidden_object(there)
+
+    def _is_hidden_object(self, there: ObjectMeta) -> bool:
+        """An object counts as removed from its key."""
+        removed = self._ns.tree.tombstones.get(there.key.encode())
+        return removed is not None and removed.hides(there.etag, there.mtime_ns)
+
+    def _is_name_taken(self, draft: Draft, there: ObjectMeta | None) -> bool:
+        """What a look has shown at the key of the file is another client's."""
+        return there is not None and not is_own_object(draft, there) and not self._is_hidden_object(there)
+
+    def _is_of_another_node(self, file: OpenFile) -> bool:
+        """Of a file that was created with O_EXCL: a commit told that another node has the name, and none since that it
+        has not."""
+        row = self._ns.tree.entry(file.entry.inode)
+        return row is not None and not row.is_local and not self._ns.is_removed(row)
+
+    def _is_packed_by_another(self, file: OpenFile, draft: Draft) -> bool:
+        """The same, where no condition of a request shows it, because the other node's bytes are not at the key."""
+        row = self._ns.tree.entry(file.entry.inode)
+        if row is None or row.is_plain or not self._is_of_another_node(file) or draft.target.unsure is not None:
+            return False
+        extent = self._ns.extent(row)
+        return extent is None or extent.version.key != draft.commit  # else the answer to the PUT of a pack was lost
 
     async def _plan(
         self,
@@ -367,9 +406,10 @@ class ObjectWriter:
         return tuple(etag for etag in known if etag)
 
     def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None) -> str:
-        """See `VersionFacts.own_etag`; without O_EXCL what the file replaces, or what was removed last, is enough."""
+        """See `VersionFacts.own_etag`; without O_EXCL what the file replaces, or what was removed last, is enough. With
+        O_EXCL what is there counts if it was removed, and not if it is another node's file."""
         if target.if_absent:
-            return self._ns.own_etag(file.key, file.entry.parent)
+            return "" if self._is_of_another_node(file) else self._ns.own_etag(file.key, file.entry.parent)
         return target.replaces or ("" if removed is None else removed.etag)
 
     def _tombstone(self, path: str) -> Tombstone:

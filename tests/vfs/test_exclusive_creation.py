@@ -1,0 +1,181 @@
+"""Two clients create one name with O_EXCL: who has it, and what becomes of the bytes of the other."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.metrics import Unfinished
+from lakefs_fuse.store.protocol import Capabilities
+from tests.memory_store import MemoryStore
+from tests.upload.drafting import noise
+from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import LARGE, Outage, die, until
+
+EXCLUSIVE = os.O_RDWR | os.O_EXCL
+SIZES = [15, LARGE]
+OTHER_MODE = 0o755
+"""Other than what a listing shows, so that a commit tells of the file."""
+
+
+async def create(m: Lake, path: str, data: bytes, mode: int = OTHER_MODE) -> int:
+    """A file at the root, created with O_EXCL and not closed."""
+    flags = EXCLUSIVE | os.O_CREAT
+    handle, _ = await m.fs.create(ROOT_INODE, path.encode(), mode, flags, os.getuid(), os.getgid())
+    await m.fs.write(handle, 0, data)
+    return handle
+
+
+async def tell(m: Lake, *others: Lake) -> None:
+    """Others hear of what a node has stored, and changed."""
+    await m.fs.sync_names()
+    await m.parts.committer.flush_announcements()
+    for other in others:
+        await other.poll()
+
+
+async def fails_with_eexist(m: Lake, handle: int, *, closes: bool = True) -> None:
+    with pytest.raises(FileError) as caught:
+        await (m.close(handle) if closes else m.fs.fsync(handle))
+    assert caught.value.errno == errno.EEXIST
+
+
+async def orphan(m: Lake) -> Unfinished:
+    await until(lambda: [each.state for each in m.fs.unfinished()] == ["orphan"])
+    (found,) = m.fs.unfinished()
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", [OTHER_MODE, 0o644])
+@pytest.mark.parametrize("is_told_before", [True, False])
+async def test_file_whose_close_got_eexist_never_replaces_the_other(
+    tmp_path: Path, size: int, mode: int, is_told_before: bool
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        ours, theirs = await create(one, "f", noise(1, size), mode), await create(two, "f", noise(2, size), mode)
+        await two.close(theirs)
+        if is_told_before:
+            await tell(two, one)
+        await fails_with_eexist(one, ours)
+        found = await orphan(one)
+        assert (found.path, found.bytes) == ("f", size)
+        await tell(two, one)
+        await one.write("other", b"x")
+        await one.fs.make_durable("other")
+        await one.fs.make_durable()
+        clock.advance(2 * TTL_S)
+        for each in (one, two):
+            assert await each.read("f") == store.data("f") == noise(2, size)
+        with pytest.raises(FileError) as caught:
+            await one.fs.finish_orphan(found.id)
+        assert caught.value.errno == errno.EEXIST
+        await one.fs.abort_orphan(found.id)
+        assert one.fs.unfinished() == []
+        assert not store.uploads
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_name_is_the_others_after_fsync_got_eexist_and_more_was_written(tmp_path: Path, size: int) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        ours, theirs = await create(one, "f", noise(1, size)), await create(two, "f", b"theirs")
+        await two.close(theirs)
+        for _ in range(2):
+            await fails_with_eexist(one, ours, closes=False)
+            await tell(two, one)
+            await one.fs.write(ours, size, b"more")
+        with pytest.raises(FileError):
+            await one.fs.make_durable()
+        await fails_with_eexist(one, ours)
+        await orphan(one)
+        await one.fs.make_durable()
+        assert await one.read("f") == store.data("f") == b"theirs"
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+async def test_name_is_the_others_after_a_crash_before_the_last_close(tmp_path: Path, is_synced: bool) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        ours, theirs = await create(one, "f", b"ours"), await create(two, "f", b"theirs")
+        await two.close(theirs)
+        await tell(two, one)
+        if is_synced:
+            await fails_with_eexist(one, ours, closes=False)
+        died = die(tmp_path / "one", tmp_path / "died")
+        await one.fs.release(ours)
+    async with lake(store, died) as again:
+        found = await orphan(again)
+        await again.fs.make_durable()
+        with pytest.raises(FileError):
+            await again.fs.finish_orphan(found.id)
+        assert await again.read("f") == store.data("f") == b"theirs"
+
+
+async def test_file_whose_close_failed_for_the_store_leaves_the_name_that_was_taken_meanwhile(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        ours = await create(one, "f", b"ours")
+        outage = Outage(store)
+        with pytest.raises(LakeError):
+            await one.close(ours)
+        outage.away = False
+        await two.close(await create(two, "f", b"theirs"))
+        await tell(two, one)
+        with pytest.raises(FileError) as caught:
+            await one.fs.make_durable()
+        assert caught.value.errno == errno.EEXIST
+        await orphan(one)
+        await one.fs.make_durable()
+        assert await one.read("f") == store.data("f") == b"theirs"
+
+
+async def test_empty_file_whose_name_was_taken_leaves_nothing(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        ours = await create(one, "lock", b"")
+        await two.close(await create(two, "lock", b"theirs"))
+        await fails_with_eexist(one, ours)
+        await until(lambda: not one.fs.unfinished())
+        assert await one.read("lock") == b"theirs"
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_name_is_the_others_where_its_file_is_packed(tmp_path: Path, size: int) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "1") as one, lake(store, tmp_path / "2", pack="always") as two:
+        ours = await create(one, "f", noise(1, size))
+        await two.write("f", b"theirs")
+        await one.poll()
+        await fails_with_eexist(one, ours)
+        await orphan(one)
+        await one.fs.make_durable()
+        assert await one.read("f") == await two.read("f") == b"theirs"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_deleted", [True, False])
+async def test_one_of_two_takes_a_name_that_was_removed_before(tmp_path: Path, size: int, is_deleted: bool) -> None:
+    """As programs do with a lock file."""
+    store, clock = MemoryStore(Capabilities(name="memory", put_if_match=True, complete_if_match=True)), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, delete_after_s=0.0 if is_deleted else 300.0) as (one, two):
+        await one.close(await create(one, "lock", b"before"))
+        await tell(one, two)
+        await one.unlink("lock")
+        await (one.sync() if is_deleted else one.fs.sync_names())
+        await two.poll()
+        clock.advance(3)
+        ours, theirs = await create(one, "lock", noise(1, size)), await create(two, "lock", noise(2, size))
+        await two.close(theirs)
+        await fails_with_eexist(one, ours)
+        await orphan(one)
+        await tell(two, one)
+        clock.advance(2 * TTL_S)
+        for each in (one, two):
+            assert await each.read("lock") == noise(2, size)
