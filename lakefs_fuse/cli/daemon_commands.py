@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import click
 
-from lakefs_fuse.cli.daemons import checked_text, describe_files, locate, open_daemon, store_changes
+from lakefs_fuse.cli.daemons import checked_text, describe_files, is_missing, locate, open_daemon, store_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import json_option
@@ -58,7 +58,8 @@ def clone(source: str, target: str, force: bool) -> None:
 def flush(path: str, timeout: float, as_json: bool) -> None:
     """Wait until a file, or everything below a directory, is in the store.
 
-    Failed uploads are retried. Exit code 1 if something cannot be stored; the files and the reasons are printed.
+    Failed uploads are retried. Exit code 1 if something cannot be stored; the files and the reasons are printed. Exit
+    code 1, too, if PATH does not exist, or was renamed or removed meanwhile.
     """
     reply = store_changes(path, timeout)
     files = reply.files if isinstance(reply, protocol.Failed) else ()
@@ -80,7 +81,8 @@ def refresh(path: str, recursive: bool, as_json: bool) -> None:
     \b
       aws s3 cp data.csv s3://bucket/in/ && lakefs-fuse refresh /mnt/lake/in
 
-    Returns when PATH, and what is directly in it, is as it was in the store when the command began. A mount made with
+    Returns when PATH, and what is directly in it, is as it was in the store when the command began. If there is no PATH
+    then, a line on stderr says so; it may have been removed, so that is no error. A mount made with
     --immutable moves to the current state of its lake: the whole new state becomes visible at once; if that fails, the
     mount keeps the old one. Open files keep their contents.
     """
@@ -90,8 +92,11 @@ def refresh(path: str, recursive: bool, as_json: bool) -> None:
     if isinstance(reply, protocol.Failed):
         raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
     values = reply.values if isinstance(reply, protocol.Statistics) else {}
+    missing = is_missing(path)
+    if missing:
+        click.echo(f"lakefs-fuse: {path} does not exist", err=True)
     if as_json:
-        print_json({"mountpoint": mountpoint, "path": relative, **values})
+        print_json({"mountpoint": mountpoint, "path": relative, "exists": not missing, **values})
     elif isinstance(at_s := values.get("at_s"), float):
         at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
         changed = counted(int(str(values.get("changed", 0))), "name")

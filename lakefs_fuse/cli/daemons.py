@@ -70,6 +70,18 @@ def locate(path: str) -> tuple[str, str]:
     return mounted.mountpoint, real[len(mounted.mountpoint.rstrip("/")) :].strip("/")
 
 
+def is_missing(path: str) -> bool:
+    """Whether a path that was located in a mount does not exist there, as far as this node knows. False where that
+    cannot be told, as while the store is away."""
+    try:
+        os.lstat(os.path.realpath(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def checked_text(path: str) -> str:
     """A path in a lake, whose names are UTF-8. Raises ConfigError for another one."""
     try:
@@ -113,15 +125,20 @@ def _reason_of_delay(mountpoint: str) -> str:
 
 def store_changes(path: str, timeout_s: float) -> protocol.Reply:
     """Have the daemon of the mount that ``path`` lies in store every change at ``path`` and below; what it answers at
-    last, `Done` or `Failed`. Shows progress. Raises LakeError, also where that takes longer than ``timeout_s``."""
+    last, `Done` or `Failed`. Shows progress. Raises LakeError, also where that takes longer than ``timeout_s``, and where
+    there is no such path."""
     mountpoint, relative = locate(path)
     with open_daemon(mountpoint) as client:
-        return follow(
-            client.follow(protocol.MakeDurable(relative)),
+        reply = follow(
+            client.follow(protocol.MakeDurable(checked_text(relative))),
             what=f"storing {path}",
             deadline_s=time.monotonic() + timeout_s,
             mountpoint=mountpoint,
         )
+    # Looked up last: an orphan has no name, and the daemon reports it.
+    if isinstance(reply, protocol.Done) and is_missing(path):
+        raise LakeError(f"{path} does not exist: name a file or directory in the mount")
+    return reply
 
 
 def require_stored(path: str, otherwise: str) -> None:

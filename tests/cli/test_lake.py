@@ -60,6 +60,15 @@ def test_a_day_in_the_life_of_a_lake(lake: Lake) -> None:
     (lake.point / "mine").write_text("by us")
     assert (lake.store / "mine").read_text() == "by us"
     assert lake.run("flush", lake.point / "mine").returncode == 0
+    with (lake.point / "being written").open("wb") as file:
+        file.write(b"some bytes")
+        file.flush()
+        assert lake.run("flush", lake.point / "being written").returncode == 0
+    (lake.point / "being written").unlink()
+    for name in ("typo", "typo/deeper", "mine/below a file", "being written"):
+        told = lake.run("flush", lake.point / name)
+        assert (told.returncode, told.stdout) == (1, "")
+        assert told.stderr == f"lakefs-fuse: {lake.point / name} does not exist: name a file or directory in the mount\n"
 
     values = json.loads(lake.run("stats", "--json", lake.point).stdout)
     assert values["store"]["requests"]["put"] >= 1

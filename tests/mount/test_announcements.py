@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -80,4 +81,7 @@ def test_refresh_shows_objects_of_other_programs_at_once(nodes: tuple[Lake, Lake
     assert lake.cli("refresh", "--recursive", str(lake.path)).returncode == 0
     assert sorted(os.listdir(lake.path / "d/e")) == ["g", "h"]
     assert not (lake.path / "f").exists()
+    gone = lake.cli("refresh", "--json", str(lake.path / "f"))
+    assert (gone.returncode, json.loads(gone.stdout)["exists"]) == (0, False)
+    assert gone.stderr == f"lakefs-fuse: {lake.path / 'f'} does not exist\n"
     assert lake.cli("refresh", "/").returncode == 1

@@ -165,7 +165,7 @@ def test_each_command_prints_json_of_each_mount(make_lake: LakeMaker) -> None:
     assert asked("unpin")["unpinned"] == 1
     assert asked("evict")["freed_bytes"] > 0
     done = lake.cli("refresh", str(lake.path / "set"), "--json")
-    assert json.loads(done.stdout) == {"mountpoint": str(lake.path), "path": "set"}
+    assert json.loads(done.stdout) == {"mountpoint": str(lake.path), "path": "set", "exists": True}
 
 
 def test_warm_that_does_not_fit_is_refused_or_takes_what_fits(make_lake: LakeMaker) -> None:
