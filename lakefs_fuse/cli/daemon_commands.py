@@ -62,6 +62,8 @@ def flush(path: str, timeout: float, as_json: bool) -> None:
     code 1, too, if PATH does not exist, or was renamed or removed meanwhile.
     """
     reply = store_changes(path, timeout)
+    if not isinstance(reply, protocol.Failed) and is_missing(path):  # an orphan has no name, and is reported as such
+        raise LakeError(f"{path} does not exist: name a file or directory in the mount")
     files = reply.files if isinstance(reply, protocol.Failed) else ()
     if as_json:
         print_json({"path": os.path.abspath(path), "stored": not isinstance(reply, protocol.Failed), "files": files})

@@ -125,20 +125,15 @@ def _reason_of_delay(mountpoint: str) -> str:
 
 def store_changes(path: str, timeout_s: float) -> protocol.Reply:
     """Have the daemon of the mount that ``path`` lies in store every change at ``path`` and below; what it answers at
-    last, `Done` or `Failed`. Shows progress. Raises LakeError, also where that takes longer than ``timeout_s``, and where
-    there is no such path."""
+    last, `Done` or `Failed`. Shows progress. Raises LakeError, also where that takes longer than ``timeout_s``."""
     mountpoint, relative = locate(path)
     with open_daemon(mountpoint) as client:
-        reply = follow(
+        return follow(
             client.follow(protocol.MakeDurable(checked_text(relative))),
             what=f"storing {path}",
             deadline_s=time.monotonic() + timeout_s,
             mountpoint=mountpoint,
         )
-    # Looked up last: an orphan has no name, and the daemon reports it.
-    if isinstance(reply, protocol.Done) and is_missing(path):
-        raise LakeError(f"{path} does not exist: name a file or directory in the mount")
-    return reply
 
 
 def require_stored(path: str, otherwise: str) -> None:

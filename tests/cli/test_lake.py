@@ -68,7 +68,7 @@ def test_a_day_in_the_life_of_a_lake(lake: Lake) -> None:
     for name in ("typo", "typo/deeper", "mine/below a file", "being written"):
         told = lake.run("flush", lake.point / name)
         assert (told.returncode, told.stdout) == (1, "")
-        assert told.stderr == f"lakefs-fuse: {lake.point / name} does not exist: name a file or directory in the mount\n"
+        assert told.stderr.startswith(f"lakefs-fuse: {lake.point / name} does not exist: name a file")
 
     values = json.loads(lake.run("stats", "--json", lake.point).stdout)
     assert values["store"]["requests"]["put"] >= 1
