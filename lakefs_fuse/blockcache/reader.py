@@ -29,6 +29,7 @@ import trio
 
 from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.cache import CacheState
+from lakefs_fuse.blockcache.failed_reads import FailedReads
 from lakefs_fuse.blockcache.fetches import Load, PendingBlock, runs
 from lakefs_fuse.blockcache.memory_cache import RecentBlocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
@@ -89,6 +90,7 @@ class BlockReader:
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
         self._bypassing: dict[tuple[Version, int, int], PendingBlock] = {}
         """Ranges on their way past the cache."""
+        self._failed = FailedReads()
         at_once = max(1, min(FETCHES_AT_ONCE, inflight_bytes_max // 2 // PIECE_BYTES))
         self._whole = ObjectPrefetch(self._cache, metrics, nursery, self.fill, FETCH_BLOCKS_MAX, at_once)
 
@@ -116,7 +118,8 @@ class BlockReader:
         the bytes are of a file that is a part of the version, ``within`` its begin and end. ``around``: the rest of the
         block is about to be read. ``reads`` counts where the bytes were, and the waits for them.
 
-        Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error.
+        Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error, at once
+        where the kernel repeats a read that has just failed (`failed_reads`).
         """
         end = min(offset + length, version.size)
         if offset >= end:
@@ -131,6 +134,21 @@ class BlockReader:
                 if readahead is not None:
                     self._ahead(version, readahead, offset, length)
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
+        if self._failed:
+            self._failed.raise_again(version, offset, end)
+        began_s = trio.current_time()
+        try:
+            return await self._read(version, offset, end, readahead, jumps, around, within, reads)
+        except FileError as error:
+            self._failed.add(version, offset, end, error, trio.current_time() - began_s)
+            raise
+
+    async def _read(
+        self, version: Version, offset: int, end: int, readahead: Readahead | None, jumps: bool, around: bool,
+        within: tuple[int, int] | None, reads: ReadMetrics,
+    ) -> bytes | memoryview:  # fmt: skip
+        """As `read`, of bytes [offset, end) that memory does not have alone. Raises FileError."""
+        first, stop = offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         jumps = jumps or within is not None or (readahead is not None and not readahead.reads_on)
         if jumps and not around and self._in_parts(version, first, stop, readahead):
             began_s = trio.current_time()
@@ -140,7 +158,7 @@ class BlockReader:
                 self._metrics.hits += stop - first
                 reads.bytes_of_disk += end - offset
                 if readahead is not None:
-                    self._ahead(version, readahead, offset, length)
+                    self._ahead(version, readahead, offset, end - offset)
                 return part
         at_hand = self._is_at_hand(version, first, stop)
         is_kept = not jumps or at_hand or self._admits(version, offset)
@@ -148,12 +166,12 @@ class BlockReader:
         is_alone = within is not None and not (at_hand or around) and self._whole.take_alone(version, stop_at - start)
         if is_alone or (not is_kept and version.size > (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX)):
             if readahead is not None:
-                self._ahead(version, readahead, offset, length)
+                self._ahead(version, readahead, offset, end - offset)
             if offset or within is not None:  # else a handle begins to read on
                 return (await self._bypass(version, start, stop_at, end, reads))[offset - start : end - start]
         found = self._gather(version, first, stop, readahead, jumps, is_kept)
         if readahead is not None:
-            self._ahead(version, readahead, offset, length)
+            self._ahead(version, readahead, offset, end - offset)
         return await self._joined(version, found, offset, end, reads)
 
     async def _joined(

@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from lakefs_fuse.blockcache.cache import BlockCache, CacheState
+from lakefs_fuse.blockcache.failed_reads import WAITED_S_MIN
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
@@ -253,6 +254,31 @@ async def test_any_other_error_is_eio_and_ends_no_nursery(tmp_path: Path, error:
             assert caught.value.errno == errno.EIO
         await lake.idle()
         assert lake.reader.statistics().bytes_inflight == 0
+
+
+@pytest.mark.parametrize("within", [None, (MIB, 3 * MIB)], ids=["object", "file of a pack"])
+async def test_page_of_a_read_that_failed_is_refused_without_a_get(
+    tmp_path: Path, within: tuple[int, int] | None
+) -> None:
+    """The kernel asks for the first page of its readahead once more, and would wait for as long again."""
+    async with lake_at(tmp_path) as lake:
+        lake.store.fail_with, lake.store.gate = Unavailable("down"), trio.Event()
+
+        async def read(length: int) -> None:
+            with pytest.raises(FileError, match="down") as caught:
+                await lake.reader.read(lake.version, MIB, length, Readahead(), within=within)
+            assert caught.value.errno == errno.EIO
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, 128 * KIB)
+            await trio.sleep(1.1 * WAITED_S_MIN)
+            lake.store.gate.set()
+        gets = len(lake.store.gets)
+        await read(4 * KIB)
+        assert len(lake.store.gets) == gets
+        lake.store.fail_with = None
+        data = await lake.reader.read(lake.version, MIB, 4 * KIB, Readahead(), within=within)
+        assert bytes(data) == DATA[MIB : MIB + 4 * KIB]
 
 
 async def test_readers_wake_when_the_mount_ends(tmp_path: Path) -> None:
