@@ -41,6 +41,12 @@ class CacheError(LakeError):
     """The cache directory on this node is locked, damaged or belongs to another lake."""
 
 
+class CacheFull(CacheError):
+    """The disk of the cache directory has no room for what the node has to write there."""
+
+    errno = errno.ENOSPC
+
+
 class StagingFull(LakeError):
     """Staging has no room, and none can be made."""
 

@@ -22,7 +22,7 @@ def health(values: Values, now_s: float) -> Iterator[CheckResult]:
     yield _commits(section(values, "commits"))
     for name in ("cache", "staging"):
         if name in values:
-            yield _disk(name, str(section(values, name).get("state", "ok")))
+            yield _disk(name, section(values, name))
     if "maintenance" in values:
         yield _maintenance(section(values, "maintenance"), now_s)
     yield _kernel(section(values, "kernel"))
@@ -93,10 +93,18 @@ def _commits(commits: Values) -> CheckResult:
     return ok(check, f"{counted(number(commits, 'applied'), 'commit')} applied, none left out")
 
 
-def _disk(name: str, state: str) -> CheckResult:
-    check = f"mount.{name}"
+def _disk(name: str, values: Values) -> CheckResult:
+    check, state = f"mount.{name}", str(values.get("state", "ok"))
+    free, needed = number(values, "disk_free_bytes"), number(values, "disk_needed_bytes")
     if state == "failed":
         return failed(check, f"the disk of the {name} answers with errors: see the kernel's log, and replace it")
+    if state == "full" and free < needed:
+        return failed(
+            check,
+            f"the disk of the {name} is full, and writers get ENOSPC: free at least {format_bytes(needed - free)} "
+            f"there ({format_bytes(free)} are free), or lower --free-space",
+            free_bytes=int(free),
+        )
     if state == "full":
         return warning(check, f"the {name} is full: make room on its disk, or raise --{name}-size")
     return ok(check, state)

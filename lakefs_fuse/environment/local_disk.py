@@ -17,6 +17,7 @@ _PUNCH_HOLE = 0x02
 _SECTOR_BYTES = 512
 """Unit of ``st_blocks``, whatever the filesystem's own block size is (stat(2))."""
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -67,6 +68,13 @@ def start_writeout(fd: int, offset: int, length: int) -> None:
     does not work nothing is lost."""
     if _sync_file_range is not None:
         _sync_file_range(fd, offset, length, _WRITE)
+
+
+def is_out_of_room(error: BaseException) -> bool:
+    """Whether a write failed because the disk is full, or a quota is; an error of RocksDB says so by its text alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _NO_ROOM
+    return any(os.strerror(code) in str(error) for code in _NO_ROOM)
 
 
 def free_bytes(path: str | int | os.PathLike[str]) -> int:

@@ -34,8 +34,9 @@ from rocksdict import (
 from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.environment.local_disk import is_out_of_room
 from lakefs_fuse.environment.storage_engine import Engine, Engines, Rows, Step
-from lakefs_fuse.errors import CacheError
+from lakefs_fuse.errors import CacheError, CacheFull
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.changed_rows import ChangedRows
 
@@ -213,6 +214,7 @@ class Database:
         self._directory, self.clock, self._disk, self._repairs = directory, clock, disk, repairs
         self._engines = engines or RocksEngines()
         self._failed_at: float | None = None
+        self._found_full = False
         self._recordings: list[Recording] = []
         self._damaged: set[bytes] = set()
         self._engine, self.lost_rows = self._open_or_repair()
@@ -318,7 +320,7 @@ class Database:
             self._damaged.add(key)
 
     def commit(self, batch: Batch, *, sync: bool = False) -> None:
-        """Raises CacheError; then nothing of the batch is there."""
+        """Raises CacheError, CacheFull where the disk is full; then nothing of the batch is there."""
         if not batch:
             return
         if self._failed_at is not None:
@@ -331,7 +333,7 @@ class Database:
             self._engine.write((*batch.ranges, (batch.rows, b"", b"")), sync=sync)
         except Exception as error:
             self._failed_at = self.clock.mono_s()
-            raise self._broken(error) from error
+            raise self._unwritten(error) from error
         for recording in self._recordings:
             recording.add(batch)
 
@@ -350,6 +352,11 @@ class Database:
         """The last write failed: the database is reopened before the next."""
         return self._failed_at is not None
 
+    @property
+    def is_full(self) -> bool:
+        """It failed because the disk has no room."""
+        return self.is_failing and self._found_full
+
     def sync(self) -> None:
         """Everything committed before survives a crash of the machine. For a worker thread, beside readers and writers.
         Raises CacheError."""
@@ -361,10 +368,20 @@ class Database:
     def _broken(self, error: Exception) -> CacheError:
         return CacheError(f"the metadata cache in {self._directory} cannot be used now: {error}")
 
+    def _unwritten(self, error: Exception) -> CacheError:
+        """What a failed write means, for this change and the next ones."""
+        self._found_full = is_out_of_room(error)
+        return self._no_room() if self._found_full else self._broken(error)
+
+    def _no_room(self) -> CacheFull:
+        return CacheFull(f"the disk of the metadata cache in {self._directory} is full: free some space there")
+
     def _reopen(self) -> None:
         """After a failed write (a full disk) RocksDB accepts none until it is reopened; tried once a second."""
         failed_at = self._failed_at or 0.0
         if self.clock.mono_s() - failed_at < REOPEN_PAUSE_S:
+            if self._found_full:
+                raise self._no_room()
             raise CacheError(f"the metadata cache in {self._directory} could not be written a moment ago")
         self._failed_at = self.clock.mono_s()
         try:
@@ -372,7 +389,7 @@ class Database:
             self.close()
             self._engine = self._engines.open(self._directory)
         except Exception as error:
-            raise self._broken(error) from error
+            raise self._unwritten(error) from error
         self._failed_at = None
 
     def _check_disk(self) -> None:

@@ -31,7 +31,7 @@ from typing import Protocol
 import trio
 
 from lakefs_fuse.environment.disk import Disk
-from lakefs_fuse.environment.local_disk import punch_hole, pwrite_all
+from lakefs_fuse.environment.local_disk import is_out_of_room, punch_hole, pwrite_all
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
@@ -196,7 +196,7 @@ class Staging:
         """What an error of the staging disk means to the writer."""
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return FileError(error.errno, f"{os.strerror(error.errno)}: {self.directory}")
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_out_of_room(error):
             self.state = StagingState.FULL
             return StagingFull(f"the disk of {self.directory} is full: free some space or use another --cache-dir")
         self.state = StagingState.FAILED
@@ -242,10 +242,7 @@ class Staging:
             if not self.disk.is_freeing and not any(stager.making_room for stager in self._stagers):
                 if self._drop(keep_recent=False) or await self._spill(count):
                     continue
-                raise StagingFull(
-                    f"{self.bytes_used} bytes are staged and none of them can be uploaded yet: "
-                    "close files that are open for writing, decide about orphans, or raise --staging-size"
-                )
+                raise StagingFull(self._why_full(count))
             if trio.current_time() >= deadline_s:
                 raise StagingFull(
                     f"staging was full for {self.wait_s_max:g} s ({self.bytes_used} bytes wait for the store): "
@@ -257,6 +254,16 @@ class Staging:
                 await room.wait()
         self.bytes_used += count
         self.state = StagingState.OK
+
+    def _why_full(self, count: int) -> str:
+        """Why there is no room for ``count`` more bytes, which no upload can make, and what to do. Raises LakeError."""
+        if not self._fits(count):
+            return (
+                f"{self.bytes_used} bytes are staged and none of them can be uploaded yet: "
+                "close files that are open for writing, decide about orphans, or raise --staging-size"
+            )
+        short = self._free_bytes_min + IN_FLIGHT_BYTES + count - self._free_bytes()
+        return f"the disk of {self.directory} is full: free {max(1, short)} bytes there, or lower --free-space"
 
     def reserve_now(self, count: int) -> None:
         """Room for bytes that cannot wait, because what they are needed for makes room when it is done. Little by
@@ -291,6 +298,13 @@ class Staging:
         bytes. Raises StagingFull or CacheError."""
         on_disk = self._free_bytes() + evictable_bytes - self._free_bytes_min - IN_FLIGHT_BYTES
         return max(0, min(self.bytes_max - self.bytes_used, on_disk))
+
+    def disk_room(self) -> tuple[int, int]:
+        """Free bytes of the disk, and how many writers need; 0 where it does not tell."""
+        try:
+            return self.disk.free_bytes(self.directory), self._free_bytes_min + IN_FLIGHT_BYTES
+        except OSError:
+            return 0, 0
 
     def _free_bytes(self) -> int:
         """Raises StagingFull or CacheError."""

@@ -155,10 +155,17 @@ def commit_section(
 
 
 def staging_section(staging: Staging, namespace: Namespace) -> dict[str, object]:
+    """A disk on which names cannot be written counts, too."""
+    state = staging.state
+    if namespace.is_disk_failing:
+        state = StagingState.FULL if namespace.is_disk_full else StagingState.FAILED
+    free_bytes, needed_bytes = staging.disk_room()
     return {
         "bytes": staging.bytes_used,
         "bytes_max": staging.bytes_max,
         "files_open": len(staging.descriptors),
         "files_open_max": staging.descriptors.open_max,
-        "state": str(StagingState.FAILED if namespace.is_disk_failing else staging.state),
+        "disk_free_bytes": free_bytes,
+        "disk_needed_bytes": needed_bytes,
+        "state": str(state),
     }

@@ -68,6 +68,16 @@ def test_mount_that_is_ill_says_what_to_do(
     assert said in found[check].text
 
 
+def test_full_disk_of_the_staging_says_how_much_to_free() -> None:
+    values = changed("staging.state", "full")
+    values["staging"] |= {"disk_free_bytes": 3 << 20, "disk_needed_bytes": 20 << 20}
+    (found,) = (result for result in health(values, NOW_S) if result.check == "mount.staging")
+    assert found.severity is Severity.FAILED
+    assert "the disk of the staging is full" in found.text
+    assert "free at least 17.0 MiB there (3.0 MiB are free)" in found.text
+    assert "replace" not in found.text
+
+
 def test_mount_without_fast_paths_is_a_warning() -> None:
     values = changed("kernel.hooks", False)
     values["kernel"]["missing"] = ["the hooks library is not there: install lakefs-fuse again"]

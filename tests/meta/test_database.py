@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.storage_engine import Step
-from lakefs_fuse.errors import CacheError
+from lakefs_fuse.errors import CacheError, CacheFull
 from lakefs_fuse.meta import database as module
 from lakefs_fuse.meta.database import Batch, Database, RocksEngine, RocksEngines
 from tests.fakes import open_database
@@ -143,8 +144,20 @@ def test_inode_numbers_are_never_given_out_twice(tmp_path: Path, monkeypatch: py
     database.close()
 
 
-def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A database that was closed could not be opened again there; with the disk well, writes go on."""
+@pytest.mark.parametrize(
+    ("refusal", "kind"),
+    [
+        (OSError(errno.EROFS, "read-only"), CacheError),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), CacheFull),
+        (Exception("IO error: No space left on device: While appending to file: /meta/000008.log"), CacheFull),
+    ],
+    ids=["read-only", "full", "full, as RocksDB says"],
+)
+def test_a_disk_that_takes_nothing_any_more_is_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Exception, kind: type[CacheError]
+) -> None:
+    """A database that was closed could not be opened again there; with the disk well, writes go on. A full disk is
+    told apart by every write, also by those that are refused without an attempt."""
     opened: list[Fragile] = []
 
     class Fragile(RocksEngine):
@@ -154,7 +167,7 @@ def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypat
 
         def write(self, steps: Sequence[Step], *, sync: bool) -> None:
             if self.is_broken:
-                raise OSError(errno.EROFS, "read-only")
+                raise refusal
             super().write(steps, sync=sync)
 
     class FragileEngines(RocksEngines):
@@ -168,19 +181,23 @@ def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypat
     opened[-1].is_broken = True
 
     def refuse(**_: object) -> None:
-        raise OSError(errno.EROFS, "read-only")
+        raise refusal
 
-    monkeypatch.setattr(module, "REOPEN_PAUSE_S", 0.0)
     with monkeypatch.context() as broken:
         broken.setattr("tempfile.TemporaryFile", refuse)
-        for _ in range(3):
-            with pytest.raises(CacheError, match="read-only"):
+        for pause_s in (0.0, 0.0, 60.0):
+            monkeypatch.setattr(module, "REOPEN_PAUSE_S", pause_s)
+            with pytest.raises(CacheError) as raised:
                 put(database, b"Xb")
+            assert (type(raised.value), database.is_full) == (kind, kind is CacheFull)
+            assert raised.value.errno == (errno.ENOSPC if kind is CacheFull else errno.EIO)
             assert database.is_failing
             assert database.get(b"Xa") == b"=Xa"
             assert [key for key, _ in database.scan(b"X", b"Y")] == [b"Xa"]
+    monkeypatch.setattr(module, "REOPEN_PAUSE_S", 0.0)
     put(database, b"Xb")
     assert not database.is_failing
+    assert not database.is_full
     assert [key for key, _ in database.scan(b"X", b"Y")] == [b"Xa", b"Xb"]
     database.close()
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -349,12 +350,47 @@ def test_the_staging_disk_fills(make_lake: LakeMaker, faults: tuple[Server, Faul
     assert took_s(began) < 30
     assert (lake.path / "accepted").read_bytes() == noise(4 * MIB, 2)
     assert staging_state(lake) == "full"
+    if not os.geteuid():
+        more = fill_with_names(lake, small_disk.path)
+        assert staging_state(lake) == "full", "the disk has not failed"
+        assert "answers with errors" not in (said := lake.cli("doctor", "--no-throughput", str(lake.path)).stdout)
+        assert "the disk of the staging is full" in said
+        more.unlink()
     hog.unlink()
     faults[1].clear()
+    eventually(partial(can_make, lake.path / "made again"), "a name is written on a disk with room")
     (lake.path / "f").write_bytes(noise(4 * MIB, 4))
     flush(lake)
     assert lake.outside.read("accepted") == noise(4 * MIB, 2)
     assert lake.outside.read("f") == noise(4 * MIB, 4)
+
+
+def fill_with_names(lake: Lake, disk: Path) -> Path:
+    """Make directories until the disk has no room for a name; answers the file that took the rest of its room."""
+    filler = disk / "filler"
+    for number in range(1000):
+        with filler.open("ab", buffering=0) as file:
+            try:
+                while file.write(bytes(64 << 10)) == 64 << 10:
+                    pass
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+        try:
+            (lake.path / f"{number}-{'x' * 200}").mkdir()
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+                (lake.path / "accepted").chmod(0o600)
+            return filler
+    raise AssertionError("it is never full")
+
+
+def can_make(directory: Path) -> bool:
+    try:
+        directory.mkdir()
+    except OSError:
+        return False
+    return True
 
 
 def test_the_staging_disk_fails(make_lake: LakeMaker) -> None:

@@ -164,6 +164,17 @@ async def test_files_tell_what_they_are(tmp_path: Path) -> None:
         staging.create("id", "dir/é")
 
 
+async def test_full_disk_is_named_with_what_to_free(tmp_path: Path) -> None:
+    """Raising --staging-size, which helps where the bound is reached, would not."""
+    room = IN_FLIGHT_BYTES + 100 + 5
+    staging = make(tmp_path, free=room)
+    with pytest.raises(StagingFull, match=f"the disk of {tmp_path} is full: free 15 bytes there"):
+        await staging.reserve(20)
+    assert staging.disk_room() == (room, IN_FLIGHT_BYTES + 100)
+    with pytest.raises(StagingFull, match="raise --staging-size"):
+        await staging.reserve(2000)
+
+
 async def test_what_it_says_of_itself(tmp_path: Path) -> None:
     """The state of the last attempt, whoever made it."""
     staging = make(tmp_path)

@@ -835,6 +835,11 @@ class Namespace:
         """Names cannot be written to the local disk."""
         return self._db.is_failing
 
+    @property
+    def is_disk_full(self) -> bool:
+        """They cannot, because it has no room."""
+        return self._db.is_full
+
     def _path_of(self, directory: int) -> str | None:
         path = self.tree.path(directory)
         return None if path is None else os.fsdecode(b"/".join(path))
