@@ -36,6 +36,7 @@ import trio
 
 from lakefs_fuse import __version__
 from lakefs_fuse.admin.work import Work
+from lakefs_fuse.config import Source
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.interrupts import release_interrupts
 from lakefs_fuse.daemon.lake_connection import connect_lake
@@ -44,7 +45,7 @@ from lakefs_fuse.errors import ConfigError, LakeError, first_error
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import ThreadTransport
 from lakefs_fuse.store.lake_record import change_record
-from lakefs_fuse.store.open import find_lake
+from lakefs_fuse.store.open import search_lake
 from lakefs_fuse.store.rate_limit import RateLimiter
 
 REPORT_INTERVAL_S = 0.2
@@ -63,21 +64,33 @@ class Command:
     probes: bool = False
     writes: Callable[[Any], bool] = lambda args: True
     """Whether the command, with these arguments, changes the lake, for which its features have to be known."""
+    makes_lakes: bool = False
+    """Where no lake is found, the place becomes one; a mount of what is above shows nothing of it."""
 
 
 def _is_not_dry(args: protocol.RelocateArgs | protocol.PackArgs | protocol.GcArgs) -> bool:
     return not args.dry_run
 
 
+def _is_below_others(source: Source) -> bool:
+    """Whether a lake could be mounted that shows the directory of this source."""
+    return source.scheme == "file" or bool(source.prefix)
+
+
 def _fsck_writes(args: protocol.FsckArgs) -> bool:
     return args.repair or (args.rebind and not args.dry_run)
 
+
+BECOMES_LAKE = (
+    "{source} becomes a lake of its own, as no lake was found at or above it: mount it by this name, or give --lake "
+    "with the SOURCE that you mount"
+)
 
 COMMANDS = {
     "checkpoint": Command(protocol.CheckpointArgs, "admin.checkpoints:run_checkpoint", writes=lambda args: False),
     "checkpoint-verify": Command(protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False),
     "relocate": Command(protocol.RelocateArgs, "admin.commands:run_relocate", probes=True, writes=_is_not_dry),
-    "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True, writes=_is_not_dry),
+    "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True, writes=_is_not_dry, makes_lakes=True),
     "maintenance": Command(protocol.MaintenanceArgs, "admin.commands:run_maintenance", probes=True),
     "gc": Command(protocol.GcArgs, "admin.commands:run_gc", probes=True, writes=_is_not_dry),
     "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", probes=True, writes=_fsck_writes),
@@ -91,7 +104,7 @@ COMMANDS = {
         writes=lambda args: args.action in ("create", "rm"),
     ),
     "log": Command(protocol.LogArgs, "admin.change_log:run_log", writes=lambda args: False),
-    "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest"),
+    "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest", makes_lakes=True),
     "upgrade": Command(protocol.UpgradeArgs, "admin.upgrade:run_upgrade", probes=True),
 }
 
@@ -141,11 +154,13 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
     """Open the store, run a command, close the store. Raises LakeError, or a group of them."""
     command = COMMANDS[request.command]
     args = msgspec.json.decode(request.args, type=command.args)
-    config, path = request.store, request.path
+    config, path, becomes_lake = request.store, request.path, False
     if request.find_root:
-        config, path = await trio.to_thread.run_sync(find_lake, config, node)
+        found = await trio.to_thread.run_sync(search_lake, config, node)
+        config, path = found.store, found.path
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
+        becomes_lake = command.makes_lakes and not found.exists and _is_below_others(config.source)
     transport = ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max)
     writes, metrics, limit = command.writes(args), Metrics(), request.upload_bytes_s_max
     async with connect_lake(
@@ -161,6 +176,8 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             raise ConfigError(
                 f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer version"
             )
+        if becomes_lake and writes:
+            answers.send(protocol.Note(BECOMES_LAKE.format(source=config.source)))
         work = Work(
             client=connection.client,
             store=config,

@@ -8,6 +8,7 @@ Blocking; called once, before anything is served.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -36,16 +37,31 @@ def open_store(config: StoreConfig, node: Node, limiter: RateLimiter | None = No
     return open_s3(config, node.clock, limiter)
 
 
-def find_lake(place: StoreConfig, node: Node) -> tuple[StoreConfig, str]:
-    """The lake that a place is in, and the path of the place in it; one LIST for each level. Where the bucket is in
-    another region, that is asked from the second level on, and is in the answer. Raises StoreError, ConfigError."""
+@dataclass(frozen=True, slots=True)
+class FoundLake:
+    """The lake that a place is in, or without one the place itself; ``path`` is that of the place in it."""
+
+    store: StoreConfig
+    path: str
+    exists: bool
+
+
+def search_lake(place: StoreConfig, node: Node) -> FoundLake:
+    """The lake that a place is in; one LIST for each level. Where the bucket is in another region, that is asked from
+    the second level on, and is in the answer. Raises StoreError, ConfigError."""
     region = place.region
     for candidate, path in _candidates(place):
         config = structs.replace(candidate, region=region)
         found, region = _has_commits(config, node, is_place=not path)
         if found:
-            return structs.replace(config, region=region), path
-    return structs.replace(place, region=region), ""
+            return FoundLake(structs.replace(config, region=region), path, exists=True)
+    return FoundLake(structs.replace(place, region=region), "", exists=False)
+
+
+def find_lake(place: StoreConfig, node: Node) -> tuple[StoreConfig, str]:
+    """Store and path of `search_lake`."""
+    found = search_lake(place, node)
+    return found.store, found.path
 
 
 def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
