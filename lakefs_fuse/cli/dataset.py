@@ -26,12 +26,11 @@ from lakefs_fuse.control import protocol
 from lakefs_fuse.control.mounts import read_mounts
 from lakefs_fuse.control.worker_protocol import ChangeTotals, DatasetArgs, FileChange, FileEntry, Row
 from lakefs_fuse.errors import ConfigError, LakeError
-from lakefs_fuse.product import FILESYSTEM
+from lakefs_fuse.product import FUSE_TYPE
 
 VERSION_HELP = "NAME@VERSION, such as imagenet@3."
 NEWEST_HELP = "NAME@VERSION, such as imagenet@3; NAME is its newest version."
 
-FUSE_TYPE = f"fuse.{FILESYSTEM}"
 """Of our mounts in /proc/self/mountinfo."""
 
 source_argument = argument("source", SOURCE_HELP)

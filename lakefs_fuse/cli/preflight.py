@@ -20,7 +20,7 @@ from lakefs_fuse.cli.parameters import format_bytes
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.control.mounts import MOUNTINFO, is_dead, mount_at, mount_of
 from lakefs_fuse.errors import CacheError, ConfigError, MountError
-from lakefs_fuse.product import PROGRAM
+from lakefs_fuse.product import FUSE_TYPE, PROGRAM
 
 ROOM_BYTES_MIN = 64 * MIB
 """Disk space that a mount needs in addition to --free-space: one part of an upload, and the database."""
@@ -49,8 +49,9 @@ def check(config: MountConfig, host: Host) -> list[str]:
     check_overlap(config)
     check_mountpoint(config.mountpoint, host)
     check_fuse(config, host)
+    check_cache_disk(config, host)
     check_cache_dir(config)
-    return notes_on_cache_dir(Path(config.cache_dir))
+    return [*notes_on_mountpoint(config.mountpoint), *notes_on_cache_dir(Path(config.cache_dir))]
 
 
 def check_mountpoint(mountpoint: str, host: Host) -> None:
@@ -135,6 +136,17 @@ def check_overlap(config: MountConfig) -> None:
                 raise MountError(f"{inner_name} {inner} lies inside {outer_name} {outer}: keep them apart")
 
 
+def check_cache_disk(config: MountConfig, host: Host) -> None:
+    """Check that the cache directory is in no mount of this program, which would store the cache in a lake. Raises
+    MountError."""
+    outer = mount_of(os.path.realpath(config.cache_dir), host.mountinfo)
+    if outer is not None and outer.fstype == FUSE_TYPE:
+        raise MountError(
+            f"the cache directory {config.cache_dir} lies in the lake that is mounted at {outer.mountpoint}: choose a "
+            "--cache-dir on a local disk"
+        )
+
+
 def check_cache_dir(config: MountConfig) -> None:
     """Make the cache directory, and check that it can be written to and has room beyond --free-space."""
     directory = Path(config.cache_dir)
@@ -168,6 +180,16 @@ def check_room(config: MountConfig) -> None:
             f"must stay free besides {format_bytes(ROOM_BYTES_MIN)} to work with: make room, choose another "
             "--cache-dir, or lower --free-space"
         )
+
+
+def notes_on_mountpoint(mountpoint: str) -> list[str]:
+    """A note if the mount hides files."""
+    try:
+        with os.scandir(mountpoint) as names:
+            is_empty = next(names, None) is None
+    except OSError:  # fusermount3 may enter where this user cannot read
+        return []
+    return [] if is_empty else [f"mountpoint {mountpoint} is not empty: the mount hides what is in it until it ends"]
 
 
 def notes_on_cache_dir(directory: Path) -> list[str]:

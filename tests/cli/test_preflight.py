@@ -68,8 +68,10 @@ def test_nothing_wrong_makes_the_cache_directory_and_nothing_else(
 
 
 def test_a_mountpoint_need_not_be_empty(config: MountConfig, host: Host) -> None:
+    assert preflight.check(config, host) == []
     (Path(config.mountpoint) / "file").touch()
-    preflight.check(config, host)
+    (note,) = preflight.check(config, host)
+    assert note == f"mountpoint {config.mountpoint} is not empty: the mount hides what is in it until it ends"
 
 
 def test_a_mountpoint_that_is_not_there(config: MountConfig, host: Host) -> None:
@@ -139,7 +141,7 @@ def test_ordinary_users_cannot_mount_into_a_mount_of_theirs_alone(
     config: MountConfig, host: Host, tmp_path: Path
 ) -> None:
     """fusermount3 is root's, and FUSE lets not even root in; the kernel would only say that permission is denied."""
-    outer = f"30 22 0:40 / {tmp_path} rw - fuse.lakefs s3://b/ rw,user_id=1000,group_id=5"
+    outer = f"30 22 0:40 / {tmp_path} rw - fuse.sshfs host: rw,user_id=1000,group_id=5"
     host.mountinfo.write_text(f"{ROOT_MOUNT}{outer}\n")
     told = message(config, host)
     assert f"lies in the FUSE mount {tmp_path}" in told
@@ -155,6 +157,17 @@ def test_allow_other_needs_permission_but_for_root(config: MountConfig, host: Ho
     assert "add the line `user_allow_other`" in message(config, host)
     preflight.check(config, replaced(host, uid=0))
     preflight.check(msgspec.structs.replace(config, allow_other=False), host)
+
+
+def test_cache_directory_in_a_mounted_lake_is_refused(config: MountConfig, host: Host, tmp_path: Path) -> None:
+    (tmp_path / "outer").mkdir()
+    host.mountinfo.write_text(
+        f"{ROOT_MOUNT}30 22 0:40 / {tmp_path}/outer rw - fuse.lakefs s3://b/ rw,user_id=1000,group_id=5\n"
+    )
+    (tmp_path / "alias").symlink_to("outer")
+    told = message(msgspec.structs.replace(config, cache_dir=f"{tmp_path}/alias/cache"), host)
+    assert f"lies in the lake that is mounted at {tmp_path}/outer: choose a --cache-dir on a local disk" in told
+    assert list((tmp_path / "outer").iterdir()) == [], "nothing was made there"
 
 
 def test_a_cache_directory_that_cannot_be_made(config: MountConfig, host: Host, tmp_path: Path) -> None:
