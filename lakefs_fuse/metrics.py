@@ -249,8 +249,8 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class WarmMetrics:
-    """Warms of the block cache. ``fetched_bytes`` came from the store for them; ``last_error`` ended the last one that
-    failed."""
+    """Warms of the block cache. ``fetched_bytes`` came from the store for them; ``last_error`` ended one in the
+    background since the last one that finished."""
 
     finished: int = 0
     failed: int = 0

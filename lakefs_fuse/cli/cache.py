@@ -138,12 +138,15 @@ def unpin(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: b
     PATH need not exist any more. What is pinned with a directory above it cannot be unpinned alone.
     """
 
+    selection = select(paths, files_from, null)
+
     def describe(mountpoint: str, values: dict[str, Any]) -> str:
         pins = values["pins"]
         left = f"{pins['paths']:,} are left, {format_bytes(pins['disk_bytes'])}"
-        return f"{mountpoint}: {_number(values, 'unpinned'):,} pins ended; {left}"
+        what = _name_selected(mountpoint, selection[mountpoint])
+        return f"{what}: {_number(values, 'unpinned'):,} pins ended; {left}"
 
-    _tell(_ask_all(select(paths, files_from, null), protocol.UnpinCache()), describe, as_json=as_json)
+    _tell(_ask_all(selection, protocol.UnpinCache()), describe, as_json=as_json)
 
 
 @cache.command("evict", cls=GroupedCommand, context_settings=SETTINGS)
@@ -156,12 +159,15 @@ def evict(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: b
     with all that is in it. The kernel's page cache stays as it is.
     """
 
+    selection = select(paths, files_from, null)
+
     def describe(mountpoint: str, values: dict[str, Any]) -> str:
         kept = ((_number(values, key), why) for key, why in EVICT_SKIPS.items())
         stay = [f"{counted(count, 'file stays', 'files stay')}: {why}" for count, why in kept if count]
-        return "\n".join([f"{mountpoint}: {format_bytes(_number(values, 'freed_bytes'))} freed", *stay])
+        what = _name_selected(mountpoint, selection[mountpoint])
+        return "\n".join([f"{what}: {format_bytes(_number(values, 'freed_bytes'))} freed", *stay])
 
-    _tell(_ask_all(select(paths, files_from, null), protocol.EvictCache()), describe, as_json=as_json)
+    _tell(_ask_all(selection, protocol.EvictCache()), describe, as_json=as_json)
 
 
 @cache.command("ls", cls=GroupedCommand, context_settings=SETTINGS)
@@ -280,7 +286,7 @@ def warm_all(selection: Selection, request: protocol.WarmCache, *, as_json: bool
         values = _warm(mountpoint, selected, request)
         found.append((mountpoint, values))
         if not as_json:
-            click.echo(_describe_warm(mountpoint, values, request))
+            click.echo(_describe_warm(_name_selected(mountpoint, selected), values, request))
     if as_json:
         _print_json(found)
     if gone := sum(_number(values, "gone_files") for _, values in found):
@@ -300,16 +306,24 @@ def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.Wa
     return _values(reply)
 
 
-def _describe_warm(mountpoint: str, values: dict[str, Any], request: protocol.WarmCache) -> str:
+def _name_selected(mountpoint: str, selected: Sequence[tuple[str, str]]) -> str:
+    """What a command was about in a mount: its only path, or how many there are."""
+    if len(selected) != 1:
+        return f"{counted(len(selected), 'path')} in {mountpoint}"
+    return os.path.join(mountpoint, *(part for part in selected[0] if part))
+
+
+def _describe_warm(what: str, values: dict[str, Any], request: protocol.WarmCache) -> str:
+    """One line about ``what`` was asked for, and another where not all of it fits."""
     files, size, fetched = _number(values, "files"), _number(values, "bytes"), _number(values, "fetched_bytes")
     if request.background:
         missing = f"{counted(files, 'file')}, {format_bytes(size)}"
-        return f"{mountpoint}: fetching what is missing of {missing}, in the background"
+        return f"{what}: fetching what is missing of {missing}, in the background"
     left_out, gone = _number(values, "left_out_files"), _number(values, "gone_files")
     kept = format_bytes(size - _number(values, "left_out_bytes"))
     there = files - left_out - gone
     is_there = f"{counted(there, 'file')}, {kept}, {'is' if there == 1 else 'are'} in the cache"
-    text = f"{mountpoint}: {is_there}; {format_bytes(fetched)} fetched"
+    text = f"{what}: {is_there}; {format_bytes(fetched)} fetched"
     if left_out:
         text += f"\n{counted(left_out, 'file')}, {format_bytes(_number(values, 'left_out_bytes'))}, did not fit"
     return text
@@ -393,4 +407,4 @@ def _print_list(mountpoint: str, values: dict[str, Any]) -> None:
             f"{format_bytes(warm['fetch_bytes_done'])} of {format_bytes(warm['fetch_bytes_total'])}"
         )
     elif warm["last_error"]:
-        click.echo(f"the last warm that failed: {warm['last_error']}")
+        click.echo(f"the last warm in the background failed: {warm['last_error']}")

@@ -241,7 +241,7 @@ def test_pinned_files_stay_over_restarts_and_crashes(make_lake: LakeMaker) -> No
     lake.mount()
     kept = {path: data for path, data in files.items() if path.startswith("kept/")}
     said = cache(lake, "pin", f"{lake.path}/kept")
-    assert "8 files" in said
+    assert said.startswith(f"{lake.path}/kept: 8 files")
     for again in (lake.remount, lake.kill):
         again()
         if again == lake.kill:
@@ -253,7 +253,7 @@ def test_pinned_files_stay_over_restarts_and_crashes(make_lake: LakeMaker) -> No
     assert listed(lake, f"{lake.path}/kept")[0]["pinned"] == "yes"
     assert "pins: 1, 32.0 MiB of 36.0 MiB" in cache(lake, "ls", "--pinned", str(lake.path))
     assert "pins may take up 36 MiB" in cache(lake, "pin", f"{lake.path}/other", code=1)
-    assert "1 pins ended; 0 are left" in cache(lake, "unpin", f"{lake.path}/kept")
+    assert f"{lake.path}/kept: 1 pins ended; 0 are left" in cache(lake, "unpin", f"{lake.path}/kept")
     assert "is not pinned" in cache(lake, "unpin", f"{lake.path}/kept", code=2)
 
 
@@ -273,10 +273,13 @@ def test_evict_frees_the_disk_at_once_and_leaves_pins(make_lake: LakeMaker) -> N
     for index in range(4):
         lake.outside.replace(f"d/{index}", noise(4 * MIB, index))
     lake.mount()
-    cache(lake, "warm", f"{lake.path}/d")
+    assert "nope does not exist" in cache(lake, "warm", f"{lake.path}/nope", code=1)
+    assert "nope" not in cache(lake, "ls", f"{lake.path}/d"), "who asked has been told"
+    assert cache(lake, "warm", f"{lake.path}/d/1", f"{lake.path}/d/0").startswith(f"2 paths in {lake.path}: 2 files")
+    assert cache(lake, "warm", f"{lake.path}/d").startswith(f"{lake.path}/d: 4 files")
     cache(lake, "pin", f"{lake.path}/d/0")
     said = cache(lake, "evict", f"{lake.path}/d")
-    assert re.search(r"12\.\d MiB freed", said)
+    assert re.match(re.escape(f"{lake.path}/d: ") + r"12\.\d MiB freed", said)
     assert "1 file stays: they are pinned" in said
     on_disk = sum(path.stat().st_blocks * 512 for path in lake.cache_dir.glob("blocks/*/*"))
     assert 4 * MIB <= on_disk < 5 * MIB

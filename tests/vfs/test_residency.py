@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import CacheError, ConfigError, FileError
+from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError
 from lakefs_fuse.metrics import Warming
 from lakefs_fuse.vfs.residency import residency
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.residency.selection import PAGE_NAMES, Selected, without_repetitions
-from tests.memory_store import MemoryStore
+from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import Lake, lake
 
 TREE = ("a/1.bin", "a/2.bin", "a/.hidden.bin", "a/b/3.bin", "a/b/c/4.txt", ".git/5.bin", "6.bin", "[x]/7.bin")
@@ -116,7 +116,24 @@ async def test_warms_take_turns_and_a_failed_one_lets_the_next_begin(tmp_path: P
         assert gets(store) == 1
         statistics = node.fs.residency.statistics()
         assert (statistics["finished"], statistics["failed"], statistics["running"]) == (3, 1, False)
-        assert statistics["last_error"] == "b does not exist"
+        assert statistics["last_error"] == "", "its caller has been told"
+
+
+async def test_error_of_a_warm_in_the_background_is_shown_until_one_finishes(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("a", b"a" * 100)
+
+    def value(name: str) -> object:
+        return node.fs.residency.statistics()[name]
+
+    async with lake(store, tmp_path) as node:
+        store.hook = Failures(lambda request: request.key == "a" and request.what == "get", AccessDenied("no key"))
+        for finished, error in ((0, "no key"), (1, "")):
+            await node.fs.residency.warm([("a", "")], WarmOptions(is_background=True))
+            with trio.fail_after(10):
+                while value("running"):
+                    await trio.sleep(0.01)
+            assert (value("finished"), value("last_error")) == (finished, error)
 
 
 async def test_warm_that_cannot_fit_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,9 +213,9 @@ class Residency:
         self._turn.release()
         if error is None:
             self._metrics.finished += 1
+            self._metrics.last_error = ""
         elif isinstance(error, LakeError):
             self._metrics.failed += 1
-            self._metrics.last_error = str(error)
 
     async def _survey(self, job: _Job) -> None:
         """Count what is wanted and what of it is missing. Raises LakeError: CacheError where it does not fit."""
@@ -254,6 +254,7 @@ class Residency:
             try:
                 await self._fetch(job)
             except LakeError as error:
+                self._metrics.last_error = str(error)  # nobody waits for it; every other error has been answered
                 log.warning("warming in the background ended: %s", error)
             except Exception:
                 log.exception("warming in the background")
