@@ -78,7 +78,8 @@ class Clones:
         with a file that was never stored, or that others change all the time. Raises LakeError."""
         above, _, name = target_path.rpartition("/")
         if not source_path or not name or f"{target_path}/".startswith(f"{source_path}/"):
-            raise FileError(errno.EINVAL, f"/{source_path} cannot be copied to /{target_path}")
+            why = "its target would be in the copy itself" if name else "the root of the lake exists already"
+            raise FileError(errno.EINVAL, f"/{source_path} cannot be copied to /{target_path}: {why}")
         source = await self._lookup(source_path)
         if source is None:
             raise FileError(errno.ENOENT, f"{source_path} does not exist")
