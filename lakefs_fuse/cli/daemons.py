@@ -101,10 +101,9 @@ def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float, m
     with progress_bar() as bar:
         for reply in replies:
             if isinstance(reply, protocol.Progress) and time.monotonic() > deadline_s:
-                left = counted(reply.files_left, "file is", "files are")
+                left = f": {counted(reply.files_left, 'file is', 'files are')} left" if reply.files_left else ""
                 raise LakeError(
-                    f"{what} takes longer than --timeout allows: {left} left{_reason_of_delay(mountpoint)}; raise it "
-                    "or retry"
+                    f"{what} takes longer than --timeout allows{left}{_reason_of_delay(mountpoint)}; raise it or retry"
                 )
             if isinstance(reply, protocol.Progress) and reply.files_left:
                 bar.update(what, reply.bytes_done, reply.bytes_total, f"{counted(reply.files_left, 'file')} left")

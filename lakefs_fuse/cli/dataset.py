@@ -23,7 +23,7 @@ from lakefs_fuse.cli.terminal import escaped
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control import protocol
-from lakefs_fuse.control.mounts import read_mounts
+from lakefs_fuse.control.mounts import mount_at, read_mounts
 from lakefs_fuse.control.worker_protocol import ChangeTotals, DatasetArgs, FileChange, FileEntry, Row
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.product import FUSE_TYPE
@@ -237,7 +237,7 @@ def pin(mounted: str, limit: float | None, background: bool, as_json: bool) -> N
 
 def _find_mount(mounted: str) -> str:
     """The mountpoint of a dataset. Raises LakeError."""
-    if "/" in mounted or mounted in (".", ".."):
+    if "/" in mounted or mounted in (".", "..") or mount_at(os.path.realpath(mounted)) is not None:
         mountpoint, inside = locate(mounted)
         if inside or not _shown_at(mountpoint):
             raise ConfigError(

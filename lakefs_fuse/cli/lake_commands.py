@@ -37,6 +37,7 @@ from lakefs_fuse.control.worker_protocol import (
     UpgradeArgs,
 )
 from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.product import PROGRAM
 
 
 @click.command("ingest", cls=GroupedCommand, context_settings=SETTINGS)
@@ -82,6 +83,14 @@ def _check_source(src: str, place: Place) -> None:
             raise ConfigError(f"{src} contains the mount {place.mountpoint}: ingest the directories beside it")
         if os.statvfs(place.mountpoint).f_flag & os.ST_RDONLY:
             raise LakeError(f"{place.mountpoint} is mounted read-only: name the lake by its URL instead")
+
+
+def _find_whole_lake(source: str, options: dict[str, Any]) -> Place:
+    """The lake that SOURCE is in, with a line where SOURCE is a directory or a file of it. Raises LakeError."""
+    place = find_place(source, options, is_lake=True)
+    if place.path:
+        click.echo(f"{PROGRAM}: {source} is in the lake {place.store.source}: this is about all of the lake", err=True)
+    return place
 
 
 @click.command("pack", cls=GroupedCommand, context_settings=SETTINGS)
@@ -177,7 +186,7 @@ def snapshot(
     if sum(map(bool, (name, list_all, delete))) > 1:
         raise ConfigError("--name, --list and --delete exclude each other: give one of them")
     args = SnapshotArgs(cache_dir=absolute(cache_dir), name=name, delete=delete, list=list_all)
-    place = find_place(source, options, is_lake=True)
+    place = _find_whole_lake(source, options)
     if place.mountpoint and name:
         require_stored(place.mountpoint, "no snapshot was made")
     return run_offline("snapshot", place, args, as_json=as_json)
@@ -221,7 +230,7 @@ def gc(
         wait=wait,
         dry_run=dry_run,
     )
-    return run_offline("gc", find_place(source, options, is_lake=True), args, as_json=as_json)
+    return run_offline("gc", _find_whole_lake(source, options), args, as_json=as_json)
 
 
 @click.command("fsck", cls=GroupedCommand, context_settings=SETTINGS)
@@ -256,7 +265,7 @@ def fsck(
     if dry_run and not rebind:
         raise click.UsageError("--dry-run is for --rebind: without --repair, fsck changes nothing")
     args = FsckArgs(quick=quick, repair=repair, rebind=rebind, dry_run=dry_run, cache_dir=absolute(cache_dir))
-    return run_offline("fsck", find_place(source, options, is_lake=True), args, as_json=as_json)
+    return run_offline("fsck", _find_whole_lake(source, options), args, as_json=as_json)
 
 
 @click.command("upgrade", cls=GroupedCommand, context_settings=SETTINGS)
@@ -270,4 +279,4 @@ def upgrade(source: str, as_json: bool, **options: Any) -> int:
     committed in the last hour: unmount its mounts first. Mounts of this version continue. Exit code 75 while another
     command changes the lake.
     """
-    return run_offline("upgrade", find_place(source, options, is_lake=True), UpgradeArgs(), as_json=as_json)
+    return run_offline("upgrade", _find_whole_lake(source, options), UpgradeArgs(), as_json=as_json)

@@ -78,7 +78,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         f"work. Those that are given win; --explain shows what applies. {describe()}.  [default: none]")  # fmt: skip
 @store_options
 @option("--read-only/--read-write", default=None, show_default="--read-write", group=SOURCE_GROUP, help="Refuse every "
-        "change. Use it with credentials that may only read.")  # fmt: skip
+        "change in the mount. Use it with credentials that may only read: commands such as gc, pack and snapshot have "
+        "those of the shell, and change the lake of a read-only mount, too.")  # fmt: skip
 @option("--immutable", is_flag=True, group=SOURCE_GROUP, help="Show SOURCE as it is at mount time, read-only, and let "
         "the kernel cache all of it. Use it for a dataset that does not change while a job runs; `lakefs-fuse "
         "refresh` moves the mount to a newer state.")  # fmt: skip

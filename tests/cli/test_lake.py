@@ -70,6 +70,11 @@ def test_a_day_in_the_life_of_a_lake(lake: Lake) -> None:
         assert (told.returncode, told.stdout) == (1, "")
         assert told.stderr.startswith(f"lakefs-fuse: {lake.point / name} does not exist: name a file")
 
+    part = lake.run("snapshot", lake.point / "mine", "--list")
+    assert part.returncode == 0
+    assert part.stderr.startswith(f"lakefs-fuse: {lake.point / 'mine'} is in the lake file://{lake.store}")
+    assert lake.run("snapshot", lake.point, "--list").stderr == ""
+
     values = json.loads(lake.run("stats", "--json", lake.point).stdout)
     assert values["store"]["requests"]["put"] >= 1
     assert values["upcalls"]["open"] >= 1

@@ -16,8 +16,10 @@ import msgspec
 import pytest
 
 from lakefs_fuse.cli import run, umount
-from lakefs_fuse.control import runtime
+from lakefs_fuse.cli.daemons import follow
+from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control.mounts import mount_at
+from lakefs_fuse.errors import LakeError
 
 SERVER = """
 import json, sys
@@ -145,6 +147,13 @@ def test_umount_gives_up_at_its_timeout(daemon: Callable[..., Mounted], capsys: 
     assert run(["umount", "--timeout", "300ms", str(mounted.point)]) == 1
     assert is_mounted(mounted.point)
     assert "takes longer than --timeout allows: 1 file is left; raise it or retry" in capsys.readouterr().err
+
+
+def test_timeout_without_files_left_names_no_count(tmp_path: Path) -> None:
+    """Names may be what is left, or nothing that is counted yet."""
+    replies = iter([protocol.Progress(bytes_done=0, bytes_total=0, files_left=0)])
+    with pytest.raises(LakeError, match=r"^storing x takes longer than --timeout allows; raise it or retry$"):
+        follow(replies, what="storing x", deadline_s=0.0, mountpoint=str(tmp_path))
 
 
 def test_umount_says_why_it_gives_up(daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]) -> None:

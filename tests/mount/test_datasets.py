@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
 from tests.mount.counting import costs
-from tests.mount.lakes import Lake, eventually, noise
+from tests.mount.lakes import CLI, Lake, eventually, noise
 from tests.mount.writeback_lakes import FOR_EVER, OPTIONS, flush
 from tests.servers import Server
 
@@ -143,6 +144,10 @@ def test_dataset_that_is_warm_is_read_without_the_store_and_its_node_is_in_the_s
     assert lake.cli("dataset", "pin", str(lake.path)).returncode == 0
     pinned = json.loads(lake.cli("cache", "ls", str(lake.path), "--json").stdout)[0]["paths"][0]
     assert (pinned["pinned"], pinned["local_bytes"]) == ("yes", pinned["bytes"])
+    by_name = subprocess.run(
+        [*CLI, "dataset", "pin", lake.path.name], env=lake.env, cwd=lake.path.parent, capture_output=True, check=False
+    )
+    assert by_name.returncode == 0, by_name.stderr
     refused = lake.cli("dataset", "pin", str(lake.path / "part-0"))
     assert refused.returncode == 2
     assert "is not where a dataset is mounted" in refused.stderr
