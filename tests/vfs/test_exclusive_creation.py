@@ -15,7 +15,7 @@ from lakefs_fuse.store.protocol import Capabilities
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
-from tests.vfs.writing_back import LARGE, Outage, die, until
+from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, told, until, writing_back
 
 EXCLUSIVE = os.O_RDWR | os.O_EXCL
 SIZES = [15, LARGE]
@@ -179,3 +179,66 @@ async def test_one_of_two_takes_a_name_that_was_removed_before(tmp_path: Path, s
         clock.advance(2 * TTL_S)
         for each in (one, two):
             assert await each.read("lock") == noise(2, size)
+
+
+# -- packs of write-back
+
+
+@pytest.mark.parametrize("told_by", ["commit", "announcement", "store"])
+async def test_pack_leaves_out_a_file_whose_name_another_node_has(tmp_path: Path, told_by: str) -> None:
+    store, clock = MemoryStore(page_keys_max=2), Clock()
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock, pack="auto", delay_s=NEVER_S) as one,
+        lake(store, tmp_path / "two", clock=clock) as two,
+    ):
+        assert await one.names() == []
+        for number in range(3):
+            await two.mkdir(f"commit{number}")
+            await two.fs.sync_names()
+            await two.rmdir(f"commit{number}")
+            await two.fs.sync_names()
+        await one.write("a", b"before")
+        await one.close(await create(one, "f", b"ours"))
+        await one.close(await create(one, "g", b"ours alone"))
+        await two.close(await create(two, "f", b"theirs", OTHER_MODE if told_by == "commit" else 0o644))
+        if told_by != "store":
+            await tell(two, one)
+        await one.fs.make_durable()
+        await tell(one, two)
+        clock.advance(2 * TTL_S)
+        for each in (one, two):
+            beside = [name for name in await each.names() if name.startswith("f.conflict-")]
+            expected = {"a": b"before", "f": b"theirs", beside[0]: b"ours", "g": b"ours alone"}
+            assert await each.tree() == expected
+        assert store.data("f") == b"theirs"
+        assert (told(one)["conflicts"], told(one)["failed"]) == (1, 0)
+
+
+async def test_pack_leaves_out_a_file_whose_name_another_node_has_packed(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock, pack="always", delay_s=NEVER_S) as one,
+        lake(store, tmp_path / "two", clock=clock, pack="always") as two,
+    ):
+        assert await one.names() == []
+        await one.close(await create(one, "f", b"ours"))
+        await two.write("f", b"theirs")
+        await one.poll()
+        await one.write("g", b"other")
+        await one.fs.make_durable()
+        await two.poll()
+        for each in (one, two):
+            beside = [name for name in await each.names() if name.startswith("f.conflict-")]
+            assert await each.tree() == {"f": b"theirs", beside[0]: b"ours", "g": b"other"}
+
+
+async def test_pack_of_files_created_with_o_excl_costs_one_list(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("d/other", b"x")
+    async with writing_back(store, tmp_path, pack="auto", delay_s=NEVER_S) as m:
+        assert await m.names("d") == ["other"]
+        for number in range(50):
+            await m.close(await m.create(f"d/{number}", EXCLUSIVE))
+        before = len(store.requests)
+        await m.fs.make_durable()
+        assert [request.what for request in store.requests[before:]] == ["list", "put"]

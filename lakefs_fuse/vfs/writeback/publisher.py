@@ -39,6 +39,7 @@ from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.meta.tombstones import NS, Tombstone
 from lakefs_fuse.path_rules import PackPolicy, Rules
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -67,6 +68,8 @@ COPY_BYTES_MAX = 64 << 20
 """An acknowledged file up to this size is copied when it is changed before it is in the store; a larger one waits."""
 COPY_STEP_BYTES = 4 << 20
 WAIT_DURABLE_S = 1.0
+AFTER_RESERVED = RESERVED_PREFIX.removesuffix("/") + chr(ord("/") + 1)
+"""In a LIST that begins here there is no key of this program's own."""
 RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
@@ -294,6 +297,19 @@ class ObjectWriter:
         if self._untold.get(path) in self._committer.journal.changes:
             await self._committer.flush()
         self._untold.pop(path, None)
+
+    async def find_taken(self, versions: Sequence[tuple[OpenFile, Draft]]) -> set[str]:
+        """Paths of files that were created with O_EXCL and are about to be packed, of which commits told, or one page
+        of a LIST shows, that another client has them. A pack replaces whatever it finds. Raises LakeError."""
+        exclusive = {file.key: (file, draft) for file, draft in versions if draft.target.if_absent}
+        if not exclusive:
+            return set()
+        taken = {path for path, (file, _) in exclusive.items() if self._is_of_another_node(file)}
+        first = min(exclusive)
+        begin = AFTER_RESERVED if first[:-1] < AFTER_RESERVED < first else first[:-1]
+        page = await exclusive[first][1].uploader.client.list_page("", start_after=begin)
+        taken.update(meta.key for meta in page.objects if meta.key in exclusive and not self._is_hidden_object(meta))
+        return taken
 
     async def store_pack(
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
@@ -642,13 +658,16 @@ class Publisher:
             raise untold
 
     async def publish_pack(self, items: list[AcknowledgedVersion]) -> bool:
-        """Publish acknowledged versions in one pack; False where none could be. Raises LakeError, and then none is."""
+        """Publish acknowledged versions in one pack, up to one whose name is contested; False where none could be.
+        Raises LakeError, and then none is."""
+        await self._find_contested(items)
         taken: dict[int, tuple[AcknowledgedVersion, OpenFile]] = {}  # of several versions of a file the last
         passed: list[Draft] = []
         with ExitStack() as held:
             for item in items:
                 owner, file = _owner(item.file, item.draft), id(item.file)
-                if owner is not None and item.file.publishing.locked() and file not in taken:
+                is_locked = item.file.publishing.locked() and file not in taken
+                if owner is not None and (is_locked or item.is_contested):
                     break  # what comes after it in the order waits for the next pack
                 if owner is None or item.file.unlinked:
                     self._queue.end(item.draft)
@@ -670,6 +689,12 @@ class Publisher:
             if not number % RECORDED_AT_ONCE:
                 await trio.lowlevel.checkpoint()
         return True
+
+    async def _find_contested(self, items: list[AcknowledgedVersion]) -> None:
+        owners = [(owner, item.draft) for item in items if (owner := _owner(item.file, item.draft)) is not None]
+        taken = await self._writer.find_taken(owners)
+        for item in items if taken else ():
+            item.is_contested = item.draft.target.if_absent and item.file.key in taken
 
     async def _publish_taken(self, taken: list[tuple[AcknowledgedVersion, OpenFile]], passed: list[Draft]) -> None:
         """In one pack, which has newer versions of what is ``passed``. Recorded a few at a time: readers wait."""

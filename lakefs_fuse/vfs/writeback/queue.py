@@ -106,6 +106,8 @@ class AcknowledgedVersion:
     """A caller waits for it."""
     is_unreconciled: bool = False
     """It came back at mount, and the store was not asked yet whether it has the bytes."""
+    is_contested: bool = False
+    """It was created with O_EXCL, and another client has the name: it is stored alone, where the store says so."""
     error: LakeError | None = None
 
     @property
@@ -419,6 +421,8 @@ class WriteBack:
     def is_packable(self, item: AcknowledgedVersion) -> bool:
         """Small enough for a pack, by the rules of its path, and no part was sent."""
         draft = item.draft
+        if item.is_contested:
+            return False
         policy = self._rules.pack_for(item.file.key)
         return is_packable(policy, draft.size, has_upload=bool(draft.upload_intent_ns or draft.uploading))
 
