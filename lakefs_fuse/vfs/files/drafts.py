@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.staging_area import MEMORY_BYTES_MAX, StagedFile
 from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.upload.uploader import Uploader
@@ -74,11 +75,17 @@ class Drafts:
         file.refused.move_to(draft.refused)
 
     async def discard(self, file: OpenFile) -> None:
-        """Throw away what is being written to a file that was removed."""
+        """Throw away what is being written to a file that was removed: behind the caller's back where an attempt to
+        store it may have worked."""
         draft = file.draft
         if draft is None:
             return
         file.end_draft()
+        if draft.recheck or draft.state is DraftState.FAILED:
+            draft.unlink()
+            draft.save(sync=True)
+            self._writeback.discard(draft)
+            return
         await draft.discard()
         if draft.error is None:
             self.files.forget_record(draft.id)

@@ -13,8 +13,8 @@ writes them in the change's own batch. Trio thread only.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import msgspec
 import trio
@@ -38,7 +38,7 @@ KEPT_BYTES_MAX = 256 << 20
 INODES_MAX = 16_384
 """About 8 MiB. The kernel holds an unlinked inode for milliseconds, or for as long as a process has it open."""
 LATE_OBJECT_S_MAX = 5.0
-"""Time for the store to say whether an acknowledged version arrived, before its name goes."""
+"""Time for the store to say whether a version arrived, before its name goes."""
 log = logging.getLogger(__name__)
 
 
@@ -112,8 +112,8 @@ class Unlinker:
 
     async def _with_late_object(self, file: OpenFile) -> Entry:
         """An attempt to publish failed without an answer, and the object may be there all the same: then others have to
-        be told that it is removed. Without the store, an acknowledged version does not wait for that: its object is
-        looked for again when it is discarded."""
+        be told that it is removed. Without the store nobody waits for that: the object is looked for again when the
+        version is discarded."""
         entry = file.entry
         for draft in [each.draft for each in file.versions if each.draft is not None]:
             if not (draft.recheck or draft.state is DraftState.FAILED):
@@ -121,12 +121,8 @@ class Unlinker:
             if draft.sequence and self._writeback.error is not None:  # the store is away
                 continue
             meta = None
-            try:
-                with trio.move_on_after(LATE_OBJECT_S_MAX if draft.sequence else math.inf):
-                    meta = await find_own_object(draft)
-            except Unavailable:
-                if not draft.sequence:
-                    raise
+            with suppress(Unavailable), trio.move_on_after(LATE_OBJECT_S_MAX):
+                meta = await find_own_object(draft)
             if meta is not None and meta.key == file.key:
                 entry = msgspec.structs.replace(entry, etag=meta.etag)
             elif meta is not None and not draft.sequence:

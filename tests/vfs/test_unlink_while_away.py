@@ -1,0 +1,79 @@
+"""Files whose close failed because the store was away, and which are removed before it is back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import LakeError, Unavailable
+from lakefs_fuse.vfs.writeback import queue
+from tests.memory_store import MemoryStore, Request, When
+from tests.upload.drafting import noise
+from tests.vfs.lakes import Lake, lake
+from tests.vfs.writing_back import LARGE, REACH_S_MAX, die
+
+LAST = "put", "complete_multipart"
+
+
+class LostRequest:
+    """A store's hook: the request that stores a version fails, perhaps once it was carried out, and then all others."""
+
+    def __init__(self, store: MemoryStore, *, is_carried_out: bool) -> None:
+        self.is_away, self._when = False, "after" if is_carried_out else "before"
+        store.hook = self
+
+    def __call__(self, request: Request, when: When) -> None:
+        if request.what in LAST and when == self._when:
+            self.is_away = True
+        elif not (self.is_away and when == "before"):
+            return
+        raise Unavailable("the store is away")
+
+
+async def close_in_vain(m: Lake, path: str, data: bytes) -> int:
+    """A new file, closed and not released."""
+    handle = await m.create(path)
+    await m.fs.write(handle, 0, data)
+    with pytest.raises(LakeError):
+        await m.fs.flush(handle)
+    return handle
+
+
+async def wait_gone(m: Lake, store: MemoryStore, path: str) -> None:
+    with trio.fail_after(REACH_S_MAX):
+        while path in store.objects or store.uploads:
+            await m.sync()
+            await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("size", "is_open"), [(10, False), (10, True), (LARGE, False), (LARGE, True)])
+@pytest.mark.parametrize("is_carried_out", [True, False])
+async def test_file_that_was_never_stored_is_removed_for_good(
+    tmp_path: Path, size: int, is_open: bool, is_carried_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "DISCARD_S_FIRST", 0.01)
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        assert await m.names() == []
+        lost = LostRequest(store, is_carried_out=is_carried_out)
+        handle = await close_in_vain(m, "f", noise(1, size))
+        assert lost.is_away
+        if not is_open:
+            await m.fs.release(handle)
+        await m.unlink("f")
+        if is_open:
+            await m.fs.release(handle)
+        assert await m.names() == []
+        died = die(tmp_path / "cache", tmp_path / "died")
+        copy = MemoryStore()
+        copy.objects, copy.uploads = dict(store.objects), dict(store.uploads)
+        store.hook = lambda _request, _when: None
+        await wait_gone(m, store, "f")
+        assert (await m.names(), m.fs.unfinished()) == ([], [])
+    for objects, cache in ((store, tmp_path / "cache"), (copy, died)):
+        async with lake(objects, cache) as again:
+            await again.fs.make_durable()
+            await wait_gone(again, objects, "f")
+            assert (await again.names(), again.fs.unfinished()) == ([], [])
