@@ -136,6 +136,28 @@ async def test_file_whose_close_failed_for_the_store_leaves_the_name_that_was_ta
         assert await one.read("f") == store.data("f") == b"theirs"
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_removing_an_open_file_whose_name_was_taken_leaves_the_other(tmp_path: Path, is_told: bool) -> None:
+    """As programs do that could not link their temporary file, and have it open."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        ours, theirs = await create(one, "f", b"ours"), await create(two, "f", b"theirs")
+        await two.close(theirs)
+        if is_told:
+            await tell(two, one)
+        await fails_with_eexist(one, ours, closes=False)
+        await one.unlink("f")
+        assert await one.read("f") == b"theirs"
+        assert await one.read_handle(ours) == b"ours"
+        await one.close(ours)
+        await one.sync()
+        await tell(two, one)
+        clock.advance(2 * TTL_S)
+        for each in (one, two):
+            assert await each.read("f") == store.data("f") == b"theirs"
+        assert one.fs.unfinished() == []
+
+
 async def test_empty_file_whose_name_was_taken_leaves_nothing(tmp_path: Path) -> None:
     store = MemoryStore()
     async with two_lakes(store, tmp_path) as (one, two):

@@ -99,7 +99,7 @@ class Directories:
         if file is None:
             await self._unlink(entry)
         else:
-            await self._unlinker.unlink(file, self._unlink)
+            await self._unlinker.unlink(file, self._leave_name if file.has_lost_name else self._unlink)
         opened = self._files.get(entry.inode)
         if opened is not None:  # meanwhile
             opened.unlink()
@@ -124,6 +124,21 @@ class Directories:
         self._names.keep_parent(builder, row)
         builder.remove(path, row, self._ns.own_etag(path))
         self._names.enqueue_all(builder, self._names.orphaned(path, row), batch)
+
+    async def _leave_name(self, entry: Entry) -> None:
+        """The file of the entry loses its name, which another client has, and keeps."""
+        row = self._ns.tree.named(entry.parent, entry.name)
+        if row is None:
+            return
+        self._ns.changing(row.parent, row.name)
+        if row.is_local:
+            batch = Batch()
+            self._ns.tree.remove(batch, row)
+            self._ns.tree.forget_listing(batch, row.parent)
+            self._ns.database.commit(batch)
+        else:
+            self._ns.renew_inode(row)
+        self._ns.announce_name(row.parent, row.name)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
         if not 0 < len(target) <= TARGET_BYTES_MAX:
