@@ -131,6 +131,7 @@ def test_o_excl_of_two_clients_at_once_has_one_winner(here: Place) -> None:
     os.write(fd, b"ours")
     here.outside.replace(here.prefix + "lock", b"theirs")
     assert error_of(lambda: os.close(fd)) == "EEXIST"
+    eventually(lambda: file.read_bytes() == b"theirs", "the name is the other client's on this node, too")
     assert here.stored("lock") == b"theirs"
 
 
