@@ -134,9 +134,9 @@ def test_a_file_whose_close_failed_can_be_deleted(failing: Failing) -> None:
     failing.faults.clear()
     (failing.path / "f").unlink()
     assert failing.lake.unfinished() == []
-    assert failing.lake.staged_files() == []
+    eventually(lambda: failing.lake.staged_files() == [], "what was staged is dropped")
     assert failing.here.names() == set()
-    assert failing.here.outside.uploads() == []
+    eventually(lambda: failing.here.outside.uploads() == [], "the upload is aborted")
 
 
 def test_fsync_fails_and_the_next_one_succeeds(failing: Failing) -> None:

@@ -82,6 +82,8 @@ class DeletionQueue:
         self._kick, self._full, self._passed = trio.Event(), trio.Event(), trio.Event()
         self._under_way: dict[str, trio.Event] = {}
         self._stored: dict[str, str] = {}
+        self._adopted = set[str]()
+        """Keys of ``_stored`` at which the object is the file of another name."""
         self._kept: Counter[str] = Counter()
         self._rows = DeletionRows(database)
         self._in_snapshots = snapshots.KeptObjects(client)
@@ -108,8 +110,20 @@ class DeletionQueue:
         """This node has stored a plain object at the key of a file. Remembered in memory, for STORED_MAX keys."""
         self._stored.pop(key, None)
         self._stored[key] = etag
+        self._adopted.discard(key)
         if len(self._stored) > STORED_MAX:
-            del self._stored[next(iter(self._stored))]
+            oldest = next(iter(self._stored))
+            del self._stored[oldest]
+            self._adopted.discard(oldest)
+
+    def note_adopted(self, key: str, etag: str) -> None:
+        """What this node has stored there is a version of a file that has another name: it replaced nothing there."""
+        if self._stored.get(key) == etag:
+            self._adopted.add(key)
+
+    def is_adopted(self, key: str, etag: str) -> bool:
+        """`note_adopted` was called for this version."""
+        return key in self._adopted and self._stored.get(key) == etag
 
     def has_replaced(self, key: str, etag: str) -> bool:
         """This node has stored another version there lately than this one."""

@@ -87,7 +87,10 @@ class ForeignObjects:
 
     async def _date_removal(self, path: str, etag: str, time: int) -> None:
         """An object of this node was removed, undated, after another node's file of this ``time``, of which the remover
-        had not heard. Whether the object had replaced that file, its date says."""
+        had not heard. Whether the object had replaced that file, its date says; one that belongs to another name has
+        replaced none."""
+        if self._deletions.is_adopted(path, etag):
+            return
         tombstone = self._ns.tree.tombstones.get(path.encode())
         gone = 0 if tombstone is None else tombstone.when_gone(etag)
         if tombstone is None or gone <= time or tombstone.when_dated(etag):

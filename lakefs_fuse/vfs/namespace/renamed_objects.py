@@ -204,6 +204,7 @@ class RenamedObjects:
             )
             return False
         if is_successor(meta, row.etag):
+            self._deletions.note_adopted(row.key, meta.etag)
             await self.hide(row.key, meta.etag)
         await self._committer.commit(lambda: self._adoption(path, row, meta))
         return True
