@@ -89,7 +89,7 @@ def _find_whole_lake(source: str, options: dict[str, Any]) -> Place:
     """The lake that SOURCE is in, with a line where SOURCE is a directory or a file of it. Raises LakeError."""
     place = find_place(source, options, is_lake=True)
     if place.path:
-        click.echo(f"{PROGRAM}: {source} is in the lake {place.store.source}: this is about all of the lake", err=True)
+        click.echo(f"{PROGRAM}: {source} is in the lake {place.store.source}: the whole lake is meant", err=True)
     return place
 
 

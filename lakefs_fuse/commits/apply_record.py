@@ -575,7 +575,7 @@ class Application:
         elif current.is_dated_by_store or self._outdated is NOTHING:
             date_ns = current.ctime_ns + NS  # LastModified says no more
         else:
-            date_ns = self._time + 1  # whatever this node's clock said: the store tells
+            date_ns = self._time + 1  # dated by this node's clock, which may be wrong: the store is asked
         newer = self._stamp < PENDING and date_ns > self._time
         return newer and self._outdated.get(path) != current.etag
 

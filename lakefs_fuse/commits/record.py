@@ -46,7 +46,7 @@ XATTR_PREFIX = "user."
 """The only namespace of extended attributes: the others (`security.`, `trusted.`, `system.`) are the kernel's."""
 MODE_MAX = 0o7777
 TIME_NS_MAX = 1 << 62
-"""Of a commit."""
+"""Latest time of a commit, and of an index."""
 DATED_S_MAX = 1 << 33
 COMMITS = f"{RESERVED_PREFIX}commits/"
 """Where commits lie."""
@@ -285,7 +285,7 @@ def encode(record: Record, format: int = 1) -> bytes:
 
 
 def _within_limits(operation: Operation) -> Operation:
-    """Programs choose times, and stores date objects: what is out of range is neither's mistake."""
+    """The operation with times that readers take. Programs choose any mtime, and stores date objects as they like."""
     mtime_ns, dated_s = getattr(operation, "mtime_ns", 0), getattr(operation, "dated_s", 0)
     if not MTIME_NS_MIN <= mtime_ns <= MTIME_NS_MAX:
         operation = msgspec.structs.replace(operation, mtime_ns=kept_ns(mtime_ns))

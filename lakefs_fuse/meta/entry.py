@@ -20,8 +20,8 @@ FLAGS_LOW, PLACE, NOWHERE = 8, slice(54, 58), bytes(4)
 """
 NAME_BYTES_MAX = 255
 MTIME_NS_MIN, MTIME_NS_MAX = -(1 << 62), 1 << 62
-"""1823 to 2116: the times that a lake keeps. Programs choose others, and stores tell others of objects: the nearest
-of these stands for them, as in file systems on a disk."""
+"""The times that a lake keeps, from 1823 to 2116. One beyond them, which a program chose or a store told, becomes the
+nearest of these, as on a local file system with such limits."""
 UNSET = 0xFFFF_FFFF
 """A mode, uid or gid that was never set: the mount's default is shown."""
 

@@ -16,6 +16,7 @@ ASKS_EACH_S = 60.0
 """A mount that is asked so often does not become idle."""
 WARM_UP_S = 60.0
 COLLECT_EACH_S = 300.0
+"""Of virtual time: cyclic garbage is collected then."""
 FILE = b"x" * 200
 
 

@@ -32,7 +32,7 @@ NODES = 3
 LIFE_DAYS = 30
 FILE_BYTES = 200
 SLICE_DAYS = 30
-"""After so many days all mounts are replaced."""
+"""All mounts are replaced after each slice of this many days."""
 
 
 class Day(msgspec.Struct, frozen=True, kw_only=True):
