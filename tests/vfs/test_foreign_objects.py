@@ -327,6 +327,36 @@ async def test_object_of_a_renamed_file_does_not_count_over_a_packed_one_for_a_w
         assert await fresh.tree() == expected
 
 
+async def test_object_that_was_adopted_for_another_name_ends_no_file_of_which_its_writer_hears_later(
+    tmp_path: Path,
+) -> None:
+    """The adoption hides it, dated after that file, which it would have replaced by its own date."""
+    store, clock = MemoryStore(), Clock()
+    ahead = Clock(clock.now_ns + 800_000_000)
+    async with (
+        lake(store, tmp_path / "plain", clock=ahead, pack="never", metadata_ttl_s=3600) as two,
+        lake(store, tmp_path / "packing", clock=clock, pack="always", metadata_ttl_s=3600) as one,
+    ):
+        await two.write("f", b"first")
+        await two.sync()
+        await one.poll()
+        assert await one.names() == await two.names() == ["f"]
+        for each in (clock, ahead):
+            each.advance(5)
+        await one.rename("f", "g")
+        await rewrite(two, "f", b"second")
+        ahead.advance(0.3)
+        await two.poll()
+        await two.parts.renamed.wait_adopted()
+        clock.advance(0.3)
+        await one.write("f", b"packed")
+        await one.sync()
+        for m in (two, one, two):
+            await m.poll()
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            assert await m.tree() == {"f": b"packed", "g": b"second"}
+
+
 async def test_object_that_its_writer_removes_before_it_hears_of_a_packed_file_takes_that_along(tmp_path: Path) -> None:
     """As for a node that had listed the object over the packed file."""
     store, clock = MemoryStore(), Clock()
