@@ -122,6 +122,35 @@ async def test_the_reserved_directory_is_hidden_and_not_counted(tmp_path: Path) 
             assert caught.value.errno == errno.EPERM
 
 
+async def test_removal_of_a_directory_that_another_node_renames_meanwhile_removes_nothing(tmp_path: Path) -> None:
+    store, clock = store_of("d/", *(f"d2/{number}" for number in range(200)), page_keys_max=10), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        assert await one.names() == await two.names() == ["d", "d2"]
+        clock.advance(TTL_S + 1)
+        store.hook = pause = Pause(lambda request: request.what == "list" and request.key.startswith("d/"))
+        caught = list[int]()
+
+        async def remove() -> None:
+            with pytest.raises(FileError) as error:
+                await two.rmdir("d")
+            caught.append(error.value.errno)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(remove)
+            await reached(pause.reached)
+            store.hook = lambda _request, _when: None
+            await one.rename("d", "renamed")
+            await one.fs.sync_names()
+            await two.poll()
+            pause.resume()
+        assert caught == [errno.ENOENT]
+        await two.sync()
+        clock.advance(TTL_S + 1)
+        for m in (one, two):
+            await m.poll()
+            assert await m.names() == ["d2", "renamed"]
+
+
 # -- markers
 
 

@@ -77,6 +77,10 @@ class Directories:
         if not entry.is_dir:
             raise FileError(errno.ENOTDIR)
         await self._ns.check_empty(entry)
+        found = self._ns.tree.named(parent, name + b"/")
+        if found is None or found.inode != entry.inode:  # another node renamed it meanwhile
+            raise FileError(errno.ENOENT)
+        entry = found
         path = self._names.path(entry)
         builder = ChangeBuilder(self._ns.tree)
         self._names.keep_parent(builder, entry)
