@@ -119,9 +119,13 @@ class AccessDenied(StoreError):
 
 
 class KeyRefused(StoreError):
-    """The store cannot hold an object under this key (too long, not UTF-8, or in conflict with another key)."""
+    """The store cannot hold an object under this key (too long, not UTF-8)."""
 
     errno = errno.EINVAL
+
+
+class KeyConflict(KeyRefused):
+    """The store keeps objects as files, and cannot hold one beside those below its key, or below another object's."""
 
 
 class Unsupported(StoreError):

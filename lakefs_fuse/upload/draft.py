@@ -34,7 +34,7 @@ import trio
 from lakefs_fuse.blockcache.cache_file import hash_blocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
-from lakefs_fuse.errors import FileError, LakeError, Overtaken, StagingFull, Unavailable
+from lakefs_fuse.errors import FileError, KeyConflict, LakeError, Overtaken, StagingFull, Unavailable
 from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
 from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
@@ -146,7 +146,7 @@ class Draft:
         self.sequence = self.began = self.stands_for = self.saves = 0
         self.deferred = deferred
         """Parts are sent once the draft is acknowledged or staging is half full, and not before."""
-        self.delayed: Unavailable | None = None
+        self.delayed: Unavailable | KeyConflict | None = None
         """Why parts wait to be sent again."""
         self._hurry = Wakeup()
         self.uploading = 0
@@ -576,6 +576,9 @@ class Draft:
         """Send a QUEUED part, counted in ``uploading``. Raises nothing but Cancelled."""
         try:
             await self._upload_patiently(index)
+        except KeyConflict as error:
+            self.delayed = error  # `publish` sends it to another key
+            return
         except (LakeError, OSError) as error:
             self.error = error if isinstance(error, LakeError) else self.uploader.staging.translate(error)
             self.uploader.metrics.failures += 1
@@ -779,7 +782,7 @@ class Draft:
         record. Returns the draft's error."""
         self.transition(DraftState.FAILED)
         self.error = error if isinstance(error, LakeError) else LakeError(f"{what} was interrupted: {error!r}")
-        self.uploader.metrics.failures += not isinstance(error, Overtaken)
+        self.uploader.metrics.failures += not isinstance(error, Overtaken | KeyConflict)
         return self.error
 
     def end_upload(self, *, in_one_piece: bool) -> None:

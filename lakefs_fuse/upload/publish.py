@@ -194,13 +194,14 @@ async def _yield_key(draft: Draft) -> FileError:
 
 
 async def give_up_upload(draft: Draft, path: str) -> None:
-    """The key of the upload that began is another file's, so the draft of the file at ``path`` begins anew at another
-    one. Raises FileError(EEXIST) where only the upload has some of its bytes; LakeError."""
+    """The draft of the file at ``path`` cannot have the key of the upload that began, so it begins anew at another one.
+    Raises FileError(EEXIST) where only the upload has some of its bytes; LakeError."""
     if draft.parts.bytes_dropped:
         raise FileError(
             errno.EEXIST,
-            f"{draft.target.key} was changed by somebody else, and this version of {path} cannot get another key, as "
-            f"parts of it are in its upload only; move theirs away, then `lakefs-fuse flush` it",
+            f"{draft.target.key} was changed by somebody else, or objects below it keep the store from storing it, and "
+            f"this version of {path} cannot get another key, as parts of it are in its upload only; move those away, "
+            f"then `lakefs-fuse flush` it",
         )
     await draft.abort_upload()
     draft.forget_upload()

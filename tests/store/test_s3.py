@@ -24,6 +24,7 @@ from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.errors import (
     AccessDenied,
+    KeyConflict,
     KeyRefused,
     NoSuchBucket,
     NotCarriedOut,
@@ -327,6 +328,10 @@ def test_a_small_put_needs_no_head_and_a_copy_one(
         ("", 501, Unsupported),
         ("MethodNotAllowed", 405, Unsupported),
         ("KeyTooLongError", 400, KeyRefused),
+        ("XMinioParentIsObject", 400, KeyConflict),
+        ("XMinioObjectExistsAsDirectory", 409, KeyConflict),
+        ("ObjectParentIsFile", 409, KeyConflict),
+        ("ExistingObjectIsDirectory", 409, KeyConflict),
         ("QuotaExceeded", 403, StoreFull),
         ("", 507, StoreFull),
         ("PermanentRedirect", 301, WrongRegion),

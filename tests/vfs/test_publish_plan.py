@@ -106,6 +106,11 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
         {"upload_key": "p/old", "is_key_of_another": True},
         PublishPlan("p/old", "p/f", Form.PLAIN, leaves_key=True),
     ),
+    (
+        "upload began at a key that the store refuses",
+        {"upload_key": "p/f", "is_key_refused": True},
+        PublishPlan("p/f", "", Form.PLAIN, leaves_key=True),
+    ),
     ("upload began at a hidden key", {"upload_key": HIDDEN}, PublishPlan(HIDDEN, "p/f", Form.PLAIN)),
     ("created", {"if_absent": True, **NOTHING}, PublishPlan("p/f", "", Form.PLAIN, if_absent=True, expected="")),
     (

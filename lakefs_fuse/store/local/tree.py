@@ -30,6 +30,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
     ConfigError,
+    KeyConflict,
     KeyRefused,
     NoSuchBucket,
     NotFound,
@@ -307,7 +308,7 @@ class LocalTree:
         return status
 
     def publish(self, temporary: str, key: str, *, if_absent: bool) -> None:
-        """Publish the temporary file as ``key``, durably. Raises KeyRefused, PreconditionFailed."""
+        """Publish the temporary file as ``key``, durably. Raises KeyConflict, KeyRefused, PreconditionFailed."""
         path = self.path(key, KeyRefused)
 
         def place() -> None:
@@ -321,10 +322,10 @@ class LocalTree:
             self._change_directory(os.path.dirname(path), key, place)
         except FileExistsError as error:
             if os.path.isdir(path):
-                raise KeyRefused(f"{key!r} cannot be stored: {key + '/'!r} has objects") from error
+                raise KeyConflict(f"{key!r} cannot be stored: {key + '/'!r} has objects") from error
             raise PreconditionFailed(f"{key!r} exists") from error
         except (IsADirectoryError, NotADirectoryError) as error:
-            raise KeyRefused(f"{key!r} cannot be stored: it conflicts with another key") from error
+            raise KeyConflict(f"{key!r} cannot be stored: it conflicts with another key") from error
 
     def _change_directory(self, path: str, key: str, change: Callable[[], None]) -> None:
         """Make the directory and change it, durably; again where another process prunes it meanwhile."""
@@ -337,7 +338,7 @@ class LocalTree:
         raise Unavailable(f"{key!r}: its directory keeps disappearing")
 
     def make_directory(self, path: str, key: str) -> None:
-        """mkdir -p, durably. Raises KeyRefused where a component is a file or a symbolic link."""
+        """mkdir -p, durably. Raises KeyConflict where a component is a file or a symbolic link."""
         missing = []
         at = path
         while not os.path.lexists(at):
@@ -345,7 +346,7 @@ class LocalTree:
             at = os.path.dirname(at)
         # FileNotFoundError here: another process pruned it just now, and the caller begins again.
         if not stat.S_ISDIR(os.lstat(at).st_mode) or os.path.realpath(at) != at:
-            raise KeyRefused(f"{key!r} cannot be stored: a component of it is a file or a symbolic link")
+            raise KeyConflict(f"{key!r} cannot be stored: a component of it is a file or a symbolic link")
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)

@@ -20,6 +20,7 @@ from obstore import exceptions as obs
 
 from lakefs_fuse.errors import (
     AccessDenied,
+    KeyConflict,
     KeyRefused,
     NoSuchBucket,
     NotCarriedOut,
@@ -83,6 +84,10 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "InvalidURI": KeyRefused,
     "InvalidObjectName": KeyRefused,
     "XMinioInvalidObjectName": KeyRefused,
+    "XMinioParentIsObject": KeyConflict,
+    "XMinioObjectExistsAsDirectory": KeyConflict,
+    "ObjectParentIsFile": KeyConflict,
+    "ExistingObjectIsDirectory": KeyConflict,
     "QuotaExceeded": StoreFull,
     "StorageFull": StoreFull,
     "XMinioStorageFull": StoreFull,

@@ -39,6 +39,7 @@ from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 DIRTY = OpenState.WRITING, OpenState.ACKNOWLEDGED
 STORING = DraftState.PUBLISHING, DraftState.PUBLISHED
 KNOWN_MAX = 1000
+REFUSED_MAX = 1000
 """A listing looks at all of them."""
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class FileTable:
         self.by_inode = self._files = dict[int, OpenFile]()  # the first name is for readers
         self.get, self.forget_record = self._files.get, self._journal.remove
         self._renamed: set[int] = set()
+        self._refused: dict[str, None] = {}
+        """Keys that the store refused, the newest last."""
         self._copies: set[int] = set()
         events.inode_dropped.append(self.hold)
         events.metadata_read.append(self.learn_from)
@@ -228,13 +231,25 @@ class FileTable:
         target.key, target.path = choose_key(file.key, draft_id, is_taken=self.is_key_taken(file.key))
 
     def is_key_taken(self, key: str) -> bool:
-        """Bytes that belong to another name are, or will be, at the key, or other nodes still look for them there."""
+        """Bytes that belong to another name are, or will be, at the key, or other nodes still look for them there, or
+        the store refuses it."""
         return (
             self._tree.objects.is_reserved(key)
             or any(is_reserved(key) for is_reserved in self.events.key_reservations)
             or key in self.strays()
             or self._is_copied_from(key)
+            or self.is_key_refused(key)
         )
+
+    def is_key_refused(self, key: str) -> bool:
+        """The store cannot hold an object at the key: it keeps those below it, or one above it, as files."""
+        return key in self._refused
+
+    def refuse_key(self, key: str) -> None:
+        """The store has refused an object at the key, where none is: the file's bytes go elsewhere from now on."""
+        self._refused[key] = None
+        if len(self._refused) > REFUSED_MAX:
+            del self._refused[next(iter(self._refused))]
 
     def add_copy(self, file: OpenFile) -> None:
         """The draft of a file consists of another file's bytes, which stay at their key until it is published."""

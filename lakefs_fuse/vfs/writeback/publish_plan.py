@@ -38,7 +38,8 @@ class VersionFacts(msgspec.Struct, frozen=True):
     upload_key: str = ""
     """Of the upload that began already; empty where none did."""
     is_key_taken: bool = False
-    """Bytes that belong to another name are, or will be, at the file's own key, or others still look for them there."""
+    """Bytes that belong to another name are, or will be, at the file's own key, or others still look for them there, or
+    the store refuses it."""
     is_alone: bool = False
     """No other file is waited for."""
     are_others_closing: bool = False
@@ -65,6 +66,8 @@ class VersionFacts(msgspec.Struct, frozen=True):
     """A change that is journaled, and may be sent, removes the file that had the name before."""
     is_key_of_another: bool = False
     """Another file is known to be the object at the key of an upload that began under an earlier name."""
+    is_key_refused: bool = False
+    """The store has refused the key, at which nothing is."""
     gone_at_key: tuple[str, ...] = ()
     """ETags of objects that may lie at that key and that its name does not mean any more, the likeliest first."""
 
@@ -86,8 +89,8 @@ class PublishPlan(msgspec.Struct, frozen=True):
     """ETag of what the version is to replace, empty for nothing. Where something else is there, the store is asked what
     that is, and the version is planned again. None where it replaces whatever is there."""
     leaves_key: bool = False
-    """Nothing else is done: the key of the upload that began is another file's, so the upload is given up, and the
-    version is planned again."""
+    """Nothing else is done: the key of the upload that began is another file's, or the store refuses it, so the upload
+    is given up, and the version is planned again."""
 
 
 def choose_key(path: str, draft_id: str, *, is_taken: bool) -> tuple[str, str]:
@@ -110,6 +113,8 @@ def plan_publish(facts: VersionFacts) -> PublishPlan:
         is_unknown = facts.etag_there not in (None, "", *facts.gone_at_key)
         if facts.is_key_of_another or is_unknown:
             return PublishPlan(key, path, Form.PLAIN, leaves_key=True)
+    if facts.is_key_refused and facts.upload_key:
+        return PublishPlan(key, path, Form.PLAIN, leaves_key=True)
     form = _choose_form(facts, key)
     return PublishPlan(
         key,

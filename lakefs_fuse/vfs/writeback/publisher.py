@@ -32,7 +32,7 @@ from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import CacheError, FileError, LakeError, Overtaken, StagingFull, StoreError
+from lakefs_fuse.errors import CacheError, FileError, KeyConflict, LakeError, Overtaken, StagingFull, StoreError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
@@ -191,11 +191,21 @@ class ObjectWriter:
                 return self._retire(before, await self._plain(file, draft, plan, removed))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
+                is_to_be_free = not plan.expected
+            except KeyConflict as error:
+                if plan.key.startswith(OBJECTS):
+                    raise
+                log.info("%s; it is stored below %s", error, OBJECTS)
+                is_to_be_free = True
             except FileError as error:
                 if error.errno != errno.EEXIST or not await self._is_free(draft, plan):
                     raise
-                draft.target.if_absent = False
+                is_to_be_free = True
             there = await draft.uploader.client.find(plan.key)
+            if there is None and is_to_be_free:  # SeaweedFS: there are, or were, objects below it
+                self._files.refuse_key(plan.key)
+            elif is_exclusive and there is not None and self._is_hidden_object(there):
+                draft.target.if_absent = False
             await self._poll()  # after the look: a rename of what is there is in effect
             if is_exclusive and plan.key == file.key and self._is_name_taken(draft, there):
                 raise await refuse_name(draft)
@@ -204,11 +214,12 @@ class ObjectWriter:
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
 
     async def _is_free(self, draft: Draft, plan: PublishPlan) -> bool:
-        """What lies at the key of a file that was created with O_EXCL counts as removed by its date, so nobody has its
-        name."""
-        is_removed = plan.if_absent and self._has_tombstone(plan.key)
-        there = await draft.uploader.client.find(plan.key) if is_removed else None
-        return there is not None and self._is_hidden_object(there)
+        """Nothing lies at the key of a file that was created with O_EXCL, or what counts as removed by its date, so
+        nobody has its name."""
+        if not plan.if_absent:
+            return False
+        there = await draft.uploader.client.find(plan.key)
+        return there is None or self._is_hidden_object(there)
 
     def _is_hidden_object(self, there: ObjectMeta) -> bool:
         """An object counts as removed from its key."""
@@ -278,12 +289,13 @@ class ObjectWriter:
                 is_key_journaled=self._committer.mentions(target.key),
                 is_synced=is_synced,
                 is_removal_journaled=is_synced and self._committer.removes(path),
+                is_key_refused=has_upload and self._files.is_key_refused(target.key),
                 is_key_of_another=has_upload and self._is_of_another(file, target.key),
                 gone_at_key=self._gone_at(target) if has_upload else (),
             )
         )
         if plan.leaves_key:
-            log.info("%s was renamed, and the key where its upload began is another file's: it begins anew", path)
+            log.info("%s cannot have the key where its upload began, which begins anew at another", path)
             await give_up_upload(draft, path)
             self._files.aim(file, draft.id, target)
             return await self._plan(file, draft, policy, alone=alone)

@@ -1,0 +1,44 @@
+"""Files whose key the store refuses, because it keeps objects as files, and one is in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.commits.record import OBJECTS
+from lakefs_fuse.errors import KeyConflict
+from tests.memory_store import Failures, MemoryStore
+from tests.upload.drafting import noise
+from tests.vfs.lakes import lake
+
+PART = 64 * 1024
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize(
+    ("request_refused", "size"), [("put", 100), ("create_multipart", 10 * PART), ("complete_multipart", 10 * PART)]
+)
+async def test_file_whose_key_is_refused_is_stored_elsewhere(
+    tmp_path: Path, request_refused: str, size: int, durability: str
+) -> None:
+    store, data = MemoryStore(), noise(1, size)
+    store.hook = Failures(
+        lambda request: request.what == request_refused and request.key == "f", KeyConflict("f"), count=1000
+    )
+    async with lake(store, tmp_path / "cache", durability=durability, pack="never") as m:
+        handle = await m.create("f")
+        for at in range(0, size, PART):
+            await m.fs.write(handle, at, data[at : at + PART])
+        await m.close(handle)
+        await m.fs.make_durable()
+        assert await m.read("f") == data
+        assert store.uploads == {}
+        begun = store.count("create_multipart", "f")
+        await m.write("f", noise(2, size))
+        await m.fs.make_durable()
+        assert store.count("create_multipart", "f") == begun, "the refusal is remembered"
+    assert "f" not in store.objects
+    assert any(key.startswith(OBJECTS) for key in store.objects)
+    async with lake(store, tmp_path / "fresh") as m:
+        assert await m.read("f") == noise(2, size)
