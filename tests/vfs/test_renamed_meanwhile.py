@@ -736,3 +736,41 @@ async def test_file_larger_than_staging_that_was_renamed_replaces_its_own_object
             await m.poll()
             clock.advance(2 * TTL_S)
             assert await m.tree() == ({"c": b"theirs"} if is_taken else {}) | {"b": data}
+
+
+def commits_sent(store: MemoryStore) -> int:
+    return sum(each.what == "put" and each.key.startswith(".lakefs/commits/") for each in list(store.requests))
+
+
+@pytest.mark.parametrize("pack", ["always", "never"])
+@pytest.mark.parametrize("first", [0, 1])
+async def test_directories_that_two_nodes_rename_into_each_other_keep_their_files(
+    tmp_path: Path, pack: str, first: int
+) -> None:
+    """Neither had heard of the other's rename: both happen, and no directory is below itself."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack=pack) as (one, two):
+        for path in ("a", "a/below", "b", "b/below"):
+            await one.mkdir(path)
+            await one.write(f"{path}/f", path.encode())
+        await one.fs.sync_names()
+        await two.poll()
+        store.hook = pause = pause_of_commits()
+        sent = commits_sent(store)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.rename, "a", "b/a")
+            await until(lambda: commits_sent(store) == sent + 1)
+            nursery.start_soon(two.rename, "b", "a/b")
+            await until(lambda: commits_sent(store) == sent + 2)
+            pause.resume()
+        expected: dict[str, bytes] = {}
+        for path in ("a", "b"):
+            other = "b" if path == "a" else "a"
+            expected |= {f"{other}/{path}/f": path.encode(), f"{other}/{path}/below/f": f"{path}/below".encode()}
+        for m in ((one, two), (two, one))[first]:
+            await m.fs.sync_names()
+        clock.advance(TTL_S + 1)
+        async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+            for m in (one, two, fresh):
+                await m.poll()
+                assert {path: data for path, data in (await m.tree()).items() if data is not None} == expected
