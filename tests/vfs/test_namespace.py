@@ -122,6 +122,30 @@ async def test_the_reserved_directory_is_hidden_and_not_counted(tmp_path: Path) 
             assert caught.value.errno == errno.EPERM
 
 
+@pytest.mark.parametrize("is_renamed", [False, True])
+async def test_directory_that_took_the_place_of_a_file_hides_no_name(tmp_path: Path, is_renamed: bool) -> None:
+    """The file's object is still at its key, and counts as removed: it does not keep the directory above."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never", delete_after_s=300.0) as m:
+        await m.mkdir("above")
+        await m.write("above/x", b"file")
+        if is_renamed:
+            await m.rename("above/x", "y")
+        else:
+            await m.unlink("above/x")
+        await m.mkdir("above/x")
+        await m.write("above/x/in", b"file")
+        await m.fs.make_durable()
+        clock.advance(2 * TTL_S)
+        assert await m.names("above") == ["x"]
+        assert "above/x" in store.objects
+        assert m.hidden() == {}
+        await m.unlink("above/x/in")
+        await m.rmdir("above/x")
+        await m.rmdir("above")
+        assert "above" not in await m.names()
+
+
 async def test_removal_of_a_directory_that_another_node_renames_meanwhile_removes_nothing(tmp_path: Path) -> None:
     store, clock = store_of("d/", *(f"d2/{number}" for number in range(200)), page_keys_max=10), Clock()
     async with two_lakes(store, tmp_path, clock=clock) as (one, two):

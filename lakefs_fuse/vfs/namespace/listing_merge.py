@@ -375,7 +375,7 @@ class DirectoryMerge:
         for each in found:
             if each.meta is None or each.sort_name not in directories:
                 self._merge(batch, each)
-            else:
+            elif not self._is_removed(each.sort_name, each.meta) and each.meta.key not in self._strays:
                 self._shadowed[each.sort_name] = each.meta
 
     def _merge_first(self, batch: Batch, found: list[Found]) -> None:
