@@ -78,6 +78,8 @@ OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRID
 """Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
 """Each time another client has stored the name between a look and a PUT."""
+REFUSALS_MIN = 2
+"""Refusals of a key at which nothing is that are no chance: SeaweedFS does that where objects are, or were, below."""
 UNRECORDED = "what was stored just now is in the store, but that could not be recorded: %s"
 log = logging.getLogger(__name__)
 
@@ -186,26 +188,29 @@ class ObjectWriter:
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
                 return self._retire(before, self._packed(file, draft))
             plan, removed = await self._plan(file, draft, policy, alone=True)
+        refusals = 0  # of a key at which a look found nothing
         for _ in range(OVERTAKEN_MAX):
             try:
                 return self._retire(before, await self._plain(file, draft, plan, removed))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
-                is_to_be_free = not plan.expected
+                refusals += not plan.expected
             except KeyConflict as error:
                 if plan.key.startswith(OBJECTS):
                     raise
                 log.info("%s; it is stored below %s", error, OBJECTS)
-                is_to_be_free = True
+                refusals += REFUSALS_MIN
             except FileError as error:
                 if error.errno != errno.EEXIST or not await self._is_free(draft, plan):
                     raise
-                is_to_be_free = True
+                refusals += 1
             there = await draft.uploader.client.find(plan.key)
-            if there is None and is_to_be_free:  # SeaweedFS: there are, or were, objects below it
+            if there is not None:
+                refusals = 0
+                if is_exclusive and self._is_hidden_object(there):
+                    draft.target.if_absent = False
+            elif refusals >= REFUSALS_MIN:
                 self._files.refuse_key(plan.key)
-            elif is_exclusive and there is not None and self._is_hidden_object(there):
-                draft.target.if_absent = False
             await self._poll()  # after the look: a rename of what is there is in effect
             if is_exclusive and plan.key == file.key and self._is_name_taken(draft, there):
                 raise await refuse_name(draft)
