@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from lakefs_fuse.errors import DamagedCommit
-from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN, kept_ns
+from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, MTIME_NS_MAX, MTIME_NS_MIN, kept_ns
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
 from lakefs_fuse.store.protocol import Buffer
 
@@ -59,7 +59,7 @@ UNSET = 0xFFFF_FFFF
 WRITER = re.compile(r"[0-9a-f]{8}")
 """What a daemon calls itself in its commits: random, new at each start."""
 
-_ETAG = re.compile(r"[ -~]{0,1024}")
+_ETAG = re.compile(rf"[ -~]{{0,{ETAG_BYTES_MAX}}}")
 
 OWN = -1
 """Object index: the plain object whose key is the path itself; its ETag is in ``hides``."""
@@ -385,9 +385,9 @@ def _encoded(text: str) -> bytes:
 
 
 def _check_etag(etag: str) -> None:
-    """Raises DamagedCommit unless an ETag can be a header field."""
+    """Raises DamagedCommit unless an ETag can be a header field, and fits into a row."""
     if not _ETAG.fullmatch(etag):
-        raise DamagedCommit(f"ETag {etag[:80]!r}")
+        raise DamagedCommit(f"ETag {etag[:80]!r} of {len(etag)} characters")
 
 
 def _check_operation(operation: Operation, objects: list[ObjectRef]) -> None:

@@ -19,6 +19,9 @@ FLAGS_LOW, PLACE, NOWHERE = 8, slice(54, 58), bytes(4)
 """In a row: the low byte of ``flags``, the bytes of ``place``, and those of a file that is the object at its own key.
 """
 NAME_BYTES_MAX = 255
+ETAG_BYTES_MAX = 255
+"""Rows, here and in the object table, have one byte for its length. Records and stores are held to that where they are
+read."""
 MTIME_NS_MIN, MTIME_NS_MAX = -(1 << 62), 1 << 62
 """The times that a lake keeps, from 1823 to 2116. One beyond them, which a program chose or a store told, becomes the
 nearest of these, as on a local file system with such limits."""

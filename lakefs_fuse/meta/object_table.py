@@ -19,6 +19,9 @@ from lakefs_fuse.product import RESERVED_PREFIX
 
 _ROW = struct.Struct("<QqqB")
 NUMBER_BYTES = 8
+_SHARE_MAX = (1 << 63) - 1
+"""What a row holds. Only commits that name the same bytes very often come to more, as hostile ones may: counting ends
+here."""
 PACKS = f"{RESERVED_PREFIX}commits/"
 RESERVED_NS = 300 * 1_000_000_000
 """As long as superseded objects stay by default: each node has heard of the end of a name by then, and others of what
@@ -200,7 +203,8 @@ class Objects:
 def _pack(row: ObjectRow) -> bytes:
     etag = row.etag.encode()
     key = row.key.encode(*schema.PATH)
-    return _ROW.pack(row.size, row.entries, row.bytes_live, len(etag)) + etag + key
+    entries, live = (max(-_SHARE_MAX, min(share, _SHARE_MAX)) for share in (row.entries, row.bytes_live))
+    return _ROW.pack(row.size, entries, live, len(etag)) + etag + key
 
 
 def unpack_object(number: int, raw: bytes) -> ObjectRow:

@@ -2,7 +2,8 @@
 
 What always holds:
 
-* keys are ``str`` relative to the source's prefix, never empty; ETags are opaque and without quotes;
+* keys are ``str`` relative to the source's prefix, never empty; ETags are opaque, without quotes, and of no more than
+  `ETAG_CHARS_MAX` printable ASCII characters (`read_etag`);
 * a version is (key, ETag); ``get`` returns bytes of exactly the version asked for or raises PreconditionFailed;
 * a write is visible whole or not at all, and after it returns every later call sees it;
 * one call is one attempt (of LIST: one page): retrying, counting and deadlines belong to `client.StoreClient`;
@@ -16,17 +17,23 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from lakefs_fuse.errors import StoreError
+
 Buffer = bytes | bytearray | memoryview
 
 PARTS_MAX = 10_000
 PART_BYTES_MIN = 5 * 1024 * 1024
 """Smallest part but the last; S3's limits, https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html."""
+ETAG_CHARS_MAX = 255
+"""What rows and commits of a lake have room for. S3's have up to 38."""
+_ETAG = re.compile(rf"[ -~]{{0,{ETAG_CHARS_MAX}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,17 @@ def length_of(body: Body) -> int:
 def pieces_of(body: Body) -> Iterable[bytes]:
     """The bytes of a body in order; those of a slice in pieces that bound memory."""
     return (body,) if isinstance(body, bytes) else body.pieces()
+
+
+def read_etag(text: str | None) -> str:
+    """The ETag of an answer, without quotes; empty where there is none. Raises StoreError for one beyond the limits."""
+    etag = (text or "").strip('"')
+    if not _ETAG.fullmatch(etag):
+        raise StoreError(
+            f"the store answered the ETag {etag[:40]!r}, of {len(etag)} characters: use a store whose ETags have "
+            f"{ETAG_CHARS_MAX} characters at most, of printable ASCII"
+        )
+    return etag
 
 
 class ObjectMeta(msgspec.Struct, frozen=True, gc=False):

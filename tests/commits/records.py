@@ -19,7 +19,7 @@ from lakefs_fuse.commits.record import (
     SetAttr,
     Symlink,
 )
-from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN
+from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, MTIME_NS_MAX, MTIME_NS_MIN
 
 WRITER = "0badcafe"
 TIME = 1_700_000_000_000_000_000
@@ -30,7 +30,7 @@ names = (
     .filter(lambda name: len(name.encode()) <= rec.NAME_BYTES_MAX)
 )
 paths = st.lists(names, min_size=1, max_size=5).map("/".join)
-etags = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=40)
+etags = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=ETAG_BYTES_MAX)
 modes = st.integers(0, rec.MODE_MAX) | st.just(UNSET)
 owners = st.integers(0, UNSET)
 times = st.integers(MTIME_NS_MIN, MTIME_NS_MAX)

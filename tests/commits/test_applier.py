@@ -17,6 +17,7 @@ from lakefs_fuse.commits import apply_record as application
 from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.record import (
     OWN,
+    SIZE_MAX,
     THIS,
     Mkdir,
     ObjectRef,
@@ -27,13 +28,16 @@ from lakefs_fuse.commits.record import (
     Remove,
     SetAttr,
     Symlink,
+    decode,
+    encode,
     key_of_copy,
 )
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.meta.entry import PENDING, Flag
+from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, PENDING, Flag
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge
 from tests.commits.nodes import NS, START_S, Node, archive, at, node, plain, put
+from tests.commits.records import valid_records
 from tests.tiers import examples
 
 WRITERS = ("0000000a", "0000000b", "0000000c")
@@ -187,6 +191,39 @@ def test_applied_twice_is_applied_once(tmp_path: Path) -> None:
         assert n.shown() == shown
         assert n.found("e/f").inode == inode
         assert n.counts() == n.counted_anew()
+
+
+def test_whatever_a_reader_accepts_can_be_applied(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+
+        @given(record=valid_records())
+        @settings(max_examples=examples(50), deadline=None)
+        def check(record: Record) -> None:
+            n.apply(decode(encode(record)))
+            assert n.applier.commits.is_applied(record.time, record.writer)
+
+        check()
+
+
+def test_longest_etags_are_kept_as_they_are(tmp_path: Path) -> None:
+    etag = "e" * ETAG_BYTES_MAX
+    objects = [ObjectRef(), ObjectRef("elsewhere", etag, 7)]
+    with node(tmp_path) as n:
+        file = Put("f", 1, 0, 7, 0o644, 0, 0, 0, hides=etag)
+        n.apply(Record(writer=n.writer, time=at(1), objects=objects, operations=[file, Remove("g", hides=etag)]))
+        row = n.tree.objects.used("elsewhere")
+        assert row is not None
+        assert (row.etag, n.found("f").etag) == (etag, etag)
+
+
+def test_bytes_that_more_files_name_than_a_row_can_count_are_read(tmp_path: Path) -> None:
+    """The same 2^60 bytes, many times: their sum does not fit into a row."""
+    files = [msgspec.structs.replace(put(f"{number:02}", SIZE_MAX), offset=0) for number in range(20)]
+    with node(tmp_path) as n:
+        n.commit(1, *files)
+        assert [n.found(file.path).size for file in files] == [SIZE_MAX] * len(files)
+        n.commit(2, *(Remove(file.path) for file in files))
+        assert n.shown() == {}
 
 
 FILES = ("a", "d", "d/a", "d/e/a")

@@ -168,14 +168,14 @@ def test_bytes_that_are_nowhere(index: int, offset: int, size: int) -> None:
         ObjectRef(".lakefs/uploads/x", "etag", 1), ObjectRef(".lakefs/commits/../../../x", "etag", 1),
         ObjectRef(".lakefs/commits/", "etag", 1), ObjectRef("k\0", "etag", 1), ObjectRef("d/" * 520 + "k", "etag", 1),
         ObjectRef(".lakefs/commits/" + "d/" * 510 + "long", "etag", 1), ObjectRef("a", 'x"\r\nHost: elsewhere', 1),
-        ObjectRef("a", "e" * 1025, 1), ObjectRef("a", "é", 1),
+        ObjectRef("a", "e" * 256, 1), ObjectRef("a", "é", 1),
     ],
 )  # fmt: skip
 def test_objects_that_cannot_be(ref: ObjectRef) -> None:
     refused(record_of(objects=(ref,)))
 
 
-@pytest.mark.parametrize("etag", ["\0", "a\nb", "e" * 1025, "\x7f", "é"])
+@pytest.mark.parametrize("etag", ["\0", "a\nb", "e" * 256, "\x7f", "é"])
 def test_etags_that_cannot_be_in_a_header(etag: str) -> None:
     refused(record_of(put(hides=etag)))
     refused(record_of(Remove("a", hides=etag)))

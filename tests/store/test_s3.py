@@ -35,14 +35,15 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
-from lakefs_fuse.store.protocol import Capabilities, FileSlice, ObjectMeta
+from lakefs_fuse.meta.entry import ETAG_BYTES_MAX
+from lakefs_fuse.store.protocol import ETAG_CHARS_MAX, Capabilities, FileSlice, ObjectMeta, read_etag
 from lakefs_fuse.store.s3 import list_pages
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.errors import SumRefused, WrongRegion, from_answer, from_xml
 from lakefs_fuse.store.s3.fast_path import is_expressible
 from lakefs_fuse.store.s3.list_pages import parse_page
 from lakefs_fuse.store.s3.store import S3Store
-from lakefs_fuse.store.s3.upload import BodyReader
+from lakefs_fuse.store.s3.upload import BodyReader, etag_of
 from tests.faults import Faults
 from tests.servers import Server, s3_client
 from tests.store.lakes import s3_config
@@ -462,6 +463,21 @@ def test_a_page_in_any_form_is_read_alike(
     assert page.next_token == token
 
 
+@pytest.mark.parametrize("etag", ["e" * 256, "\u00e9", "a\nb"])
+def test_an_etag_that_a_lake_cannot_keep_is_an_error_wherever_it_comes_from(etag: str) -> None:
+    body = PAGE.replace(b"e1-2", etag.encode())
+    for read in (lambda: parse_page(body, 5), lambda: read_etag(f'"{etag}"'), lambda: etag_of({"ETag": etag})):
+        with pytest.raises(StoreError, match="of printable ASCII"):
+            read()
+
+
+def test_the_longest_etag_that_a_lake_keeps_is_read() -> None:
+    etag = "e" * ETAG_CHARS_MAX
+    page = parse_page(PAGE.replace(b"e1-2", etag.encode()), 5)
+    assert [meta.etag for meta in page.objects] == [etag]
+    assert ETAG_CHARS_MAX == ETAG_BYTES_MAX
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -470,6 +486,8 @@ def test_a_page_in_any_form_is_read_alike(
         b"<html></html>",
         PAGE.replace(b"<NextContinuationToken>more&amp;more</NextContinuationToken>", b""),
         PAGE.replace(b"<Size>7</Size>", b"<Size>seven</Size>"),
+        PAGE.replace(b"<Size>7</Size>", b"<Size>-7</Size>"),
+        PAGE.replace(b"<Size>7</Size>", b"<Size>10000000000000000000</Size>"),
     ],
 )
 def test_a_page_that_is_none_is_an_error(body: bytes) -> None:

@@ -24,7 +24,7 @@ from msgspec import structs
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import ConfigError, KeyRefused, Unavailable
 from lakefs_fuse.product import METADATA_PREFIX
-from lakefs_fuse.store.protocol import Fetched, ObjectMeta
+from lakefs_fuse.store.protocol import Fetched, ObjectMeta, read_etag
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import from_obstore
 from lakefs_fuse.store.s3.stored_objects import is_told_by_environment, obstore_encryption
@@ -142,7 +142,7 @@ class S3FastPath:
                 use_multipart=False,
             ),
         )
-        return ObjectMeta(key, len(body), _etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
+        return ObjectMeta(key, len(body), read_etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
 
     def _translated(self, what: str, call: Callable[[], T]) -> T:
         """The answer of an obstore call, or its error translated; the original is not chained."""
@@ -182,8 +182,4 @@ def _meta(key: str, result: obstore.GetResult) -> ObjectMeta:
     # obstore mixes user metadata with headers.
     metadata = {str(name): str(value) for name, value in result.attributes.items() if name.lower() not in _HEADERS}
     mtime_ns = int(about["last_modified"].timestamp()) * 1_000_000_000
-    return ObjectMeta(key, about["size"], _etag(about["e_tag"]), mtime_ns, metadata)
-
-
-def _etag(value: str | None) -> str:
-    return (value or "").strip('"')
+    return ObjectMeta(key, about["size"], read_etag(about["e_tag"]), mtime_ns, metadata)

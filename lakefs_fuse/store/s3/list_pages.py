@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 from botocore.httpsession import URLLib3Session
 
-from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.store.protocol import ETAG_CHARS_MAX, ListPage, ObjectMeta, read_etag
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import RAISED_BY_BOTO, REGION_HEADER, from_boto, from_page, from_xml
 
@@ -73,12 +73,14 @@ class S3Pages:
         self._http.close()
 
 
+SIZE_END = 10**18
+"""Bytes of an object are less: what the regular expression takes, and less than fits into a row."""
 PATTERNS_MAX = 64
 """Directories whose regular expressions are kept."""
 _FIELDS = {
     "Key": "([^<&]*)",
     "Size": "([0-9]{1,18})",
-    "ETag": '(?:&quot;|&#34;|")?([^<&"]*)(?:&quot;|&#34;|")?',
+    "ETag": rf"""(?:&quot;|&#34;|")?([ !#-%'-;=-~]{{0,{ETAG_CHARS_MAX}}})(?:&quot;|&#34;|")?""",
     "LastModified": "([^<&]*)",
 }
 _FIELD = re.compile("<(" + "|".join(_FIELDS) + ")>")
@@ -98,7 +100,7 @@ def _objects(order: tuple[str, ...], above: str) -> re.Pattern[str]:
 def parse_page(body: bytes, skip: int) -> ListPage:
     """An answer to ListObjectsV2; the first ``skip`` characters of every key are the source's prefix.
 
-    Raises ParseError or ValueError for anything else.
+    Raises ParseError or ValueError for anything else, StoreError for an ETag that a lake cannot keep.
     """
     return parse_usual(body, skip) or parse_any(body, skip)
 
@@ -170,8 +172,8 @@ def parse_any(body: bytes, skip: int) -> ListPage:
     objects = [
         ObjectMeta(
             key,
-            int(each.findtext("Size") or "0"),
-            (each.findtext("ETag") or "").strip('"'),
+            _size(each.findtext("Size") or "0"),
+            read_etag(each.findtext("ETag")),
             time_ns(each.findtext("LastModified") or ""),
         )
         for key, each in keys
@@ -182,6 +184,13 @@ def parse_any(body: bytes, skip: int) -> ListPage:
     if truncated and not token:
         raise ValueError("a listing that goes on but does not say where")
     return ListPage(objects, prefixes, token if truncated else None)
+
+
+def _size(text: str) -> int:
+    size = int(text)
+    if not 0 <= size < SIZE_END:
+        raise ValueError(f"an object of {text[:40]} bytes")
+    return size
 
 
 def time_ns(text: str) -> int:

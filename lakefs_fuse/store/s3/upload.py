@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lakefs_fuse.errors import Unavailable
-from lakefs_fuse.store.protocol import Body, Capabilities, length_of, pieces_of
+from lakefs_fuse.store.protocol import Body, Capabilities, length_of, pieces_of, read_etag
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.errors import SumRefused
 
@@ -116,8 +116,8 @@ Answer = Mapping[str, Any]
 
 
 def etag_of(answer: Answer) -> str:
-    """The ETag of an answer without its quotes; empty where it has none."""
-    return str(answer.get("ETag") or "").strip('"')
+    """The ETag of an answer, as `read_etag` returns it."""
+    return read_etag(answer.get("ETag"))
 
 
 def hides_md5(answer: Answer) -> bool:
