@@ -65,7 +65,7 @@ class ChangedRows:
         self.load()
 
     def load(self) -> None:
-        """Read the mark, after it may have come with rows that were ingested."""
+        """Read the mark, after it was written or may have come with rows that were ingested."""
         raw = self._get(schema.SINGLE_FOLDED)
         self.folded = Folded(*_FOLDED.unpack(raw)) if raw is not None and len(raw) == _FOLDED.size else Folded()
 
@@ -73,7 +73,6 @@ class ChangedRows:
         """Add to ``rows``, the last of a batch, what it changes: ``ranges`` are its steps before. Called for each batch
         while there is a mark."""
         if rows.get(schema.SINGLE_FOLDED, b"") is None:
-            self.folded = Folded()
             return
         changed: dict[bytes, None] = {}
         for written, begin, end in ranges:

@@ -1,10 +1,10 @@
 """The database of one cache directory, on RocksDB unless a node has other engines. `schema` has its keys.
 
-What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all. All calls
-are short and made on the trio thread but for `sync`, `frozen` iterators, `copy_to`, and reads of a database that
-nothing writes meanwhile, so whatever is done between two awaits is atomic for every other task. Only what is committed
-with ``sync`` survives a crash of the machine: the tail of the log may be missing then, and names come back with the
-next listing.
+What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all; what memory
+holds about its rows changes with them (`Batch.committed`). All calls are short and made on the trio thread but for
+`sync`, `frozen` iterators, `copy_to`, and reads of a database that nothing writes meanwhile, so whatever is done
+between two awaits is atomic for every other task. Only what is committed with ``sync`` survives a crash of the machine:
+the tail of the log may be missing then, and names come back with the next listing.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Batch(msgspec.Struct):
     """Numbers of objects, and by how much their entries and live bytes change (see `object_table`)."""
     ranges: list[Step] = []
     """Keys in [begin, end) are deleted, each time after the rows that were in the batch by then."""
+    committed: list[Callable[[], None]] = []
+    """Called when the batch was written, and never if it was not: counts in memory change with the rows they are of."""
 
     def delete_range(self, begin: bytes, end: bytes) -> None:
         self.ranges.append((self.rows.copy(), begin, end))
@@ -226,6 +228,9 @@ class Database:
             self._move_aside()
             self._engine = self._engines.open(directory)
         self._write_shares: Callable[[Batch], None] = lambda _: None
+        self.reopened: list[Callable[[], None]] = []
+        """Called when the database was opened again after a write that failed, of which all may be there, or nothing:
+        what memory holds about rows is read again."""
         self.changed = ChangedRows(self.get, self.get_many, self.scan)
         stored = self.get(schema.SINGLE_IDENTITY)
         if stored is None:
@@ -336,6 +341,11 @@ class Database:
             raise self._unwritten(error) from error
         for recording in self._recordings:
             recording.add(batch)
+        if schema.SINGLE_FOLDED in batch.rows:
+            self.changed.load()
+        committed, batch.committed = batch.committed, []
+        for listener in committed:
+            listener()
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -388,6 +398,9 @@ class Database:
             self._check_disk()
             self.close()
             self._engine = self._engines.open(self._directory)
+            self.changed.load()
+            for listener in self.reopened:
+                listener()
         except Exception as error:
             raise self._unwritten(error) from error
         self._failed_at = None

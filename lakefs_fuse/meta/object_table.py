@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
@@ -67,7 +68,13 @@ class Objects:
         self._named: dict[str, int] = {}
         """When a name last began or ceased to mean what lies at a key (time since boot, ns): the latest last."""
         self.packs = self.bytes_packed = self.bytes_live = self.plain = 0
-        """Packs known, their sizes, and what entries have in them; plain objects. Sums over the table."""
+        """Packs known, their sizes, and what entries have in them; plain objects. Sums over the table as it is in the
+        database: `used` relies on them."""
+        self._sum_up()
+        database.reopened.append(self._sum_up)
+
+    def _sum_up(self) -> None:
+        self.packs = self.bytes_packed = self.bytes_live = self.plain = 0
         for row in self.rows():
             self._count(row, 1)
 
@@ -153,12 +160,14 @@ class Objects:
             for row, (name, _) in zip(rows, added, strict=True):
                 self._put(batch, row)
                 numbers[name] = row.number
+                batch.committed.append(partial(self._added, row))
             self._db.commit(batch)
-            for row in rows:
-                self._count(row, 1)
-                if not row.is_pack:
-                    self._note_named(row.key)
         return [numbers[name] for name in names]
+
+    def _added(self, row: ObjectRow) -> None:
+        self._count(row, 1)
+        if not row.is_pack:
+            self._note_named(row.key)
 
     def _put(self, batch: Batch, row: ObjectRow) -> None:
         batch.rows[_number_key(row.number)] = _pack(row)
@@ -169,12 +178,13 @@ class Objects:
         batch.rows[_name_key(row.key, row.etag)] = None
         self._put(batch, msgspec.structs.replace(row, etag=etag))
 
-    def forget(self, batch: Batch, row: ObjectRow) -> None:
-        """The object is gone from the store."""
-        batch.rows[_number_key(row.number)] = batch.rows[_name_key(row.key, row.etag)] = None
+    def _removed(self, row: ObjectRow) -> None:
         self._count(row, -1)
-        if not row.is_pack:
-            self._note_named(row.key)
+        self._note_named(row.key)
+
+    def _changed(self, before: ObjectRow, after: ObjectRow) -> None:
+        self._count(before, -1)
+        self._count(after, 1)
 
     def _write_shares(self, batch: Batch) -> None:
         changes: dict[int, tuple[int, int]] = {}
@@ -187,11 +197,11 @@ class Objects:
                 continue
             changed = msgspec.structs.replace(row, entries=row.entries + entries, bytes_live=row.bytes_live + size)
             if changed.entries <= 0 and not is_pack_key(row.key):
-                self.forget(batch, row)
+                batch.rows[_number_key(row.number)] = batch.rows[_name_key(row.key, row.etag)] = None
+                batch.committed.append(partial(self._removed, row))
                 continue
-            self._count(row, -1)
-            self._count(changed, 1)
             self._put(batch, changed)
+            batch.committed.append(partial(self._changed, row, changed))
 
     def rows(self) -> Iterator[ObjectRow]:
         for key, raw in self._db.scan(schema.OBJECT, schema.end_of(schema.OBJECT)):

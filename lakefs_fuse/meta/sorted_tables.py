@@ -387,7 +387,6 @@ def mark_folded(database: Database, index: int, *, since: int) -> None:
     batch.delete_range(schema.CHANGED, schema.CHANGED + schema.NUMBER.pack(since))
     batch.rows[schema.SINGLE_FOLDED] = Folded(index, since).pack()
     database.commit(batch, sync=True)
-    database.changed.load()
 
 
 def drop_names(database: Database) -> None:

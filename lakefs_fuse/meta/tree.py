@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from stat import S_ISGID
 
@@ -134,13 +135,17 @@ class Tree:
         self.mirrored: set[int] = set()
         """Directories of which a part outside holds all names; it listens to the events that keep them right."""
         self.barrier = Barrier(self.entry, self.drop_mirror)
+        self._sum_up()
+        database.reopened.append(self._sum_up)
+
+    def _sum_up(self) -> None:
+        self.hidden = [0, 0, 0, 0]
         for listing in self.listings():
             self._count_hidden(listing, 1)
 
-    def _count_hidden(self, listing: Listing | None, sign: int) -> None:
-        if listing is not None:
-            counts = listing.hidden_component, listing.hidden_nul, listing.hidden_long, listing.hidden_conflict
-            self.hidden = [total + sign * count for total, count in zip(self.hidden, counts, strict=True)]
+    def _count_hidden(self, listing: Listing, sign: int) -> None:
+        counts = listing.hidden_component, listing.hidden_nul, listing.hidden_long, listing.hidden_conflict
+        self.hidden = [total + sign * count for total, count in zip(self.hidden, counts, strict=True)]
 
     # -- reading
 
@@ -542,9 +547,16 @@ class Tree:
             return None
 
     def set_listing(self, batch: Batch, directory: int, listing: Listing) -> None:
-        self._count_hidden(self.listing(directory), -1)
-        self._count_hidden(listing, 1)
-        batch.rows[schema.LISTING + NUMBER.pack(directory)] = _LISTING.pack(*msgspec.structs.astuple(listing))
+        self._write_listing(batch, directory, listing)
+
+    def _write_listing(self, batch: Batch, directory: int, listing: Listing | None) -> None:
+        key = schema.LISTING + NUMBER.pack(directory)
+        row = batch.rows[key] if key in batch.rows else self.database.get(key)
+        before = None if row is None else self._read_listing(key, row)
+        batch.rows[key] = None if listing is None else _LISTING.pack(*msgspec.structs.astuple(listing))
+        for each, sign in ((before, -1), (listing, 1)):
+            if each is not None and each.hides_keys:
+                batch.committed.append(partial(self._count_hidden, each, sign))
 
     def date_listing(self, batch: Batch, directory: int, at_ns: int) -> None:
         """The listing of a directory counts from another time on, if there is one."""
@@ -556,10 +568,7 @@ class Tree:
         self.drop_mirror(directory)
         for listener in self._events.listing_dropped:
             listener(directory)
-        key = schema.LISTING + NUMBER.pack(directory)
-        if batch.rows.get(key, b"") is not None:
-            self._count_hidden(self.listing(directory), -1)
-        batch.rows[key] = None
+        self._write_listing(batch, directory, None)
 
     def forget_listings(self) -> None:
         """Every directory has to be listed again before its names are used."""

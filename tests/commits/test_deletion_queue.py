@@ -11,7 +11,7 @@ import trio
 
 from lakefs_fuse.commits.objects import deletion_queue as deletions
 from lakefs_fuse.commits.record import OWN, Put, Remove
-from lakefs_fuse.errors import AccessDenied, LakeError, Unavailable
+from lakefs_fuse.errors import AccessDenied, CacheFull, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.rows import Deletion
 from tests.commits.committing import Daemon, Site, until
@@ -96,6 +96,30 @@ async def test_not_before_their_time(tmp_path: Path) -> None:
         site.clock.seconds = 61
         await delete_all_due(a.deletions)
         assert site.store.objects == {}
+
+
+async def test_deletion_that_could_not_leave_the_queue_is_still_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row stays where the disk is full; what is counted in memory does, too."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        (doomed,) = give(site, "x")
+        doom(a, doomed)
+        with monkeypatch.context() as full:
+            full.setattr(a.database, "commit", refuse)
+            with pytest.raises(CacheFull):
+                async with a.deletions.keeping("x"):
+                    raise AssertionError("the queue was not left")
+            with pytest.raises(CacheFull):
+                doom(a, *give(site, "y"))
+        assert (a.deletions.waiting, a.deletions.superseded_etag("x")) == (1, doomed.etag)
+        await delete_all_due(a.deletions)
+        assert (list(site.store.objects), a.deletions.waiting) == (["y"], 0)
+
+
+def refuse(batch: Batch) -> None:
+    raise CacheFull("full")
 
 
 async def test_what_failed_is_tried_again_after_a_restart(tmp_path: Path) -> None:

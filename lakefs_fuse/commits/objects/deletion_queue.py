@@ -23,6 +23,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import msgspec
 import trio
@@ -87,17 +88,29 @@ class DeletionQueue:
         self._kept: Counter[str] = Counter()
         self._rows = DeletionRows(database)
         self._in_snapshots = snapshots.KeptObjects(client)
+        self._count_waiting()
+        database.reopened.append(self._count_waiting)
+
+    def _count_waiting(self) -> None:
         self.waiting = len(self._rows.keys())
+
+    def _change_waiting(self, difference: int) -> None:
+        self.waiting += difference
+        if self.waiting >= DELETE_KEYS_MAX:
+            self._full.set()
+
+    def _delete_row(self, batch: Batch, key: str) -> None:
+        if self._rows.delete(batch, key):
+            batch.committed.append(partial(self._change_waiting, -1))
 
     def add(self, batch: Batch, doomed: Deletion) -> None:
         """An object is superseded now, unless it is queued again."""
         if not doomed.due_ns:
             now = self._clock_ns()
             doomed = msgspec.structs.replace(doomed, due_ns=now + self._delay_ns, removed_ns=now)
-        self.waiting += self._rows.put(batch, doomed)
+        if self._rows.put(batch, doomed):
+            batch.committed.append(partial(self._change_waiting, 1))
         self._kick.set()
-        if self.waiting >= DELETE_KEYS_MAX:
-            self._full.set()
 
     def schedule(self, *doomed: Deletion) -> None:
         """Queue deletions, in a batch of their own. Raises CacheError."""
@@ -175,7 +188,7 @@ class DeletionQueue:
     def _forget(self, keys: list[str]) -> None:
         batch = Batch()
         for key in keys:
-            self.waiting -= self._rows.delete(batch, key)
+            self._delete_row(batch, key)
         self._db.commit(batch)
 
     async def run(self, heard: Callable[[float], Awaitable[object]]) -> None:
@@ -277,7 +290,7 @@ class DeletionQueue:
             if doomed.key in refused:
                 self._rows.put(batch, msgspec.structs.replace(doomed, due_ns=later_ns))
             else:
-                self.waiting -= self._rows.delete(batch, doomed.key)
+                self._delete_row(batch, doomed.key)
         self._db.commit(batch)
 
     async def _still_there(self, doomed: Sequence[Deletion]) -> list[Deletion]:
