@@ -9,7 +9,7 @@ stays, as its dead bytes decide on its repacking. Trio thread only; a crash leav
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -126,11 +126,13 @@ class Objects:
         at = self._named.get(key)
         return self.used(key) is not None or (at is not None and self._db.clock.boot_ns() < at + RESERVED_NS)
 
-    def _note_named(self, key: str) -> None:
-        self._named.pop(key, None)
-        self._named[key] = self._db.clock.boot_ns()
-        if len(self._named) > RESERVED_MAX:
-            del self._named[next(iter(self._named))]
+    def _note_named(self, keys: Iterable[str]) -> None:
+        now_ns = self._db.clock.boot_ns()
+        for key in keys:
+            self._named.pop(key, None)
+            self._named[key] = now_ns
+            if len(self._named) > RESERVED_MAX:
+                del self._named[next(iter(self._named))]
 
     def versions(self, key: str) -> Iterator[ObjectRow]:
         """Every version of the object with this key that has a number."""
@@ -149,9 +151,10 @@ class Objects:
         names = [_name_key(key, etag) for key, etag, _ in objects]
         found = zip(names, self._db.get_many(names), strict=True)
         numbers = {name: self._number(name, raw) for name, raw in found if raw is not None}
-        rows_found = zip(list(numbers), self.get_many(numbers.values()), strict=True)
-        for name in [name for name, row in rows_found if row is None]:
-            del numbers[name]
+        if numbers:
+            rows_found = zip(list(numbers), self.get_many(numbers.values()), strict=True)
+            for name in [name for name, row in rows_found if row is None]:
+                del numbers[name]
         added = [(name, each) for name, each in dict(zip(names, objects, strict=True)).items() if name not in numbers]
         if added:
             last = int.from_bytes(self._db.get(schema.SINGLE_OBJECT) or b"", "big")
@@ -160,14 +163,11 @@ class Objects:
             for row, (name, _) in zip(rows, added, strict=True):
                 self._put(batch, row)
                 numbers[name] = row.number
-                batch.committed.append(partial(self._added, row))
             self._db.commit(batch)
+            for row in rows:
+                self._count(row, 1)
+            self._note_named(row.key for row in rows if not row.is_pack)
         return [numbers[name] for name in names]
-
-    def _added(self, row: ObjectRow) -> None:
-        self._count(row, 1)
-        if not row.is_pack:
-            self._note_named(row.key)
 
     def _put(self, batch: Batch, row: ObjectRow) -> None:
         batch.rows[_number_key(row.number)] = _pack(row)
@@ -178,13 +178,13 @@ class Objects:
         batch.rows[_name_key(row.key, row.etag)] = None
         self._put(batch, msgspec.structs.replace(row, etag=etag))
 
-    def _removed(self, row: ObjectRow) -> None:
-        self._count(row, -1)
-        self._note_named(row.key)
-
-    def _changed(self, before: ObjectRow, after: ObjectRow) -> None:
-        self._count(before, -1)
-        self._count(after, 1)
+    def _changed(self, rows: Sequence[tuple[ObjectRow, ObjectRow | None]]) -> None:
+        """Rows as they were, and as they are, or None for a plain object that is gone."""
+        for before, after in rows:
+            self._count(before, -1)
+            if after is not None:
+                self._count(after, 1)
+        self._note_named(before.key for before, after in rows if after is None)
 
     def _write_shares(self, batch: Batch) -> None:
         changes: dict[int, tuple[int, int]] = {}
@@ -192,16 +192,18 @@ class Objects:
             before = changes.get(number, (0, 0))
             changes[number] = before[0] + entries, before[1] + size
         batch.shares.clear()
+        rows: list[tuple[ObjectRow, ObjectRow | None]] = []
         for row, (entries, size) in zip(self.get_many(changes.keys()), changes.values(), strict=True):
             if row is None:
                 continue
             changed = msgspec.structs.replace(row, entries=row.entries + entries, bytes_live=row.bytes_live + size)
             if changed.entries <= 0 and not is_pack_key(row.key):
                 batch.rows[_number_key(row.number)] = batch.rows[_name_key(row.key, row.etag)] = None
-                batch.committed.append(partial(self._removed, row))
+                rows.append((row, None))
                 continue
             self._put(batch, changed)
-            batch.committed.append(partial(self._changed, row, changed))
+            rows.append((row, changed))
+        batch.committed.append(partial(self._changed, rows))
 
     def rows(self) -> Iterator[ObjectRow]:
         for key, raw in self._db.scan(schema.OBJECT, schema.end_of(schema.OBJECT)):
