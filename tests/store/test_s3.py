@@ -6,7 +6,8 @@ import contextlib
 import io
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote, quote_plus
@@ -376,6 +377,90 @@ def test_answer_that_is_cut_short_as_urllib3_says_is_unavailable(monkeypatch: py
         for call in (lambda: store.get("not//expressible", 0, 5), lambda: store.list_page(""), store.time_ns):
             with pytest.raises(Unavailable, match=r"\(ProtocolError\)"):
                 call()
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: Mapping[str, object]) -> S3Store:
+    """A store whose requests by boto3 are answered so, in order, the last for ever."""
+    left = list(answers)
+
+    def answer(*_: object) -> Mapping[str, object]:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    store = opened(s3_config(Server("nobody", "http://127.0.0.1:9"), "bucket"))
+    monkeypatch.setattr("botocore.client.BaseClient._make_api_call", answer)
+    return store
+
+
+@pytest.mark.parametrize(("answered", "body"), [("bytes 5-9/100", b"01234"), ("bytes 0-4/100", b"0123")])
+def test_range_that_is_not_the_one_asked_for_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, answered: str, body: bytes
+) -> None:
+    answer = {"Body": io.BytesIO(body), "ContentRange": answered, "ContentLength": 5, "ETag": '"e"'}
+    with contextlib.closing(answering(monkeypatch, answer)) as store:
+        with pytest.raises(Unavailable, match="were due"):
+            store.get("not//expressible", 0, 5)
+
+
+def test_keys_that_may_be_deleted_later_are_unavailable_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = {"Key": "a", "Code": "OddCode", "Message": "why"}
+    busy = [{"Key": "b", "Code": code, "Message": ""} for code in ("SlowDown", "InternalError")]
+    gone = {"Key": "c", "Code": "NoSuchKey", "Message": ""}
+    answers = [{"Errors": [odd, busy[0], gone]}, {"Errors": [busy[1]]}, {"Errors": [odd, gone]}]
+    with contextlib.closing(answering(monkeypatch, *answers)) as store:
+        for is_throttled in (True, False):
+            with pytest.raises(Unavailable) as raised:
+                store.delete_many(["a", "b", "c"])
+            assert raised.value.throttled is is_throttled
+        assert store.delete_many(["a", "b", "c"]) == {"a": "OddCode why"}
+
+
+@pytest.mark.parametrize("markers", [{"NextKeyMarker": "k"}, {"NextKeyMarker": "k", "NextUploadIdMarker": "u"}, {}])
+def test_listing_of_uploads_that_does_not_go_on_ends(
+    monkeypatch: pytest.MonkeyPatch, markers: dict[str, object]
+) -> None:
+    upload = {"Key": "k", "UploadId": "u", "Initiated": datetime(2026, 1, 1, tzinfo=UTC)}
+    answer = {"IsTruncated": True, **markers, "Uploads": [upload]}
+    with contextlib.closing(answering(monkeypatch, answer)) as store:
+        assert {(found.key, found.upload_id) for found in store.list_multipart("")} == {("k", "u")}
+
+
+def test_listing_that_goes_on_where_it_began_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_: object) -> AWSResponse:
+        return AWSResponse("", 200, {}, urllib3.HTTPResponse(io.BytesIO(PAGE), preload_content=False))
+
+    store = opened(s3_config(Server("nobody", "http://127.0.0.1:9"), "bucket"))
+    monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", answer)
+    with contextlib.closing(store):
+        assert store.list_page("", token="less").next_token == "more&more"
+        with pytest.raises(Unavailable):
+            store.list_page("", token="more&more")
+
+
+def test_odd_conflict_of_a_request_without_a_condition_is_unavailable(
+    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], tmp_path: Path
+) -> None:
+    server, controls = faults
+    with contextlib.closing(opened(s3_config(server, new_bucket(controls.server)))) as store:
+        etag = store.put("a", b"x").etag
+        store.adapt(Capabilities(name="s3", delete_if_match=True, put_if_match=True))
+        with open(tmp_path / "large", "w+b") as file:
+            file.truncate(2 * MIB)
+            large = FileSlice(file.fileno(), 0, 2 * MIB)
+            unconditional: list[Callable[[], object]] = [
+                lambda: store.put("a", b"y"), lambda: store.put("a", large), lambda: store.delete("a"),
+                lambda: store.copy("a", "b"),
+            ]  # fmt: skip
+            conditional: list[Callable[[], object]] = [
+                lambda: store.put("a", b"y", etag=etag), lambda: store.put("c", b"y", if_absent=True),
+                lambda: store.delete("a", etag=etag), lambda: store.copy("a", "b", etag=etag),
+            ]  # fmt: skip
+            for kind, requests in ((Unavailable, unconditional), (PreconditionFailed, conditional)):
+                for request in requests:
+                    controls.odd_409(containing="/")
+                    with pytest.raises(kind):
+                        request()
+                    assert controls.injected["odd_409"] == 1
+                    controls.clear()
 
 
 def test_a_bucket_elsewhere_names_the_option() -> None:

@@ -211,6 +211,12 @@ def from_answer(
     return kind(f"{what}: {named}{': ' + reason if reason and reason != code else ''}")
 
 
+def unconditional(error: StoreError) -> StoreError:
+    """The error of a request without a condition: none can have been missed, so a 409 with a code of the server's own,
+    or without one, says that the server is busy with the key."""
+    return Unavailable(str(error)) if isinstance(error, PreconditionFailed) else error
+
+
 def from_xml(what: str, status: int, body: bytes, region: str = "", *, signed: bool = True) -> StoreError:
     """The error of a raw answer that is not 2xx. ``region`` and ``signed`` as `from_answer` has them."""
     text = body[:65_536].decode("utf-8", "replace")

@@ -22,7 +22,7 @@ import obstore.store
 from msgspec import structs
 
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import ConfigError, KeyRefused, Unavailable
+from lakefs_fuse.errors import ConfigError, KeyRefused, StoreError, Unavailable
 from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta, read_etag
 from lakefs_fuse.store.s3.access import S3Access
@@ -145,9 +145,12 @@ class S3FastPath:
         return ObjectMeta(key, len(body), read_etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
 
     def _translated(self, what: str, call: Callable[[], T]) -> T:
-        """The answer of an obstore call, or its error translated; the original is not chained."""
+        """The answer of an obstore call, or its error translated, unless it is a StoreError; the original is not
+        chained."""
         try:
             return call()
+        except StoreError:
+            raise
         except Exception as error:
             failure = from_obstore(what, error, signed=self._signed)
         raise failure

@@ -62,10 +62,13 @@ class S3Pages:
             region, signed = response.headers.get(REGION_HEADER, ""), not self._access.config.unsigned
             raise from_xml(what, status, body, region, signed=signed)
         try:
-            return parse_page(body, len(lake))
+            page = parse_page(body, len(lake))
+            if token is not None and page.next_token == token:
+                raise ValueError("a listing that goes on where it began")
+            return page
         except (ElementTree.ParseError, ValueError) as error:
-            if (page := from_page(what, body)) is not None:
-                raise page from error
+            if (error_page := from_page(what, body)) is not None:
+                raise error_page from error
             raise from_boto(what, ElementTree.ParseError(str(error))) from error
 
     def close(self) -> None:

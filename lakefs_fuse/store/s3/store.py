@@ -53,7 +53,14 @@ from lakefs_fuse.store.protocol import (
 )
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.access import S3Access, connect
-from lakefs_fuse.store.s3.errors import RAISED_BY_BOTO, RangeNotSatisfiable, WrongRegion, from_boto
+from lakefs_fuse.store.s3.errors import (
+    RAISED_BY_BOTO,
+    RangeNotSatisfiable,
+    WrongRegion,
+    from_answer,
+    from_boto,
+    unconditional,
+)
 from lakefs_fuse.store.s3.fast_path import CachedGets, S3FastPath, is_expressible
 from lakefs_fuse.store.s3.list_pages import S3Pages
 from lakefs_fuse.store.s3.stored_objects import storage_class_of
@@ -62,6 +69,7 @@ from lakefs_fuse.store.s3.upload import Answer, S3Sender, etag_of, hides_md5, md
 _log = logging.getLogger(__name__)
 SKIP_BYTES = 1 << 20
 """Read at a time of what lies before a range."""
+_CONDITIONS = frozenset({"IfMatch", "IfNoneMatch", "CopySourceIfMatch"})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _XML_ILLEGAL = frozenset(map(chr, range(32))) - {"\t", "\n"}
 
@@ -117,6 +125,8 @@ class S3Store:
         answer = self._get_object(key, start, end, etag if self.capabilities.get_if_match else None)
         try:
             data, size = range_from_answer(answer, start, end)
+        except StoreError:
+            raise
         except Exception as error:
             raise from_boto(f"get {key!r}", error) from error
         return Fetched(data, _meta(key, size, answer))
@@ -184,9 +194,7 @@ class S3Store:
             small = b"".join(body.pieces()) if isinstance(body, FileSlice) else body
             if self._limiter is not None:
                 self._limiter.wait(size)
-            meta = self._fast.put(
-                key, small, metadata, if_absent=if_absent, storage_class=self._storage_class(key, size)
-            )
+            meta = self._put_fast(key, small, metadata, if_absent=if_absent)
             if self.sender.compares_md5 and md5_of_sent(small) != meta.etag:
                 raise Unavailable(f"{what}: what arrived is not what was sent")
             return meta if meta.etag else self.head(key)
@@ -198,6 +206,15 @@ class S3Store:
         answer = self.sender.send("put_object", what, key, body, parameters, visible=True)
         new = etag_of(answer)
         return ObjectMeta(key, size, new, self._clock.wall_ns(), dict(metadata or {})) if new else self.head(key)
+
+    def _put_fast(self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
+        storage_class = self._storage_class(key, len(body))
+        try:
+            return self._fast.put(key, body, metadata, if_absent=if_absent, storage_class=storage_class)
+        except PreconditionFailed as error:
+            if if_absent:
+                raise
+            raise unconditional(error) from error
 
     def delete_if_match(self, key: str, etag: str) -> None:
         """See `NetworkStore`."""
@@ -246,7 +263,8 @@ class S3Store:
         return failed
 
     def _delete_together(self, keys: Sequence[str], failed: dict[str, str]) -> list[str]:
-        """One DeleteObjects. Returns the keys for which it was refused; other failures go into ``failed``."""
+        """One DeleteObjects. Returns the keys for which it was refused; other failures go into ``failed``. Raises
+        Unavailable where a key may be deleted later: the request is to be sent again."""
         batch = [{"Key": self._prefix + key} for key in keys]
         try:
             answer = self._call("delete_objects", "delete", None, Delete={"Objects": batch, "Quiet": True})
@@ -258,7 +276,11 @@ class S3Store:
             code, key = about.get("Code", ""), str(about.get("Key", ""))[len(self._prefix) :]
             if code == "AccessDenied":
                 refused.append(key)
-            elif code not in ("NoSuchKey", "NotFound"):
+                continue
+            error = from_answer(f"delete {key!r}", code, 200)
+            if isinstance(error, Unavailable):
+                raise Unavailable(str(error), throttled=error.throttled)
+            if code not in ("NoSuchKey", "NotFound"):
                 failed[key] = f"{code} {about.get('Message', '')}".strip()
         return refused
 
@@ -350,12 +372,7 @@ class S3Store:
             parameters["IfNoneMatch"] = "*"
         if etag is not None:
             parameters["IfMatch"] = f'"{etag}"'
-        try:
-            answer = self._call("complete_multipart_upload", f"complete {key!r}", key, **parameters)
-        except PreconditionFailed as error:
-            if "IfNoneMatch" in parameters or etag is not None:
-                raise
-            raise Unavailable(str(error)) from error  # A 409 with a code of the server's own.
+        answer = self._call("complete_multipart_upload", f"complete {key!r}", key, **parameters)
         new = etag_of(answer)
         if looks or not new or not self.capabilities.complete_etag:
             there = self.head(key)
@@ -387,10 +404,14 @@ class S3Store:
                 if key.startswith(self._prefix + prefix):  # one server ignores the prefix
                     started_ns = int(upload["Initiated"].timestamp() * 1_000_000) * 1000
                     found.append(UploadRef(key[len(self._prefix) :], str(upload["UploadId"]), started_ns))
-            following = {"KeyMarker": answer.get("NextKeyMarker"), "UploadIdMarker": answer.get("NextUploadIdMarker")}
-            if not answer.get("IsTruncated") or not following["KeyMarker"] or following == markers:
+            next_markers = {
+                "KeyMarker": answer.get("NextKeyMarker"),
+                "UploadIdMarker": answer.get("NextUploadIdMarker"),
+            }
+            following = {name: marker for name, marker in next_markers.items() if marker}
+            if not answer.get("IsTruncated") or "KeyMarker" not in following or following == markers:
                 return found
-            markers = {name: value for name, value in following.items() if value}
+            markers = following
 
     def time_ns(self) -> int:
         """See `ObjectStore.time_ns`. Raises Unsupported where answers have no Date."""
@@ -422,7 +443,8 @@ class S3Store:
         try:
             answer: Answer = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
         except RAISED_BY_BOTO as error:
-            raise from_boto(what, error, signed=not self.access.config.unsigned) from error
+            failure = from_boto(what, error, signed=not self.access.config.unsigned)
+            raise (unconditional(failure) if _CONDITIONS.isdisjoint(parameters) else failure) from error
         if operation == "get_object":
             self.server = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", "")
         return answer
