@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import errno
 
+import msgspec
+
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be: for text that is not UTF-8, and for arrays in too
+many arrays, no DecodeError. What comes from a store or another process may raise each of them."""
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_BUSY = 75

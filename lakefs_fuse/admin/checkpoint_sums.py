@@ -321,7 +321,7 @@ def _safetensors(size: int) -> Reading[str]:
     try:
         ends = [entry["data_offsets"] for name, entry in json.loads(raw).items() if name != "__metadata__"]
         spans = sorted((int(start), int(end)) for start, end in ends)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return "its safetensors header cannot be read"
     at = 0
     for start, end in spans:

@@ -36,7 +36,7 @@ from lakefs_fuse.checkpoints.model import Listing, Seen, is_checkpoint, make_lis
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.errors import MALFORMED, DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import StoreClient, token_of
@@ -344,7 +344,7 @@ async def _shards(lake: LakeView, entry: Entry) -> set[str]:
     """The files that an index of shards names, in the format of Hugging Face."""
     try:
         document = msgspec.json.decode(await _read_small(lake, entry))
-    except (msgspec.DecodeError, RecursionError):
+    except MALFORMED:
         return set()
     shards = document.get("weight_map") if isinstance(document, dict) else None
     return {shard for shard in shards.values() if isinstance(shard, str)} if isinstance(shards, dict) else set()

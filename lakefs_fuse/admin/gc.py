@@ -65,7 +65,7 @@ from lakefs_fuse.commits.record import (
     is_of_version,
 )
 from lakefs_fuse.control.worker_protocol import GcArgs
-from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.errors import MALFORMED, DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.sorted_tables import marks_of
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.quantity import counted
@@ -525,7 +525,7 @@ async def read_gc_record(client: StoreClient) -> GcRecord:
         try:
             raw = bytes((await client.get(meta.key, 0, meta.size, etag=meta.etag)).data)
             record = msgspec.msgpack.decode(raw, type=GcRecord)
-        except (NotFound, PreconditionFailed, msgspec.DecodeError):
+        except (NotFound, PreconditionFailed, *MALFORMED):
             continue
         if record.format == FORMAT:
             return record

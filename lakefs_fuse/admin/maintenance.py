@@ -25,7 +25,7 @@ from lakefs_fuse.commits.index.index import Manifest, manifests
 from lakefs_fuse.commits.maintenance_lease import find_holder
 from lakefs_fuse.commits.record import COMMITS, TIME_NS_MAX
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import AccessDenied, NotFound, PreconditionFailed
+from lakefs_fuse.errors import MALFORMED, AccessDenied, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 
@@ -76,7 +76,7 @@ async def read_collection(client: StoreClient) -> CollectionRecord | None:
     try:
         fetched = await client.get(KEY, 0, RECORD_BYTES_MAX)
         record = msgspec.msgpack.decode(fetched.data, type=CollectionRecord)
-    except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
+    except (NotFound, *MALFORMED):
         return None
     is_possible = 0 <= record.time <= TIME_NS_MAX and 0 <= record.newest <= TIME_NS_MAX and record.took_s >= 0
     return record if record.format == FORMAT and is_possible else None

@@ -38,6 +38,7 @@ from lakefs_fuse.blockcache.presence_filter import PresenceFilter
 from lakefs_fuse.environment import local_disk
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.errors import MALFORMED
 from lakefs_fuse.metrics import CacheMetrics
 
 _log = logging.getLogger(__name__)
@@ -469,7 +470,7 @@ class CacheDirectory:
             usage = msgspec.json.decode(path.read_bytes(), type=_Usage)
         except FileNotFoundError:
             return
-        except msgspec.DecodeError:
+        except MALFORMED:
             path.unlink()
             return
         path.unlink()  # so that a crash from now on is seen as one

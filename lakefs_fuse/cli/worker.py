@@ -27,7 +27,7 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.interrupts import held_interrupts
 from lakefs_fuse.control.supervision import memory_file
 from lakefs_fuse.control.worker_protocol import Place
-from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
+from lakefs_fuse.errors import MALFORMED, ConfigError, LakeError, ReportedError
 from lakefs_fuse.quantity import counted
 
 OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
@@ -195,7 +195,7 @@ def _answers(stream: IO[bytes]) -> Iterator[protocol.Answer]:
     while (line := stream.readline(protocol.LINE_BYTES_MAX)).endswith(b"\n"):
         try:
             yield protocol.decode_answer(line)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise LakeError(
                 f"the worker sent an answer that makes no sense ({error}): run the command again"
             ) from error

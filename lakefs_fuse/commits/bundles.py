@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from lakefs_fuse.commits.record import COMMITS
-from lakefs_fuse.errors import AccessDenied, LakeError
+from lakefs_fuse.errors import MALFORMED, AccessDenied, LakeError
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
@@ -230,7 +230,7 @@ class BundleReader:
         try:
             raw = (await self._client.get(meta.key, 0, meta.size, etag=meta.etag)).data
             copies = _COPIES.decode(raw)
-        except (LakeError, msgspec.DecodeError) as error:
+        except (LakeError, *MALFORMED) as error:
             log.info("bundle %s is not read, its commits are: %s", meta.key, error)
             return
         for copy in copies:

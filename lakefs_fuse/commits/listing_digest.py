@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from lakefs_fuse.commits.record import COMMITS
-from lakefs_fuse.errors import AccessDenied, LakeError
+from lakefs_fuse.errors import MALFORMED, AccessDenied, LakeError
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 
@@ -149,7 +149,7 @@ class DigestStore:
         meta = name.meta
         try:
             digest = _DIGEST.decode((await self._client.get(meta.key, 0, meta.size, etag=meta.etag)).data)
-        except (LakeError, msgspec.DecodeError) as error:
+        except (LakeError, *MALFORMED) as error:
             log.info("digest %s is not read: %s", meta.key, error)
             return None
         return digest if len(digest.counts) == len(digest.sums) <= BUCKETS_MAX and digest.took_ns >= 0 else None

@@ -34,6 +34,7 @@ from msgspec.structs import replace
 from lakefs_fuse.commits.record import TIME_NS_MAX
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
+    MALFORMED,
     LakeError,
     LeaseHeld,
     NotCarriedOut,
@@ -219,7 +220,7 @@ async def _find(client: StoreClient) -> tuple[LeaseRecord, ObjectMeta] | None:
         return None
     try:
         record = msgspec.msgpack.decode(fetched.data, type=LeaseRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         record = None
     if record is None or not 0 <= record.valid_s <= VALID_S_MAX or not 0 <= record.taken_ns <= TIME_NS_MAX:
         record = LeaseRecord(id="", command="a command", host="unknown", process=0, taken_ns=fetched.meta.mtime_ns)

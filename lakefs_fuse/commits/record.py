@@ -23,7 +23,7 @@ from typing import TypeAlias, overload
 import msgspec
 import xxhash
 
-from lakefs_fuse.errors import DamagedCommit
+from lakefs_fuse.errors import MALFORMED, DamagedCommit
 from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, MTIME_NS_MAX, MTIME_NS_MIN, kept_ns
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
 from lakefs_fuse.store.protocol import Buffer
@@ -298,7 +298,7 @@ def newest_read(raw: Buffer) -> int:
     """The newest format that the program reads which wrote this record. Raises DamagedCommit."""
     try:
         return msgspec.msgpack.decode(raw, type=_Reads).reads
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise DamagedCommit(f"not a change record: {str(error)[:200]}") from error
 
 
@@ -309,7 +309,7 @@ def decode(raw: Buffer) -> Record:
         if record.format not in FORMATS:
             raise _other_format(record.format)
         check(record)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         _check_format(raw)
         raise DamagedCommit(f"not a change record: {str(error)[:200]}") from error
     return record
@@ -331,7 +331,7 @@ def _check_format(raw: Buffer) -> None:
     """Raise DamagedCommit that names the format where a record has another one."""
     try:
         found = msgspec.msgpack.decode(raw, type=_Format).format
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return
     if found not in FORMATS:
         raise _other_format(found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from lakefs_fuse.config import StoreConfig
-from lakefs_fuse.errors import EXIT_FAILURE, LakeError
+from lakefs_fuse.errors import EXIT_FAILURE, MALFORMED, LakeError
 from lakefs_fuse.metrics import Unfinished
 
 REQUEST_BYTES_MAX = 64 * 1024
@@ -244,7 +244,7 @@ def decode_request(line: bytes) -> Request:
     """Raises LakeError for anything that is not a request."""
     try:
         return _requests.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise LakeError(f"{UNKNOWN_REQUEST}: {error}") from error
 
 
@@ -252,7 +252,7 @@ def decode_reply(line: bytes) -> Reply:
     """Raises LakeError for anything that is not a reply."""
     try:
         return _replies.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise LakeError(f"the daemon's answer makes no sense ({error}); is it of another version?") from error
 
 

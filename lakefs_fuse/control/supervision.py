@@ -21,7 +21,7 @@ import msgspec
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.runtime import client_socket_paths, server_socket_path
-from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, MountError
+from lakefs_fuse.errors import EXIT_FAILURE, MALFORMED, ConfigError, MountError
 from lakefs_fuse.product import PROGRAM
 
 ANSWER_BYTES_MAX = 64 * 1024
@@ -58,7 +58,7 @@ def read_config(source: BinaryIO) -> MountConfig:
     """The configuration that a starter wrote, in JSON. Raises ConfigError."""
     try:
         return msgspec.json.decode(source.read(CONFIG_BYTES_MAX), type=MountConfig)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ConfigError(f"no usable configuration ({error}): use `lakefs-fuse mount`") from error
 
 

@@ -32,7 +32,7 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.supervision import memory_file
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import EXIT_FAILURE, CacheError, LakeError, first_error
+from lakefs_fuse.errors import EXIT_FAILURE, MALFORMED, CacheError, LakeError, first_error
 
 WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
 END_S_MAX = 5.0
@@ -178,7 +178,7 @@ class BackgroundWorker:
             for line in lines:
                 try:
                     answer = protocol.decode_answer(bytes(line))
-                except msgspec.DecodeError as error:
+                except MALFORMED as error:
                     raise LakeError(f"the worker of maintenance sent an answer that makes no sense: {error}") from error
                 if isinstance(answer, protocol.Finished | protocol.Failed):
                     answers.append(answer)

@@ -36,7 +36,7 @@ from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, Claim, mem
 from lakefs_fuse.daemon import sd_notify as notify
 from lakefs_fuse.daemon.logs import open_supervisor_log
 from lakefs_fuse.environment import failpoints
-from lakefs_fuse.errors import EXIT_FAILURE, LakeError
+from lakefs_fuse.errors import EXIT_FAILURE, MALFORMED, LakeError
 
 SHORT_LIFE_S = 60.0
 """A shorter life counts as one of a row of failures; a longer one ends the row."""
@@ -266,7 +266,7 @@ class Supervisor:
             return None
         try:
             return msgspec.json.decode(line.partition(b"\n")[0], type=Answer)
-        except msgspec.DecodeError:
+        except MALFORMED:
             return Answer("its answer makes no sense")
 
     def _announce(self, pid: int, *, is_first: bool) -> None:

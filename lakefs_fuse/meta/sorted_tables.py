@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
 
-from lakefs_fuse.errors import CacheError, DamagedCommit
+from lakefs_fuse.errors import MALFORMED, CacheError, DamagedCommit
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.changed_rows import KINDS, Folded, is_directory
 from lakefs_fuse.meta.database import Batch, Database, options
@@ -316,7 +316,7 @@ def table_of_removed(path: Path, first: bytes, last: bytes) -> Path:
     where that is not an array of keys of `KINDS`, sorted, from ``first`` to ``last``; CacheError."""
     try:
         keys = msgspec.msgpack.decode(path.read_bytes(), type=list[bytes])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise DamagedCommit(f"not an array of keys: {str(error)[:200]}") from error
     except OSError as error:
         raise CacheError(f"{path}: {error.strerror}") from error

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from lakefs_fuse import __version__
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.errors import MALFORMED, ConfigError, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.probe import PROBES, probe
@@ -163,7 +163,7 @@ def read_record(store: ObjectStore, clock: Clock) -> tuple[LakeRecord | None, st
         return None, ""
     try:
         record = msgspec.json.decode(bytes(fetched.data), type=LakeRecord)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise ConfigError(f"{KEY}, which says what this lake is, is damaged ({error}): bring it back") from error
     if record.format != FORMAT:
         raise ConfigError(

@@ -143,6 +143,7 @@ def test_the_header_of_safetensors_against_the_size() -> None:
         (whole[:8] + b"}" + whole[9:], "read"),
         (safetensors({"a": {"data_offsets": [0, 6]}, "b": {"data_offsets": [5, 10]}}, bytes(10)), "gap"),
         (safetensors([1], b""), "read"),
+        (safetensors({"a": {"data_offsets": [float("inf"), 2]}}, b""), "read"),
     ):
         found = run(safetensors_check(len(damaged)), damaged)
         assert found.verdict is Verdict.WRONG

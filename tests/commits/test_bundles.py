@@ -124,7 +124,7 @@ async def test_who_waits_for_others_waits_for_no_bundle(tmp_path: Path, monkeypa
         assert await two.names() == ["20"]
 
 
-@pytest.mark.parametrize("how", ["gone", "cut", "other bytes", "other ETags", "no record", "empty"])
+@pytest.mark.parametrize("how", ["gone", "cut", "other bytes", "other ETags", "no record", "empty", "no text", "deep"])
 async def test_bundle_that_is_wrong_costs_requests_only(tmp_path: Path, how: str) -> None:
     store = MemoryStore()
     async with two_lakes(store, tmp_path) as (one, two):
@@ -140,6 +140,8 @@ async def test_bundle_that_is_wrong_costs_requests_only(tmp_path: Path, how: str
                     [msgspec.structs.replace(each, body=bytes(len(each.body))) for each in copies]
                 ),
                 "empty": msgspec.msgpack.encode([]),
+                "no text": msgspec.msgpack.encode([["~", "", b""]]).replace(b"~", b"\xff"),
+                "deep": msgspec.msgpack.encode([["", "", b"", None]])[:-1] + b"\x91" * 5000,
             }
             if how == "gone":
                 store.hook = Failures(

@@ -164,7 +164,9 @@ def test_open_record_unknown_feature_to_write_is_named_and_keeps_from_writing() 
     assert (opened.unknown, asked.writes) == (("mirrored",), [])
 
 
-@pytest.mark.parametrize("damaged", [b"", b"{", b'{"format": 2, "id": "x"}', b"[]"])
+@pytest.mark.parametrize(
+    "damaged", [b"", b"{", b'{"format": 2, "id": "x"}', b"[]", b'{"format": 1, "id": "\xff"}', b'{"x":' + b"[" * 5000]
+)
 def test_open_record_damaged_or_newer_record_stops(damaged: bytes) -> None:
     asked = Asked(MemoryStore())
     asked.store.give(KEY, damaged)

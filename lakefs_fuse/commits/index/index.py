@@ -37,7 +37,7 @@ import xxhash
 from lakefs_fuse.commits.commit_log import fetch_undamaged
 from lakefs_fuse.commits.record import SIZE_MAX, TIME_NS_MAX
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
+from lakefs_fuse.errors import MALFORMED, CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.changed_rows import KINDS
 from lakefs_fuse.meta.database import Database
@@ -178,7 +178,7 @@ def decode(raw: bytes | Buffer, time: int) -> Manifest:
                 f"with {tables.ROWS}"
             )
         manifest = msgspec.msgpack.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise DamagedCommit(f"not a manifest: {str(error)[:200]}") from error
     _check(manifest, time)
     return manifest

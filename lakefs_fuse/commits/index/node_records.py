@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 
 import msgspec
 
-from lakefs_fuse.errors import NotFound
+from lakefs_fuse.errors import MALFORMED, NotFound
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -58,7 +58,7 @@ async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[
     async def read(meta: ObjectMeta) -> None:
         if meta.size > RECORD_BYTES_MAX:
             return
-        with suppress(NotFound, msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(NotFound, *MALFORMED):
             fetched = await client.get(meta.key, 0, RECORD_BYTES_MAX)
             record = msgspec.msgpack.decode(fetched.data, type=NodeRecord)
             if record.format == FORMAT:

@@ -34,7 +34,7 @@ from lakefs_fuse.commits.index.index import (
 )
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import ConfigError, DamagedCommit, LakeError, NotFound
+from lakefs_fuse.errors import MALFORMED, ConfigError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.object_table import Objects
@@ -89,7 +89,7 @@ async def fetch_manifest(client: StoreClient, name: str) -> Manifest:
     try:
         time = msgspec.msgpack.decode(fetched.data, type=dict[str, object]).get("time")
         manifest = decode(fetched.data, time if isinstance(time, int) else -1)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise DamagedCommit(f"{key}: not a manifest: {str(error)[:200]}: {lost}") from error
     except DamagedCommit as error:
         raise DamagedCommit(f"{key}: {error}: {lost}") from error
@@ -279,7 +279,7 @@ class KeptObjects:
             return None
         try:
             keys = msgspec.msgpack.decode(fetched.data, type=list[str])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             name = key.removeprefix(SNAPSHOTS).partition("/")[0]
             why = f"{key} cannot be read, so nobody knows what it keeps"
             raise DamagedCommit(f"{why}: {removal_of(name)} deletes it") from error

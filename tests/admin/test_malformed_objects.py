@@ -1,0 +1,71 @@
+"""Objects of this program in the store, with bytes that any client may have put there: each reader leaves them out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from lakefs_fuse.admin import gc, maintenance
+from lakefs_fuse.commits import listing_digest, maintenance_lease
+from lakefs_fuse.commits.index import node_records, snapshots
+from lakefs_fuse.errors import DamagedCommit
+from lakefs_fuse.store.client import StoreClient
+from tests.fakes import store_client
+from tests.memory_store import MemoryStore
+from tests.vfs.lakes import Clock
+
+DEEP = b"\x91" * 5000
+"""Arrays in arrays, cut off: more than any reader follows."""
+NO_TEXT = b"\xa1\xff"
+TEXT = b"\xa1~"
+
+Reader = Callable[[StoreClient], Awaitable[object]]
+DIGEST = listing_digest.digest_key(5, "0000000a", 4, 3)
+
+
+async def read_digest(client: StoreClient) -> object:
+    name = listing_digest.parse_digest(await client.head(DIGEST))
+    assert name is not None
+    return await listing_digest.DigestStore(client, "0000000b", is_read_only=True).read(name)
+
+
+async def find_holder(client: StoreClient) -> object:
+    return (await maintenance_lease.find_holder(client, Clock())).partition(" ")[0]
+
+
+READERS: dict[str, tuple[str, Reader, object]] = {
+    "gc": (f"{gc.RECORDS}{5:016x}", gc.read_gc_record, gc.GcRecord()),
+    "maintenance": (maintenance.KEY, maintenance.read_collection, None),
+    "lease": (maintenance_lease.KEY, find_holder, "a"),
+    "node": (node_records.key_of("s", "n"), lambda client: node_records.read_records(client, "s", 0), []),
+    "digest": (DIGEST, read_digest, None),
+}
+
+
+RAW = {
+    "nothing": b"",
+    "another type": msgspec.msgpack.encode(7),
+    "deep": msgspec.msgpack.encode({"unknown": None})[:-1] + DEEP,
+    "deep list": msgspec.msgpack.encode([1, [2], [3], None])[:-1] + DEEP,
+    "no text": msgspec.msgpack.encode(
+        {"dead": {"~": 1}, "id": "~", "command": "~", "node": "~", "mountpoint": "~"}
+    ).replace(TEXT, NO_TEXT),
+}
+
+
+@pytest.mark.parametrize("raw", RAW.values(), ids=RAW)
+@pytest.mark.parametrize(("key", "read", "expected"), READERS.values(), ids=READERS)
+async def test_object_that_is_malformed_is_left_out(raw: bytes, key: str, read: Reader, expected: object) -> None:
+    store = MemoryStore()
+    store.give(key, raw)
+    assert await read(store_client(store, store.capabilities)) == expected
+
+
+@pytest.mark.parametrize("raw", RAW.values(), ids=RAW)
+async def test_snapshot_whose_manifest_is_malformed_is_damaged(raw: bytes) -> None:
+    store = MemoryStore()
+    store.give(f"{snapshots.SNAPSHOTS}s/{snapshots.MANIFEST}", raw)
+    with pytest.raises(DamagedCommit, match="restore it"):
+        await snapshots.fetch_manifest(store_client(store, store.capabilities), "s")
