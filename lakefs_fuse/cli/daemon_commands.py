@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import TypeAlias
 
 import click
 
@@ -22,6 +22,8 @@ from lakefs_fuse.product import XATTR_VERSION
 from lakefs_fuse.quantity import counted
 
 ID_CHARACTERS = 32
+Resolutions: TypeAlias = "dict[str, protocol.FinishOrphan | protocol.AbortOrphan]"
+"""What is to become of orphans, by id."""
 
 
 @click.command("clone", cls=GroupedCommand, context_settings=SETTINGS)
@@ -169,28 +171,34 @@ def orphans(
             else:
                 _print_orphans(found)
             return
-        requests: dict[str, protocol.Request] = {id: protocol.FinishOrphan(id, incomplete) for id in finish_ids}
+        requests: Resolutions = {id: protocol.FinishOrphan(id, incomplete) for id in finish_ids}
         requests |= {id: protocol.AbortOrphan(id) for id in abort_ids}
         failures = _resolve(client, requests)
     if as_json:
         done = {"finished": finish_ids, "aborted": abort_ids}
         print_json({key: [id for id in ids if id not in failures] for key, ids in done.items()} | {"failed": failures})
     if failures:
-        raise LakeError("\n".join(failures.values()))
+        raise LakeError("\n".join(dict.fromkeys(failures.values())))
 
 
 def _orphans(client: ControlClient) -> list[Unfinished]:
     return [file for file in client.unfinished().files if file.state == "orphan"]
 
 
-def _resolve(client: ControlClient, requests: Mapping[str, protocol.Request]) -> dict[str, str]:
-    """Send every request, also after one failed; the failures by id, one line each."""
-    failures = {}
+def _resolve(client: ControlClient, requests: Resolutions) -> dict[str, str]:
+    """Send every request, also after one failed, until the daemon answers no more; the failures by id, one line each."""
+    failures, broken = {}, ""
     for id, request in requests.items():
-        try:
-            client.call(request)
-        except LakeError as error:
-            failures[id] = str(error)
+        if not broken:
+            try:
+                *_, reply = client.follow(request)
+            except LakeError as error:
+                broken = str(error)
+            else:
+                if isinstance(reply, protocol.Failed):
+                    failures[id] = reply.message
+        if broken:
+            failures[id] = broken
     return failures
 
 

@@ -1,6 +1,7 @@
 """The client of the control socket: blocking calls, with a bound on the time in which the daemon is silent.
 
-Called from one thread. A connection holds no state; closing it during a request harms nothing.
+Called from one thread. A connection holds no state; closing it during a request harms nothing. One on which the daemon
+was silent for too long is closed: its late answer would be taken for that of the next request.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class ControlClient:
         | protocol.WaitEnd
         | protocol.Refresh
         | protocol.Clone
+        | protocol.FinishOrphan
+        | protocol.AbortOrphan
         | protocol.WaitPath
         | protocol.CacheRequest,
     ) -> Iterator[protocol.Reply]:
@@ -139,6 +142,7 @@ class ControlClient:
         return protocol.decode_reply(line)
 
     def _hangs(self) -> LakeError:
+        self._socket.close()
         return LakeError(
             f"the daemon of {self._mountpoint} (pid {self.pid}) has not answered for {self._silence_s_max:g} s: "
             f"see its log; `lakefs-fuse umount --lazy {self._mountpoint}` detaches the mount"

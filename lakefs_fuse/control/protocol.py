@@ -1,8 +1,8 @@
 """Messages of the control socket: one JSON object per line, in both directions.
 
-A connection carries requests one after another. `MakeDurable`, `Refresh`, `Clone`, `WaitPath`, `WaitEnd` and
-`CacheRequest` are answered by any number of `Progress` lines and then one other; every other request by one line. A
-`CacheRequest` is about the paths that `SelectPaths` named before on the connection. *Bounded lines*: both sides bound
+A connection carries requests one after another. `MakeDurable`, `FinishOrphan`, `AbortOrphan`, `Refresh`, `Clone`,
+`WaitPath`, `WaitEnd` and `CacheRequest` are answered by any number of `Progress` lines and then one other; every other
+request by one line. A `CacheRequest` is about the paths that `SelectPaths` named before on the connection. *Bounded lines*: both sides bound
 their length. Both ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
 """
 
@@ -40,14 +40,15 @@ class MakeDurable(msgspec.Struct, frozen=True, tag="make_durable"):
 
 
 class FinishOrphan(msgspec.Struct, frozen=True, tag="finish_orphan"):
-    """Publish an orphan; with ``incomplete`` also one with failed writes."""
+    """Publish an orphan; with ``incomplete`` also one with failed writes. `Progress` without numbers, then `Done` or
+    `Failed`. A client that disconnects ends it, and the orphan stays."""
 
     id: str
     incomplete: bool = False
 
 
 class AbortOrphan(msgspec.Struct, frozen=True, tag="abort_orphan"):
-    """Delete an orphan, its bytes and its upload."""
+    """Delete an orphan, its bytes and its upload. Answered as `FinishOrphan`."""
 
     id: str
 

@@ -213,6 +213,8 @@ class ControlServer:
                 await self._refresh(stream, request)
             case protocol.Clone():
                 await self._clone(stream, request)
+            case protocol.FinishOrphan() | protocol.AbortOrphan():
+                await self._resolve_orphan(stream, request)
             case protocol.WaitPath():
                 await self._wait_path(stream, request)
             case _:
@@ -240,10 +242,6 @@ class ControlServer:
             case protocol.ListUnfinished():
                 files = self._fs.unfinished()
                 return protocol.UnfinishedFiles(wire_files(files), len(files))
-            case protocol.FinishOrphan(id, incomplete):
-                await self._fs.finish_orphan(id, incomplete=incomplete)
-            case protocol.AbortOrphan(id):
-                await self._fs.abort_orphan(id)
             case protocol.StopWarming():
                 return protocol.Statistics({"stopped": self._fs.residency.stop()})
             case protocol.ReadAhead(paths):
@@ -335,6 +333,21 @@ class ControlServer:
 
         async def work() -> protocol.Reply:
             await self._fs.clone(request.source.strip("/"), request.target.strip("/"), force=request.force)
+            return protocol.Done()
+
+        await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))
+
+    async def _resolve_orphan(
+        self, stream: trio.SocketStream, request: protocol.FinishOrphan | protocol.AbortOrphan
+    ) -> None:
+        """A client that disconnects cancels it, and the orphan stays."""
+
+        async def work() -> protocol.Reply:
+            match request:
+                case protocol.FinishOrphan(id, incomplete):
+                    await self._fs.finish_orphan(id, incomplete=incomplete)
+                case protocol.AbortOrphan(id):
+                    await self._fs.abort_orphan(id)
             return protocol.Done()
 
         await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))

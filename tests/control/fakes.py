@@ -98,6 +98,8 @@ class FakeFilesystem:
     waited: list[str] = field(default_factory=list)
     """Paths that are waited for."""
     residency: FakeCache = field(default_factory=FakeCache)
+    store_is_away: trio.Event | None = None
+    """Orphans are finished and aborted after it was set."""
 
     def statistics(self) -> dict[str, object]:
         if self.explode:
@@ -137,11 +139,11 @@ class FakeFilesystem:
                     self.files.remove(file)
 
     async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None:
-        self._take_orphan(id)
+        await self._take_orphan(id)
         self.finished.append(id)
 
     async def abort_orphan(self, id: str) -> None:
-        self._take_orphan(id)
+        await self._take_orphan(id)
         self.aborted.append(id)
 
     async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]:
@@ -167,7 +169,9 @@ class FakeFilesystem:
                 self.waited.remove(path)
         raise FileError(errno.ETIMEDOUT, f"after {timeout_s:g} s it does not exist")
 
-    def _take_orphan(self, id: str) -> None:
+    async def _take_orphan(self, id: str) -> None:
+        if self.store_is_away is not None:
+            await self.store_is_away.wait()
         for file in self.files:
             if file.id == id and file.state == "orphan":
                 self.files.remove(file)

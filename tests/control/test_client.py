@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,10 @@ def test_calls_and_progress(runtime_dir: Path) -> None:
             *progress, last = client.follow(protocol.MakeDurable())
             assert progress
             assert last == protocol.Done()
-            with pytest.raises(LakeError, match="no orphan 5"):
-                client.call(protocol.FinishOrphan("5"))
-            client.call(protocol.FinishOrphan("2"))
+            *_, failed = client.follow(protocol.FinishOrphan("5"))
+            assert failed == protocol.Failed(message="no orphan 5")
+            *_, last = client.follow(protocol.FinishOrphan("2"))
+            assert last == protocol.Done()
             assert client.unfinished().count == 0
             assert client.statistics()["dirty"] == {"files": 0, "bytes": 0}
 
@@ -58,6 +60,17 @@ def test_a_daemon_that_hangs_is_named_after_a_bound() -> None:
     with theirs, ControlClient(ours, "/mnt/lake", silence_s_max=0.05) as client:
         with pytest.raises(LakeError, match=r"/mnt/lake .* has not answered for 0.05 s.*umount --lazy"):
             client.hello()
+
+
+def test_call_after_a_silence_gets_no_late_answer() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, ControlClient(ours, "/mnt/lake", silence_s_max=0.05) as client:
+        with pytest.raises(LakeError, match="has not answered"):
+            client.call(protocol.Unmount())
+        with suppress(BrokenPipeError):
+            theirs.sendall(protocol.encode(protocol.Done()))
+        with pytest.raises(LakeError, match="/mnt/lake"):
+            client.call(protocol.StopWarming())
 
 
 def test_a_daemon_that_dies_in_mid_answer_is_an_error() -> None:

@@ -93,8 +93,9 @@ async def test_one_connection_carries_many_requests(socket_path: Path) -> None:
         hello = await ask(stream, protocol.Ping())
         assert isinstance(hello, protocol.Hello)
         assert hello.pid == os.getpid()
-        assert await ask(stream, protocol.FinishOrphan("7")) == protocol.Done()
-        assert await ask(stream, protocol.AbortOrphan("8")) == protocol.Done()
+        for request in (protocol.FinishOrphan("7"), protocol.AbortOrphan("8")):
+            *_, reply = await follow(stream, request)
+            assert reply == protocol.Done()
         assert await ask(stream, protocol.ListUnfinished()) == protocol.UnfinishedFiles((), 0)
     assert (fs.finished, fs.aborted) == (["7"], ["8"])
 
@@ -185,7 +186,27 @@ async def test_a_bug_in_the_filesystem_is_an_answer_not_an_end(
 
 async def test_an_unknown_orphan_is_an_error_with_its_message(socket_path: Path) -> None:
     async with talking_to(make_server(FakeFilesystem()), socket_path) as stream:
-        assert await ask(stream, protocol.AbortOrphan("9")) == protocol.Failed(message="no orphan 9")
+        *_, reply = await follow(stream, protocol.AbortOrphan("9"))
+    assert reply == protocol.Failed(message="no orphan 9")
+
+
+@pytest.mark.parametrize("request_type", [protocol.FinishOrphan, protocol.AbortOrphan])
+async def test_orphan_that_takes_long_sends_progress_up_to_the_end(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch, request_type: type[protocol.FinishOrphan]
+) -> None:
+    """An upload may take longer than a client waits for a line."""
+    monkeypatch.setattr(server_module, "PROGRESS_INTERVAL_S", 0.01)
+    fs = FakeFilesystem([FakeFile("7", "x", state="orphan")], store_is_away=trio.Event())
+    async with talking_to(make_server(fs), socket_path) as stream:
+        await stream.send_all(protocol.encode(request_type("7")))
+        for _ in range(3):
+            assert protocol.decode_reply(await read_line(stream)) == protocol.NOTHING
+        assert fs.store_is_away is not None
+        fs.store_is_away.set()
+        while (reply := protocol.decode_reply(await read_line(stream))) == protocol.NOTHING:
+            pass
+    assert reply == protocol.Done()
+    assert fs.finished + fs.aborted == ["7"]
 
 
 async def test_more_clients_than_there_are_places_are_refused(
