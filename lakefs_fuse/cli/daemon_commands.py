@@ -162,10 +162,10 @@ def orphans(
         raise click.UsageError("finish or abort each orphan, not both; --all excludes --finish and --abort")
     with open_daemon(mountpoint) as client:
         if all_of_them:
-            ids = tuple(file.id for file in _orphans(client))
+            ids = tuple(file.id for file in client.orphans())
             finish_ids, abort_ids = (ids, ()) if all_of_them == "finish" else ((), ids)
         elif not finish_ids and not abort_ids:
-            found = _orphans(client)
+            found = client.orphans()
             if as_json:
                 print_json({"orphans": found})
             else:
@@ -181,12 +181,8 @@ def orphans(
         raise LakeError("\n".join(dict.fromkeys(failures.values())))
 
 
-def _orphans(client: ControlClient) -> list[Unfinished]:
-    return [file for file in client.unfinished().files if file.state == "orphan"]
-
-
 def _resolve(client: ControlClient, requests: Resolutions) -> dict[str, str]:
-    """Send every request, also after one failed, until the daemon answers no more; the failures by id, one line each."""
+    """Send every request, also after one failed, as long as the daemon answers; the failures by id, one line each."""
     failures, broken = {}, ""
     for id, request in requests.items():
         if not broken:

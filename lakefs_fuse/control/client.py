@@ -17,6 +17,7 @@ from typing import TypeVar
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.runtime import client_socket_paths
 from lakefs_fuse.errors import LakeError
+from lakefs_fuse.metrics import Unfinished
 
 CONNECT_S_MAX = 5.0
 SILENCE_S_MAX = 30.0
@@ -67,6 +68,14 @@ class ControlClient:
     def unfinished(self) -> protocol.UnfinishedFiles:
         """Files whose bytes are not all in the store."""
         return _expect(protocol.UnfinishedFiles, self.call(protocol.ListUnfinished()))
+
+    def orphans(self) -> list[Unfinished]:
+        """Files that are kept until they are finished or aborted, oldest first; all of them."""
+        found, count = list[Unfinished](), 1
+        while len(found) < count:
+            listed = _expect(protocol.UnfinishedFiles, self.call(protocol.ListUnfinished(True, len(found))))
+            found, count = found + list(listed.files), listed.count if listed.files else 0
+        return found
 
     def hello(self) -> protocol.Hello:
         """The identity and stage of the daemon."""

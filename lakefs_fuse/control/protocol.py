@@ -2,8 +2,9 @@
 
 A connection carries requests one after another. `MakeDurable`, `FinishOrphan`, `AbortOrphan`, `Refresh`, `Clone`,
 `WaitPath`, `WaitEnd` and `CacheRequest` are answered by any number of `Progress` lines and then one other; every other
-request by one line. A `CacheRequest` is about the paths that `SelectPaths` named before on the connection. *Bounded lines*: both sides bound
-their length. Both ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
+request by one line. A `CacheRequest` is about the paths that `SelectPaths` named before on the connection. *Bounded
+lines*: both sides bound their length. Both ends belong to one installation, so no version is negotiated; `Hello` has
+the version for users.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 class ListUnfinished(msgspec.Struct, frozen=True, tag="unfinished"):
-    """Asks for `UnfinishedFiles`."""
+    """Asks for `UnfinishedFiles`; with ``orphans`` for those that are orphans, without the first ``skip``."""
+
+    orphans: bool = False
+    skip: int = 0
 
 
 class MakeDurable(msgspec.Struct, frozen=True, tag="make_durable"):
@@ -195,7 +199,7 @@ class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
 
 
 class UnfinishedFiles(msgspec.Struct, frozen=True, tag="files"):
-    """At most FILES_MAX files of ``count``."""
+    """At most FILES_MAX files of ``count``, oldest first."""
 
     files: tuple[Unfinished, ...]
     count: int

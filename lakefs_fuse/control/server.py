@@ -239,9 +239,9 @@ class ControlServer:
             case protocol.GetStore():
                 config = self._config
                 return protocol.StoreOf(config.store, find_root=config.immutable, dataset=config.dataset)
-            case protocol.ListUnfinished():
-                files = self._fs.unfinished()
-                return protocol.UnfinishedFiles(wire_files(files), len(files))
+            case protocol.ListUnfinished(orphans, skip):
+                files = [file for file in self._fs.unfinished() if file.state == "orphan" or not orphans]
+                return protocol.UnfinishedFiles(wire_files(files[max(0, skip) :]), len(files))
             case protocol.StopWarming():
                 return protocol.Statistics({"stopped": self._fs.residency.stop()})
             case protocol.ReadAhead(paths):

@@ -62,6 +62,19 @@ def test_a_daemon_that_hangs_is_named_after_a_bound() -> None:
             client.hello()
 
 
+def test_orphans_behind_many_dirty_files_are_all_listed(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "FILES_MAX", 2)
+    orphans = [FakeFile(f"o{number}", "b", state="orphan") for number in range(5)]
+    fs = FakeFilesystem([*(FakeFile(f"d{number}", "a") for number in range(3)), *orphans])
+    with serving_in_thread(fs, runtime.server_socket_path("/mnt/lake")):
+        client = connect("/mnt/lake")
+        assert client is not None
+        with client:
+            assert [file.id for file in client.orphans()] == ["o0", "o1", "o2", "o3", "o4"]
+            fs.files.clear()
+            assert client.orphans() == []
+
+
 def test_call_after_a_silence_gets_no_late_answer() -> None:
     ours, theirs = socket.socketpair()
     with theirs, ControlClient(ours, "/mnt/lake", silence_s_max=0.05) as client:
