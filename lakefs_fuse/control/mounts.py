@@ -48,7 +48,8 @@ def _unescape(field: str) -> str:
 def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
     """All mounts of this namespace, in the order they were made."""
     mounts = []
-    for line in path.read_bytes().splitlines():
+    # Of the bytes that end a line elsewhere the kernel escapes the newline alone: a mountpoint may have a CR.
+    for line in path.read_bytes().removesuffix(b"\n").split(b"\n"):
         fields = os.fsdecode(line).split(" ")
         separator = fields.index("-", 6)
         fstype, source = fields[separator + 1 : separator + 3]

@@ -220,8 +220,10 @@ def test_mountinfo_as_the_kernel_writes_it(tmp_path: Path) -> None:
         ROOT_MOUNT
         + "30 22 0:40 / /mnt/my\\040lake rw,nosuid shared:5 master:2 - fuse.lakefs s3://b/ rw,user_id=1000,group_id=5\n"
         + "31 22 0:41 / /mnt rw - tmpfs tmpfs rw\n"
+        + "32 22 0:42 / /tmp/a\rb\x0c rw - tmpfs tmpfs rw\n",  # not escaped
+        newline="",
     )
-    assert [mount.mountpoint for mount in read_mounts(path)] == ["/", "/mnt/my lake", "/mnt"]
+    assert [mount.mountpoint for mount in read_mounts(path)] == ["/", "/mnt/my lake", "/mnt", "/tmp/a\rb\x0c"]
     lake = mount_at("/mnt/my lake", path)
     assert lake is not None
     assert (lake.fstype, lake.source, lake.owner, lake.is_fuse) == ("fuse.lakefs", "s3://b/", 1000, True)
