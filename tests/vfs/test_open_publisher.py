@@ -101,6 +101,27 @@ async def test_file_with_a_hole_waits_for_its_close(tmp_path: Path, how: str) ->
         assert len(store.data("a.log")) == 103
 
 
+@pytest.mark.parametrize("how", ["write", "truncate"])
+async def test_file_that_was_emptied_and_has_a_hole_waits_for_its_close(tmp_path: Path, how: str) -> None:
+    """As of a log that is copied and truncated, whose writer goes on at its old offset."""
+    store = MemoryStore()
+    async with publishing(store, tmp_path) as m:
+        handle = await m.create("a.log")
+        await m.fs.write(handle, 0, b"x" * 100)
+        await until(lambda: stored(store, "a.log") == b"x" * 100)
+        inode = m.fs.handle(handle).file.entry.inode
+        await m.fs.setattr(inode, AttributeChange(size=0), handle)
+        if how == "write":
+            await m.fs.write(handle, 50, b"y" * 10)
+        else:
+            await m.fs.setattr(inode, AttributeChange(size=60), handle)
+        await trio.sleep(3 * EVERY_S)
+        assert store.data("a.log") in (b"x" * 100, b""), "the hole is not published"
+        await m.fs.write(handle, 0, b"z" * 60)
+        await until(lambda: stored(store, "a.log") == b"z" * 60)
+        await m.close(handle)
+
+
 async def test_appending_to_an_older_file_publishes_it_with_what_it_had(tmp_path: Path) -> None:
     store = MemoryStore()
     store.give("a.log", b"old\n")

@@ -84,6 +84,8 @@ class OpenFile:
     """Another node changed the mtime, which the kernel ignores for this inode: the file gets a new one when closed."""
     described: tuple[Entry, dict[str, str], dict[str, str]] | None = None
     """The entry that `describe` was asked for last, and its answers: with the mtime, and as it is fixed before that."""
+    prefix_bytes: int | None = None
+    """Bytes from the start of the file without a hole, where it is to be published while it is open."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock | None = None
     """Made, and held, by the one who makes the copy that the next version begins with."""
@@ -120,6 +122,16 @@ class OpenFile:
     def is_being_unlinked(self) -> bool:
         """Whether its name goes is not decided yet: who removes it holds ``publishing``."""
         return self.unlinked and self.publishing.locked()
+
+    def count_written(self, offset: int, length: int) -> None:
+        """Bytes were written: they belong to the prefix if they follow it."""
+        if self.prefix_bytes is not None and offset <= self.prefix_bytes:
+            self.prefix_bytes = max(self.prefix_bytes, offset + length)
+
+    def count_truncated(self, size: int) -> None:
+        """The file was made shorter or longer: what it got beyond its prefix is a hole."""
+        if self.prefix_bytes is not None:
+            self.prefix_bytes = min(self.prefix_bytes, size)
 
     def unlink(self) -> None:
         """Its name is gone, or is about to be removed."""

@@ -138,7 +138,7 @@ class Handles:
         if kills_privileges:
             await self._attributes.kill_privileges(file.current)
         await self._io.write(file, offset, data)
-        self._open_publisher.written(file, offset, len(data))
+        file.count_written(offset, len(data))
         file.written(self._clock.wall_ns())
         return len(data)
 
@@ -155,7 +155,7 @@ class Handles:
             await self._io.release(read, writer=False)
         if not copied:
             raise FileError(errno.EOPNOTSUPP)
-        self._open_publisher.written(file, target_offset, copied)
+        file.count_written(target_offset, copied)
         file.written(self._clock.wall_ns())
         return copied
 

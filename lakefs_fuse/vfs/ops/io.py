@@ -193,6 +193,7 @@ class FileIO:
                     await self._publisher.begin_next(file, file.draft)
             try:
                 await self._drafts.draft(file, is_emptied=size == 0).truncate(size)
+                file.count_truncated(size)
                 return
             except DraftEnded:
                 await self._wait_published(file)

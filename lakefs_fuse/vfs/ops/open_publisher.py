@@ -29,29 +29,21 @@ class OpenFilePublisher:
 
     def __init__(self, rules: Rules, publish: Callable[[OpenFile], Awaitable[None]], nursery: trio.Nursery) -> None:
         self._rules, self._publish, self._nursery = rules, publish, nursery
-        self._prefix: dict[int, int] = {}
-        """Bytes from the start of the file without a hole, by the id of the open file."""
 
     def watch(self, file: OpenFile) -> bool:
         """Begin to publish a file that was opened for writing; False where that is not asked for."""
         interval_s = self._rules.publish_s(file.key) if self._rules.publishes_open_files else 0.0
-        if interval_s > 0 and id(file) not in self._prefix:
-            self._prefix[id(file)] = file.current.size
+        if interval_s > 0 and file.prefix_bytes is None:
+            file.prefix_bytes = file.current.size
             self._nursery.start_soon(self._run, file, interval_s)
         return interval_s > 0
-
-    def written(self, file: OpenFile, offset: int, length: int) -> None:
-        """Bytes of the file were written."""
-        prefix = self._prefix.get(id(file))
-        if prefix is not None and offset <= prefix:
-            self._prefix[id(file)] = max(prefix, offset + length)
 
     async def _run(self, file: OpenFile, interval_s: float) -> None:
         is_failing = False
         try:
             while file.writers:
                 await trio.sleep(interval_s)
-                has_hole = file.current.size > self._prefix[id(file)]
+                has_hole = file.current.size > (file.prefix_bytes or 0)
                 if file.writers == 0 or file.draft is None or file.unlinked or has_hole:
                     continue
                 try:
@@ -62,4 +54,4 @@ class OpenFilePublisher:
                         log.warning("%s is not stored while it is being written: %s", file.key, error)
                     is_failing = True
         finally:
-            del self._prefix[id(file)]
+            file.prefix_bytes = None
