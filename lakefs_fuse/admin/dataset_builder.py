@@ -4,7 +4,7 @@ What always holds:
 
 * *nothing to replace*: see `commits.index.datasets`. Packs and hidden objects are named as they are; of every other
   object the store makes a copy below `.lakefs/objects/`, which belongs to versions of this dataset alone. What the
-  version before has a copy of is not copied again;
+  version before has a copy of at the same path is not copied again;
 * *one moment*: the rows are those of one view of the lake. Where an object was replaced before it was copied, the
   directory is listed again, and what is known by then is copied no second time;
 * *kept from the first copy on*: the list of objects to keep is stored before anything is copied, well within the time
