@@ -153,7 +153,8 @@ def orphans(
     incomplete: bool,
     as_json: bool,
 ) -> None:
-    """List, finish or abort orphans: files that were being written when a daemon died, or whose writes failed.
+    """List, finish or abort orphans: files that were being written when a daemon died, whose writes failed, or of
+    which another client has the name; and checkpoints whose writer was killed.
 
     Without options it lists them, with the ids that --finish and --abort take.
     """

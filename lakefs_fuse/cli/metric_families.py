@@ -80,7 +80,7 @@ FAMILIES = (
     Family("gauge", "dirty_files", "dirty.files", "Files that are not in the store yet"),
     Family("gauge", "dirty_bytes", "dirty.bytes", "Size of these files"),
     Family("gauge", "dirty_failed_files", "dirty.failed", "Of these files, those with an error"),
-    Family("gauge", "orphans", "dirty.orphans", "Files that a daemon that died left unfinished"),
+    Family("gauge", "orphans", "dirty.orphans", "Files that were left unfinished, as `lakefs-fuse orphans` lists them"),
     Family("gauge", "writeback_files", "writeback.files", "Closed files that wait for their upload"),
     Family("gauge", "writeback_bytes", "writeback.bytes", "Size of these files"),
     Family("gauge", "writeback_oldest_seconds", "writeback.oldest_s", "Age of the oldest of these files"),

@@ -60,8 +60,7 @@ def _backlog(values: Values) -> Iterator[CheckResult]:
     if orphans:
         yield warning(
             "mount.orphans",
-            f"{counted(orphans, 'file was', 'files were')} left unfinished by a daemon that died: `lakefs-fuse "
-            "orphans` lists what is left",
+            f"{counted(orphans, 'file was', 'files were')} left unfinished: `lakefs-fuse orphans` lists them, and why",
             orphans=int(orphans),
         )
 

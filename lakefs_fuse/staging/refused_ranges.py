@@ -15,6 +15,8 @@ from lakefs_fuse.errors import FileError, LakeError
 RANGES_MAX = 256
 """A journal record of this many ranges is about 4 KiB."""
 RANGES_SHOWN_MAX = 4
+KILLED = errno.EOWNERDEAD
+"""Of a range that nobody tried to write: the writer was killed before it closed the file. No program waits for that."""
 UNKNOWN = "the disk was too full to journal which bytes"
 
 
@@ -74,6 +76,8 @@ class RefusedRanges:
 
     def describe(self) -> str:
         """What is missing, in one line."""
+        if self.errno == KILLED:
+            return self.why
         shown = ", ".join(f"{start} to {end}" for start, end in self.ranges[:RANGES_SHOWN_MAX])
         more = len(self.ranges) - RANGES_SHOWN_MAX
         return f"bytes {shown}{f' and {more} more ranges' if more > 0 else ''} were refused ({self.why})"
@@ -81,7 +85,8 @@ class RefusedRanges:
     def check(self, path: str) -> None:
         """Raises FileError, with the errno of the first write, while there are any."""
         if self.ranges:
+            remedy = "save it" if self.errno == KILLED else "write them"
             raise FileError(
                 self.errno or errno.EIO,
-                f"{path} is not stored: {self.describe()}; write them again, truncate or remove the file",
+                f"{path} is not stored: {self.describe()}; {remedy} again, truncate or remove the file",
             )

@@ -11,6 +11,7 @@ import errno
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
+from lakefs_fuse.staging.refused_ranges import KILLED
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
@@ -65,6 +66,8 @@ class Durability:
         below = path.strip("/")
         failed = await self._publish_below(below)
         for record in self._recovery.incomplete_below(below):
+            if record.refused_errno == KILLED:
+                continue
             message = f"{path_of(record)} is an orphan of which writes failed: see `lakefs-fuse orphans`"
             failed = failed or FileError(record.refused_errno, message)
         if not isinstance(failed, Unavailable):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -328,3 +329,67 @@ async def test_writeback_change_refused_before_its_copy_began_is_told_at_close(t
         await stored(m)
         assert store.data("f") == b"LATER" + expected[5:]
         await m.fs.make_durable()
+
+
+async def write_until_killed(m: Lake, path: str, data: bytes, *, flags: int = os.O_TRUNC) -> None:
+    """As a program that a signal ends while it writes: the kernel closes its descriptor."""
+    new = path not in await m.names()
+    handle = await (m.create(path) if new else m.open(path, os.O_RDWR | flags))
+    await m.fs.write(handle, 0, data)
+    with suppress(FileError):
+        await m.fs.flush(handle, None, lambda: signal.SIGKILL)
+    await m.fs.release(handle)
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("name", ["last.pt", "last.safetensors.tmp"])
+async def test_checkpoint_whose_writer_is_killed_is_not_stored(tmp_path: Path, durability: str, name: str) -> None:
+    store, old = MemoryStore(), noise("old", SIZE)
+    async with lake(store, tmp_path / "cache", durability=durability) as m:
+        await write_until_killed(m, name, noise("torn", SIZE // 2))
+        await until(lambda: orphans(m))
+        assert await m.names() == []
+        await m.write(name, old)
+        await until(lambda: not orphans(m))
+        for torn in (b"", noise("torn", SIZE // 2)):
+            await write_until_killed(m, name, torn)
+            await until(lambda: len(orphans(m)) == 1)
+            assert await m.read(name) == old
+        await m.fs.make_durable()
+        assert await m.read(name) == old
+    async with lake(store, tmp_path / "fresh") as m:
+        assert await m.tree() == {name: old}
+    async with lake(store, tmp_path / "cache", durability=durability) as m:
+        (orphan,) = orphans(m)
+        assert "killed by signal 9" in orphan.error
+        assert await m.tree() == {name: old}
+
+
+async def test_what_a_killed_program_wrote_of_a_log_is_stored(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path / "cache") as m:
+        await write_until_killed(m, "run.log", b"first line\n")
+        assert await m.read("run.log") == b"first line\n"
+
+
+async def test_checkpoint_that_another_program_writes_is_stored_though_one_is_killed(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path / "cache") as m:
+        handle = await m.create("last.pt")
+        await m.fs.write(handle, 0, noise("whole", SIZE))
+        await write_until_killed(m, "last.pt", b"changed", flags=0)
+        await m.close(handle)
+        assert await m.read("last.pt") == b"changed" + noise("whole", SIZE)[7:]
+        handle = await m.open("last.pt", os.O_RDWR)
+        await m.fs.flush(handle, None, lambda: signal.SIGKILL)
+        await m.fs.release(handle)
+        assert not orphans(m), "it had written nothing"
+
+
+async def test_checkpoint_that_was_synced_stays_though_its_writer_is_killed(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path / "cache") as m:
+        handle = await m.create("last.pt")
+        await m.fs.write(handle, 0, noise("synced", SIZE))
+        await m.fs.fsync(handle)
+        await m.fs.flush(handle, None, lambda: signal.SIGTERM)
+        await m.fs.release(handle)
+        assert not orphans(m)
+        assert await m.read("last.pt") == noise("synced", SIZE)

@@ -47,6 +47,10 @@ OPCODES = {
 """Requests that the library answers, by the kernel's numbers (linux/fuse.h)."""
 LEASE_S_MAX = 1e6
 """Longer than anything is leased; in ns it fits 64 bits."""
+PF_EXITING, SIGNAL_BITS = 0x4, 0x7F
+"""In the flags of a thread, and in the exit code of its process."""
+STAT_FLAGS, STAT_EXIT_CODE = 6, 49
+"""Numbers of the fields after the name in /proc/PID/stat."""
 
 
 class CopyRequest(ctypes.Structure):
@@ -244,6 +248,17 @@ def process_of(thread: int) -> int:
     except (OSError, ValueError):
         pass
     return 0
+
+
+def killed_by(thread: int) -> int:
+    """Return the signal that a thread which is ending was killed by; 0 where it exits, goes on, or shows us neither."""
+    try:
+        with open(f"/proc/{thread}/stat", "rb") as status:
+            fields = status.read().rpartition(b")")[2].split()
+        is_ending, code = int(fields[STAT_FLAGS]) & PF_EXITING, int(fields[STAT_EXIT_CODE])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return code & SIGNAL_BITS if is_ending else 0
 
 
 def holds(process: int, path: str) -> bool:

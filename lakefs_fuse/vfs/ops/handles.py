@@ -12,10 +12,13 @@ import os
 from collections.abc import Callable
 
 from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.checkpoints.names import is_checkpoint_file
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import ReadMetrics
+from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.staging.refused_ranges import KILLED
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import READING, Handle, OpenFile
@@ -159,14 +162,36 @@ class Handles:
         file.written(self._clock.wall_ns())
         return copied
 
-    async def flush(self, number: int, is_written_on: Callable[[Handle], bool] | None = None) -> None:
+    async def flush(
+        self,
+        number: int,
+        is_written_on: Callable[[Handle], bool] | None = None,
+        killed_by: Callable[[], int] | None = None,
+    ) -> None:
         """What close() waits for: afterwards the bytes are in the store, or under write-back on the local disk, or the
         error is answered. ``is_written_on`` tells of a handle whose opener is known whether its writer goes on; then
-        nothing is published."""
+        nothing is published. ``killed_by`` returns the signal by which who closes it is being killed, 0 for none."""
         handle = self.handle(number)
         if not handle.writable or (handle.opener and is_written_on is not None and is_written_on(handle)):
             return
+        if killed_by is not None and self._is_checkpoint_being_written(handle) and (signal := killed_by()):
+            self._leave_incomplete(handle.file, signal)
         await self._io.close(handle.file)
+
+    @staticmethod
+    def _is_checkpoint_being_written(handle: Handle) -> bool:
+        """Of anything else, a log for instance, what its writer wrote until it was killed is worth having."""
+        file = handle.file
+        is_written = file.draft is not None and file.draft.state is DraftState.WRITING and file.writers == 1
+        return is_written and not handle.is_direct and is_checkpoint_file(os.fsdecode(file.entry.name))
+
+    @staticmethod
+    def _leave_incomplete(file: OpenFile, signal: int) -> None:
+        """The writer of a checkpoint was killed: the version is not stored, and the one before stays."""
+        assert file.draft is not None
+        size = file.draft.size
+        killed = FileError(KILLED, f"its writer was killed by signal {signal} before it closed the file")
+        file.draft.refuse(size, size + 1, killed)
 
     async def fsync(self, number: int) -> None:
         if number & LENT:
