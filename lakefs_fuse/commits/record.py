@@ -30,7 +30,8 @@ from lakefs_fuse.store.protocol import Buffer
 
 FORMATS = (1, 2)
 """Records that this program reads. They differ in the number only, which programs older than the lake record refuse."""
-SIZE_MAX = 1 << 60
+SIZE_MAX = 1 << 47
+"""140 TB: more than a store holds in one object (S3: 50 TB), and a set of its blocks (`BlockSet`) is 16 MiB."""
 OPERATIONS_MAX = 20_000_000
 STORED_MAX = 1024
 """Paths of `Record.stored`: a reader takes them up between two awaits, in some 20 ms."""

@@ -14,12 +14,15 @@ from functools import partial
 
 import msgspec
 
+from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.product import RESERVED_PREFIX
 
 _ROW = struct.Struct("<QqqB")
 NUMBER_BYTES = 8
+NUMBER_MAX = (1 << 32) - 1
+"""Rows of entries have four bytes for the number of their object (`entry.HEAD`); none is given out twice in a lake."""
 _SHARE_MAX = (1 << 63) - 1
 """What a row holds. Only commits that name the same bytes very often come to more, as hostile ones may: counting ends
 here."""
@@ -147,7 +150,7 @@ class Objects:
         return self.numbers([(key, etag, size)])[0]
 
     def numbers(self, objects: Sequence[tuple[str, str, int]]) -> list[int]:
-        """As `number`, of keys, ETags and sizes; all new rows in one batch."""
+        """As `number`, of keys, ETags and sizes; all new rows in one batch. Raises CacheError, as where no number is left."""
         names = [_name_key(key, etag) for key, etag, _ in objects]
         found = zip(names, self._db.get_many(names), strict=True)
         numbers = {name: self._number(name, raw) for name, raw in found if raw is not None}
@@ -158,6 +161,11 @@ class Objects:
         added = [(name, each) for name, each in dict(zip(names, objects, strict=True)).items() if name not in numbers]
         if added:
             last = int.from_bytes(self._db.get(schema.SINGLE_OBJECT) or b"", "big")
+            if last + len(added) > NUMBER_MAX:
+                raise CacheError(
+                    f"the lake has used up its {NUMBER_MAX:,} numbers of packs and moved objects: copy its files "
+                    "into a new lake"
+                )
             rows = [ObjectRow(number, *each) for number, (_, each) in enumerate(added, last + 1)]
             batch = Batch({schema.SINGLE_OBJECT: schema.NUMBER.pack(last + len(rows))})
             for row, (name, _) in zip(rows, added, strict=True):

@@ -17,7 +17,6 @@ from lakefs_fuse.commits import apply_record as application
 from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.record import (
     OWN,
-    SIZE_MAX,
     THIS,
     Mkdir,
     ObjectRef,
@@ -214,16 +213,6 @@ def test_longest_etags_are_kept_as_they_are(tmp_path: Path) -> None:
         row = n.tree.objects.used("elsewhere")
         assert row is not None
         assert (row.etag, n.found("f").etag) == (etag, etag)
-
-
-def test_bytes_that_more_files_name_than_a_row_can_count_are_read(tmp_path: Path) -> None:
-    """The same 2^60 bytes, many times: their sum does not fit into a row."""
-    files = [msgspec.structs.replace(put(f"{number:02}", SIZE_MAX), offset=0) for number in range(20)]
-    with node(tmp_path) as n:
-        n.commit(1, *files)
-        assert [n.found(file.path).size for file in files] == [SIZE_MAX] * len(files)
-        n.commit(2, *(Remove(file.path) for file in files))
-        assert n.shown() == {}
 
 
 FILES = ("a", "d", "d/a", "d/e/a")

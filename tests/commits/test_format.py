@@ -16,7 +16,7 @@ from lakefs_fuse.commits import record as rec
 from lakefs_fuse.commits.archive import build, commit_key, locate
 from lakefs_fuse.commits.commit_log import TAIL_BYTES
 from lakefs_fuse.commits.record import OWN, ObjectRef, Operation, Relocate, Remove, Symlink, encode, key_of_copy
-from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN
+from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, MTIME_NS_MAX, MTIME_NS_MIN
 from tests.commits.archives import member
 from tests.commits.records import WRITER, put, record_of
 
@@ -183,7 +183,9 @@ def test_the_numbers_in_the_text_are_those_of_the_code() -> None:
     assert f"{rec.KEY_BYTES_MAX:,} bytes; {rec.NAME_BYTES_MAX} bytes for each name" in said
     assert f"{rec.TARGET_BYTES_MAX:,} bytes" in said
     assert f"{rec.XATTRS_BYTES_MAX >> 10} KiB in all" in said
-    assert rec.SIZE_MAX == 1 << 60
+    assert rec.SIZE_MAX == 1 << 47
+    assert "| offset, size | 2^47 |" in said
+    assert f"| ETag | {ETAG_BYTES_MAX} printable ASCII characters |" in said
     assert (MTIME_NS_MIN, MTIME_NS_MAX) == (-(1 << 62), 1 << 62)
     assert rec.DATED_S_MAX == 1 << 33
     assert f"| mode | 0{rec.MODE_MAX:o} |" in said

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import tree as tree_module
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN, ROOT_INODE, UNSET, Entry, Flag
+from lakefs_fuse.meta.object_table import NUMBER_MAX
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import Tombstone
 from lakefs_fuse.meta.tree import Listing, Tree, Usage, pack_entry, unpack_entry
@@ -221,6 +224,24 @@ def test_numbers_of_the_same_object_twice_is_one_number(database: Database) -> N
     assert objects.numbers([("b", "e", 1), ("a", "e", 1), ("b", "e", 1), ("c", "e", 2)]) == [2, known, 2, 3]
     assert [(row.key, row.size) for row in objects.rows()] == [("a", 1), ("b", 1), ("c", 2)]
     assert objects.plain == 3
+
+
+def test_bytes_that_files_name_more_often_than_a_row_counts_stay_the_most_that_it_counts(database: Database) -> None:
+    objects, batch = Tree(database).objects, Batch()
+    number = objects.number("a", "e", 1)
+    batch.shares += [(number, 1, 1 << 62)] * 4
+    batch.rows[b"Xa"] = b""
+    database.commit(batch)
+    assert [(row.entries, row.bytes_live) for row in objects.rows()] == [(4, (1 << 63) - 1)]
+
+
+def test_object_beyond_the_last_number_is_refused(database: Database) -> None:
+    objects = Tree(database).objects
+    database.commit(Batch({schema.SINGLE_OBJECT: schema.NUMBER.pack(NUMBER_MAX - 1)}))
+    assert objects.number("last", "e", 1) == NUMBER_MAX
+    with pytest.raises(CacheError, match="copy its files"):
+        objects.numbers([("last", "e", 1), ("more", "e", 1)])
+    assert objects.number("last", "e", 1) == NUMBER_MAX
 
 
 def test_children_at_paths_are_what_child_answers(database: Database) -> None:

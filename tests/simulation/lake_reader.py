@@ -50,8 +50,8 @@ _MTIME = re.compile(r"(-?)([0-9]+)\.([0-9]{9})")
 _MANIFEST = re.compile(r"\.lakefs/index/([0-9a-f]{16})/manifest")
 _RECORD_BYTES_MAX, _OPERATIONS_MAX = 1 << 30, 20_000_000
 _PATH_BYTES_MAX, _NAME_BYTES_MAX, _TARGET_BYTES_MAX = 1024, 255, 4095
-_ETAG_CHARS_MAX, _XATTRS_BYTES_MAX, _XATTR_NAME_BYTES_MAX = 1024, 64 << 10, 255
-_SIZE_MAX, _MTIME_MAX, _MODE_MAX = 1 << 60, 1 << 62, 0o7777
+_ETAG_CHARS_MAX, _XATTRS_BYTES_MAX, _XATTR_NAME_BYTES_MAX = 255, 64 << 10, 255
+_SIZE_MAX, _MTIME_MAX, _MODE_MAX = 1 << 47, 1 << 62, 0o7777
 
 Kind = Literal["file", "directory", "symlink"]
 

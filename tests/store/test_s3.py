@@ -493,7 +493,7 @@ ORDERS = (
 )
 FILLERS = {"StorageClass": "STANDARD", "Owner": "<ID>1</ID><DisplayName/>", "ChecksumAlgorithm": "CRC32"}
 KEY_PARTS = st.text(st.characters(codec="utf-8", min_codepoint=32), min_size=1, max_size=8)
-LISTED = st.tuples(KEY_PARTS, st.integers(0, 1 << 50), st.sampled_from(["e0", "e1-2", ""]), st.integers(0, 3))
+LISTED = st.tuples(KEY_PARTS, st.integers(0, 1 << 46), st.sampled_from(["e0", "e1-2", ""]), st.integers(0, 3))
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -572,7 +572,7 @@ def test_the_longest_etag_that_a_lake_keeps_is_read() -> None:
         PAGE.replace(b"<NextContinuationToken>more&amp;more</NextContinuationToken>", b""),
         PAGE.replace(b"<Size>7</Size>", b"<Size>seven</Size>"),
         PAGE.replace(b"<Size>7</Size>", b"<Size>-7</Size>"),
-        PAGE.replace(b"<Size>7</Size>", b"<Size>10000000000000000000</Size>"),
+        PAGE.replace(b"<Size>7</Size>", b"<Size>100000000000000</Size>"),
     ],
 )
 def test_a_page_that_is_none_is_an_error(body: bytes) -> None:

@@ -35,12 +35,13 @@ import trio
 import xxhash
 
 from lakefs_fuse.commits.commit_log import fetch_undamaged
-from lakefs_fuse.commits.record import SIZE_MAX, TIME_NS_MAX
+from lakefs_fuse.commits.record import TIME_NS_MAX
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import MALFORMED, CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.changed_rows import KINDS
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.object_table import NUMBER_MAX
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile, Marks
 from lakefs_fuse.product import RESERVED_PREFIX
@@ -57,6 +58,7 @@ FORMAT_LEVELS = 2
 MANIFEST = "manifest"
 MANIFEST_BYTES_MAX = 64 << 20
 FILES_MAX = 100_000
+COUNT_MAX = 1 << 60
 FILE_BYTES_MAX = 1 << 30
 REMOVED_BYTES_MAX = 64 << 20
 """Of a file of keys, which is read into memory."""
@@ -185,13 +187,15 @@ def decode(raw: bytes | Buffer, time: int) -> Manifest:
 
 
 def _check(manifest: Manifest, time: int) -> None:
-    numbers = manifest.inode, manifest.object, manifest.names, manifest.directories
+    numbers = manifest.inode, manifest.names, manifest.directories
     if manifest.time != time or not 0 <= manifest.newest <= TIME_NS_MAX or not 0 <= manifest.horizon <= TIME_NS_MAX:
         raise DamagedCommit(f"times {manifest.time:x}, {manifest.newest:x} and {manifest.horizon:x}")
-    if manifest.inode < 2 or any(not 0 <= number <= SIZE_MAX for number in numbers):
+    if manifest.inode < 2 or any(not 0 <= number <= COUNT_MAX for number in numbers):
         raise DamagedCommit(f"numbers {numbers}")
+    if not 0 <= manifest.object <= NUMBER_MAX:
+        raise DamagedCommit(f"an object of number {manifest.object}")
     told = manifest.dataset
-    if told is not None and not (0 < told.version <= SIZE_MAX and 0 <= told.files <= SIZE_MAX and told.bytes >= 0):
+    if told is not None and not (0 < told.version <= COUNT_MAX and 0 <= told.files <= COUNT_MAX and told.bytes >= 0):
         raise DamagedCommit(f"a dataset {told}")
     files = manifest.all_files()
     if len(files) > FILES_MAX or len({file.name for file in files}) < len(files):
@@ -217,7 +221,7 @@ def _check_files(manifest: Manifest, files: list[IndexFile], suffix: str, bytes_
             raise DamagedCommit(f"a file {file.name[:40]!r}")
         if named[1] is not None and (manifest.format == FORMAT or int(named[1], 16) >= manifest.time):
             raise DamagedCommit(f"a file {file.name} of another index")
-        if not 0 < file.size <= bytes_max or not 0 < file.entries <= SIZE_MAX:
+        if not 0 < file.size <= bytes_max or not 0 < file.entries <= COUNT_MAX:
             raise DamagedCommit(f"{file.name} of {file.size} bytes")
         if not before < file.first <= file.last or max(len(file.first), len(file.last)) > tables.KEY_BYTES_MAX:
             raise DamagedCommit(f"the rows of {file.name} are not behind those of the file before")

@@ -76,13 +76,13 @@ class S3Pages:
         self._http.close()
 
 
-SIZE_END = 10**18
-"""Bytes of an object are less: what the regular expression takes, and less than fits into a row."""
+SIZE_END = 10**14
+"""Bytes of an object are less: S3's largest has half as many, and a commit can name more."""
 PATTERNS_MAX = 64
 """Directories whose regular expressions are kept."""
 _FIELDS = {
     "Key": "([^<&]*)",
-    "Size": "([0-9]{1,18})",
+    "Size": "([0-9]{1,14})",
     "ETag": rf"""(?:&quot;|&#34;|")?([ !#-%'-;=-~]{{0,{ETAG_CHARS_MAX}}})(?:&quot;|&#34;|")?""",
     "LastModified": "([^<&]*)",
 }
