@@ -150,7 +150,7 @@ class Objects:
         return self.numbers([(key, etag, size)])[0]
 
     def numbers(self, objects: Sequence[tuple[str, str, int]]) -> list[int]:
-        """As `number`, of keys, ETags and sizes; all new rows in one batch. Raises CacheError, as where no number is left."""
+        """As `number`, of keys, ETags and sizes; all new rows in one batch. Raises CacheError."""
         names = [_name_key(key, etag) for key, etag, _ in objects]
         found = zip(names, self._db.get_many(names), strict=True)
         numbers = {name: self._number(name, raw) for name, raw in found if raw is not None}

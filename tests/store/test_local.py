@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,24 @@ def test_empty_directories_are_objects(store: LocalStore, root: Path) -> None:
     store.delete("dir/")
     assert keys(store) == ["copied/", "dir/x", "made/by/hand/"]
     assert (root / "dir/x").exists(), "a directory that holds something is never removed"
+
+
+def test_directories_deeper_than_the_stack_are_listed(store: LocalStore, root: Path) -> None:
+    depth = sys.getrecursionlimit() + 200
+    directory = root
+    for _ in range(depth):
+        directory = directory / "d"
+        directory.mkdir()
+    (directory / "f").touch()
+    (root / "d/a").touch()
+    (root / "e").touch()
+    deep = "d/" * depth + "f"
+    assert keys(store) == ["d/a", deep, "e"]
+    assert keys(store, keys_max=1) == ["d/a", deep, "e"]
+    assert [meta.key for meta in store.list_page("", start_after="d/b").objects] == [deep, "e"]
+    (root / deep).unlink()
+    (root / "d/a").unlink()
+    os.removedirs(directory)  # rmtree would be as deep
 
 
 def test_directories_go_with_their_last_file_unless_made(store: LocalStore, root: Path) -> None:

@@ -76,10 +76,23 @@ class LocalPages:
         path = f"{self._tree.root}/{base}".rstrip("/")
         if os.path.realpath(path) != path:
             return iter(())
-        return self._walk(base, name_prefix, after, recursive=not delimiter)
+        return self._items(base, name_prefix, after) if delimiter else self._walk(base, name_prefix, after)
 
-    def _walk(self, base: str, name_prefix: str, after: str, *, recursive: bool) -> _Walk:
-        """Items below directory ``base`` ('' or ending in '/') whose next component starts with ``name_prefix``."""
+    def _walk(self, base: str, name_prefix: str, after: str) -> _Walk:
+        """As `_items`, with what is below each directory in its place. Paths are deeper than Python's stack."""
+        above = [self._items(base, name_prefix, after)]
+        while above:
+            item = next(above[-1], None)
+            if item is None:
+                above.pop()
+            elif isinstance(item, str):
+                above.append(self._items(item, "", after))
+            else:
+                yield item
+
+    def _items(self, base: str, name_prefix: str, after: str) -> _Walk:
+        """What is in directory ``base`` ('' or ending in '/'), of names that start with ``name_prefix``; of directories
+        their keys."""
         tree, directory = self._tree, f"{self._tree.root}/{base}"
         bound, first = after, True
         while True:
@@ -98,8 +111,6 @@ class LocalPages:
                         yield ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns)
                 elif base == "" and name == RESERVED_PREFIX and not self._reserved_has_keys():
                     continue
-                elif recursive:
-                    yield from self._walk(key, "", after, recursive=True)
                 else:
                     yield key
             if not more:
