@@ -79,18 +79,19 @@ class Claim:
         deadline_s = time.monotonic() + CLAIM_S_MAX
         try:
             while (holder := self._lock()) is not None:
-                if holder and time.monotonic() > deadline_s:
+                if time.monotonic() > deadline_s:
+                    who = f"(pid {holder})" if holder > 0 else "in another PID namespace, as of another container,"
                     raise MountError(
-                        f"mountpoint {mountpoint} has a supervisor (pid {holder}) that is about to mount there again: "
-                        f"`lakefs-fuse umount {mountpoint}` ends it"
+                        f"mountpoint {mountpoint} has a supervisor {who} that is about to mount there again: "
+                        f"`lakefs-fuse umount {mountpoint}` {'ends it' if holder > 0 else 'there ends it'}"
                     )
-                if holder:
-                    time.sleep(CLAIM_CHECK_S)
+                time.sleep(CLAIM_CHECK_S)
         except OSError as error:
             raise MountError(f"lock file {self._path}: {error.strerror}") from error
 
     def _lock(self) -> int | None:
-        """Lock the file; None on success, else the pid of the holder, or 0 if the file was removed meanwhile."""
+        """Lock the file; None on success, else the pid of the holder, or 0 if that is in another PID namespace, or the
+        file was removed meanwhile."""
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ import msgspec
 import pytest
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.control import runtime
+from lakefs_fuse.control import runtime, supervision
 from lakefs_fuse.control.supervision import Answer, Claim, supervisor_of
 from lakefs_fuse.daemon.supervisor import DELAY_S_MAX, PROMPT_RESTARTS, SHORT_LIFE_S, Life, Pace
 from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, MountError
@@ -27,7 +29,7 @@ SUPERVISOR = """
 import sys
 from pathlib import Path
 from lakefs_fuse.daemon import supervisor
-from lakefs_fuse.control import runtime
+from lakefs_fuse.control import runtime, supervision
 from lakefs_fuse.control.mounts import Mount
 
 directory = Path(sys.argv[1])
@@ -330,4 +332,22 @@ def test_one_supervisor_for_a_mountpoint(
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert supervisor_of("/mnt/lake", uid) is None
+    Claim("/mnt/lake").release()
+
+
+def test_claim_that_is_held_in_another_pid_namespace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel names no pid for it."""
+    monkeypatch.setattr(runtime, "candidate_directories", lambda uid: [tmp_path / "runtime"])
+    monkeypatch.setattr(supervision, "CLAIM_S_MAX", 0.0)
+
+    def held(*_: object) -> None:
+        raise BlockingIOError
+
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(fcntl, "lockf", held)
+        elsewhere.setattr(fcntl, "fcntl", lambda *_: struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        with pytest.raises(MountError, match="in another PID namespace"):
+            Claim("/mnt/lake")
     Claim("/mnt/lake").release()
