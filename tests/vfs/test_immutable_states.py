@@ -75,5 +75,6 @@ async def test_state_that_was_not_finished_is_removed_by_the_next_daemon(tmp_pat
     (first,) = states_there.iterdir()
     shutil.copytree(first, states_there / "00000005")  # complete, and newer
     (states_there / "00000007").mkdir()  # without its note
+    (states_there / "00000003.damaged-1790000000000000000").mkdir()  # what could not be repaired
     assert await names() == [b"name"]
     assert [path.name for path in states_there.iterdir()] == ["00000005"]

@@ -187,7 +187,7 @@ class States:
         return self._directory / "states" / f"{number:08d}"
 
     def _numbers(self) -> list[int]:
-        return sorted(int(path.name) for path in (self._directory / "states").glob("[0-9]*"))
+        return sorted(int(path.name) for path in (self._directory / "states").glob("[0-9]" * 8))
 
     def _open_database(self, path: Path) -> Database:
         node = self._lake.node
@@ -207,9 +207,11 @@ class States:
         return None
 
     def keep_only(self, number: int) -> None:
-        for other in self._numbers():
-            if other != number:
-                self._remove(other)
+        """Remove every other state, and what was set aside because it was damaged."""
+        kept = self._path(number)
+        for other in kept.parent.iterdir():
+            if other != kept:
+                shutil.rmtree(other, ignore_errors=True)
 
     def _remove(self, number: int) -> None:
         shutil.rmtree(self._path(number), ignore_errors=True)
