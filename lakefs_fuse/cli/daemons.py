@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Iterator
 
+import click
+
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
 from lakefs_fuse.cli.terminal import progress_bar
 from lakefs_fuse.control import protocol
@@ -15,6 +17,7 @@ from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.supervision import supervisor_of
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Unfinished
+from lakefs_fuse.product import PROGRAM
 from lakefs_fuse.quantity import counted
 
 FILES_SHOWN_MAX = 20
@@ -153,3 +156,16 @@ def describe_files(files: tuple[Unfinished, ...]) -> list[str]:
     if len(files) > FILES_SHOWN_MAX:
         lines.append(f"  … and {len(files) - FILES_SHOWN_MAX} more")
     return lines
+
+
+def show_changes(path: str) -> None:
+    """Have the mount that ``path`` lies in show what others have committed; where it does not, say so on stderr."""
+    try:
+        mountpoint, relative = locate(path)
+        with open_daemon(mountpoint) as client:
+            *_, reply = client.follow(protocol.Refresh(checked_text(relative)))
+        why = reply.message if isinstance(reply, protocol.Failed) else ""
+    except LakeError as error:
+        why = str(error)
+    if why:
+        click.echo(f"{PROGRAM}: {path} is shown within the mount's --refresh, not yet: {why}", err=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from lakefs_fuse.cli.daemons import require_stored
+from lakefs_fuse.cli.daemons import require_stored, show_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, SIZE
 from lakefs_fuse.cli.store_options import (
@@ -52,12 +52,13 @@ def ingest(src: str, path: str, lake: str | None, uploads: int, as_json: bool, *
     """Load a local tree or a tar archive into a lake.
 
     Files of up to 64 MiB are stored in packs, larger ones as plain objects. Modes, owners, times, symbolic links and
-    empty directories are kept. Mounts see each pack as soon as it is stored. After an interruption the packs that were
-    stored stay; a second run loads everything again.
+    empty directories are kept. Each pack becomes visible within --refresh of a mount, all of them before the command
+    ends in the mount that PATH is in. After an interruption the packs that were stored stay; a second run loads
+    everything again.
     """
     place = find_place(path, options, lake)
     _check_source(src, place)
-    return run_offline(
+    exit_code = run_offline(
         "ingest",
         place,
         IngestArgs(source=src if src == "-" else os.path.abspath(src), count=is_watched()),
@@ -65,6 +66,9 @@ def ingest(src: str, path: str, lake: str | None, uploads: int, as_json: bool, *
         uploads_max=uploads,
         reads_stdin=src == "-",
     )
+    if place.mountpoint:
+        show_changes(path)
+    return exit_code
 
 
 def _check_source(src: str, place: Place) -> None:

@@ -135,8 +135,10 @@ def point(lake: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_path_in_a_mount_needs_no_options(lake: Path, src: Path, point: Path) -> None:
+    assert list(point.iterdir()) == []
     done = lakefs("ingest", src, point / "new" / "place")
     assert (done.returncode, done.stderr) == (0, b"")
+    assert sorted(each.name for each in (point / "new/place").iterdir()) == ["a", "sub"]
     assert members(lake) == ["new/place/a", "new/place/sub/b"]
     itself = lakefs("ingest", point.parent, point / "x")
     assert itself.returncode == 2
