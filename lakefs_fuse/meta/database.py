@@ -189,8 +189,11 @@ class RocksEngines:
         try:
             return RocksEngine(directory, self._memory_bytes)
         except Exception as error:
-            if "lock" in str(error).lower() and "hold" in str(error).lower():
-                raise CacheError(f"{directory} is in use by another process") from error
+            if f"{directory / 'LOCK'}: " in str(error):  # of another process, or file system: no damage
+                raise CacheError(
+                    f"{directory} is in use by another process: unmount the mount that has this cache directory, or "
+                    f"give --cache-dir another one ({error})"
+                ) from error
             raise
 
     def repair(self, directory: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -219,6 +221,22 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="in use"):
         open_database(tmp_path / "meta", "lake")
     database.close()
+
+
+HOLDER = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(); sys.stdin.read()"
+
+
+def test_database_that_another_process_holds_is_not_damaged(tmp_path: Path) -> None:
+    """Also where the lock file of the cache directory was removed, so that RocksDB's own lock alone is left."""
+    open_database(tmp_path / "meta", "lake").close()
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "meta" / "LOCK")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(CacheError, match="in use by another process: unmount"):
+            open_database(tmp_path / "meta", "lake")
+    assert [path.name for path in tmp_path.iterdir()] == ["meta"]
+    open_database(tmp_path / "meta", "lake").close()
 
 
 @pytest.mark.parametrize("lost", [b"Midentity", b"Minode"])
