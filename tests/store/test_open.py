@@ -55,6 +55,8 @@ def test_unreachable_endpoint() -> None:
         ({"endpoint_url": "not a url"}, "endpoint"),
         ({"addressing_style": "sideways"}, "addressing style"),
         ({"ca_bundle": "/no/such/bundle.pem"}, "bundle"),
+        ({"ca_bundle": "/"}, "not a directory"),
+        ({"ca_bundle": __file__}, "holds no certificate in PEM format"),
         ({"profile": "nobody"}, "profile 'nobody'"),
         ({"region": "not a region!"}, "region"),
     ],

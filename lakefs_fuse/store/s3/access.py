@@ -13,6 +13,7 @@ import contextlib
 import functools
 import io
 import os
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -239,7 +240,11 @@ def _checked_ca_bundle(path: object) -> str | None:
     if path is None or path == "":
         return None
     if not isinstance(path, str) or not os.path.isfile(path):
-        raise ConfigError(f"CA bundle {path}: no such file")
+        raise ConfigError(f"CA bundle {path}: no such file; name a file of PEM certificates, not a directory")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"CA bundle {path} cannot be read, or holds no certificate in PEM format: {error}") from error
     return path
 
 

@@ -89,7 +89,7 @@ class S3FastPath:
                 retry_config={"max_retries": 0, "retry_timeout": read_timeout},
                 **configuration,
             )
-        except obstore.exceptions.BaseError:
+        except (obstore.exceptions.BaseError, ValueError):
             raise ConfigError(
                 "the HTTP client cannot be set up: check http_proxy, https_proxy and --ca-bundle"
             ) from None
