@@ -19,7 +19,7 @@ from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.explain import explain
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE
+from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE, format_bytes
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
@@ -33,6 +33,7 @@ from lakefs_fuse.config import (
     MIB,
     PACK_MODES,
     REFRESH_S_MIN,
+    STAGING_BYTES_MIN,
     DatasetName,
     MountConfig,
     Source,
@@ -235,7 +236,7 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
 
 def config_of(args: Sequence[str]) -> MountConfig:
     """The configuration that a command line asks for, with nothing mounted. Raises ConfigError and click.UsageError."""
-    context = mount.make_context("mount", list(args))
+    context = mount.make_context(f"{PROGRAM} mount", list(args))
     source, mountpoint = str(context.params.pop("source")), context.params.pop("mountpoint")
     return build_config(source, mountpoint, context.params)
 
@@ -335,6 +336,9 @@ def _check_bounds(options: Options) -> None:
     memory = options["memory_bytes_max"]
     if memory is not None and memory < MEMORY_BYTES_MIN:
         raise ConfigError(f"--memory {memory / MIB:g}MiB: expected {MEMORY_BYTES_MIN >> 20}MiB or more")
+    staging = options["staging_bytes_max"]
+    if staging is not None and staging < STAGING_BYTES_MIN:
+        raise ConfigError(f"--staging-size {format_bytes(staging)}: expected {STAGING_BYTES_MIN >> 20}MiB or more")
     if options["hints"]:
         preflight.check_hints(options["hints"])
     if options["publish_s"] is not None:

@@ -44,9 +44,11 @@ def test_as_mount8_calls_it(mounted: list[MountConfig], capsys: pytest.CaptureFi
     assert mounted[-1].read_only
 
 
-def test_fake_checks_and_does_not_mount(mounted: list[MountConfig]) -> None:
+def test_fake_checks_and_does_not_mount(mounted: list[MountConfig], capsys: pytest.CaptureFixture[str]) -> None:
     assert helper(["file:///data", "/mnt/lake", "-f", "-o", "ro"]) == 0
     assert helper(["file:///data", "/mnt/lake", "-f", "-o", "bogus"]) == 1
+    assert helper(["file:///data", "/mnt/lake", "-f", "-o", "durability=xx"]) == 1
+    assert "(see `lakefs-fuse mount --help`)" in capsys.readouterr().err
     assert helper(["nothing", "/mnt/lake", "-f"]) == 1
     assert mounted == []
 
