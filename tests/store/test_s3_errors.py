@@ -194,6 +194,12 @@ CASES = {
         "https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-lock.html",
         "is locked (object lock)", AccessDenied, errno.EACCES, "delete",
     ),
+    "default retention": Case(
+        s3(400, "InvalidRequest", "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with "
+           "Object Lock parameters"),
+        "https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-lock-managing.html",
+        "use a bucket without a default retention", StoreError, errno.EIO, "put",
+    ),
     "KMS denied": Case(
         s3(403, "AccessDenied", "User: arn:aws:sts::638117407428:assumed-role/r is not authorized to perform: "
            "kms:GenerateDataKey on this resource because the resource does not exist in this Region, no resource-based "

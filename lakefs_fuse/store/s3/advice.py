@@ -24,6 +24,10 @@ WEB_PAGE = (
     "http_proxy and https_proxy"
 )
 WANTS_TLS = "the server at this port speaks https: begin --endpoint-url with https://"
+RETENTION = (
+    "the bucket locks each new object (Object Lock with a default retention), and cannot hold a lake that is written: "
+    "use a bucket without a default retention"
+)
 
 _CHECK_KEYS = "check AWS_ACCESS_KEY_ID or AWS_PROFILE"
 _FULL = "the store has no room: raise the quota, or remove files"

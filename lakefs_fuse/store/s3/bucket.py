@@ -183,8 +183,8 @@ def _object_lock(reader: _Reader) -> CheckResult:
         time = f"{kept['Days']} days" if "Days" in kept else f"{kept.get('Years')} years"
         return warning(
             check,
-            f"each new object is locked for {time}, so nothing that gc deletes is freed before: use a bucket without a "
-            "default retention, or plan for its price",
+            f"each new object is locked for {time}: it refuses what mounts store, and would free nothing that gc "
+            "deletes before; use a bucket without a default retention",
         )
     return ok(check, "objects are not locked by default")
 

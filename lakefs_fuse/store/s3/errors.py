@@ -193,6 +193,8 @@ def from_answer(
         kind = Unavailable if status >= 500 else StoreError
     named = f"{code} ({status})" if code else str(status)
     known = advice.OF_CODES.get(code) or ("" if code else advice.OF_STATUSES.get(status, ""))
+    if "object lock parameters" in reason.lower():  # it wants a checksum, with one code or another
+        known = advice.RETENTION
     if code == "AuthorizationHeaderMalformed" and "region" not in reason and "Credential" in reason:
         return AccessDenied(f"{what}: {named}: the access key is malformed: check AWS_ACCESS_KEY_ID or AWS_PROFILE")
     if issubclass(kind, Unavailable):
