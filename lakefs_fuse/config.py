@@ -48,6 +48,9 @@ DURATION_S_MAX = 10 * 365 * 86400.0
 _DATASET_CHARACTERS, _VERSION_DIGITS = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}", "[1-9][0-9]{0,8}"
 _DATASET = re.compile(f"({_DATASET_CHARACTERS})(?:@({_VERSION_DIGITS}))?")
 _DATASET_SNAPSHOT = re.compile(rf"({_DATASET_CHARACTERS})\.v({_VERSION_DIGITS})")
+_BUCKET = re.compile("[A-Za-z0-9._-]{1,255}")
+"""What boto3 sends as the name of a bucket."""
+_UNFIT_FOR_URL = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 _SSE = re.compile(r"s3|kms(:[A-Za-z0-9:/_.-]{1,2048})?")
 _STORAGE_CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ARCHIVE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
@@ -124,7 +127,12 @@ class Source(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, url: str) -> Source:
         """The source that ``url`` names. Raises ConfigError, with the accepted forms."""
-        parts = urlsplit(url)
+        if _UNFIT_FOR_URL.search(url):  # urlsplit leaves out tabs and newlines, which names another directory
+            raise ConfigError(f"source {url!r} has control characters or is not UTF-8: give it another name")
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigError(f"source {url!r}: {error}: expected s3://bucket/prefix or file:///dir") from error
         if parts.query or parts.fragment or "@" in parts.netloc:
             raise ConfigError(f"source {parts.scheme}://…: only s3://bucket/prefix and file:///dir, nothing after it")
         if parts.scheme == "s3" and parts.netloc.startswith("arn:"):
@@ -133,8 +141,12 @@ class Source(msgspec.Struct, frozen=True):
             prefix = parts.path.strip("/")
             if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
                 raise ConfigError(f"source {url}: the prefix has an empty, '.' or '..' component")
+            if _BUCKET.fullmatch(parts.netloc) is None:
+                raise ConfigError(f"source {url}: a bucket's name has letters, digits, '.', '-' and '_' only")
             return cls("s3", parts.netloc, prefix + "/" if prefix else "")
         if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+            if ".." in parts.path.split("/"):
+                raise ConfigError(f"source {url}: the path has a '..' component: give the path without it")
             return cls("file", str(Path(parts.path)), "")
         raise ConfigError(f"source {url!r}: expected s3://bucket, s3://bucket/prefix or file:///absolute/dir")
 

@@ -201,10 +201,16 @@ def absolute(path: str | None) -> str | None:
 
 
 def _checked_endpoint(url: str) -> str:
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
+    if "@" in url:
         # Not repeated in the message: it may be a secret.
         raise ConfigError("--endpoint-url must not hold credentials: put them in the environment or ~/.aws")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"--endpoint-url {url}: expected for example https://s3.example.com or http://localhost:8333")
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port, or of an IPv6 address
+        is_whole = False
+    if not is_whole or parts.query or parts.fragment or not url.isprintable():
+        raise ConfigError(
+            f"--endpoint-url {url!r}: expected for example https://s3.example.com or http://localhost:8333"
+        )
     return url.rstrip("/")

@@ -342,6 +342,10 @@ def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[Moun
         (["--ca-bundle", "/nonexistent/ca.pem"], "--ca-bundle"),
         (["--endpoint-url", "localhost:8333"], "--endpoint-url"),
         (["--endpoint-url", "http://key:topsecret@localhost"], "--endpoint-url"),
+        (["--endpoint-url", "http://host:99999"], "--endpoint-url"),
+        (["--endpoint-url", "http://host:port"], "--endpoint-url"),
+        (["--endpoint-url", "http://[host"], "--endpoint-url"),
+        (["--endpoint-url", "http://ho\tst"], "--endpoint-url"),
     ],
 )
 def test_usage_errors_are_one_line_that_names_the_option(
@@ -357,7 +361,22 @@ def test_usage_errors_are_one_line_that_names_the_option(
 
 
 @pytest.mark.parametrize(
-    "source", ["bucket", "http://bucket", "s3://", "file://relative", "s3://k:s@bucket", "s3://b/../c"]
+    "source",
+    [
+        "bucket",
+        "http://bucket",
+        "s3://",
+        "file://relative",
+        "s3://k:s@bucket",
+        "s3://b/../c",
+        "file:///a/../b",
+        "file:///tmp/a\tb",
+        "file:///tmp/new\nline",
+        "s3://[abc",
+        "s3://two words/x",
+        "s3://bucket:80/x",
+        "file:///tmp/\udcff",
+    ],
 )
 def test_sources_that_are_none(mounted: list[MountConfig], capsys: pytest.CaptureFixture[str], source: str) -> None:
     assert run(["mount", source, "/mnt/lake"]) == 2
