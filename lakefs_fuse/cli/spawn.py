@@ -19,7 +19,7 @@ import click
 import msgspec
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, memory_file
+from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, encode_document, memory_file
 from lakefs_fuse.errors import MountError, ReportedError
 
 STARTUP_S = 60.0
@@ -55,7 +55,7 @@ def open_log(log_file: str) -> int:
 def exec_in_foreground(config: MountConfig, command: Sequence[str] | None = None) -> None:
     """Replace this process by the daemon or its supervisor, which logs to standard error. Does not return."""
     command = command or program(config)
-    os.dup2(memory_file(msgspec.json.encode(config)), 0)
+    os.dup2(memory_file(encode_document(config)), 0)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))
@@ -64,11 +64,11 @@ def exec_in_foreground(config: MountConfig, command: Sequence[str] | None = None
 def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_s: float | None = None) -> None:
     """Start the daemon and return when the mount answers, after ``startup_s`` (STARTUP_S, or STATE_S) at most.
 
-    Raises ReportedError or MountError, and then no daemon is left."""
+    Raises ReportedError, MountError or ConfigError, and then no daemon is left."""
     command = command or program(config)
     startup_s = startup_s if startup_s is not None else STATE_S if config.immutable else STARTUP_S
     log_file = config.log_file or os.devnull
-    log_descriptor, document = open_log(log_file), memory_file(msgspec.json.encode(config))
+    document, log_descriptor = memory_file(encode_document(config)), open_log(log_file)
     answer_end, daemon_end = os.pipe()
     try:
         try:

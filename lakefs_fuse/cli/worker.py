@@ -25,7 +25,7 @@ from lakefs_fuse.cli.terminal import Bar, escaped, print_json, progress_bar
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.interrupts import held_interrupts
-from lakefs_fuse.control.supervision import memory_file
+from lakefs_fuse.control.supervision import encode_document, memory_file
 from lakefs_fuse.control.worker_protocol import Place
 from lakefs_fuse.errors import MALFORMED, ConfigError, LakeError, ReportedError
 from lakefs_fuse.quantity import counted
@@ -110,7 +110,7 @@ def run_offline(
     request = protocol.Request(
         **msgspec.structs.asdict(place),
         command=command,
-        args=msgspec.Raw(msgspec.json.encode(args)),
+        args=msgspec.Raw(encode_document(args)),
         uploads_max=uploads_max,
     )
     last = run_child(program, request, command=command, show=show, reads_stdin=reads_stdin)
@@ -137,7 +137,7 @@ def run_child(
     """
     with ExitStack() as handlers:
         with held_interrupts():
-            child = _start(program, protocol.encode(request), reads_stdin=reads_stdin)
+            child = _start(program, encode_document(request), reads_stdin=reads_stdin)
             interrupts = handlers.enter_context(_interrupts_passed_on(child))
         try:
             last = _follow(child, show)

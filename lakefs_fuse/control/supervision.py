@@ -62,6 +62,14 @@ def read_config(source: BinaryIO) -> MountConfig:
         raise ConfigError(f"no usable configuration ({error}): use `lakefs-fuse mount`") from error
 
 
+def encode_document(value: msgspec.Struct) -> bytes:
+    """``value`` as JSON, for a child to read. Raises ConfigError where a text of it is not UTF-8."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{error.object!r} is not UTF-8: choose another name") from error
+
+
 def memory_file(document: bytes) -> int:
     """A descriptor from which a child reads ``document``; children do not inherit it by themselves."""
     descriptor = os.memfd_create(PROGRAM)

@@ -15,7 +15,7 @@ import pytest
 
 from lakefs_fuse.cli import spawn
 from lakefs_fuse.config import MountConfig, StoreConfig
-from lakefs_fuse.errors import MountError, ReportedError
+from lakefs_fuse.errors import ConfigError, MountError, ReportedError
 from tests.control.fakes import mount_config
 
 PREAMBLE = """
@@ -44,6 +44,12 @@ def config(tmp_path: Path) -> MountConfig:
 def is_running(tmp_path: Path) -> bool:
     pid = int((tmp_path / "pid").read_text())
     return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+
+
+def test_mountpoint_that_is_not_utf8_is_refused_in_one_sentence(config: MountConfig, tmp_path: Path) -> None:
+    unfit = msgspec.structs.replace(config, mountpoint=os.fsdecode(b"/mnt/\xff"))
+    with pytest.raises(ConfigError, match="is not UTF-8: choose another name"):
+        spawn.start(unfit, command(tmp_path, ""))
 
 
 def test_it_returns_when_the_mount_answers_and_leaves_a_session_of_its_own(config: MountConfig, tmp_path: Path) -> None:
