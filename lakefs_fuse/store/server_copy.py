@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import trio
 
-from lakefs_fuse.errors import Unsupported
+from lakefs_fuse.errors import NotFound, PreconditionFailed, Unavailable, Unsupported
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 
@@ -27,8 +27,8 @@ async def copy_object(
     store then refuses where something is at ``target``; a store that has no such condition copies over it, and so does
     every store where the object is empty, as no range of it can be a part.
 
-    Raises NotFound, PreconditionFailed (another version is at ``source``, or something at ``target``), Unsupported
-    where the store cannot copy so much, and other StoreErrors.
+    Raises NotFound (of ``source``), PreconditionFailed (another version is at ``source``, or something at ``target``,
+    which after a lost answer may be the copy), Unsupported where the store cannot copy so much, and other StoreErrors.
     """
     can_copy_parts = client.capabilities.part_copy
     is_conditional = if_absent and size > 0 and can_copy_parts and client.capabilities.complete_if_absent
@@ -44,10 +44,26 @@ async def copy_object(
         for number, start in enumerate(range(0, size, COPY_PART_BYTES), 1):
             end = min(start + COPY_PART_BYTES, size)
             refs.append(await client.upload_part_copy(target, upload_id, number, source, start, end, etag=etag))
-        meta = await client.complete_multipart(target, upload_id, refs, if_absent=is_conditional)
+        meta = await _complete(client, target, upload_id, refs, if_absent=is_conditional)
         completed = True
         return meta
     finally:
         if not completed:
             with trio.move_on_after(ABORT_S_MAX, shield=True):
                 await client.abort_multipart(target, upload_id)
+
+
+async def _complete(
+    client: StoreClient, target: str, upload_id: str, refs: list[PartRef], *, if_absent: bool
+) -> ObjectMeta:
+    """Complete an upload. After a lost answer the repeated request finds no upload, but the copy at ``target``; callers
+    that give no condition have chosen a key to which nobody else writes."""
+    try:
+        return await client.complete_multipart(target, upload_id, refs, if_absent=if_absent)
+    except NotFound as error:
+        there = await client.find(target)
+        if there is None or there.size != sum(ref.size for ref in refs):
+            raise Unavailable(f"the upload of a copy to {target!r} is gone: try again") from error
+        if if_absent:
+            raise PreconditionFailed(f"{target!r} exists") from error
+        return there
