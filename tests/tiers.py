@@ -22,6 +22,7 @@ INTEGRATION_MODULES = frozenset(
         "admin/test_exclusion.py",
         "admin/test_fsck_concurrent.py",
         "admin/test_gc.py",
+        "admin/test_lost_index.py",
         "admin/test_repack.py",
         "admin/test_snapshot.py",
         "blockcache/test_admission.py",

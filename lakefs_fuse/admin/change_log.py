@@ -23,7 +23,7 @@ from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS, HybridClock
-from lakefs_fuse.commits.index.index import manifests
+from lakefs_fuse.commits.index.index import collected_before
 from lakefs_fuse.commits.record import (
     COMMITS,
     OBJECTS,
@@ -123,10 +123,10 @@ class ChangeLog:
 
     async def _show_start(self) -> int:
         """Show since when the log tells everything; the time of the first commit that is there."""
-        folded = await manifests(self._client, count_max=1)
+        horizon_ns = await collected_before(self._client)
         page = await self._client.list_page(COMMITS, keys_max=FIRST_KEYS)
         times = [named[0] for meta in page.objects if (named := parse_commit_key(meta.key)) is not None]
-        first_ns, horizon_ns = min(times, default=0), max((each.horizon for each in folded), default=0)
+        first_ns = min(times, default=0)
         self._show(protocol.LogStart(since_ns=horizon_ns or first_ns, is_whole=not horizon_ns))
         return first_ns
 

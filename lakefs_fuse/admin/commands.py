@@ -16,7 +16,7 @@ from lakefs_fuse.admin import fsck, fsck_repair, gc, rebind, repack
 from lakefs_fuse.admin.fold_database import FoldDatabase, open_fold_view
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
 from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, Inspector
-from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.admin.snapshot import accept_loss, fold
 from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.config import DatasetName
@@ -36,15 +36,23 @@ async def open_view(
     changes: bool = True,
     lists: bool = True,
     folds: bool = False,
+    may_lack_names: bool = False,
 ) -> AsyncIterator[LakeView]:
     """A view of the lake of ``work``, for a ``command`` that ``changes`` the lake, under its lease; ``cache_dir``,
-    ``lists`` and ``folds`` as `open_lake_view` has them. Raises LakeError: LeaseHeld where another command changes the
-    lake."""
+    ``lists``, ``folds`` and ``may_lack_names`` as `open_lake_view` has them. Raises LakeError: LeaseHeld where another
+    command changes the lake."""
     leased = work.lease(command).held() if changes else nullcontext(work.client)
     async with (
         leased as client,
         open_lake_view(
-            client, work.store, node=work.node, scratch=work.scratch, cache_dir=cache_dir, lists=lists, folds=folds
+            client,
+            work.store,
+            node=work.node,
+            scratch=work.scratch,
+            cache_dir=cache_dir,
+            lists=lists,
+            folds=folds,
+            may_lack_names=may_lack_names,
         ) as lake,
     ):
         yield lake
@@ -140,7 +148,10 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
     if args.list:
         return await _list_snapshots(work)
     folds = work.levels and args.cache_dir is None  # what a node changed in a directory of its own is not known
-    async with open_view(work, args.cache_dir, command="snapshot", folds=folds) as lake:
+    opening = open_view(work, args.cache_dir, command="snapshot", folds=folds, may_lack_names=args.accept_loss)
+    async with opening as lake:
+        if args.accept_loss:
+            await accept_loss(lake, work.note)
         done = await fold(lake, name=args.name, report=work.report)
     return work.finished(
         {
@@ -201,10 +212,12 @@ async def _check_no_dataset(client: StoreClient, name: str) -> None:
 async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
     if args.rebind:
         return await _rebind(work, args)
-    async with open_view(work, args.cache_dir, command="fsck --repair", changes=args.repair) as lake:
+    async with open_view(
+        work, args.cache_dir, command="fsck --repair", changes=args.repair, may_lack_names=True
+    ) as lake:
         checker = fsck.Checker(lake, quick=args.quick, report=work.report)
         done = await checker.run()
-        if args.repair and done.problems:
+        if args.repair and done.problems and not done.names_missing:
             await fsck_repair.repair(lake, checker)
         return work.finished({**done.summary(), "dry_run": False}, done.describe(), failed=bool(done.problems))
 

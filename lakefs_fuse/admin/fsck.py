@@ -18,7 +18,7 @@ Memory: the names of the commits, and one bit for each inode and object number. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,7 +32,17 @@ from lakefs_fuse.admin.work import Report
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.archive_check import Audit, Fault, verify
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.index.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
+from lakefs_fuse.commits.index.index import (
+    INDEX,
+    KEPT,
+    MANIFEST,
+    describe_loss,
+    fetch_files,
+    fetch_manifest,
+    list_objects,
+    prefix_of,
+    times_of,
+)
 from lakefs_fuse.commits.record import OBJECTS, THIS, Put, Record, Relocate, Remove
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -54,6 +64,14 @@ UNKNOWN = "?"
 """The key of an object whose number is not in this cache."""
 
 
+WAYS_OUT = (
+    "names may be missing, so nothing is repaired, folded or collected. Restore what is missing or damaged below "
+    ".lakefs/index/, from a version of the bucket or a copy of it; or write an index from the cache directory of a "
+    "node that knows all names, after unmounting it: snapshot SOURCE --cache-dir DIR. If neither is possible, snapshot "
+    "SOURCE --accept-loss goes on with the names that are left, for good"
+)
+
+
 class Kind(StrEnum):
     """The kinds of problem of an object; the names are final."""
 
@@ -71,7 +89,8 @@ class Kind(StrEnum):
     LATE = "late"
     """The commit became visible so late that neither the index nor running mounts have it."""
     INDEX = "index"
-    """An index is damaged, which affects no name as long as there is another, or all commits."""
+    """An object of an index is missing or damaged, which affects no name as long as there is another index, or all
+    commits."""
     ROWS = "rows"
     """Rows of names from an index cannot be decoded, and mounts leave them out."""
     SNAPSHOT = "snapshot"
@@ -111,6 +130,8 @@ class Checked:
     gone: int = 0
     unsettled: int = 0
     """Suspicions that were neither confirmed nor refuted: the objects changed between any two rounds."""
+    names_missing: bool = False
+    """Commits were collected, and no index that has them can be used."""
     problems: list[Problem] = field(default_factory=list)
 
     def summary(self) -> dict[str, object]:
@@ -121,6 +142,7 @@ class Checked:
             "files": self.files,
             "deleted_outside": self.gone,
             "unsettled": self.unsettled,
+            "names_missing": self.names_missing,
             "problems": [problem.summary() for problem in self.problems],
             "files_hurt": len({path for problem in self.problems for path in problem.paths}),
         }
@@ -133,12 +155,15 @@ class Checked:
             lines += [f"    {path}" for path in problem.paths]
             if problem.repair:
                 lines.append(f"  {problem.repair}")
-        hurt = len({path for problem in self.problems for path in problem.paths})
+        hurt = counted(len({path for problem in self.problems for path in problem.paths}), "file")
+        found = counted(len(self.problems), "problem")
+        verdict = f"{found}, {hurt} hurt, and names may be missing" if self.names_missing else f"{found}, {hurt} hurt"
         lines.append(
             f"{counted(self.commits, 'commit')} ({counted(self.bytes_read, 'byte')} read) and "
-            f"{counted(self.files, 'file')} checked: "
-            + (f"{counted(len(self.problems), 'problem')}, {counted(hurt, 'file')} hurt" if self.problems else "clean")
+            f"{counted(self.files, 'file')} checked: {verdict if self.problems else 'clean'}"
         )
+        if self.names_missing:
+            lines.append(WAYS_OUT)
         if any(problem.kind in (Kind.CHANGED, Kind.MISSING) for problem in self.problems):
             lines.append("if other tools have copied or encrypted the lake, run fsck --rebind")
         if self.gone:
@@ -357,23 +382,40 @@ class Checker:
     # -- indexes
 
     async def _check_indexes(self) -> None:
-        if missing_before(self._lake.fs.database):
-            self._problem(INDEX, Kind.INDEX, "commits were collected, and no index that has them can be used")
-        for time_ns in await find(self._lake.client):
+        """Each that has a manifest is whole. Where none has what was collected, all that may be restored is named."""
+        missing = missing_before(self._lake.fs.database)
+        self.done.names_missing = missing > 0
+        found = await list_objects(self._lake.client)
+        remedy = "restore it" if missing else "run snapshot twice, which replaces it"
+        if missing:
+            self._problem(INDEX, Kind.INDEX, describe_loss(missing))
+        for time_ns in sorted(found, reverse=True)[: KEPT if missing else 0]:
+            if not any(meta.key == prefix_of(time_ns) + MANIFEST for meta in found[time_ns]):
+                text = "there is none; if it was deleted, restore it"
+                self._problem(prefix_of(time_ns) + MANIFEST, Kind.INDEX, text)
+        sizes = {meta.key: meta.size for metas in found.values() for meta in metas}
+        for time_ns in times_of(found):
             try:
-                manifest = await fetch_manifest(self._lake.client, time_ns)
+                await self._check_index(time_ns, sizes, remedy)
             except NotFound:
                 continue  # without a manifest it does not exist
             except DamagedCommit as error:
-                self._problem(prefix_of(time_ns), Kind.INDEX, f"{error}: write a new one with snapshot")
-                continue
-            try:
-                if not self._quick:
-                    with scratch_directory(self._lake.node, self._lake.scratch) as directory:
-                        await fetch_files(self._lake.client, self._lake.node.threads, manifest, Path(directory))
-                    self.done.bytes_read += manifest.bytes
-            except (NotFound, DamagedCommit) as error:
-                self._problem(prefix_of(time_ns), Kind.INDEX, f"{error}: write a new one with snapshot")
+                self._problem(prefix_of(time_ns), Kind.INDEX, f"{error}: {remedy}")
+
+    async def _check_index(self, time_ns: int, sizes: Mapping[str, int], remedy: str) -> None:
+        """``sizes`` of all objects of indexes, by key. Raises NotFound, DamagedCommit."""
+        lake = self._lake
+        manifest = await fetch_manifest(lake.client, time_ns)
+        bad = [file for file in manifest.all_files() if sizes.get(manifest.key_of(file)) != file.size]
+        for file in bad:
+            size = sizes.get(manifest.key_of(file))
+            text = "it is missing" if size is None else f"it has {size:,} bytes, and had {file.size:,}"
+            self._problem(manifest.key_of(file), Kind.INDEX, f"{text}: {remedy}")
+        if bad or self._quick:
+            return
+        with scratch_directory(lake.node, lake.scratch) as directory:
+            await fetch_files(lake.client, lake.node.threads, manifest, Path(directory))
+        self.done.bytes_read += manifest.bytes
 
     async def _check_snapshots(self) -> None:
         """Each can be read, and the store has every object below `.lakefs/` that it names."""

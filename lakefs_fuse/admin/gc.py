@@ -47,9 +47,10 @@ from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.bundles import parse_bundle
+from lakefs_fuse.commits.gc_record import UNREFERENCED_MAX, GcRecord, deletion_refused, read_gc_record, write_gc_record
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.index.index import INDEX, UNFINISHED_NS, manifests
+from lakefs_fuse.commits.index.index import UNFINISHED_NS, Manifest, manifests
 from lakefs_fuse.commits.index.node_records import remove_records
 from lakefs_fuse.commits.listing_digest import parse_digest
 from lakefs_fuse.commits.record import (
@@ -65,11 +66,10 @@ from lakefs_fuse.commits.record import (
     is_of_version,
 )
 from lakefs_fuse.control.worker_protocol import GcArgs
-from lakefs_fuse.errors import MALFORMED, DamagedCommit, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.meta.sorted_tables import marks_of
-from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.quantity import counted
-from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
+from lakefs_fuse.store.client import DELETE_KEYS_MAX
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.upload.spilled_parts import SPILLED
@@ -333,11 +333,13 @@ class Collector:
         noted = {key: time_ns for key, time_ns in old.dead.items() if key not in named}
         since = {meta.key: min(now, noted.get(meta.key, now)) for meta in dead}
         newest = max((_time_of(key) for key in since), default=0)
-        horizon = max(old.horizon, newest + 1) if since else old.horizon
+        index = await self._newest_index()
+        folded = max(old.horizon, 0 if index is None else index.horizon)
+        horizon = max(folded, newest + 1) if since else folded
         gc_record = GcRecord(horizon=horizon, dead=since, unreferenced=self._known)
         if self._options.dry_run:
             return gc_record
-        is_needed = bool(since) and (horizon > old.horizon or not await self._has_index())
+        is_needed = bool(since) and (horizon > folded or index is None)
         if is_needed or self._always_folds:
             self._report("folding commits into an index", 0, 0)
             await self._fold(horizon)
@@ -346,9 +348,8 @@ class Collector:
             await write_gc_record(lake.client, gc_record, lake.clock.now())
         return gc_record
 
-    async def _has_index(self) -> bool:
-        page = await self._lake.client.list_page(INDEX, keys_max=1)
-        return bool(page.objects or page.prefixes)
+    async def _newest_index(self) -> Manifest | None:
+        return next(iter(await manifests(self._lake.client, count_max=1)), None)
 
     # -- deleting
 
@@ -372,7 +373,7 @@ class Collector:
 
     async def _delete_bundles(self) -> None:
         """Delete bundles of commits that no mount reads again which begins with the newest index, and old digests."""
-        newest = next(iter(await manifests(self._lake.client, count_max=1)), None)
+        newest = await self._newest_index()
         if newest is None:
             return
         until = newest.newest - WINDOW_NS
@@ -405,7 +406,7 @@ class Collector:
         """Read what other processes wrote: commits, snapshots, gc records, the newest index. Raises LakeError."""
         client = self._lake.client
         self._recorded = (await read_gc_record(client)).dead
-        newest = next(iter(await manifests(client, count_max=1)), None)
+        newest = await self._newest_index()
         self._horizon = 0 if newest is None else newest.horizon
         await self._kept.refresh()
         await self._lake.refresh()
@@ -484,66 +485,9 @@ class Collector:
 def _require_deleted(swept: Swept) -> None:
     """Raises LakeError where the store refused to delete objects."""
     if swept.failed:
-        raise LakeError(
-            f"deleting is refused for {counted(swept.failed, 'object')} ({swept.why}): collect garbage with "
-            "credentials that may delete everything in the lake (deploy/iam/maintainer.json)"
-        )
+        raise deletion_refused(swept.failed, swept.why)
 
 
 def _time_of(key: str) -> int:
     named = parse_commit_key(key)
     return 0 if named is None else named[0]
-
-
-# -- the record of a run
-
-RECORDS = f"{RESERVED_PREFIX}gc/"
-FORMAT = 1
-RECORD_BYTES_MAX = 256 << 20
-UNREFERENCED_MAX = 200_000
-"""Objects in a record, 210 MB with the longest keys; the grace periods of others begin in a later run."""
-
-
-class GcRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run of gc leaves for the next one, which needs a memory of grace periods.
-
-    ``dead``: key → time (ns since 1970) of the first run that saw it dead. ``horizon``: commits older than this had
-    been folded into an index when the record was written. ``unreferenced``: key → ETag of a superseded object, and the
-    time of the first run that saw it without a name."""
-
-    format: int = FORMAT
-    horizon: int = 0
-    dead: dict[str, int] = {}
-    unreferenced: dict[str, tuple[str, int]] = {}
-
-
-async def read_gc_record(client: StoreClient) -> GcRecord:
-    """The newest readable record; an empty one where there is none. Raises LakeError."""
-    for meta in reversed(await _gc_records(client)):
-        if not 0 < meta.size <= RECORD_BYTES_MAX:
-            continue
-        try:
-            raw = bytes((await client.get(meta.key, 0, meta.size, etag=meta.etag)).data)
-            record = msgspec.msgpack.decode(raw, type=GcRecord)
-        except (NotFound, PreconditionFailed, *MALFORMED):
-            continue
-        if record.format == FORMAT:
-            return record
-    return GcRecord()
-
-
-async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -> None:
-    """Write a record in place of all older ones. Raises LakeError, also where older ones cannot be deleted."""
-    old = [meta.key for meta in await _gc_records(client)]
-    key = f"{RECORDS}{time_ns:016x}"
-    if record.dead or record.horizon or record.unreferenced:
-        await client.put(key, msgspec.msgpack.encode(record))
-    refused = await client.delete_many([each for each in old if each < key])
-    _require_deleted(Swept(failed=len(refused), why=next((f"{key}: {why}" for key, why in refused.items()), "")))
-
-
-async def _gc_records(client: StoreClient) -> list[ObjectMeta]:
-    found: list[ObjectMeta] = []
-    async for page in client.list_all(RECORDS):
-        found += page.objects
-    return sorted(found, key=lambda meta: meta.key)

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.index.index import require_all_names
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, sole_error
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import CommitRows
-from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.product import PROGRAM
@@ -68,8 +68,8 @@ class LakeView:
 
     @property
     def refused(self) -> int:
-        """Number of commits with unknown changes: unreadable, in the future, or known to be missing."""
-        noted = len(CommitRows(self.fs.database).refused()) + bool(missing_before(self.fs.database))
+        """Number of commits with unknown changes: unreadable, or in the future."""
+        noted = len(CommitRows(self.fs.database).refused())
         return max(noted, self.metrics.commits.damaged + self.metrics.commits.future)
 
     async def refresh(self) -> None:
@@ -170,6 +170,7 @@ async def open_lake_view(
     lists: bool = True,
     folds: bool = False,
     lake_id: str = "",
+    may_lack_names: bool = False,
 ) -> AsyncIterator[LakeView]:
     """Open a view of the lake in ``store``; errors of the block leave it as themselves, not as a group.
 
@@ -177,7 +178,8 @@ async def open_lake_view(
     ``lists``, directories keep their listings, of whatever age, and are not listed again. A view that ``folds`` writes
     levels of the index, in a lake that has the feature; a cache directory with which it did so is for such views alone.
     Names in ``cache_dir`` that are not of the lake with the id ``lake_id`` are dropped.
-    Raises LakeError: CacheError where the cache directory is in use.
+    Raises LakeError: CacheError where the cache directory is in use; and, unless the view ``may_lack_names``, where
+    names may be missing (`require_all_names`).
     """
     metrics = Metrics()
     temporary = nullcontext(cache_dir) if cache_dir is not None else scratch_directory(node, scratch)
@@ -194,6 +196,8 @@ async def open_lake_view(
             folds=folds,
         )
         async with open_filesystem(config, client, metrics, node=node, lake_id=lake_id) as fs:
+            if not may_lack_names:
+                require_all_names(fs.database)
             if lists:
                 fs.namespace.tree.forget_listings()  # those of an index, or a node, count for as long as NEVER_S says
             clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))

@@ -22,19 +22,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from lakefs_fuse.admin.lake_view import LakeView
-from lakefs_fuse.admin.work import Report
+from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.archive import commit_key
+from lakefs_fuse.commits.gc_record import read_horizon
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import levels, snapshots
-from lakefs_fuse.commits.index.index import Manifest, fetch_manifest, list_objects, remove_old, times_of, write_index
+from lakefs_fuse.commits.index.index import (
+    Manifest,
+    fetch_manifest,
+    list_objects,
+    remove_old,
+    require_all_names,
+    times_of,
+    write_index,
+)
+from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
@@ -73,6 +85,8 @@ async def fold(
     await check_complete(lake)
     found = await list_objects(client)
     before = await _newest_of(client, found, known)
+    if before is None or before.time != max(found):  # else no other has a higher one
+        horizon = max(horizon, await read_horizon(client))
     horizon = max(horizon, before.horizon if before is not None else 0)
     newest = tables.marks_of(database).newest
     if horizon > newest + 1:
@@ -101,6 +115,33 @@ async def fold(
             dump.close()
     await _remove_old(lake, found, [manifest] if before is None else [manifest, before])
     return manifest
+
+
+async def accept_loss(lake: LakeView, note: Callable[[str], None]) -> None:
+    """Have the names of the view, which may lack some that no commit tells any more, count as all names of the lake;
+    ``note`` says what that means. Nothing is stored before `fold`. Raises StoreError kinds."""
+    database = lake.fs.database
+    missing = tables.missing_before(database)
+    if not missing:
+        note("no names are missing: the index is written as usual")
+        return
+    tables.accept_missing(database)
+    await lake.refresh()
+    unnamed = size = 0
+    async for page in lake.client.list_all(OBJECTS):
+        for meta in page.objects:
+            if not lake.references(meta.key, meta.etag):
+                unnamed, size = unnamed + 1, size + meta.size
+    at = datetime.fromtimestamp(missing / NS, UTC).isoformat(timespec="seconds")
+    note(
+        f"renames, links, removals, clones and attributes from before {at} that only the lost index had are lost: "
+        "files have the names that commits and plain objects still say"
+    )
+    if unnamed:
+        note(
+            f"{counted(unnamed, 'object')} below {OBJECTS} ({counted(size, 'byte')}) may be of lost names: gc deletes "
+            "those that no name and no snapshot refers to, so copy what you need before its grace period ends"
+        )
 
 
 def _reporter(report: Report) -> Callable[[DumpedFile], None]:
@@ -144,11 +185,7 @@ def _check_nothing_local(database: Database) -> None:
 async def check_complete(lake: LakeView) -> None:
     """Everything that was committed is among the names of a view. Raises LakeError."""
     database, client = lake.fs.database, lake.client
-    if tables.missing_before(database):
-        raise LakeError(
-            "commits were collected, and the index that had them is damaged: see what fsck says. Nothing is folded, as "
-            "that would make the loss final"
-        )
+    require_all_names(database)
     commits = CommitRows(database)
     for time, writer in commits.refused():
         key = commit_key(time, writer)

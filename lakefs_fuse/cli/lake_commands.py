@@ -166,6 +166,8 @@ def relocate(path: str, lake: str | None, dry_run: bool, as_json: bool, **option
 @option("--delete", metavar="NAME", default="", help="Delete a named snapshot, and do nothing else.")
 @option("--cache-dir", type=click.Path(file_okay=False), metavar="DIR", help="Directory with metadata that is kept for "
         "the next run. Set it to list less; it must not be in use by a mount.  [default: a temporary one]")  # fmt: skip
+@option("--accept-loss", is_flag=True, help="Where names are missing because the index that had them is lost, write "
+        "one of what is left. Restore the lost objects instead, if you can: fsck names them.")  # fmt: skip
 @json_option
 @store_options
 def snapshot(
@@ -174,6 +176,7 @@ def snapshot(
     name: str,
     list_all: bool,
     delete: str,
+    accept_loss: bool,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -189,7 +192,10 @@ def snapshot(
     """
     if sum(map(bool, (name, list_all, delete))) > 1:
         raise ConfigError("--name, --list and --delete exclude each other: give one of them")
-    args = SnapshotArgs(cache_dir=absolute(cache_dir), name=name, delete=delete, list=list_all)
+    if accept_loss and (name or list_all or delete):
+        raise ConfigError("--accept-loss writes an index: leave out --name, --list and --delete")
+    cache_dir = absolute(cache_dir)
+    args = SnapshotArgs(cache_dir=cache_dir, name=name, delete=delete, list=list_all, accept_loss=accept_loss)
     place = _find_whole_lake(source, options)
     if place.mountpoint and name:
         require_stored(place.mountpoint, "no snapshot was made")

@@ -7,6 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import platformdirs
 from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn, systemd
+from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.explain import explain
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
+from lakefs_fuse.cli.mount_health import NAMES_MISSING
 from lakefs_fuse.cli.mount_options import expand
 from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE, format_bytes
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
+from lakefs_fuse.cli.stats_values import number, section
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
 from lakefs_fuse.cli.worker import find_place, place_below
@@ -41,7 +45,7 @@ from lakefs_fuse.config import (
     parse_cluster_cache,
 )
 from lakefs_fuse.control.runtime import real_mountpoint
-from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.path_rules import check_pack_threshold, check_publish, read_rules
 from lakefs_fuse.product import PROGRAM
 
@@ -232,6 +236,14 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
         spawn.exec_in_foreground(config)
     else:
         spawn.start(config)
+        _warn_of_missing_names(config.mountpoint)
+
+
+def _warn_of_missing_names(mountpoint: str) -> None:
+    """Say on standard error where a mount, a read-only one, may show wrong names."""
+    with suppress(LakeError), open_daemon(mountpoint) as client:  # it may have ended already
+        if number(section(client.statistics(), "commits"), "names_missing"):
+            click.echo(f"{PROGRAM}: {NAMES_MISSING}", err=True)
 
 
 def config_of(args: Sequence[str]) -> MountConfig:

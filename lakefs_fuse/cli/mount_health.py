@@ -10,6 +10,10 @@ from lakefs_fuse.cli.parameters import format_bytes, format_duration
 from lakefs_fuse.cli.stats_values import Values, number, section
 from lakefs_fuse.quantity import counted
 
+NAMES_MISSING = (
+    "names may be missing, and removed ones seen again, because the index that had collected commits is lost: "
+    "`lakefs-fuse fsck` names what to restore; then mount again"
+)
 OLDEST_S_MAX = 3600.0
 """Acknowledged files that are older are more than a slow store: something keeps them."""
 
@@ -80,6 +84,8 @@ def _requests(store: Values) -> CheckResult:
 
 def _commits(commits: Values) -> CheckResult:
     check, damaged, future = "mount.commits", number(commits, "damaged"), number(commits, "future")
+    if number(commits, "names_missing"):
+        return failed(check, NAMES_MISSING)
     if damaged:
         text = f"{counted(damaged, 'commit')} cannot be read: run `lakefs-fuse fsck`"
         return failed(check, text, damaged=int(damaged))

@@ -98,12 +98,14 @@ class MaintenanceArgs(msgspec.Struct, frozen=True, kw_only=True):
 class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Of `snapshot`. ``cache_dir``: of a node, or of an earlier run; None for a temporary one.
 
-    ``name`` is of a snapshot to keep, in place of an index; ``delete`` one, or ``list`` all, and do nothing else."""
+    ``name`` is of a snapshot to keep, in place of an index; ``delete`` one, or ``list`` all, and do nothing else.
+    ``accept_loss``: write an index of what is left where names may be missing."""
 
     cache_dir: str | None = None
     name: str = ""
     delete: str = ""
     list: bool = False
+    accept_loss: bool = False
 
 
 class DatasetArgs(msgspec.Struct, frozen=True, kw_only=True):

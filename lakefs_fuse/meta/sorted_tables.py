@@ -444,6 +444,13 @@ def set_missing_before(database: Database, time: int) -> None:
     database.commit(Batch({schema.SINGLE_MISSING: schema.NUMBER.pack(time) if time else None}), sync=True)
 
 
+def accept_missing(database: Database) -> None:
+    """What is here counts as all that was said in commits before `missing_before`, too."""
+    missing = missing_before(database)
+    newest = max(marks_of(database).newest, missing - 1)
+    database.commit(Batch({schema.SINGLE_NEWEST: schema.NUMBER.pack(newest), schema.SINGLE_MISSING: None}), sync=True)
+
+
 def empty_directory(directory: Path) -> Path:
     """For files on their way; what an earlier daemon left there goes. Raises CacheError."""
     remove_directory(directory)

@@ -19,7 +19,7 @@ import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX
-from lakefs_fuse.commits.index.index import load_newest_index
+from lakefs_fuse.commits.index.index import load_newest_index, require_all_names
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
@@ -29,7 +29,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
 from lakefs_fuse.meta.database import Database, RocksEngines
-from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, lake_of, marks_of, note_lake
+from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, lake_of, marks_of, missing_before, note_lake
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
@@ -168,7 +168,8 @@ async def assembled(
     """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says. ``hints`` of commits
     go over this channel. ``lake_id`` is that of the lake record, if there is one.
 
-    Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk). On leaving, what is not
+    Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk), and, unless it is read-only,
+    LakeError where names may be missing (`require_all_names`). On leaving, what is not
     durable stays in staging with its record.
     """
     directory = Path(config.cache_dir).absolute()
@@ -183,6 +184,9 @@ async def assembled(
                 # Before anything reads the database: what counts rows does so once.
                 await _drop_wrong_names(database, client, node.clock, lake_id)
                 await load_newest_index(database, client, node.threads, directory / "index", folds=config.folds)
+                metrics.commits.names_missing = int(missing_before(database) > 0)
+                if not config.read_only:
+                    require_all_names(database)
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans, hints))
                 await parts.begin()
                 await _resolve_orphans(config, parts.filesystem, parts.recovery)

@@ -27,7 +27,13 @@ WRITER = "0badcafe"
 
 @asynccontextmanager
 async def headless(
-    store: MemoryStore, clock: Clock, *, seed: int = 7, cache_dir: str | None = None, lists: bool = True
+    store: MemoryStore,
+    clock: Clock,
+    *,
+    seed: int = 7,
+    cache_dir: str | None = None,
+    lists: bool = True,
+    may_lack_names: bool = False,
 ) -> AsyncIterator[LakeView]:
     """The store as an engine sees it."""
     store.clock = clock
@@ -35,8 +41,9 @@ async def headless(
     # Of its own, because names of temporary files depend on the seed alone, and tests run in several processes.
     with tempfile.TemporaryDirectory() as scratch:
         async with open_lake_view(
-            client, STORE, node=node_of(clock, str(seed)), scratch=scratch, cache_dir=cache_dir, lists=lists
-        ) as lake:
+            client, STORE, node=node_of(clock, str(seed)), scratch=scratch, cache_dir=cache_dir, lists=lists,
+            may_lack_names=may_lack_names,
+        ) as lake:  # fmt: skip
             yield lake
 
 

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from lakefs_fuse.admin.commands import run_gc, run_snapshot
-from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, read_gc_record, write_gc_record
+from lakefs_fuse.admin.gc import Collected, Collector
 from lakefs_fuse.admin.maintenance import KEY as LAST_COLLECTION
 from lakefs_fuse.commits.bundles import MIXED, SUFFIX, Copy, bundle_key
+from lakefs_fuse.commits.gc_record import RECORDS, GcRecord, read_gc_record, read_horizon, write_gc_record
 from lakefs_fuse.commits.listing_digest import SUFFIX as DIGEST_SUFFIX
 from lakefs_fuse.commits.listing_digest import digest_key
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
@@ -360,7 +361,7 @@ async def test_the_note_of_the_last_run_is_read(store: MemoryStore, clock: Clock
         assert note.horizon > max(int(key.split("/")[-1][:16], 16) for key in note.dead)
         key = next(key for key in store.objects if key.startswith(RECORDS))
         store.give(key, b"\xff damaged")
-        assert await read_gc_record(view.client) == GcRecord()
+        assert await read_gc_record(view.client) == GcRecord(horizon=note.horizon)
 
 
 async def test_note_whose_older_one_may_not_be_deleted_names_the_permission(store: MemoryStore, clock: Clock) -> None:
@@ -370,6 +371,9 @@ async def test_note_whose_older_one_may_not_be_deleted_names_the_permission(stor
         with pytest.raises(LakeError, match=r"refused for 1 object .*may not delete.*maintainer\.json"):
             await write_gc_record(view.client, GcRecord(horizon=2), 2)
         assert (await read_gc_record(view.client)).horizon == 2
+        store.hook = lambda _request, _when: None
+        await write_gc_record(view.client, GcRecord(horizon=1), 3)
+        assert await read_horizon(view.client) == 2, "it never decreases"
 
 
 def reviving(store: MemoryStore, clock: Clock, pack: str, *, when: Callable[[Request], bool]) -> list[str]:

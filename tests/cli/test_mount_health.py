@@ -52,6 +52,7 @@ def test_mount_where_all_is_well_is_ok() -> None:
         ("store.errors", 3, "mount.requests", Severity.WARNING, "3 errors"),
         ("store.throttled", 3, "mount.requests", Severity.WARNING, "--requests"),
         ("commits.damaged", 1, "mount.commits", Severity.FAILED, "fsck"),
+        ("commits.names_missing", 1, "mount.commits", Severity.FAILED, "fsck"),
         ("commits.future", 1, "mount.commits", Severity.WARNING, "future"),
         ("cache.state", "failed", "mount.cache", Severity.FAILED, "disk"),
         ("cache.state", "full", "mount.cache", Severity.WARNING, "--cache-size"),

@@ -130,7 +130,7 @@ async def test_a_fresh_database_gets_all_rows_and_marks(opener: Opener, tmp_path
     assert (manifest.names, manifest.directories) == (NAMES + 2, 1)
     before = len(store.requests)
     assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") == manifest
-    assert len(store.requests) - before == 2 + len(manifest.files)
+    assert len(store.requests) - before == 3 + len(manifest.files)
     assert rows_of(target) == rows_of(source)
     assert target.get(b"Gplain") is None
     assert tables.marks_of(target).newest == START_NS
@@ -179,7 +179,7 @@ async def test_a_database_that_knows_enough_stays_as_it_is(opener: Opener, tmp_p
     first = await write(store, source, START_NS + 1, tmp_path / "out", horizon=START_NS - 10 * NS + 1)
     before = len(store.requests)
     assert await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in") is None
-    assert len(store.requests) - before == 2
+    assert len(store.requests) - before == 3
     assert rows_of(node) == kept
     second = await write(store, source, START_NS + 2, tmp_path / "out", horizon=START_NS - 10 * NS + 2)
     marks = tables.marks_of(node)

@@ -26,8 +26,8 @@ from tests.upload.drafting import reached
 from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, two_lakes
 
 UNSORTED = Capabilities(name="unsorted", sorted_listing=False)
-AT_MOUNT = ("list", "time_ns", "list")
-"""What a mount asks before anybody asks it: for an index, the store's clock, and for commits."""
+AT_MOUNT = ("list", "list", "time_ns", "list")
+"""What a mount asks before anybody asks it: for the horizon, an index, the store's clock, and for commits."""
 NO_MARKERS = Capabilities(name="no markers", lists_markers=False)
 
 

@@ -13,9 +13,10 @@ What always holds:
 * *all or nothing*: where the manifest or a file does not fit, the whole index is left out, with a log line. Rows that
   fit are believed, as those of commits are.
 
-Commits older than an index's ``horizon`` may be gone from the store. Names that are older than that, because the mount
-was away for long, are dropped and come from the index. Where that cannot be read, the names may lack what those
-commits changed; `sorted_tables.missing_before` says so until an index is ingested.
+Commits older than an index's ``horizon``, or than that of the record of gc (`commits.gc_record`), may be gone from the
+store. Names that are older than that, because the mount was away for long, are dropped and come from the index. Where
+that is lost or cannot be read, the names may lack what those commits changed; `sorted_tables.missing_before` says so
+until an index is ingested, and with such names nothing is written (`require_all_names`).
 
 `load_newest_index` runs before anything reads the database; any node may write an index at any time. A crash while one
 is ingested leaves a directory of files, which the next mount removes; a crash while one is written leaves files without
@@ -27,6 +28,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +37,7 @@ import trio
 import xxhash
 
 from lakefs_fuse.commits.commit_log import fetch_undamaged
+from lakefs_fuse.commits.gc_record import read_horizon
 from lakefs_fuse.commits.record import TIME_NS_MAX
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import MALFORMED, CacheError, DamagedCommit, LakeError, NotFound
@@ -270,6 +273,12 @@ async def manifests(client: StoreClient, *, count_max: int | None = None) -> lis
     return found
 
 
+async def collected_before(client: StoreClient) -> int:
+    """Commits before this time may be deleted, 0 where none is: by the record of gc, and by the manifest of every
+    index, either of which may be lost. Raises StoreError kinds."""
+    return max([await read_horizon(client), *(manifest.horizon for manifest in await manifests(client))])
+
+
 async def fetch_files(
     client: StoreClient, threads: Threads, manifest: Manifest, directory: Path, *, prefix: str = "", since: int = 0
 ) -> list[Path]:
@@ -330,11 +339,12 @@ async def load_newest_index(
     polling; returns which, None where there was no need or none. ``directory`` is for files on their way. A database
     that ``folds`` is brought to the newest index in any case, and keeps what changes from then on.
 
-    One LIST and one GET where there is nothing to do. Raises CacheError, and StoreError kinds where the store does not
+    Two LISTs and one GET where there is nothing to do. Raises CacheError, and StoreError kinds where the store does not
     answer.
     """
+    horizon = await read_horizon(client)  # first: the index that has those commits was there before
     for last in (False, True):  # an index may be removed while it is read; then there are two newer ones
-        search = _IndexSearch(database, client, threads, directory, folds)
+        search = _IndexSearch(database, client, threads, directory, folds, horizon)
         for time in (await find(client))[:CANDIDATES_MAX]:
             if await search.try_index(time):
                 return search.taken
@@ -347,13 +357,16 @@ async def load_newest_index(
 class _IndexSearch:
     """One search of a lake's indexes for the newest that can be used."""
 
-    def __init__(self, database: Database, client: StoreClient, threads: Threads, directory: Path, folds: bool) -> None:
+    def __init__(
+        self, database: Database, client: StoreClient, threads: Threads, directory: Path, folds: bool, horizon: int
+    ) -> None:
         self._folds = folds
         self._db, self._client, self._threads, self._directory = database, client, threads, directory
         self._known = CommitRows(database).polled()
         self._fresh = not self._known and not tables.has_names(database)
         self._missing = tables.missing_before(database)
-        self._needed = self._missing
+        self._needed = max(self._missing, horizon)
+        """Commits before this time may be gone: by the record of gc, and by every manifest that can be read."""
         self.vanished = False
         self.taken: Manifest | None = None
 
@@ -428,15 +441,30 @@ class _IndexSearch:
 
     def _note_missing(self) -> None:
         tables.set_missing_before(self._db, self._needed)
-        log.error(
-            "commits from before %016x were collected, and no index that has them can be used: names may be missing, "
-            "and names that were removed may be seen again; fsck tells what is damaged", self._needed,
-        )  # fmt: skip
+        log.error("%s", describe_loss(self._needed))
 
     def give_up(self) -> None:
         """No index could be used."""
         if self._missing or self._lacks(self._known):
             self._note_missing()
+
+
+def describe_loss(before: int) -> str:
+    """What is wrong where `sorted_tables.missing_before` is this time, and what to do."""
+    at = datetime.fromtimestamp(before / 1_000_000_000, UTC).isoformat(timespec="seconds")
+    return (
+        f"commits from before {at} were collected, and no index that has them can be used: names may be missing, and "
+        "removed ones seen again. `lakefs-fuse fsck SOURCE` names the objects to restore, and other ways out; until "
+        "then only read-only mounts show what is left, and nothing may change it"
+    )
+
+
+def require_all_names(database: Database) -> None:
+    """Raises LakeError where names may be missing. Who writes from such names makes the loss final: it may delete
+    objects to which only the missing names refer."""
+    missing = tables.missing_before(database)
+    if missing:
+        raise LakeError(describe_loss(missing))
 
 
 # -- writing

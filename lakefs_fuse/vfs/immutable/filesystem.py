@@ -31,6 +31,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics, ReadMetrics, Unfinished
 from lakefs_fuse.path_rules import Rules
@@ -382,6 +383,7 @@ class ImmutableFilesystem:
 
     def statistics(self) -> dict[str, object]:
         """Nested plain values, as those of a mount that may be written to; what cannot be there is left out."""
+        self.metrics.commits.names_missing = int(missing_before(self._state.database) > 0)
         counters: dict[str, object] = {
             **self.metrics.as_dict(),
             "cache": cache_section(self.metrics, self._lake.cache),

@@ -27,7 +27,7 @@ from msgspec import structs
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.index import datasets, snapshots
-from lakefs_fuse.commits.index.index import Manifest, load_newest_index, manifests
+from lakefs_fuse.commits.index.index import Manifest, collected_before, load_newest_index
 from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.memory_shares import shares_of
@@ -301,8 +301,7 @@ class States:
 
     async def _check_nothing_collected(self, database: Database) -> None:
         """Inode numbers must stay, so an index cannot stand in for commits that are gone."""
-        horizon = max((manifest.horizon for manifest in await manifests(self._lake.client)), default=0)
-        if horizon > tables.marks_of(database).newest + 1:
+        if await collected_before(self._lake.client) > tables.marks_of(database).newest + 1:
             raise LakeError("commits made since were collected (gc): unmount, and mount again, which takes the index")
 
     async def _survey(self, parts: Assembly, changed: ChangedNames | None) -> int:

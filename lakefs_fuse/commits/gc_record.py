@@ -1,0 +1,101 @@
+"""The record of garbage collection in the store: what earlier runs found dead, and which commits may be deleted.
+
+`.lakefs/gc/<time>-<horizon>`: the *horizon*, a time in ns since 1970, is in the key, so that one LIST tells it to all
+who read the lake. What always holds (*horizon before deletion*): an index that has all commits before the horizon is
+stored first, then the record, and then commits before the horizon are deleted; and the horizon never decreases. So who
+knows no index, and no names, that reach up to it lacks changes that no commit tells any more.
+
+Tasks of one trio loop. A crash while a record is written leaves two, of which the newest counts for grace periods, and
+the highest horizon of any.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from lakefs_fuse.commits.record import TIME_NS_MAX
+from lakefs_fuse.errors import MALFORMED, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.quantity import counted
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+
+RECORDS = f"{RESERVED_PREFIX}gc/"
+FORMAT = 1
+RECORD_BYTES_MAX = 256 << 20
+UNREFERENCED_MAX = 200_000
+"""Objects in a record, 210 MB with the longest keys; the grace periods of others begin in a later run."""
+
+_KEY = re.compile(re.escape(RECORDS) + r"[0-9a-f]{16}-([0-9a-f]{16})")
+
+
+class GcRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run of gc leaves for the next one, which needs a memory of grace periods.
+
+    ``dead``: key → time (ns since 1970) of the first run that saw it dead. ``horizon``: commits older than this had
+    been folded into an index when the record was written. ``unreferenced``: key → ETag of a superseded object, and the
+    time of the first run that saw it without a name."""
+
+    format: int = FORMAT
+    horizon: int = 0
+    dead: dict[str, int] = {}
+    unreferenced: dict[str, tuple[str, int]] = {}
+
+
+async def read_horizon(client: StoreClient) -> int:
+    """Commits before this time may be deleted; 0 where none is. One LIST. Raises StoreError kinds."""
+    return _horizon_of(await _list_records(client))
+
+
+async def read_gc_record(client: StoreClient) -> GcRecord:
+    """The newest readable record, with the highest horizon of all; an empty one where there is none. Raises
+    LakeError."""
+    metas = await _list_records(client)
+    horizon = _horizon_of(metas)
+    for meta in reversed(metas):
+        if not 0 < meta.size <= RECORD_BYTES_MAX:
+            continue
+        try:
+            raw = bytes((await client.get(meta.key, 0, meta.size, etag=meta.etag)).data)
+            record = msgspec.msgpack.decode(raw, type=GcRecord)
+        except (NotFound, PreconditionFailed, *MALFORMED):
+            continue
+        if record.format == FORMAT:
+            return msgspec.structs.replace(record, horizon=max(record.horizon, horizon))
+    return GcRecord(horizon=horizon)
+
+
+async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -> None:
+    """Write a record in place of all older ones. Raises LakeError, also where older ones cannot be deleted."""
+    old = await _list_records(client)
+    record = msgspec.structs.replace(record, horizon=max(record.horizon, _horizon_of(old)))
+    key = f"{RECORDS}{time_ns:016x}-{record.horizon:016x}"
+    if record.dead or record.horizon or record.unreferenced:
+        await client.put(key, msgspec.msgpack.encode(record))
+    refused = await client.delete_many([meta.key for meta in old if meta.key < key])
+    if refused:
+        first, why = next(iter(refused.items()))
+        raise deletion_refused(len(refused), f"{first}: {why}")
+
+
+def deletion_refused(count: int, why: str) -> LakeError:
+    """The error of a collection that may not delete so many objects."""
+    return LakeError(
+        f"deleting is refused for {counted(count, 'object')} ({why}): collect garbage with "
+        "credentials that may delete everything in the lake (deploy/iam/maintainer.json)"
+    )
+
+
+def _horizon_of(metas: list[ObjectMeta]) -> int:
+    times = [int(match[1], 16) for meta in metas if (match := _KEY.fullmatch(meta.key))]
+    return max((time for time in times if time <= TIME_NS_MAX), default=0)
+
+
+async def _list_records(client: StoreClient) -> list[ObjectMeta]:
+    """Oldest first."""
+    found: list[ObjectMeta] = []
+    async for page in client.list_all(RECORDS):
+        found += page.objects
+    return sorted(found, key=lambda meta: meta.key)
