@@ -33,10 +33,10 @@ HARD_LINKS = ("auto", "local", "refuse")
 MAINTENANCE = ("auto", "off")
 
 MEMORY_BYTES_MIN = 192 * MIB
-STAGING_BYTES_MIN = 48 * MIB
-"""Three parts of an upload: the kernel writes a large file out around two of them, while one is sent. With 32 MiB a file
-of 150 MiB was refused, with 48 MiB one of 400 MiB was stored."""
 """An idle mount takes 90 MiB."""
+STAGING_BYTES_MIN = 48 * MIB
+"""Three parts of an upload: the kernel writes a large file out in two of them, while one is sent. With 32 MiB a file of
+150 MiB was refused, with 48 MiB one of 400 MiB was stored."""
 
 SIZE_BYTES_MAX = 1 << 62
 _SIZE_UNITS = {"": 1, "b": 1}
