@@ -34,9 +34,16 @@ UNMOUNT_S_MAX = 20.0
 log = logging.getLogger(__name__)
 
 
+class _Utf8Option(str):
+    """An option of the mount with any character: pyfuse3 encodes options as ASCII, and the kernel takes bytes."""
+
+    def encode(self, encoding: str = "utf-8", errors: str = "surrogateescape") -> bytes:
+        return super().encode("utf-8", "surrogateescape")
+
+
 def _options(config: MountConfig) -> set[str]:
     source = str(config.store.source).replace("\\", "\\\\").replace(",", "\\,")
-    options = set(pyfuse3.default_options) | {f"fsname={source}", f"subtype={FILESYSTEM}"}
+    options = set(pyfuse3.default_options) | {_Utf8Option(f"fsname={source}"), f"subtype={FILESYSTEM}"}
     if config.allow_other:
         options.add("allow_other")
     if config.read_only:
