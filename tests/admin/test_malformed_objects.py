@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from lakefs_fuse.admin import gc, maintenance
-from lakefs_fuse.commits import listing_digest, maintenance_lease
+from lakefs_fuse.admin import maintenance
+from lakefs_fuse.commits import gc_record, listing_digest, maintenance_lease
 from lakefs_fuse.commits.index import node_records, snapshots
 from lakefs_fuse.commits.index.index import MANIFEST
 from lakefs_fuse.errors import DamagedCommit
@@ -36,7 +36,7 @@ async def find_holder(client: StoreClient) -> object:
 
 
 READERS: dict[str, tuple[str, Reader, object]] = {
-    "gc": (f"{gc.RECORDS}{5:016x}", gc.read_gc_record, gc.GcRecord()),
+    "gc": (f"{gc_record.RECORDS}{5:016x}-{0:016x}", gc_record.read_gc_record, gc_record.GcRecord()),
     "maintenance": (maintenance.KEY, maintenance.read_collection, None),
     "lease": (maintenance_lease.KEY, find_holder, "a"),
     "node": (node_records.key_of("s", "n"), lambda client: node_records.read_records(client, "s", 0), []),
