@@ -97,7 +97,6 @@ async def fold(
         clock.follow(seen)
     directory = tables.empty_directory(Path(fs.config.cache_dir).absolute() / "index")
     applied_since = newest - 2 * WINDOW_NS
-
     wrote = _reporter(report)
     if lake.folds and not name:
         writer = levels.LevelWriter(database, directory, before, found, applied_since, file_bytes_max)

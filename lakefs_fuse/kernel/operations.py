@@ -370,9 +370,8 @@ class Operations(pyfuse3.Operations):
 
     @upcall("flush")
     async def _flush(self, fh: int, closer: int) -> None:
-        await self.fs.flush(
-            fh, functools.partial(self._is_written_on, closer), functools.partial(hooks.killed_by, closer)
-        )
+        killed_by = functools.partial(hooks.killed_by, closer) if closer else None
+        await self.fs.flush(fh, functools.partial(self._is_written_on, closer), killed_by)
 
     def _is_written_on(self, closer: int, handle: Handle) -> bool:
         """Thread ``closer`` (0 if unknown) closes a descriptor, but the writer of the handle has not finished.
