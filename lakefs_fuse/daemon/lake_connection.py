@@ -17,7 +17,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.lake_record import OpenedLake, open_record
-from lakefs_fuse.store.open import open_store
+from lakefs_fuse.store.open import open_store, require_root
 from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.store.rate_limit import RateLimiter
 
@@ -41,12 +41,16 @@ async def connect_lake(
     may_write: bool,
     limiter: RateLimiter | None = None,
     abandon: bool = False,
+    is_root: bool = False,
 ) -> AsyncIterator[Connection]:
-    """``may_write``: probe the store and write the lake record where needed; ``abandon``: cancelling does not wait.
+    """``may_write``: probe the store and write the lake record where needed; ``abandon``: cancelling does not wait;
+    ``is_root``: the place is to be a lake of its own (`require_root`).
 
-    Raises StoreError, ConfigError."""
+    Raises StoreError, ConfigError, MountError."""
     store = await trio.to_thread.run_sync(open_store, config, node, limiter, abandon_on_cancel=abandon)
     try:
+        if is_root:
+            await trio.to_thread.run_sync(require_root, store, config, node, abandon_on_cancel=abandon)
         open_it = partial(open_record, store, config, node.random.stream("probe"), node.clock, may_write=may_write)
         opened = await trio.to_thread.run_sync(open_it, abandon_on_cancel=abandon)
         client = StoreClient(

@@ -66,6 +66,7 @@ async def open_lake(
         may_write=not config.read_only,
         limiter=RateLimiter(limit, metrics.upload, node.clock) if limit else None,
         abandon=True,
+        is_root=not config.immutable,
     )
     async with connecting as connection:
         opened, client = connection.opened, connection.client

@@ -14,8 +14,9 @@ from msgspec import structs
 
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import AccessDenied, ConfigError
+from lakefs_fuse.errors import AccessDenied, ConfigError, MountError
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
+from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.store.rate_limit import RateLimiter
 
@@ -58,6 +59,23 @@ def search_lake(place: StoreConfig, node: Node) -> FoundLake:
     return FoundLake(structs.replace(place, region=region), "", exists=False)
 
 
+def require_root(store: ObjectStore, place: StoreConfig, node: Node) -> None:
+    """Raises MountError where the place, of which ``store`` is open, is no lake yet and is in one: a mount that may
+    change it would begin a second lake there, and would not show what the first has in packs. One LIST where there is a
+    lake; else as `search_lake`. Raises StoreError, too."""
+    try:
+        if retry_unavailable(lambda: _is_lake(place, store), node.clock):
+            return
+    except AccessDenied:
+        return  # the mount says which permission is missing
+    found = search_lake(place, node)
+    if found.exists and found.path:
+        raise MountError(
+            f"{place.source} is the directory {found.path} of the lake {found.store.source}: mount that, or this "
+            "directory alone with --immutable"
+        )
+
+
 def find_lake(place: StoreConfig, node: Node) -> tuple[StoreConfig, str]:
     """Store and path of `search_lake`."""
     found = search_lake(place, node)
@@ -84,9 +102,7 @@ def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
 def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> tuple[bool, str | None]:
     """Whether the lake's own objects are there, and the region to ask from now on."""
     if config.source.scheme == "file":
-        reserved = os.path.join(config.source.bucket, RESERVED_NAME)
-        found = any(os.path.isdir(os.path.join(reserved, name)) for name in LAKE_DIRECTORIES)
-        return found, config.region
+        return _is_local_lake(config), config.region
     from lakefs_fuse.store.s3.store import open_s3
 
     try:
@@ -98,9 +114,21 @@ def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> tuple[bo
         return False, config.region
     region = store.access.config.region
     try:
-        prefixes = store.list_page(RESERVED_PREFIX, delimiter="/").prefixes
+        return _is_lake(config, store), region
     except AccessDenied:
         return False, region
     finally:
         store.close()
-    return not {f"{RESERVED_PREFIX}{name}/" for name in LAKE_DIRECTORIES}.isdisjoint(prefixes), region
+
+
+def _is_lake(config: StoreConfig, store: ObjectStore) -> bool:
+    if config.source.scheme == "file":
+        return _is_local_lake(config)
+    prefixes = store.list_page(RESERVED_PREFIX, delimiter="/").prefixes
+    return not {f"{RESERVED_PREFIX}{name}/" for name in LAKE_DIRECTORIES}.isdisjoint(prefixes)
+
+
+def _is_local_lake(config: StoreConfig) -> bool:
+    """Whether a local directory, which needs no store to be looked at, is the root of a lake."""
+    reserved = os.path.join(config.source.bucket, RESERVED_NAME)
+    return any(os.path.isdir(os.path.join(reserved, name)) for name in LAKE_DIRECTORIES)

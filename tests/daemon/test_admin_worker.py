@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.daemon import admin_worker as offline
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import ConfigError, LakeError, first_error
+from lakefs_fuse.errors import ConfigError, LakeError, MountError, first_error
 from lakefs_fuse.store import open as places
 from lakefs_fuse.store.lake_record import KEY, LakeRecord
 from lakefs_fuse.store.open import open_store
@@ -77,6 +78,30 @@ def test_a_directory_lies_in_the_nearest_lake_above_it(tmp_path: Path, kind: str
 def test_without_a_lake_the_place_itself_becomes_one(tmp_path: Path) -> None:
     place = file_config(tmp_path / "a" / "b")
     assert places.find_lake(place, Node.of_this_machine()) == (place, "")
+
+
+def test_directory_of_a_lake_cannot_be_mounted_as_one(
+    tmp_path: Path, moto: Server, new_bucket: Callable[[Server], str]
+) -> None:
+    node, bucket = Node.of_this_machine(), new_bucket(moto)
+    (tmp_path / "lake" / ".lakefs" / "commits").mkdir(parents=True)
+    (tmp_path / "lake" / "a" / "b").mkdir(parents=True)
+    with closing(open_store(s3_config(moto, f"{bucket}/lake"), node)) as store:
+        store.put(".lakefs/index/x", b"x")
+    for root, below in (
+        (file_config(tmp_path / "lake"), file_config(tmp_path / "lake" / "a" / "b")),
+        (s3_config(moto, f"{bucket}/lake"), s3_config(moto, f"{bucket}/lake/a/b")),
+    ):
+        with closing(open_store(root, node)) as store:
+            places.require_root(store, root, node)
+        with closing(open_store(below, node)) as store:
+            with pytest.raises(MountError, match=r"is the directory a/b of the lake .*/lake/?: mount that, or"):
+                places.require_root(store, below, node)
+            store.put(".lakefs/commits/x", b"x")
+            places.require_root(store, below, node)  # a lake of its own that is there already
+    beside = s3_config(moto, f"{bucket}/other")
+    with closing(open_store(beside, node)) as store:
+        places.require_root(store, beside, node)
 
 
 def test_a_prefix_lies_in_the_nearest_lake_above_it(moto: Server, new_bucket: Callable[[Server], str]) -> None:

@@ -22,3 +22,20 @@ def test_source_with_any_character_is_mounted_and_shown(make_lake: LakeMaker, st
     assert mounted.source.rstrip("/") == lake.source
     lake.umount()
     assert any(key.endswith(f"{name}/größe") for key in lake.outside.objects())
+
+
+def test_directory_of_a_lake_is_refused_and_left_alone(make_lake: LakeMaker) -> None:
+    lake = make_lake("seaweedfs").mount("--pack", "always")
+    (lake.path / "d").mkdir()
+    (lake.path / "d" / "f").write_bytes(b"x")
+    lake.remount()
+    lake.umount()
+    root, before = lake.source, lake.outside.objects().keys()
+    lake.source = f"{root.rstrip('/')}/d"
+    for options in ((), ("--read-only",)):
+        refused = lake.try_mount(*options)
+        assert refused.returncode == 1
+        assert "is the directory d of the lake" in refused.stderr
+    assert lake.outside.objects().keys() == before
+    lake.mount("--immutable")
+    assert (lake.path / "f").read_bytes() == b"x"
