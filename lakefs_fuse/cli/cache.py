@@ -20,7 +20,7 @@ from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import RATE, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import json_option
-from lakefs_fuse.cli.terminal import Bar, is_watched, print_json, print_tables, progress_bar
+from lakefs_fuse.cli.terminal import Bar, is_watched, print_json, print_tables, progress_bar, table_text
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.mounts import read_mounts
 from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
@@ -382,7 +382,6 @@ def _print_json(found: Answers) -> None:
 
 def _print_list(mountpoint: str, values: dict[str, Any]) -> None:
     from rich.table import Column, Table
-    from rich.text import Text
 
     table = Table(Column("path", overflow="fold"), box=None, pad_edge=False)
     for name in ("files", "size", "local", "", "pinned", "last used"):
@@ -393,7 +392,7 @@ def _print_list(mountpoint: str, values: dict[str, Any]) -> None:
         used = datetime.fromtimestamp(row["used_s"], UTC).isoformat(timespec="seconds") if row["used_s"] else "-"
         path = os.path.join(mountpoint, row["path"]) if row["path"] else mountpoint
         sizes = format_bytes(size), format_bytes(local), share
-        table.add_row(Text(path), f"{row['files']:,}", *sizes, row["pinned"], used)
+        table.add_row(table_text(path), f"{row['files']:,}", *sizes, row["pinned"], used)
     print_tables(table)
     pins = values["pins"]
     if pins["paths"]:

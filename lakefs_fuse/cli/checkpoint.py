@@ -31,7 +31,7 @@ from lakefs_fuse.cli.store_options import (
     lake_option,
     store_options,
 )
-from lakefs_fuse.cli.terminal import print_json, print_tables, progress_bar
+from lakefs_fuse.cli.terminal import escaped, print_json, print_tables, progress_bar, table_text
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
 from lakefs_fuse.errors import ConfigError, LakeError
@@ -264,7 +264,7 @@ def consolidate_shards(
     values = f"{counted(made.tensors, 'tensor')}, {format_bytes(made.bytes)}, {counted(made.objects, 'other value')}"
     click.echo(f"{made.path}: {values}")
     if made.left_out:
-        click.echo(f"left out, because they are no tensors: {', '.join(made.left_out)}", err=True)
+        click.echo(f"left out, because they are no tensors: {escaped(', '.join(made.left_out))}", err=True)
 
 
 def _print_table(listing: Listing) -> None:
@@ -278,13 +278,14 @@ def _print_table(listing: Listing) -> None:
     table.add_column("age", justify="right", no_wrap=True)
     table.add_column("complete", overflow="fold")
     for item in listing.checkpoints:
+        state = "yes, newest" if item.name == listing.latest else "yes"
         table.add_row(
-            item.name + ("/" if item.kind == "directory" else ""),
+            table_text(item.name + ("/" if item.kind == "directory" else "")),
             "" if item.step is None else str(item.step),
             f"{item.files:,}",
             format_bytes(item.bytes),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.mtime)) if item.mtime else "",
             format_duration(item.age_s) if item.mtime else "",
-            ("yes, newest" if item.name == listing.latest else "yes") if item.complete else f"no: {item.reason}",
+            table_text(state if item.complete else f"no: {item.reason}"),
         )
-    print_tables(table, markup=False)
+    print_tables(table)

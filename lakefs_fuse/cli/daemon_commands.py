@@ -13,7 +13,7 @@ from lakefs_fuse.cli.daemons import checked_text, describe_files, is_missing, lo
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import json_option
-from lakefs_fuse.cli.terminal import print_json, print_tables
+from lakefs_fuse.cli.terminal import print_json, print_tables, table_text
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
@@ -212,10 +212,10 @@ def _print_orphans(files: list[Unfinished]) -> None:
     for file in files:
         table.add_row(
             file.id,
-            file.path,
+            table_text(file.path),
             format_bytes(file.bytes),
             format_bytes(file.bytes_done),
             format_duration(file.age_s),
-            file.error,
+            table_text(file.error),
         )
     print_tables(table)

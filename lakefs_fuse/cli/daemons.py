@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import click
 
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
-from lakefs_fuse.cli.terminal import progress_bar
+from lakefs_fuse.cli.terminal import escaped, progress_bar
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import SILENCE_S_MAX, ControlClient, connect
 from lakefs_fuse.control.mounts import Mount, is_dead, mount_at, mount_of
@@ -149,8 +149,8 @@ def require_stored(path: str, otherwise: str) -> None:
 def describe_files(files: tuple[Unfinished, ...]) -> list[str]:
     """One line for each file that is not durable, with the reason; FILES_SHOWN_MAX files at most."""
     lines = [
-        f"  {file.path}: {file.state}, {format_bytes(file.bytes_done)} of {format_bytes(file.bytes)} stored, "
-        f"{format_duration(file.age_s)} old" + (f": {file.error}" if file.error else "")
+        f"  {escaped(file.path)}: {file.state}, {format_bytes(file.bytes_done)} of {format_bytes(file.bytes)} stored, "
+        f"{format_duration(file.age_s)} old" + (f": {escaped(file.error)}" if file.error else "")
         for file in files[:FILES_SHOWN_MAX]
     ]
     if len(files) > FILES_SHOWN_MAX:

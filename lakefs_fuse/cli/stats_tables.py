@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
 from lakefs_fuse.cli.stats_values import Values, number, section
+from lakefs_fuse.cli.terminal import escaped, table_text
 from lakefs_fuse.quantity import counted
 
 FILES_SHOWN_MAX = 20
@@ -198,7 +199,7 @@ def _listings(values: Values) -> Iterator[Text]:
         row = section(each)
         yield Text.assemble(
             ("listing ", "bold"),
-            f"/{row.get('path') or ''}: {counted(number(row, 'names'), 'name')} in "
+            f"/{escaped(str(row.get('path') or ''))}: {counted(number(row, 'names'), 'name')} in "
             f"{counted(number(row, 'pages'), 'page')}, "
             f"{counted(number(row, 'requests_under_way'), 'request')} in flight, "
             f"{format_duration(number(row, 'age_s'))}",
@@ -274,11 +275,11 @@ def _unfinished(values: Values) -> Iterator[Table]:
     for file in files[:FILES_SHOWN_MAX]:
         row = section(file)
         table.add_row(
-            *(Text(str(row.get(key, ""))) for key in ("id", "path", "state")),
+            *(table_text(str(row.get(key, ""))) for key in ("id", "path", "state")),
             format_bytes(number(row, "bytes")),
             format_bytes(number(row, "bytes_done")),
             format_duration(number(row, "age_s")),
-            Text(str(row.get("error", ""))),
+            table_text(str(row.get("error", ""))),
         )
     if len(files) > FILES_SHOWN_MAX:
         table.caption = f"and {len(files) - FILES_SHOWN_MAX} more"

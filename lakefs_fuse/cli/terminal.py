@@ -16,6 +16,7 @@ import msgspec
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress
+    from rich.text import Text
 
 PIPE_WIDTH = 200
 """Characters of a line where standard output is no terminal: a pipe gets whole lines."""
@@ -26,11 +27,11 @@ def print_json(value: object) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def print_tables(tables: RenderableType, *, markup: bool | None = None) -> None:
+def print_tables(tables: RenderableType) -> None:
     """Print what rich renders, without cutting lines for a pipe."""
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(tables, markup=markup)
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(tables)
 
 
 def escaped(text: str) -> str:
@@ -38,6 +39,13 @@ def escaped(text: str) -> str:
     return "".join(
         each if each.isprintable() and each != "\\" else each.encode("unicode_escape").decode("ascii") for each in text
     )
+
+
+def table_text(text: str) -> Text:
+    """A cell with a text that others chose, such as a name in a lake: it is shown `escaped`, and has no markup."""
+    from rich.text import Text
+
+    return Text(escaped(text))
 
 
 def is_watched() -> bool:

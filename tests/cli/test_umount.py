@@ -252,11 +252,14 @@ def daemon_restarted(mounted: Mounted, daemon: Callable[..., Mounted], **argumen
 def test_orphans_are_listed_finished_and_aborted(
     daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    orphans = [{"id": str(number), "path": f"part-{number}", "state": "orphan"} for number in range(5)]
-    point = str(daemon(files=[DIRTY, *orphans]).point)
+    orphans = [{"id": str(number), "path": f"part-{number}", "state": "orphan"} for number in range(4)]
+    hostile = {"id": "4", "path": "[/a][bold]x\x1b]0;title\x07", "state": "orphan", "error": "[b]no\x1b[2Jroom"}
+    point = str(daemon(files=[DIRTY, *orphans, hostile]).point)
     assert run(["orphans", point]) == 0
     listed = capsys.readouterr().out
-    assert all(f"part-{number}" in listed for number in range(5))
+    assert all(f"part-{number}" in listed for number in range(4))
+    assert "[/a][bold]x\\x1b]0;title\\x07" in listed
+    assert "[b]no\\x1b[2Jroom" in listed
     assert "model.pt" not in listed
     assert run(["orphans", point, "--finish", "0", "--abort", "1", "--abort", "2"]) == 0
     assert run(["orphans", point, "--finish", "0", "--finish", "3"]) == 1
