@@ -80,7 +80,10 @@ PACK_BYTES = 210
 """Overhead of a pack besides its members. Both as measured, so that what was moved is not moved again."""
 RECORDS_AT_ONCE = 16
 CHECK_S_MAX = 60.0
-"""Maximum time between the check of a batch and its deletion; after it the batch is checked again."""
+"""Maximum time that the check of a batch may take before its deletion; after it the batch is checked again, as after a
+pause of the process."""
+CHECKS_MAX = 10
+"""Checks of one batch: where none is done in time, the run ends with an error."""
 
 Fold = Callable[[int], Awaitable[None]]
 """Writes an index of the view, with this horizon."""
@@ -390,17 +393,26 @@ class Collector:
         """Delete objects in batches, each after another check that it is dead."""
         for at in range(0, len(found), DELETE_KEYS_MAX):
             batch = found[at : at + DELETE_KEYS_MAX]
-            while not self._options.dry_run:
-                began_s = self._lake.node.clock.mono_s()
-                await self._read_references()
+            if not self._options.dry_run:
+                await self._check_references()
                 if self._lake.refused:
                     self.done.unreadable = max(self.done.unreadable, self._lake.refused)
                     return
-                if self._lake.node.clock.mono_s() - began_s <= CHECK_S_MAX:
-                    batch = [meta for meta in batch if is_dead(meta)]
-                    break
+                batch = [meta for meta in batch if is_dead(meta)]
             if batch:
                 await delete(self._lake, batch, swept, dry_run=self._options.dry_run)
+
+    async def _check_references(self) -> None:
+        """Read the references until that is done in time. Raises LakeError, also where it never is."""
+        for _ in range(CHECKS_MAX):
+            began_s = self._lake.node.clock.mono_s()
+            await self._read_references()
+            if (took_s := self._lake.node.clock.mono_s() - began_s) <= CHECK_S_MAX or self._lake.refused:
+                return
+        raise LakeError(
+            f"reading what refers to objects takes {took_s:.0f} s, and {CHECK_S_MAX:.0f} s at most are allowed before "
+            "a deletion: collect garbage on a machine that is closer to the store"
+        )
 
     async def _read_references(self) -> None:
         """Read what other processes wrote: commits, snapshots, gc records, the newest index. Raises LakeError."""

@@ -440,31 +440,42 @@ async def test_gc_without_an_index_deletes_nothing(store: MemoryStore, clock: Cl
     assert set(before) <= set(commits(store))
 
 
+class StoppingClock(Clock):
+    """100 s pass before each time that is read, as long as ``is_stopping``: the process is stopped again and again."""
+
+    def __init__(self, is_stopping: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_stopping, self._stopped_s = is_stopping, 0.0
+
+    def mono_s(self) -> float:
+        self._stopped_s += 100.0 if self._is_stopping() else 0.0
+        return self._stopped_s
+
+
 async def test_gc_stopped_while_looking_looks_once_more(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     """It was stopped between a look and the request that deletes."""
-    pack = commits(store)[0]
     looks: list[Request] = []
+    stopping = StoppingClock(lambda: len(looks) < 12)
+    stopping.now_ns = clock.now_ns
 
-    class StoppingClock(Clock):
-        stopped_s = 0.0
+    def look(request: Request, when: When) -> None:
+        looks.extend([request] if (request.what, request.key, when) == ("list", COMMITS, "before") else [])
 
-        def mono_s(self) -> float:
-            self.stopped_s += 100.0 if len(looks) < 20 else 0.0
-            return self.stopped_s
-
-    now_ns, clock = clock.now_ns, StoppingClock()
-    clock.now_ns = now_ns
-
-    def after_the_look(request: Request) -> bool:
-        looks.extend([request] if request.what == "list" and request.key == COMMITS else [])
-        return False
-
-    reviving(store, clock, pack, when=after_the_look)
-    async with headless(store, clock) as view:
+    store.hook = look
+    async with headless(store, stopping) as view:
         done = await Collector(view, NOW, fold=partial(fold_all, view), report=silent).run()
-    assert len(looks) >= 20
+    assert len(looks) >= 12
     assert done.commits_deleted == 4
-    assert await fresh(store, clock, tmp_path) == LEFT
+    assert await fresh(store, stopping, tmp_path) == LEFT
+
+
+async def test_gc_whose_looks_all_take_too_long_ends_and_deletes_nothing(store: MemoryStore, clock: Clock) -> None:
+    stopping, before = StoppingClock(lambda: True), commits(store)
+    stopping.now_ns = clock.now_ns
+    async with headless(store, stopping) as view:
+        with pytest.raises(LakeError, match=r"takes 100 s, and 60 s at most are allowed"):
+            await Collector(view, NOW, fold=partial(fold_all, view), report=silent).run()
+    assert set(before) <= set(commits(store))
 
 
 async def test_bundles_and_digests_of_commits_that_an_index_has_are_deleted(store: MemoryStore, clock: Clock) -> None:
