@@ -4,7 +4,7 @@ The tensors are streamed from the shards to the file, so memory is bounded by wh
 is written beside its name, read again and compared with the CRC-32 of what was written, and only then renamed.
 
 What always holds: DST is the whole checkpoint or what it was before. Blocking, one thread; a crash leaves a file whose
-name begins with a dot, which the next run replaces.
+name begins with a dot and ends in ``.consolidating``, which nothing reads: it may be deleted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def consolidate(
     is_safetensors = target.suffix == ".safetensors"
     if target.exists() and not force:
         raise LakeError(f"{target} exists: --force replaces it")
-    new = target.with_name(f".{target.name}.consolidating")
+    new = target.with_name(f".{target.name}.{os.uname().nodename}-{os.getpid()}.consolidating")
     with ShardedCheckpoint(source) as checkpoint:
         tensors = [each for each in checkpoint.tensors if each.name.startswith(prefix)]
         objects = [each for each in checkpoint.objects if each.name.startswith(prefix)]
@@ -77,6 +77,8 @@ def consolidate(
                         out, checkpoint, tensors, [(e, checkpoint.value(e)) for e in kept], prefix, advanced
                     )
             _verify(new, spans, advanced)
+            if target.exists() and not force:
+                raise LakeError(f"{target} was made meanwhile: --force replaces it")
             os.replace(new, target)
         except OSError as error:
             raise LakeError(f"{error.filename or new}: {error.strerror}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -241,3 +242,29 @@ def test_command_says_what_it_wrote(tmp_path: Path) -> None:
     done = subprocess.run([*command, "s3://lake/one.pt"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "is a URL" in done.stderr
+
+
+def test_target_that_appears_during_the_run_is_kept(tmp_path: Path) -> None:
+    target, shards = tmp_path / "one.pt", save(tmp_path / "shards", {"w": torch.full((10,), 7.0)})
+    with pytest.raises(LakeError, match="was made meanwhile: --force"):
+        consolidate(shards, target, advanced=lambda _: target.write_bytes(b"of another"))
+    assert target.read_bytes() == b"of another"
+
+
+def test_runs_of_two_processes_for_one_target_write_to_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, shards = tmp_path / "one.pt", save(tmp_path / "shards", {"w": torch.full((10,), 7.0)})
+    other_runs: list[object] = []
+
+    def run_other(_: int) -> None:
+        if not other_runs:
+            other_runs.append("begun")
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "getpid", lambda: 1)
+                other_runs.append(consolidate(shards, target, force=True))
+
+    consolidate(shards, target, force=True, advanced=run_other)
+    assert len(other_runs) == 2
+    assert torch.equal(torch.load(target)["w"], torch.full((10,), 7.0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.pt", "shards"]
