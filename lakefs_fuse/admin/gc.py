@@ -66,7 +66,7 @@ from lakefs_fuse.commits.record import (
     is_of_version,
 )
 from lakefs_fuse.control.worker_protocol import GcArgs
-from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
+from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.sorted_tables import marks_of
 from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import DELETE_KEYS_MAX
