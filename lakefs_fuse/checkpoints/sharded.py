@@ -166,7 +166,10 @@ class ShardedCheckpoint:
             if not isinstance(found, Strided) or (found.size, found.dtype) != (chunk.sizes, tensor.dtype):
                 raise LakeError("it is not what the metadata says")
             if not found.is_contiguous:
-                raise LakeError("it does not lie row by row: read it with torch")
+                raise LakeError(
+                    "its rows do not follow each other (as with channels_last): convert the directory with "
+                    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+                )
             info = archive.getinfo(f"{pickled.removesuffix('data.pkl')}data/{found.key}")
             begin = chunk.place.offset + _data_offset(archive, info)
         except LakeError as error:
