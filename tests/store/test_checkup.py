@@ -327,20 +327,21 @@ def test_configuration_that_may_not_be_read_is_skipped_with_the_permission(
 
 
 @pytest.mark.parametrize(
-    ("token", "expires", "severity", "said"),
+    ("source", "token", "expires", "severity", "said"),
     [
-        ("", None, Severity.OK, "without an end"),
-        ("token", None, Severity.WARNING, "nothing renews"),
-        ("token", timedelta(hours=1), Severity.OK, "renewed by itself"),
+        ("env", "", None, Severity.OK, "without an end"),
+        ("env", "token", None, Severity.WARNING, "nothing renews"),
+        ("env", "token", timedelta(hours=1), Severity.OK, "renewed by itself"),
+        ("shared-credentials-file", "token", None, Severity.WARNING, "write a new one there before it expires"),
     ],
 )
 def test_credentials_say_where_they_come_from_and_when_they_end(
-    token: str, expires: timedelta | None, severity: Severity, said: str, moto: Server
+    source: str, token: str, expires: timedelta | None, severity: Severity, said: str, moto: Server
 ) -> None:
     access = connect(s3_config(moto, "bucket"), SystemClock())
 
     class Found:
-        method = "env"
+        method = source
         _expiry_time = None if expires is None else datetime.now(UTC) + expires
 
         def get_frozen_credentials(self) -> Any:
@@ -349,5 +350,5 @@ def test_credentials_say_where_they_come_from_and_when_they_end(
     found = s3_bucket.credentials(replace(access, session_credentials=Found()), SystemClock())
     assert found.severity is severity
     assert said in found.text
-    assert "AWS_ACCESS_KEY_ID" in found.text
+    assert ("AWS_ACCESS_KEY_ID" in found.text) == (source == "env")
     assert "AKIASECRET" not in str(found)

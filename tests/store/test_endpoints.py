@@ -19,6 +19,7 @@ from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.store.open import find_lake, open_store
 from lakefs_fuse.store.s3 import bucket as s3_bucket
 from lakefs_fuse.store.s3.access import connect
+from lakefs_fuse.store.s3.key_files import REREAD_S
 from lakefs_fuse.store.s3.store import S3Store, follow_region, open_s3
 from tests.recording import Answer, Recorder, Request
 from tests.servers import Server
@@ -157,13 +158,13 @@ print(json.dumps({"Version": 1, "AccessKeyId": key, "SecretAccessKey": "secret",
 """
 
 
-def test_credentials_that_hold_for_long_are_kept_for_a_minute(recorded_config: StoreConfig) -> None:
+def test_credentials_that_hold_for_long_are_kept_for_ten_seconds(recorded_config: StoreConfig) -> None:
     """obstore asks again five minutes before the end that it is told."""
     given = connect(recorded_config, SystemClock()).credentials()
     ends = given["expires_at"]
     assert isinstance(ends, datetime)
     left_s = (ends - datetime.now(UTC)).total_seconds()
-    assert 300 + 30 < left_s <= 300 + 60
+    assert 300 + 5 < left_s <= 300 + REREAD_S
 
 
 def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +178,24 @@ def use_each_client(store: S3Store) -> None:
     store.list_page("")
 
 
+def use_until_each_client_has(key: str, store: S3Store, recorder: Recorder) -> None:
+    """obstore keeps credentials that have ended for a tenth of a second."""
+    renewed = set[str]()
+    deadline_s = SystemClock().mono_s() + 20
+    while renewed != {"boto3", "obstore", "list"}:
+        assert SystemClock().mono_s() < deadline_s, renewed
+        recorder.requests.clear()
+        use_each_client(store)
+        renewed |= {each.client for each in recorder.requests if scope_of(each)[0] == key}
+    for request in recorder.requests:
+        assert request.headers["x-amz-security-token"] == f"token of {scope_of(request)[0]}"
+
+
 def test_credentials_that_expire_are_renewed_for_each_client(
     recorded_config: StoreConfig, recorder: Recorder, aws_config: Callable[[str], None], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """botocore renews what ends soon at each request, and so does obstore, which keeps it for a tenth of a second."""
+    """botocore renews what ends soon at each request, and so does obstore."""
     without_keys(monkeypatch)
     program, key = tmp_path / "process.py", tmp_path / "key"
     program.write_text(PROCESS)
@@ -191,15 +205,42 @@ def test_credentials_that_expire_are_renewed_for_each_client(
     use_each_client(store)
     assert {scope_of(request)[0] for request in recorder.requests} == {"FIRST"}
     key.write_text("SECOND")
-    renewed = set[str]()
-    deadline_s = SystemClock().mono_s() + 20
-    while renewed != {"boto3", "obstore", "list"}:
-        assert SystemClock().mono_s() < deadline_s, renewed
-        recorder.requests.clear()
-        use_each_client(store)
-        renewed |= {each.client for each in recorder.requests if scope_of(each)[0] == "SECOND"}
-    for request in recorder.requests:
-        assert request.headers["x-amz-security-token"] == f"token of {scope_of(request)[0]}"
+    use_until_each_client_has("SECOND", store, recorder)
+    store.close()
+
+
+class Ahead(SystemClock):
+    """A clock that a test sets forward. By its time of day, credentials have ended when obstore is given them."""
+
+    ahead_s = 0.0
+
+    def mono_s(self) -> float:
+        return super().mono_s() + self.ahead_s
+
+    def wall_ns(self) -> int:
+        return super().wall_ns() - 3_600_000_000_000
+
+
+@pytest.mark.parametrize("variable", ["AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"])
+def test_keys_rotated_in_a_file_are_those_of_each_client(
+    variable: str, recorded_config: StoreConfig, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_keys(monkeypatch)
+    file, clock = tmp_path / "keys", Ahead()
+    monkeypatch.setenv(variable, str(file))
+    pair = "[default]\naws_access_key_id = {}\naws_secret_access_key = secret\naws_session_token = token of {}\n"
+    file.write_text(pair.format("FIRST", "FIRST"))
+    store = open_s3(recorded_config, clock, None)
+    use_each_client(store)
+    assert {scope_of(request)[0] for request in recorder.requests} == {"FIRST"}
+    used = store.access.session_credentials
+    for broken in ("", "no section", "[default]\naws_access_key_id = SECOND\n"):
+        file.write_text(broken)
+        clock.ahead_s += REREAD_S
+        assert used.get_frozen_credentials().access_key == "FIRST", "an editor may leave a file unfinished"
+    file.write_text(pair.format("SECOND", "SECOND"))
+    clock.ahead_s += REREAD_S
+    use_until_each_client_has("SECOND", store, recorder)
     store.close()
 
 

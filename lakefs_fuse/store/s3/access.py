@@ -42,6 +42,7 @@ from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
 from lakefs_fuse.product import ENVIRONMENT_PREFIX, PROGRAM
 from lakefs_fuse.store.s3.advice import NO_CREDENTIALS
 from lakefs_fuse.store.s3.errors import from_boto
+from lakefs_fuse.store.s3.key_files import REREAD_S, follow_files
 from lakefs_fuse.store.s3.stored_objects import STORING_OPERATIONS, boto3_encryption
 
 DEFAULT_REGION = "us-east-1"
@@ -53,9 +54,10 @@ CACHE_CONNECT_S_MAX = 0.5
 DIRECTORY_BUCKET = "--x-s3"
 """How names of directory buckets end. They take sessions in place of signatures, and list in no order."""
 PAYER_HEADER = "x-amz-request-payer"
-CREDENTIAL_TTL = timedelta(minutes=6)
-"""Obstore asks again 5 minutes before the end that it was told (TokenCache of object_store), so once a minute; at most
-ten times a second where they end sooner. botocore renews expiring credentials 15 minutes ahead."""
+CREDENTIAL_TTL = timedelta(minutes=5, seconds=REREAD_S)
+"""Obstore asks again 5 minutes before the end that it was told (TokenCache of object_store), so as often as files of
+keys are read; at most ten times a second where they end sooner. botocore renews expiring credentials 15 minutes
+ahead."""
 
 Boto3Client = Any
 """botocore makes its methods at run time; every answer is checked where it is used."""
@@ -75,7 +77,7 @@ class S3Access:
     connections_max: int
     clock: Clock
     session_credentials: Any = field(repr=False)
-    """botocore's, which it renews; None where requests are not signed."""
+    """botocore's, which it renews, or read from a file again; None where requests are not signed."""
     proxies: Mapping[str, str] = field(repr=False)
     """What botocore's requests use: URLs by scheme, which may hold a password."""
 
@@ -144,6 +146,7 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         core = botocore.session.Session(profile=config.profile)
         core.register_component("data_loader", _service_files(core.get_config_variable("data_path")))
         session = boto3.session.Session(region_name=config.region, botocore_session=core)
+        follow_files(core.get_component("credential_provider"), clock)
         region = session.region_name or DEFAULT_REGION
         if ca_bundle is None:
             # boto3 also reads it from AWS_CA_BUNDLE and its own configuration file; the fast paths must follow.

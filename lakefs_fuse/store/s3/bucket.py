@@ -18,6 +18,7 @@ from lakefs_fuse.config import ARCHIVE_CLASSES
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import from_boto
+from lakefs_fuse.store.s3.key_files import FILE_METHODS
 
 RULES_NAMED_MAX = 5
 
@@ -64,6 +65,13 @@ def credentials(access: S3Access, clock: Clock) -> CheckResult:
         at = expiry.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
         return ok(
             check, f"{text}, renewed by itself before {at}", source=method, expires_in_s=int(left.total_seconds())
+        )
+    if token and method in FILE_METHODS:
+        return warning(
+            check,
+            f"{text}, with a session token: write a new one there before it expires, which mounts read by themselves, "
+            "or use a role",
+            source=method,
         )
     if token:
         return warning(
