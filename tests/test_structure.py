@@ -10,7 +10,7 @@ from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, statements, widest_constructor
 
 CLOSE = 30, 59
-"""One each for the thread that closes, which is asked for before the request waits for anything."""
+"""One each for the question whether the file is a checkpoint, whose writer may have been killed."""
 RENAME = 39, 278
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0

@@ -78,10 +78,7 @@ def upcall(
 ) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
     """Count a request and turn its errors into errnos. While a commit is applied to what it is ``about`` (its first
     argument, or for a name its first two) it waits. The first request after a pause wakes the mount, and
-    waits for its poll, unless it asks for nothing that a poll would bring (not ``wakes``).
-
-    So the handler may run after others have begun: what `hooks` says of a request "until the handler's first await"
-    is read by the method that pyfuse3 calls, which passes it to a handler of its own."""
+    waits for its poll, unless it asks for nothing that a poll would bring (not ``wakes``)."""
 
     def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
         @functools.wraps(handler)
@@ -196,15 +193,12 @@ class Operations(pyfuse3.Operations):
         self._leases.lease_attributes(entry, attributes)
         return attributes
 
+    @upcall("setattr")
     async def setattr(
         self, inode: int, attr: Any, fields: pyfuse3.SetattrFields, fh: int | None, ctx: Any
     ) -> pyfuse3.EntryAttributes:
-        return await self._setattr(inode, attr, fields, fh, ctx, hooks.kills_privileges())
-
-    @upcall("setattr", about=About.INODE)
-    async def _setattr(
-        self, inode: int, attr: Any, fields: pyfuse3.SetattrFields, fh: int | None, ctx: Any, kills_privileges: bool
-    ) -> pyfuse3.EntryAttributes:
+        kills_privileges = hooks.kills_privileges()
+        await self.barrier.wait_for(About.INODE, inode)
         change = AttributeChange(
             size=attr.st_size if fields.update_size else None,
             mode=attr.st_mode if fields.update_mode else None,
@@ -339,15 +333,12 @@ class Operations(pyfuse3.Operations):
         is_direct = self.fs.is_handle(handle) and self.fs.handle(handle).is_direct
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=not is_direct, direct_io=is_direct)
 
+    @upcall("create")
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: Any
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        return await self._create(parent, name, mode, flags, ctx, hooks.kills_privileges())
-
-    @upcall("create", about=About.NAME)
-    async def _create(
-        self, parent: int, name: bytes, mode: int, flags: int, ctx: Any, kills_privileges: bool
-    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        kills_privileges = hooks.kills_privileges()
+        await self.barrier.wait_for(About.NAME, parent, name)
         handle, entry = await self.fs.create(
             parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid, kills_privileges=kills_privileges
         )
@@ -358,28 +349,22 @@ class Operations(pyfuse3.Operations):
     async def read(self, fh: int, off: int, size: int) -> Any:
         return await self.fs.read(fh, off, size)
 
-    async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self._write(fh, off, buf, hooks.kills_privileges())
-
     @upcall("write")
-    async def _write(self, fh: int, off: int, buf: bytes, kills_privileges: bool) -> int:
-        return await self.fs.write(fh, off, buf, kills_privileges=kills_privileges)
-
-    async def flush(self, fh: int) -> None:
-        await self._flush(fh, hooks.flush_pid())
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        return await self.fs.write(fh, off, buf, kills_privileges=hooks.kills_privileges())
 
     @upcall("flush")
-    async def _flush(self, fh: int, closer: int) -> None:
-        killed_by = functools.partial(hooks.killed_by, closer) if closer else None
-        await self.fs.flush(fh, functools.partial(self._is_written_on, closer), killed_by)
+    async def flush(self, fh: int) -> None:
+        await self.fs.flush(fh, self._is_written_on, lambda: hooks.killed_by(hooks.flush_pid()))
 
-    def _is_written_on(self, closer: int, handle: Handle) -> bool:
-        """Thread ``closer`` (0 if unknown) closes a descriptor, but the writer of the handle has not finished.
+    def _is_written_on(self, handle: Handle) -> bool:
+        """A descriptor is closed, but its writer has not finished. Asked before the handler's first await.
 
         A child process closes what it inherited while its parent still writes; a shell opens a file for a command,
         duplicates the descriptor and closes the first one before anything was written. Publishing then would show
         other nodes a part of a file. The last close of all always publishes.
         """
+        closer = hooks.flush_pid() if hooks.active() else 0
         if not closer:
             return False
         if closer != handle.opener:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,27 +9,14 @@ import pytest
 from lakefs_fuse.kernel.operations import Operations  # isort: skip  (before pyfuse3)
 import pyfuse3
 import trio
-import trio.testing
 
 from lakefs_fuse.kernel.features import KernelFeatures
-from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.reply import size_reply
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.lake_size import LakeSize
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import TTL_S, Clock, lake
-
-
-class IdleMount:
-    """A mount that wakes when a test says so."""
-
-    def __init__(self) -> None:
-        self.is_idle = True
-        self.poll = trio.Event()
-
-    async def wake(self) -> None:
-        await self.poll.wait()
 
 
 @pytest.mark.parametrize("opened", [True, False])
@@ -76,40 +62,3 @@ def test_total_of_an_empty_mount_is_not_zero() -> None:
     """df(1) leaves out what has none."""
     answer = size_reply(LakeSize(0, 0))
     assert (answer.f_blocks, answer.f_bfree) == (1, 0)
-
-
-async def test_flush_during_the_wake_of_an_idle_mount_keeps_its_own_closer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library knows the closer of the last FLUSH only; the first one waits meanwhile for the poll."""
-    store = MemoryStore()
-    async with lake(store, tmp_path) as m:
-        operations = Operations(m.fs, KernelFeatures(Feature(0), writeback_cache=True, background_max=0))
-        handle, _ = await m.fs.create(ROOT_INODE, b"file", 0o644, os.O_WRONLY, 0, 0, os.getpid())
-        await m.fs.write(handle, 0, b"bytes")
-        operations.idleness = idle = IdleMount()
-        async with trio.open_nursery() as nursery:
-            monkeypatch.setattr(hooks, "flush_pid", os.getpid)
-            nursery.start_soon(operations.flush, handle)
-            await trio.testing.wait_all_tasks_blocked()
-            monkeypatch.setattr(hooks, "flush_pid", os.getppid)  # another process closes another file
-            idle.poll.set()
-        assert store.data("file") == b"bytes"
-        await m.fs.release(handle)
-
-
-async def test_write_during_the_wake_of_an_idle_mount_keeps_its_own_privileges_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with lake(MemoryStore(), tmp_path) as m:
-        operations = Operations(m.fs, KernelFeatures(Feature(0), writeback_cache=True, background_max=0))
-        handle, _ = await m.fs.create(ROOT_INODE, b"file", 0o6755, os.O_WRONLY, 0, 0)
-        operations.idleness = idle = IdleMount()
-        async with trio.open_nursery() as nursery:
-            monkeypatch.setattr(hooks, "kills_privileges", lambda: True)
-            nursery.start_soon(operations.write, handle, 0, b"bytes")
-            await trio.testing.wait_all_tasks_blocked()
-            monkeypatch.setattr(hooks, "kills_privileges", lambda: False)
-            idle.poll.set()
-        await m.close(handle)
-        assert (await m.getattr("file")).mode == 0o755
