@@ -78,17 +78,21 @@ def upcall(
 ) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
     """Count a request and turn its errors into errnos. While a commit is applied to what it is ``about`` (its first
     argument, or for a name its first two) it waits. The first request after a pause wakes the mount, and
-    waits for its poll, unless it asks for nothing that a poll would bring (not ``wakes``)."""
+    waits for its poll, unless it asks for nothing that a poll would bring (not ``wakes``). What the library says of
+    the request stays as it was when the request came."""
 
     def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
         @functools.wraps(handler)
         async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
             self.upcalls[name] += 1
             try:
-                if wakes and self.idleness.is_idle:
-                    await self.idleness.wake()
-                if about is not None and self.barrier.is_up:
-                    await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
+                if (wakes and self.idleness.is_idle) or (about is not None and self.barrier.is_up):
+                    with hooks.keep_request_facts():
+                        if wakes and self.idleness.is_idle:
+                            await self.idleness.wake()
+                        if about is not None and self.barrier.is_up:
+                            await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
+                        return await handler(self, *args, **kwargs)
                 return await handler(self, *args, **kwargs)
             except pyfuse3.FUSEError:
                 raise

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.kernel.operations import Operations  # isort: skip  (before pyfuse3)
+from lakefs_fuse.kernel.operations import Operations, Sleeper, upcall  # isort: skip  (before pyfuse3)
 import pyfuse3
 import trio
+import trio.testing
 
 from lakefs_fuse.kernel.features import KernelFeatures
-from lakefs_fuse.kernel.native.hooks import Feature
+from lakefs_fuse.kernel.native import hooks
+from lakefs_fuse.kernel.native.hooks import CopyRequest, Feature
 from lakefs_fuse.kernel.reply import size_reply
+from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.lake_size import LakeSize
 from tests.memory_store import MemoryStore
@@ -62,3 +67,54 @@ def test_total_of_an_empty_mount_is_not_zero() -> None:
     """df(1) leaves out what has none."""
     answer = size_reply(LakeSize(0, 0))
     assert (answer.f_blocks, answer.f_bfree) == (1, 0)
+
+
+class Idleness:
+    """Asleep until it is woken."""
+
+    def __init__(self) -> None:
+        self.is_idle, self.woken = True, trio.Event()
+
+    async def wake(self) -> None:
+        await self.woken.wait()
+        self.is_idle = False
+
+
+class Facts:
+    """Handlers that note what the library says of their request."""
+
+    def __init__(self, idleness: Sleeper) -> None:
+        self.upcalls: dict[str, int] = Counter()
+        self.idleness = idleness
+        self.barrier = Barrier(lambda _: None, lambda _: None)
+        self.noted: dict[int, tuple[int, bool, int]] = {}
+
+    @upcall("flush")
+    async def note(self, number: int) -> None:
+        self.noted[number] = hooks.flush_pid(), hooks.kills_privileges(), hooks.copy_request().source
+
+
+async def test_request_that_wakes_the_mount_keeps_what_the_library_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others come meanwhile, of which the library says something else."""
+    library = hooks.library()
+    if library is None:
+        pytest.skip("the library is not built here")
+
+    def come(number: int) -> None:
+        copied = CopyRequest(source=number)
+        monkeypatch.setattr(library, "lakefs_flush_pid", lambda: number)
+        monkeypatch.setattr(library, "lakefs_kills_privileges", lambda: number % 2)
+        monkeypatch.setattr(library, "lakefs_copy_request", lambda: ctypes.pointer(copied))
+
+    idleness = Idleness()
+    facts = Facts(idleness)
+    async with trio.open_nursery() as nursery:
+        for number in (1, 2, 3):
+            come(number)
+            nursery.start_soon(facts.note, number)
+            await trio.testing.wait_all_tasks_blocked()
+        idleness.woken.set()
+    assert facts.noted == {1: (1, True, 1), 2: (2, False, 2), 3: (3, True, 3)}
+    come(4)
+    await facts.note(4)
+    assert facts.noted[4] == (4, False, 4)

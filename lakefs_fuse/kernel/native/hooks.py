@@ -13,9 +13,12 @@ import ctypes
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import IntFlag
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lakefs_fuse.product import ENVIRONMENT_PREFIX
 
@@ -185,20 +188,51 @@ def granted() -> Feature:
     return Feature(_library.lakefs_granted_features()) if _library is not None else Feature(0)
 
 
+class RequestFacts(NamedTuple):
+    """What the library says of the request that came last. ``copied`` is None without the library."""
+
+    flush_pid: int
+    kills_privileges: bool
+    copied: CopyRequest | None
+
+
+_kept: ContextVar[RequestFacts | None] = ContextVar("kept", default=None)
+"""Of the request that the task handles, where it waited before the handler began."""
+
+
+@contextmanager
+def keep_request_facts() -> Iterator[None]:
+    """What `flush_pid`, `copy_request` and `kills_privileges` return now they return in this task until the end,
+    whatever requests come meanwhile. To be entered before the first await of a request."""
+    copied = copy_request() if _library is not None else None
+    token = _kept.set(RequestFacts(flush_pid(), kills_privileges(), copied))
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def flush_pid() -> int:
-    """Return the thread that sent the FLUSH being handled; 0 if not known. Valid until the handler's first await."""
+    """Return the thread that sent the FLUSH being handled; 0 if not known. Valid until the first await, or inside
+    `keep_request_facts`."""
+    if (kept := _kept.get()) is not None:
+        return kept.flush_pid
     return int(_library.lakefs_flush_pid()) if _library is not None else 0
 
 
 def copy_request() -> CopyRequest:
-    """The COPY_FILE_RANGE being handled, which comes from the library alone. Valid until the handler's first await."""
+    """The COPY_FILE_RANGE being handled, which comes from the library alone. Valid as `flush_pid`."""
+    if (kept := _kept.get()) is not None and kept.copied is not None:
+        return kept.copied
     assert _library is not None
     return CopyRequest.from_buffer_copy(_library.lakefs_copy_request().contents)
 
 
 def kills_privileges() -> bool:
-    """The request being handled is to drop suid and sgid; valid until the handler's first await. Never without
+    """The request being handled is to drop suid and sgid; valid as `flush_pid`. Never without
     `Feature.HANDLE_KILLPRIV`."""
+    if (kept := _kept.get()) is not None:
+        return kept.kills_privileges
     return _library is not None and bool(_library.lakefs_kills_privileges())
 
 
