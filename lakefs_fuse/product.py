@@ -8,8 +8,6 @@ from __future__ import annotations
 
 PROGRAM = "lakefs-fuse"
 """The command, the distribution, and its directories for caches, logs and sockets."""
-MOUNT_HELPER = "mount.lakefs"
-"""What mount(8) runs for ``-t lakefs``."""
 FILESYSTEM = "lakefs"
 FUSE_TYPE = f"fuse.{FILESYSTEM}"
 """Type of its mounts in mountinfo."""

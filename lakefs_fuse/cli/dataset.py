@@ -31,8 +31,6 @@ from lakefs_fuse.product import FUSE_TYPE
 VERSION_HELP = "NAME@VERSION, such as imagenet@3."
 NEWEST_HELP = "NAME@VERSION, such as imagenet@3; NAME is its newest version."
 
-"""Of our mounts in /proc/self/mountinfo."""
-
 source_argument = argument("source", SOURCE_HELP)
 
 

@@ -21,7 +21,8 @@ REPLY_BYTES_MAX = 16 * 1024 * 1024
 FILES_MAX = 1000
 """Unfinished files named in one reply; counts are always complete."""
 SELECTED_MAX = 100_000
-"""Paths of one request about the cache: about 20 MB while it runs."""
+"""Paths of one request about the cache: about 20 MB while it runs, 400 MB of the longest paths. Only the owner of the
+daemon and root send any."""
 UNKNOWN_REQUEST = "not a control request"
 """The message of a daemon that does not know a request begins so."""
 

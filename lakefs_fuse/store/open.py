@@ -25,7 +25,7 @@ LAKE_DIRECTORIES = ("commits", "index", "snapshots")
 
 
 def open_store(config: StoreConfig, node: Node, limiter: RateLimiter | None = None) -> ObjectStore:
-    """``pace`` limits what uploads send. Raises ConfigError, NoSuchBucket, AccessDenied, Unavailable, or another
+    """``limiter`` limits what uploads send. Raises ConfigError, NoSuchBucket, AccessDenied, Unavailable, or another
     StoreError."""
     if config.source.scheme == "file":
         from lakefs_fuse.store.local.store import LocalStore

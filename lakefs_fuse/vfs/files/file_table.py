@@ -157,14 +157,6 @@ class FileTable:
             for file in self._files.values()
         )
 
-    def is_aimed_at(self, key: str) -> bool:
-        """Something that is being written will be stored at this key, or belongs to the file whose key it is."""
-        return any(
-            each.draft is not None and key in (each.key, each.draft.target.key)
-            for file in self._files.values()
-            for each in file.versions
-        )
-
     def __len__(self) -> int:
         return len(self._files)
 
