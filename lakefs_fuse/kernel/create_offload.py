@@ -149,7 +149,7 @@ class CreateOffload:
         closed = {each.content.inode: self._closer_of(each) for each in received if each.state is FileState.CLOSING}
         pending = list(received)
         try:
-            files = self._fs.new_files.take([each.content for each in received], closed)
+            files = self._fs.new_files.add_received([each.content for each in received], closed)
             for each, file in zip(received, files, strict=True):
                 if isinstance(file, LakeError):
                     log.warning("what was written to a new file is lost, its writer gets the error: %s", file)

@@ -40,7 +40,7 @@ class Leases:
     def lease_open(self, inode: int, handle: int) -> None:
         """Lease further opens for reading of a file that was opened so."""
         if handle & READING:
-            hooks.lease_open(inode, self._fs.lending.allowed_s(self._fs.handle(handle).file))
+            hooks.lease_open(inode, self._fs.open_leases.allowed_s(self._fs.handle(handle).file))
 
     def lease_attributes(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
         """Lease the attributes of a directory that were answered, for the time that they are valid."""
@@ -73,7 +73,7 @@ class Leases:
             del self._created[next(iter(self._created))]
         if self._library is None or count < CREATED_BEFORE:
             return
-        for_s = self._fs.new_files.lendable_s(file)
+        for_s = self._fs.new_files.names_lease_s(file)
         if for_s > 0 and not self._lease_names(self._library, parent, for_s):
             self._created[parent] = 0  # not so soon again
 

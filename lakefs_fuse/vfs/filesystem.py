@@ -59,7 +59,7 @@ class Filesystem:
         self.read, self.write = handles.read, handles.write
         self.copy_range = handles.copy_range
         self.flush, self.fsync, self.release = handles.flush, handles.fsync, handles.release
-        self.new_files, self.lending = handles.new_files, handles.lending
+        self.new_files, self.open_leases = handles.new_files, handles.open_leases
         self.make_durable, self.sync_names = durability.make_durable, durability.sync_names
         self.finish_orphan, self.abort_orphan = durability.finish_orphan, durability.abort_orphan
         self.look_again = durability.poll

@@ -49,7 +49,7 @@ def is_prompt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 async def taken(m: Lake, *files: tuple[str, bytes]) -> list[OpenFile]:
     """And not closed."""
-    found = m.fs.new_files.take([await received(m, path, data) for path, data in files], {})
+    found = m.fs.new_files.add_received([await received(m, path, data) for path, data in files], {})
     assert all(isinstance(file, OpenFile) for file in found), found
     return [file for file in found if isinstance(file, OpenFile)]
 
@@ -74,7 +74,7 @@ class Closed:
 
 
 def take_closed(m: Lake, wanted: list[Received], said: Closed) -> list[OpenFile | LakeError]:
-    return m.fs.new_files.take(wanted, {each.inode: said for each in wanted})
+    return m.fs.new_files.add_received(wanted, {each.inode: said for each in wanted})
 
 
 async def closed(m: Lake, *files: tuple[str, bytes]) -> list[LakeError | None]:
@@ -115,7 +115,7 @@ async def test_what_was_closed_is_there_after_a_death(tmp_path: Path) -> None:
     async with writing_back(store, tmp_path / "cache", pack="always", delay_s=NEVER_S) as m:
         wanted = [await received(m, "closed", b"safe"), await received(m, "open", b"not safe")]
         said = Closed()
-        safe, never_closed = m.fs.new_files.take(wanted, {wanted[0].inode: said})
+        safe, never_closed = m.fs.new_files.add_received(wanted, {wanted[0].inode: said})
         assert await said.wait(1) == [None]
         assert isinstance(safe, OpenFile)
         assert isinstance(never_closed, OpenFile)
@@ -166,7 +166,7 @@ async def test_somebody_else_made_a_file_of_that_name(tmp_path: Path) -> None:
         ours = await received(m, "name", b"ours")
         store.give("name", b"theirs")
         reading = await m.open("name")
-        (file,) = m.fs.new_files.take([ours], {})
+        (file,) = m.fs.new_files.add_received([ours], {})
         assert isinstance(file, OpenFile)
         assert (await m.found("name")).inode == ours.inode
         assert await m.read("name") == b"ours"
@@ -463,15 +463,15 @@ async def test_which_directories_may_be_lent(tmp_path: Path) -> None:
         await m.names("listed")
         directory = (await m.found("listed")).inode
         (file,) = await taken(m, ("listed/c", b"c"))
-        assert m.fs.new_files.lendable_s(file) > 0
+        assert m.fs.new_files.names_lease_s(file) > 0
         assert m.fs.new_files.names(directory) == [b"a", b"b", b"c"]
         assert m.fs.new_files.name_bytes_max(directory) == 1024 - len("listed/")
         (file,) = await taken(m, ("unknown/c", b"c"))
-        assert m.fs.new_files.lendable_s(file) == 0
+        assert m.fs.new_files.names_lease_s(file) == 0
     async with lake(store, tmp_path / "other") as m:
         await m.names("listed")
         (file,) = await taken(m, ("listed/d", b"d"))
-        assert m.fs.new_files.lendable_s(file) == 0
+        assert m.fs.new_files.names_lease_s(file) == 0
 
 
 async def test_names_that_come_later_are_told(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def keeper(mounted: Lake) -> Pinner:
 
 async def kept(mounted: Lake) -> dict[str, int]:
     """What `stats` says, once what happened was looked at."""
-    await keeper(mounted).settle()
+    await keeper(mounted).reconcile()
     told = mounted.fs.statistics()["kept"]
     assert isinstance(told, dict)
     return told
@@ -52,7 +52,7 @@ def empty_cache(mounted: Lake) -> None:
 
 async def survivors(mounted: Lake, *paths: str) -> list[str]:
     """Those of the files that are in the cache after it lost all that it may lose."""
-    await keeper(mounted).settle()
+    await keeper(mounted).reconcile()
     empty_cache(mounted)
     found = []
     for path in paths:

@@ -29,10 +29,11 @@ from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.group_commit import Closing, GroupCommit
 
 NAMES_MAX = 8192
-"""A directory with more is not lent: telling all of them takes too long."""
+"""A directory with more is not leased: telling all of them takes too long."""
 log = logging.getLogger(__name__)
 
-Told = Callable[[LakeError | None], None]
+OnClosed = Callable[[LakeError | None], None]
+"""Answers a `close()`, with its error if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +141,21 @@ class NewFiles:
 
     # -- what was received
 
-    def take(self, received: Sequence[Received], told: Mapping[int, Told]) -> list[OpenFile | LakeError]:
-        """Each of the files, with one handle for who created it, or why it cannot be: ESTALE where its directory is
-        gone, ENAMETOOLONG where it has a longer path by now.
+    def add_received(self, received: Sequence[Received], closed: Mapping[int, OnClosed]) -> list[OpenFile | LakeError]:
+        """Make files of what was received. Answers for each the file, with one handle for its creator, or why it cannot
+        be made: ESTALE where its directory is gone, ENAMETOOLONG where it has a longer path by now.
 
-        ``told`` has those, by their inodes, whose creators have closed them, and need no handle any more. It is called
-        when what `close()` waits for has come, with the error if there is one, but not for those that cannot be taken.
+        ``closed`` has, by their inodes, those whose creators have closed them, and need no handle any more. Each is
+        called when what `close()` waits for has come, but not for a file that cannot be made.
         """
-        batch, closings, waiting = Batch(), list[Closing](), list[tuple[OpenFile, Told]]()
+        batch, closings, waiting = Batch(), list[Closing](), list[tuple[OpenFile, OnClosed]]()
         taken = [self._try_to_take(batch, each) for each in received]
         touched: dict[int, int] = {}
         for each, file in zip(received, taken, strict=True):
             if isinstance(file, LakeError):
                 continue
             touched[each.parent] = max(each.created_ns, touched.get(each.parent, 0))
-            answer = told.get(each.inode)
+            answer = closed.get(each.inode)
             if answer is not None and (closing := self._closing(file, answer)) is not None:
                 closings.append(closing)
                 continue
@@ -179,7 +180,7 @@ class NewFiles:
             self._services.nursery.start_soon(self._close_patiently, file, answer)
         return taken
 
-    def _closing(self, file: OpenFile, answer: Told) -> Closing | None:
+    def _closing(self, file: OpenFile, answer: OnClosed) -> Closing | None:
         """To acknowledge the file without waiting for anything else; None where that cannot be."""
         draft = file.draft
         if draft is None or not self._writeback.may_acknowledge(file) or not draft.gate.acquire_exclusive_nowait():
@@ -247,7 +248,7 @@ class NewFiles:
             raise FileError(errno.ESTALE)
         return self._files.acquire(entry, writer=True)
 
-    async def _close_patiently(self, file: OpenFile, told: Told) -> None:
+    async def _close_patiently(self, file: OpenFile, on_closed: OnClosed) -> None:
         """Where that takes waiting."""
         error: LakeError | None = LakeError("the mount is ending")
         try:
@@ -262,11 +263,11 @@ class NewFiles:
             log.exception("closing %s", file.key)
             error = LakeError(f"closing failed: {failed!r}")
         finally:
-            told(error)
+            on_closed(error)
 
     # -- directories whose names are known elsewhere too
 
-    def lendable_s(self, file: OpenFile) -> float:
+    def names_lease_s(self, file: OpenFile) -> float:
         """For how many seconds names that the directory of this file lacks can be told absent, and created, without
         asking; 0 where that is not so, as in a setgid directory."""
         if not self._writeback.is_for(file.key) or not self._ns.takes_plain_names:

@@ -26,7 +26,7 @@ from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.create import NewFiles
 from lakefs_fuse.vfs.ops.io import FileIO
-from lakefs_fuse.vfs.ops.open_leases import LENT, Lending, inode_of
+from lakefs_fuse.vfs.ops.open_leases import LEASED, OpenLeases, inode_of
 from lakefs_fuse.vfs.ops.open_publisher import OpenFilePublisher
 
 FSYNCS_OF_A_DATABASE = 100
@@ -51,7 +51,7 @@ class Handles:
         """``reads_of`` returns the counters of READ requests for a path."""
         self._reads_of = reads_of
         self._ns, self.files, self._attributes, self._io, self._clock = namespace, files, attributes, io, clock
-        self.new_files, self.lending = new_files, Lending(files, namespace, io, attributes.entry, reads_of)
+        self.new_files, self.open_leases = new_files, OpenLeases(files, namespace, io, attributes.entry, reads_of)
         self._open_publisher = open_publisher
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
@@ -131,8 +131,8 @@ class Handles:
         return number in self._handles
 
     async def read(self, number: int, offset: int, length: int) -> Buffer:
-        if number & LENT:
-            return await self.lending.read(number, offset, length)
+        if number & LEASED:
+            return await self.open_leases.read(number, offset, length)
         handle = self.handle(number)
         return await self._io.read(handle.file, offset, length, handle.readahead, handle.reads)
 
@@ -194,7 +194,7 @@ class Handles:
         file.draft.refuse(size, size + 1, killed)
 
     async def fsync(self, number: int) -> None:
-        if number & LENT:
+        if number & LEASED:
             await self._publish_leased(number)
             return
         handle = self.handle(number)
@@ -215,8 +215,8 @@ class Handles:
             await self._io.release(file, writer=False)
 
     async def release(self, number: int) -> None:
-        if number & LENT:
-            await self.lending.release(number)
+        if number & LEASED:
+            await self.open_leases.release(number)
         handle = self._handles.pop(number, None)
         if handle is not None:
             await self._io.release(handle.file, writer=handle.writable)

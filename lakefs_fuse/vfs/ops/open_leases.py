@@ -20,13 +20,13 @@ from lakefs_fuse.vfs.files.open_file import READING, OpenFile, OpenState
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
 
-LENT = 1 << 61
+LEASED = 1 << 61
 """In handles opened under a lease; the rest of them is the inode."""
 READAHEADS_MAX = 1024
 """Files of which it is remembered how far they were read."""
 
 
-class Lending:
+class OpenLeases:
     """See the module's head."""
 
     def __init__(
@@ -74,4 +74,4 @@ class Lending:
 
 def inode_of(handle: int) -> int:
     """Of a handle opened under a lease; 0 for others."""
-    return handle & ~(READING | LENT) if handle & LENT else 0
+    return handle & ~(READING | LEASED) if handle & LEASED else 0

@@ -237,7 +237,7 @@ class Pinner:
                 self._rows[path] = row
         self._commit(batch)
         if self._units.any:
-            await self.settle(measure=False)
+            await self.reconcile(measure=False)
             self.stale()
 
     async def run(self) -> None:
@@ -249,14 +249,14 @@ class Pinner:
             await trio.sleep(max(DEBOUNCE_S, PAUSE_SHARE * took_s))
             began = trio.current_time()
             try:
-                await self.settle()
+                await self.reconcile()
                 took_s = trio.current_time() - began
             except LakeError as error:
                 log.warning("which checkpoints to keep could not be found out: %s", error)
             except Exception:
                 log.exception("keeping the newest checkpoints")
 
-    async def settle(self, *, measure: bool = True) -> None:
+    async def reconcile(self, *, measure: bool = True) -> None:
         """Pin what is to be kept now, and nothing else. ``measure`` also looks at what of it is in the cache. Raises
         LakeError."""
         self._stale = trio.Event()

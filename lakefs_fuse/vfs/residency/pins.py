@@ -228,7 +228,7 @@ class Pins:
             gone.update(matched)
         left = [path for path in self._paths if path not in gone]
         self._save(left)
-        await self.settle()
+        await self.reconcile()
         return len(gone)
 
     def _matched(self, selected: Selected) -> list[str]:
@@ -238,7 +238,7 @@ class Pins:
         pattern = re.compile(translate(selected.pattern), re.DOTALL)
         return [path for path in below if pattern.fullmatch(path.removeprefix(selected.path).lstrip("/"))]
 
-    async def settle(self, names: Names | None = None) -> None:
+    async def reconcile(self, names: Names | None = None) -> None:
         """Keep what the pinned paths mean now, and nothing else; ``names`` may ask the store what that is. Raises
         LakeError; then what was kept stays."""
         async with self._planning:

@@ -451,7 +451,7 @@ class Residency:
         """Keep what the pins mean, and fetch what of it is missing, until cancelled. The store is asked for names only
         where some have changed."""
         async with self._turn:
-            if len(self.pins) and await self._attempt(self.pins.settle):
+            if len(self.pins) and await self._attempt(self.pins.reconcile):
                 self._cache.files.spare_since(None)
         is_changed, took_s = False, 0.0
         while True:
@@ -466,7 +466,7 @@ class Residency:
             await trio.sleep(max(DEBOUNCE_S, PAUSE_SHARE * took_s))
 
     async def _keep(self, is_changed: bool) -> None:
-        await self.pins.settle(self._names if is_changed else None)
+        await self.pins.reconcile(self._names if is_changed else None)
         await self.warm([(path, "") for path in self.pins.paths], WarmOptions(is_partial=True, is_for_pins=True))
 
     async def _attempt(self, call: Callable[[], Awaitable[object]]) -> bool:
