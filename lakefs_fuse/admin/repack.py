@@ -273,7 +273,7 @@ class _Unpack:
         return None
 
     async def _is_free(self, file: Moving) -> bool:
-        """Nothing is at the file's own key when this returns, but perhaps what somebody else puts there. What commits
+        """Nothing is at the file's own key when this returns, but perhaps what another client puts there. What commits
         hide there is deleted if that is old enough for every mount to know."""
         client = self._lake.client
         there = await client.find(file.path)

@@ -2,7 +2,7 @@
 
 One LIST for every 1,000 objects below `.lakefs/commits/` and `.lakefs/objects/`, and a HEAD for each that it does not
 show at its version. Memory holds a bit for each object, and the first OBJECTS_MAX that are bad. Plain objects of the
-lake, which only snapshots without a dataset name, are not asked for: whoever removes one has the snapshot miss it.
+lake, which only snapshots without a dataset name, are not asked for: removing one makes the snapshot lack it.
 Tasks of one trio loop; nothing is written.
 """
 

@@ -1,6 +1,6 @@
 """What a mount exposes to others, by its configuration and the environment: sentences for `mount --explain`.
 
-They say what somebody on the network, or another user of this machine, could read or change, and what prevents it.
+They say what others on the network, or another user of this machine, could read or change, and what prevents it.
 Changes nothing.
 """
 

@@ -1,4 +1,4 @@
-"""Whether anybody asks a mount anything: one that nobody asks polls for commits once a minute.
+"""Whether a mount gets requests: one that gets none polls for commits once a minute.
 
 What always holds (*nothing stale is left*): a mount becomes idle only when it has had no request for longer than any
 answer counts in the kernel or in the C library (the TTL), so that the next question has to reach it; and that question
@@ -36,7 +36,7 @@ class Idleness:
         self._count, self._counted, self._asked_s = count, count(), trio.current_time()
 
     def note_question(self) -> None:
-        """Somebody asks who is not counted, and need not wait for a poll."""
+        """A request came that is not counted, and need not wait for a poll."""
         self._asked_s = trio.current_time()
         self._question.set()
 
@@ -65,7 +65,7 @@ class Idleness:
             self._end()
 
     async def wake(self) -> None:
-        """Wait until an idle mount has polled, because somebody asks."""
+        """Wait until an idle mount has polled, because of a request."""
         self.note_question()
         with trio.move_on_after(POLL_WAIT_S_MAX) as scope:
             await self._polled.wait()

@@ -171,7 +171,7 @@ class MaintenanceLease:
     async def _keep(self) -> None:
         while True:
             await self._sleep(RENEW_S)
-            with suppress(Unavailable):  # whoever wants to change the store tries again
+            with suppress(Unavailable):  # the next change of the store tries again
                 await self.renew()
 
     async def _renew(self) -> None:

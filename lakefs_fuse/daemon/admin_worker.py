@@ -137,7 +137,7 @@ class Answers:
         self._write(answer)
 
     def finish(self, last: protocol.Finished | protocol.Failed) -> int:
-        """Write the last answer, whether or not somebody reads it, and return its exit code."""
+        """Write the last answer, whether or not it is read, and return its exit code."""
         try:
             self.send(last)
         except BrokenPipeError:

@@ -199,9 +199,9 @@ async def give_up_upload(draft: Draft, path: str) -> None:
     if draft.parts.bytes_dropped:
         raise FileError(
             errno.EEXIST,
-            f"{draft.target.key} was changed by somebody else, or objects below it keep the store from storing it, and "
-            f"this version of {path} cannot get another key, as parts of it are in its upload only; move those away, "
-            f"then `lakefs-fuse flush` it",
+            f"{draft.target.key} was changed by another client, or objects below it keep the store from storing it, "
+            f"and this version of {path} cannot get another key, as parts of it are in its upload only; move those "
+            f"away, then `lakefs-fuse flush` it",
         )
     await draft.abort_upload()
     draft.forget_upload()

@@ -3,7 +3,7 @@
 What always holds:
 
 * *no request*: no server is asked for it. Names that a mount has never listed are not counted;
-* *bounded share*: names are counted only when somebody asks, a thousand at a time with pauses in between, and not again
+* *bounded share*: names are counted only on request, a thousand at a time with pauses in between, and not again
   until COUNT_SHARE times the CPU time of the last count has passed: a hundredth of one core at most, whatever asks;
 * *no refusal by mistake*: the free space is UNBOUNDED_BYTES as long as uploads make room for what is written. A bound
   is shown where writes would meet it: the disk of a local directory, and, while the store is away, what staging still

@@ -162,7 +162,7 @@ def test_finishing_does_not_overwrite_what_somebody_else_wrote_since(s3: Lake, t
     orphan = orphan_of(s3, "model")
     refused = s3.cli("orphans", str(s3.path), "--finish", str(orphan["id"]))
     assert refused.returncode == 1
-    assert "changed by somebody else" in refused.stderr
+    assert "changed by another client" in refused.stderr
     assert s3.outside.read("model") == b"theirs"
     orphan_of(s3, "model")
     assert s3.cli("orphans", str(s3.path), "--all", "abort").returncode == 0

@@ -98,7 +98,7 @@ def test_what_is_gone_is_an_error_and_never_other_bytes(immutable: Lake) -> None
     immutable.outside.replace("a", b"other")
     with pytest.raises(OSError, match="Stale file handle"):
         (immutable.path / "a").read_bytes()
-    assert f"a is gone from the store (gc, or somebody replaced it): `lakefs-fuse refresh {immutable.path}`" in (
+    assert f"a is gone from the store (gc, or another client replaced it): `lakefs-fuse refresh {immutable.path}`" in (
         immutable.log()
     )
     assert (immutable.path / "b").read_bytes() == b"there"

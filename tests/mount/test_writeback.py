@@ -435,7 +435,7 @@ def test_a_newer_version_of_somebody_else(back: Lake, faults: tuple[Server, Faul
     assert (back.path / conflict).read_bytes() == noise(size, 1)
     assert back.number("writeback.conflicts") == 1
     assert (
-        f"model was changed by somebody else since: both versions are kept, the one acknowledged here as {conflict}"
+        f"model was changed by another client since: both versions are kept, the one acknowledged here as {conflict}"
         in (back.log())
     )
     assert back.outside.uploads() == []

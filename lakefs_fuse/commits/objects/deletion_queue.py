@@ -223,7 +223,7 @@ class DeletionQueue:
         return min(max(0.0, (due_ns - self._clock_ns()) / NS - GATHER_S), PAUSE_S_MAX)
 
     def _wake_hasteners(self) -> None:
-        """A pass has ended: whoever waits in `hasten` looks at the queue again."""
+        """A pass has ended: tasks that wait in `hasten` look at the queue again."""
         self._passed.set()
         self._passed = trio.Event()
 

@@ -1,7 +1,7 @@
 """Objects that a young commit names and the store does not have yet: a replica of a bucket may show a commit first.
 
 What always holds: only a read that failed because there is no object waits, for `--retry-timeout` at most, and only on
-a read-only mount, as those of replicas are: in another bucket somebody has deleted the object. Trio thread only;
+a read-only mount, as those of replicas are: in another bucket the object was deleted. Trio thread only;
 nothing here survives a crash.
 """
 

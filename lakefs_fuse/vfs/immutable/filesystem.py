@@ -313,9 +313,9 @@ class ImmutableFilesystem:
             )  # fmt: skip
         else:
             log.error(
-                "%s is gone from the store (gc, or somebody replaced it): `lakefs-fuse refresh %s` moves the mount to "
-                "what is there now. If other tools copied or encrypted the lake, unmount it and run `lakefs-fuse fsck "
-                "--rebind`", extent.version.key, self.config.mountpoint,
+                "%s is gone from the store (gc, or another client replaced it): `lakefs-fuse refresh %s` moves the "
+                "mount to what is there now. If other tools copied or encrypted the lake, unmount it and run `lakefs-fuse "
+                "fsck --rebind`", extent.version.key, self.config.mountpoint,
             )  # fmt: skip
 
     # -- what the control socket asks

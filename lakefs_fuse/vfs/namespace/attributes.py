@@ -2,7 +2,7 @@
 
 Written: ``mode`` (st_mode, decimal), ``uid``, ``gid``, ``mtime`` (seconds since 1970 with nine decimals), as s3fs does;
 rclone reads the same ``mtime``. Read: those, and rclone's octal ``mode`` and RFC 3339 ``mtime``. What cannot be
-understood is left out: metadata comes from anybody.
+understood is left out: any client may have written the metadata.
 """
 
 from __future__ import annotations

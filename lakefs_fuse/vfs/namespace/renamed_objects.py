@@ -188,7 +188,7 @@ class RenamedObjects:
         try:
             meta = await self._client.head(row.key)
         except NotFound:
-            log.error("%s: its bytes were at %s, which somebody removed", path, row.key)
+            log.error("%s: its bytes were at %s, which another client removed", path, row.key)
             return False
         if meta.etag == row.etag:
             return False

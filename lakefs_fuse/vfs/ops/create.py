@@ -1,4 +1,4 @@
-"""Files that are new: their rows, and those that were received whole before anybody here heard of them.
+"""Files that are new: their rows, and those that were received whole before this daemon heard of them.
 
 A new file is in the tree and in the journal from the moment it is made, in one batch. What was received (`Received`)
 is taken as if it had been created, and its bytes written, just then; until it is taken, nothing was promised of

@@ -286,7 +286,7 @@ class Recovery:
         if not expected and not await self._stored_versions.is_relocated(there, record):
             raise FileError(
                 errno.EEXIST,
-                f"{path_of(record)} was changed by somebody else since; the unfinished bytes are kept in "
+                f"{path_of(record)} was changed by another client since; the unfinished bytes are kept in "
                 f"{self._path(record.id)}: copy what you need of them, then abort",
             )
         whole = msgspec.structs.replace(record, refused=[])

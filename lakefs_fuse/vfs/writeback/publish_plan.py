@@ -84,7 +84,7 @@ class PublishPlan(msgspec.Struct, frozen=True):
     commits_first: bool = False
     """What is journaled is committed first, or a commit would name bytes that are there no more."""
     if_absent: bool = False
-    """Other bytes at the key refuse the version for good: somebody else has created the name."""
+    """Other bytes at the key refuse the version for good: another client has created the name."""
     expected: str | None = None
     """ETag of what the version is to replace, empty for nothing. Where something else is there, the store is asked what
     that is, and the version is planned again. None where it replaces whatever is there."""

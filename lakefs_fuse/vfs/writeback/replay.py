@@ -239,7 +239,7 @@ class Replay:
                 return False
             tell()
             draft.file.mark_ended()
-            self._files.forget_record(draft.id)  # before anybody renames the file: it would come back under this name
+            self._files.forget_record(draft.id)  # before the file can be renamed: it would come back under this name
             file.end_version(draft)
             for later in file.versions:
                 if later.draft is not None:
@@ -298,7 +298,7 @@ class Replay:
         self._ns.announce_name(parent, name)
         self._metrics.conflicts += 1
         log.error(
-            "%s was changed by somebody else since: both versions are kept, the one acknowledged here as %s",
+            "%s was changed by another client since: both versions are kept, the one acknowledged here as %s",
             old,
             file.key,
         )
