@@ -314,8 +314,8 @@ class ImmutableFilesystem:
         else:
             log.error(
                 "%s is gone from the store (gc, or another client replaced it): `lakefs-fuse refresh %s` moves the "
-                "mount to what is there now. If other tools copied or encrypted the lake, unmount it and run `lakefs-fuse "
-                "fsck --rebind`", extent.version.key, self.config.mountpoint,
+                "mount to what is there now. If other tools copied or encrypted the lake, unmount it and run "
+                "`lakefs-fuse fsck --rebind`", extent.version.key, self.config.mountpoint,
             )  # fmt: skip
 
     # -- what the control socket asks

@@ -1,8 +1,8 @@
 """Which names there are: the tree in RocksDB, and when the store has to be asked about it.
 
 A directory whose listing counts (`look_intervals`) answers everything, absent names included, without a request; the
-kernel keeps an answer for the TTL at most. When it counts no more the directory is listed again, once for all requests. A
-name in a directory that was never listed (or is very large) is asked for by itself; with the second the directory's
+kernel keeps an answer for the TTL at most. When it counts no more the directory is listed again, once for all requests.
+A name in a directory that was never listed (or is very large) is asked for by itself; with the second the directory's
 first page is fetched besides, which will do where it is the only one, and after a few such questions the directory is
 listed in the background. Times of listings are wall clock and survive a restart; a time in the future counts as long
 ago. While the store is away, what was listed before counts on. The first listing of a directory can be read while it
