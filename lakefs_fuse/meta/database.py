@@ -223,7 +223,8 @@ class Database:
         self._recordings: list[Recording] = []
         self._damaged: set[bytes] = set()
         self._engine, self.lost_rows = self._open_or_repair()
-        """It is new, or was damaged: what it does not tell may have been all the same."""
+        """It is new, or was damaged: what it does not tell may have been all the same. Until `end_loss`, also after a
+        restart."""
         if not self._is_whole():
             self.close()
             if not repairs:
@@ -236,20 +237,28 @@ class Database:
         what memory holds about rows is read again."""
         self.changed = ChangedRows(self.get, self.get_many, self.scan)
         stored = self.get(schema.SINGLE_IDENTITY)
+        rows: Rows = {}
         if stored is None:
-            self.lost_rows = True
-            rows: Rows = {
-                schema.SINGLE_IDENTITY: identity.encode(),
-                schema.SINGLE_VERSION: schema.VERSION,
-            }
-            self.commit(Batch(rows), sync=True)
+            rows = {schema.SINGLE_IDENTITY: identity.encode(), schema.SINGLE_VERSION: schema.VERSION}
         elif stored.decode(errors="replace") != identity or self.get(schema.SINGLE_VERSION) != schema.VERSION:
             self.close()
             raise CacheError(
                 f"the cache directory {directory.parent} belongs to {stored.decode(errors='replace')} "
                 f"(schema {schema.VERSION.decode()} wanted): give --cache-dir another directory, or delete this one"
             )
+        is_noted = self.get(schema.SINGLE_LOST) is not None
+        self.lost_rows = self.lost_rows or stored is None or is_noted
+        if self.lost_rows and not is_noted:
+            rows[schema.SINGLE_LOST] = b""
+        if rows:
+            self.commit(Batch(rows), sync=True)
         self._load_inodes()
+
+    def end_loss(self) -> None:
+        """What lost rows may have told was looked for elsewhere. Raises CacheError."""
+        if self.lost_rows:
+            self.commit(Batch({schema.SINGLE_LOST: None}), sync=True)
+            self.lost_rows = False
 
     def _load_inodes(self) -> None:
         reserved = self.get(schema.SINGLE_INODE)

@@ -198,6 +198,7 @@ def test_close_of_a_large_removed_file_is_not_left_to_a_thread(cache: CacheDirec
 def test_rocksdb_of_a_copy_has_everything_committed_while_the_original_is_open(tmp_path: Path) -> None:
     node = replace(node_of(FakeClock()), engines=RocksEngines())
     database = open_database(tmp_path / "0" / "meta", "lake", node)
+    database.end_loss()
     for life in range(3):
         for number in range(300):
             database.commit(Batch({b"X%d-%d" % (life, number): noise(number, 2000)}))

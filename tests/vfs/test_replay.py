@@ -1015,15 +1015,22 @@ async def test_change_of_an_acknowledged_file_that_was_not_closed_leaves_the_ver
         assert len(left) == (more == LARGE), "bytes in a staging file are kept as an orphan"
 
 
+@pytest.mark.parametrize("is_store_away", [False, True])
 @pytest.mark.parametrize("size", [100, LARGE])
-async def test_the_metadata_is_lost(tmp_path: Path, size: int) -> None:
-    """Nothing of what was staged is deleted unasked."""
+async def test_the_metadata_is_lost(tmp_path: Path, size: int, is_store_away: bool) -> None:
+    """Nothing of what was staged is deleted unasked, also by a second mount, where the first could not begin."""
     store = MemoryStore()
     Outage(store)
     async with writing_back(store, tmp_path / "cache") as m:
         await m.write("file", noise(1, size))
         dead = die(tmp_path / "cache", tmp_path / "dead")
     shutil.rmtree(dead / "meta")
+    if is_store_away:
+        answers, store.hook = store.hook, Failures(lambda _: True, Unavailable("away"), count=1000)
+        with pytest.RaisesGroup(LakeError, allow_unwrapped=True, flatten_subgroups=True):
+            async with writing_back(store, dead):
+                pass
+        store.hook = answers
     async with writing_back(store, dead) as m:
         assert any(noise(1, size) in path.read_bytes() for path in (dead / "staging").iterdir())
         assert [item.state for item in m.fs.unfinished()] == ["orphan"]

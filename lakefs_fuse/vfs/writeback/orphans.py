@@ -93,6 +93,8 @@ class Recovery:
             except LakeError as error:
                 log.warning("what became of %s cannot be told now: %s", record.key, error)
         await self._find_unrecorded()
+        if not self._read_only:
+            self._db.end_loss()
         for draft_id in self.orphans:
             self._room[draft_id] = self._staged(draft_id)
         self._services.staging.bytes_used += sum(self._room.values())
