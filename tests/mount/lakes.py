@@ -43,8 +43,8 @@ MIB = 1 << 20
 PART_BYTES = 16 * MIB
 """The first parts of an upload are so large; smaller files are one PUT."""
 STOP_TIMEOUT_S = 30.0
-START_HEADS, START_LISTS = 1, 2
-"""What every mount asks when it begins: what time it is there; which indexes and which commits there are."""
+START_HEADS, START_LISTS = 1, 3
+"""What every mount asks when it begins: what time it is there; the horizon, and which indexes and commits there are."""
 RECORD = ".lakefs/lake"
 CLI = [sys.executable, "-P", "-m", "lakefs_fuse"]
 
