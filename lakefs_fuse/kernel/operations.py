@@ -359,7 +359,16 @@ class Operations(pyfuse3.Operations):
 
     @upcall("flush")
     async def flush(self, fh: int) -> None:
-        await self.fs.flush(fh, self._is_written_on, lambda: hooks.killed_by(hooks.flush_pid()))
+        await self.fs.flush(fh, self._is_written_on, self._killed_by)
+
+    @staticmethod
+    def _killed_by(others: Sequence[int]) -> int:
+        """The signal by which the process that closes a descriptor is being killed; 0 for none, or where one of the
+        ``others``, threads, belongs to another process that goes on. Asked before the handler's first await."""
+        closer = hooks.flush_pid()
+        signal = hooks.killed_by(closer)
+        process = hooks.process_of(closer) if signal and others else 0
+        return 0 if any(hooks.process_of(thread) not in (0, process) for thread in others) else signal
 
     def _is_written_on(self, handle: Handle) -> bool:
         """A descriptor is closed, but its writer has not finished. Asked before the handler's first await.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.checkpoints.names import is_checkpoint_file
@@ -166,24 +166,36 @@ class Handles:
         self,
         number: int,
         is_written_on: Callable[[Handle], bool] | None = None,
-        killed_by: Callable[[], int] | None = None,
+        killed_by: Callable[[Sequence[int]], int] | None = None,
     ) -> None:
         """What close() waits for: afterwards the bytes are in the store, or under write-back on the local disk, or the
         error is answered. ``is_written_on`` tells of a handle whose opener is known whether its writer goes on; then
-        nothing is published. ``killed_by`` returns the signal by which who closes it is being killed, 0 for none."""
+        nothing is published. ``killed_by`` returns the signal by which who closes it is being killed, 0 for none, or
+        where one of the threads that it is given, which opened the file for writing as well, goes on."""
         handle = self.handle(number)
         if not handle.writable or (handle.opener and is_written_on is not None and is_written_on(handle)):
             return
-        if killed_by is not None and self._is_checkpoint_being_written(handle) and (signal := killed_by()):
-            self._leave_incomplete(handle.file, signal)
+        if killed_by is not None and self._is_checkpoint_being_written(handle):
+            others = self._other_writers(handle)
+            if all(others) and (signal := killed_by(others)):
+                self._leave_incomplete(handle.file, signal)
         await self._io.close(handle.file)
 
     @staticmethod
     def _is_checkpoint_being_written(handle: Handle) -> bool:
         """Of anything else, a log for instance, what its writer wrote until it was killed is worth having."""
         file = handle.file
-        is_written = file.draft is not None and file.draft.state is DraftState.WRITING and file.writers == 1
+        is_written = file.draft is not None and file.draft.state is DraftState.WRITING
         return is_written and not handle.is_direct and is_checkpoint_file(os.fsdecode(file.entry.name))
+
+    def _other_writers(self, handle: Handle) -> list[int]:
+        """Threads that have opened the file of a handle for writing as well; 0 for one that is not known."""
+        file = handle.file
+        if file.writers == 1:
+            return []
+        return [
+            each.opener for each in self._handles.values() if each.file is file and each.writable and each is not handle
+        ]
 
     @staticmethod
     def _leave_incomplete(file: OpenFile, signal: int) -> None:
