@@ -108,6 +108,10 @@ class PreconditionFailed(StoreError):
     errno = errno.ESTALE
 
 
+class UnclearConflict(PreconditionFailed):
+    """A 409 with a code of the server's own: the condition is not met, or the store is busy with the object."""
+
+
 class Overtaken(StoreError):
     """An object is at the key of a new file of which its writer did not know. Nothing was replaced."""
 

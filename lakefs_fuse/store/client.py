@@ -58,6 +58,7 @@ from lakefs_fuse.errors import (
     StoreError,
     Superseded,
     Unavailable,
+    UnclearConflict,
     Unsupported,
 )
 from lakefs_fuse.metrics import LATENCY_BOUNDS_S, StoreMetrics
@@ -514,6 +515,8 @@ class _VersionWrite:
             there = await self._find()
             if self._is_there(there):
                 return there
+            if isinstance(error, UnclearConflict) and (there.etag if there is not None else None) == etag:
+                raise Unavailable(str(error)) from error  # the condition is met
             is_upload_gone = isinstance(error, NotFound) and self._kind != "put" and etag is None
             if is_upload_gone or (etag, if_absent) == (None, target.if_absent):
                 raise

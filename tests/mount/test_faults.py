@@ -92,13 +92,14 @@ def test_three_completion_conflicts_send_parts_once(make_lake: LakeMaker, faults
     assert sorted(part_numbers(controls, "/f")) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("kind", ["conflict", "odd_409"])
 @pytest.mark.parametrize("size", [70_000, 2 * MIB], ids=["obstore", "boto3"])
-def test_put_conflict_is_tried_again(failing: Failing, size: int) -> None:
+def test_put_conflict_is_tried_again(failing: Failing, size: int, kind: str) -> None:
     data = noise(size, 6)
-    inject(failing.faults, "conflict", 2, method="PUT", containing=failing.url("f"))
+    inject(failing.faults, kind, 2, method="PUT", containing=failing.url("f"))
     (failing.path / "f").write_bytes(data)
     assert failing.here.stored("f") == data
-    assert failing.faults.injected["conflict"] == 2
+    assert failing.faults.injected[kind] == 2
 
 
 def test_completion_conflict_then_no_such_upload_begins_anew(failing: Failing) -> None:

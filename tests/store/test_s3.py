@@ -34,6 +34,7 @@ from lakefs_fuse.errors import (
     StoreError,
     StoreFull,
     Unavailable,
+    UnclearConflict,
     Unsupported,
 )
 from lakefs_fuse.meta.entry import ETAG_BYTES_MAX
@@ -308,6 +309,29 @@ def test_a_small_put_needs_no_head_and_a_copy_one(
     store.copy("a", "b", etag=store.head("a").etag)
     assert controls.counts == {"PUT": 1, "HEAD": 2}
     store.close()
+
+
+@pytest.mark.parametrize("size", [1000, 2 * MIB], ids=["obstore", "boto3"])
+def test_unknown_409_is_a_refused_condition_only_where_there_was_one(
+    size: int, faults: tuple[Server, Faults], new_bucket: Callable[[Server], str]
+) -> None:
+    server, controls = faults
+    store = opened(s3_config(server, new_bucket(controls.server)))
+    with contextlib.closing(store):
+        store.adapt(Capabilities(name="s3"))
+        store.put("there", b"x")
+        requests: list[tuple[Callable[[], object], type[StoreError]]] = [
+            (lambda: store.put("a", b"x" * size), Unavailable),
+            (lambda: store.put("a", b"x" * size, if_absent=True), UnclearConflict),
+            (lambda: store.copy("there", "a"), Unavailable),
+            (lambda: store.create_multipart("a"), Unavailable),
+            (lambda: store.delete("a"), Unavailable),
+        ]
+        for number, (request, kind) in enumerate(requests, 1):
+            controls.odd_409(1, containing="/a")
+            with pytest.raises(kind) as caught:
+                request()
+            assert (type(caught.value), controls.injected["odd_409"]) == (kind, number)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from lakefs_fuse.errors import (
     StoreError,
     StoreFull,
     Unavailable,
+    UnclearConflict,
     Unsupported,
 )
 from lakefs_fuse.store.s3 import advice
@@ -123,7 +124,7 @@ _STATUSES: Mapping[int, type[StoreError]] = {
     404: NotFound,
     405: Unsupported,
     408: Unavailable,
-    409: PreconditionFailed,
+    409: UnclearConflict,
     412: PreconditionFailed,
     416: RangeNotSatisfiable,
     429: NotCarriedOut,
