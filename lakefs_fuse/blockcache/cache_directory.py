@@ -534,14 +534,14 @@ class CacheDirectory:
         return freed
 
     def _evict_beside_kept(self, wanted: int) -> int:
-        """Free blocks that are not kept, of some files of which others are."""
+        """Free blocks that are not kept, of some files of which others are. `keep` may be called meanwhile."""
         freed, digests = 0, list(self._kept)
         start = self._rng.randrange(len(digests)) if digests and self._spared_since_ns is None else len(digests)
         for digest in digests[start : start + KEPT_EXAMINED_MAX]:
             with self._lock:
-                is_pinned = digest in self._pins
-            if freed < wanted and not is_pinned:
-                freed += self._drop(digest, ~self._kept[digest])
+                kept = 0 if digest in self._pins else self._kept.get(digest, 0)
+            if freed < wanted and kept:
+                freed += self._drop(digest, ~kept)
         return freed
 
     def drop(self, version: Version, blocks: BlockSet) -> int | None:

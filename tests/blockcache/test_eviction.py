@@ -98,6 +98,30 @@ def test_open_versions_are_spared_and_then_the_cache_is_full(tmp_path: Path) -> 
         cache.unpin(version(0))
 
 
+def test_evict_while_other_blocks_are_kept_than_before_removes_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache(tmp_path, seed=5)
+    every = [version(number, 2 * MIB) for number in range(8)]
+    for each in every:
+        write_blocks(cache, each, 0, [content("a", MIB), content("b", MIB)])
+    cache.files.keep({name_digest(each): 0b01 for each in every})
+    punch_blocks, punched = eviction.punch_blocks, list[str]()
+
+    def punch_and_keep_others(path: str, blocks: int) -> bool:
+        done = punch_blocks(path, blocks)
+        punched.append(path)
+        cache.files.keep({name_digest(every[-1]): 0b11})
+        return done
+
+    monkeypatch.setattr(eviction, "punch_blocks", punch_and_keep_others)
+    assert MIB <= cache.evict(64 * MIB) < 2 * MIB
+    last = eviction.file_path(str(tmp_path), name_digest(every[-1]))
+    assert punched[0] in [eviction.file_path(str(tmp_path), name_digest(each)) for each in every[:-2]]
+    assert punched[1:] == [last], "and of those between, which are not kept, whole files are for the next eviction"
+    assert cache.has_blocks(every[-1], 0, 2) == [True, True]
+
+
 def test_free_space_of_the_disk_is_kept(tmp_path: Path) -> None:
     disk = FakeDisk(room=100 * MIB)
     cache = make_cache(tmp_path, bytes_max=1 << 40, free_bytes_min=90 * MIB, disk=disk)
