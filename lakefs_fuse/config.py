@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.product import RESERVED_NAME
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -117,6 +118,12 @@ def parse_storage_class(text: str) -> str:
     return text
 
 
+def _check_reserved(url: str, path: str) -> None:
+    """Raises ConfigError for a place among the objects that a lake keeps for itself."""
+    if RESERVED_NAME in path.split("/"):
+        raise ConfigError(f"source {url}: {RESERVED_NAME} is reserved for the lake that it is in: name the lake")
+
+
 class Source(msgspec.Struct, frozen=True):
     """A lake: ``s3://bucket/prefix`` or ``file:///dir``. ``prefix`` is empty or ends in ``/``."""
 
@@ -141,10 +148,12 @@ class Source(msgspec.Struct, frozen=True):
             prefix = parts.path.strip("/")
             if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
                 raise ConfigError(f"source {url}: the prefix has an empty, '.' or '..' component")
+            _check_reserved(url, prefix)
             if _BUCKET.fullmatch(parts.netloc) is None:
                 raise ConfigError(f"source {url}: a bucket's name has letters, digits, '.', '-' and '_' only")
             return cls("s3", parts.netloc, prefix + "/" if prefix else "")
         if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+            _check_reserved(url, parts.path)
             if ".." in parts.path.split("/"):
                 raise ConfigError(f"source {url}: the path has a '..' component: give the path without it")
             return cls("file", str(Path(parts.path)), "")

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
 
 FOUNDATION = frozenset({"lakefs_fuse", "_version", "errors", "config", "checks", "metrics", "product", "quantity"})
-"""What every layer may use. Among themselves: config uses errors."""
+"""What every layer may use. Among themselves: config uses errors and product."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "_version": frozenset(),
@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "product": frozenset(),
     "metrics": frozenset(),
     "quantity": frozenset(),
-    "config": frozenset({"errors"}),
+    "config": frozenset({"errors", "product"}),
     "environment": frozenset({"errors", "product"}),
     "sync": frozenset({"errors"}),
     "path_rules": frozenset({"errors", "config"}),

@@ -66,6 +66,8 @@ class Command:
     """Whether the command, with these arguments, changes the lake, for which its features have to be known."""
     makes_lakes: bool = False
     """Where no lake is found, the place becomes one; a mount of what is above shows nothing of it."""
+    needs_lake: bool = True
+    """Where no lake is found, the command is refused: the place is misspelled."""
 
 
 def _is_not_dry(args: protocol.RelocateArgs | protocol.PackArgs | protocol.GcArgs) -> bool:
@@ -86,11 +88,27 @@ BECOMES_LAKE = (
     "with the SOURCE that you mount"
 )
 
+NO_LAKE = (
+    "{source}: no lake is here, nor at what is above: check bucket and prefix. A mount that may write makes a lake, as "
+    "`lakefs-fuse ingest` does"
+)
+
 COMMANDS = {
-    "checkpoint": Command(protocol.CheckpointArgs, "admin.checkpoints:run_checkpoint", writes=lambda args: False),
-    "checkpoint-verify": Command(protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False),
+    "checkpoint": Command(
+        protocol.CheckpointArgs, "admin.checkpoints:run_checkpoint", writes=lambda args: False, needs_lake=False
+    ),
+    "checkpoint-verify": Command(
+        protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False, needs_lake=False
+    ),
     "relocate": Command(protocol.RelocateArgs, "admin.commands:run_relocate", probes=True, writes=_is_not_dry),
-    "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True, writes=_is_not_dry, makes_lakes=True),
+    "pack": Command(
+        protocol.PackArgs,
+        "admin.commands:run_pack",
+        probes=True,
+        writes=_is_not_dry,
+        makes_lakes=True,
+        needs_lake=False,
+    ),
     "maintenance": Command(protocol.MaintenanceArgs, "admin.commands:run_maintenance", probes=True),
     "gc": Command(protocol.GcArgs, "admin.commands:run_gc", probes=True, writes=_is_not_dry),
     "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", probes=True, writes=_fsck_writes),
@@ -104,7 +122,7 @@ COMMANDS = {
         writes=lambda args: args.action in ("create", "rm"),
     ),
     "log": Command(protocol.LogArgs, "admin.change_log:run_log", writes=lambda args: False),
-    "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest", makes_lakes=True),
+    "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest", makes_lakes=True, needs_lake=False),
     "upgrade": Command(protocol.UpgradeArgs, "admin.upgrade:run_upgrade", probes=True),
 }
 
@@ -158,6 +176,8 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
     if request.find_root:
         found = await trio.to_thread.run_sync(search_lake, config, node)
         config, path = found.store, found.path
+        if command.needs_lake and not found.is_recorded:
+            raise ConfigError(NO_LAKE.format(source=config.source))
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
         becomes_lake = command.makes_lakes and not found.exists and _is_below_others(config.source)

@@ -16,12 +16,14 @@ from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied, ConfigError, MountError
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
+from lakefs_fuse.store.lake_record import KEY
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.store.rate_limit import RateLimiter
 
 LAKE_DIRECTORIES = ("commits", "index", "snapshots")
 """A place with one of these below its reserved name is the root of a lake."""
+RECORD = KEY.removeprefix(RESERVED_PREFIX)
 
 
 def open_store(config: StoreConfig, node: Node, limiter: RateLimiter | None = None) -> ObjectStore:
@@ -40,23 +42,26 @@ def open_store(config: StoreConfig, node: Node, limiter: RateLimiter | None = No
 
 @dataclass(frozen=True, slots=True)
 class FoundLake:
-    """The lake that a place is in, or without one the place itself; ``path`` is that of the place in it."""
+    """The lake that a place is in, or without one the place itself; ``path`` is that of the place in it. ``exists``: it
+    has commits; ``is_recorded``: the place has a lake record at least, as where a mount has committed nothing yet."""
 
     store: StoreConfig
     path: str
     exists: bool
+    is_recorded: bool = False
 
 
 def search_lake(place: StoreConfig, node: Node) -> FoundLake:
     """The lake that a place is in; one LIST for each level. Where the bucket is in another region, that is asked from
     the second level on, and is in the answer. Raises StoreError, ConfigError."""
-    region = place.region
+    region, is_recorded = place.region, False
     for candidate, path in _candidates(place):
         config = structs.replace(candidate, region=region)
-        found, region = _has_commits(config, node, is_place=not path)
-        if found:
-            return FoundLake(structs.replace(config, region=region), path, exists=True)
-    return FoundLake(structs.replace(place, region=region), "", exists=False)
+        found, region = _reserved_names(config, node, is_place=not path)
+        if not found.isdisjoint(LAKE_DIRECTORIES):
+            return FoundLake(structs.replace(config, region=region), path, exists=True, is_recorded=True)
+        is_recorded |= not path and RECORD in found
+    return FoundLake(structs.replace(place, region=region), "", exists=False, is_recorded=is_recorded)
 
 
 def require_root(store: ObjectStore, place: StoreConfig, node: Node) -> None:
@@ -99,10 +104,10 @@ def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
     return found
 
 
-def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> tuple[bool, str | None]:
-    """Whether the lake's own objects are there, and the region to ask from now on."""
+def _reserved_names(config: StoreConfig, node: Node, *, is_place: bool) -> tuple[set[str], str | None]:
+    """Names of the lake's own objects and directories that are there, and the region to ask from now on."""
     if config.source.scheme == "file":
-        return _is_local_lake(config), config.region
+        return _local_names(config), config.region
     from lakefs_fuse.store.s3.store import open_s3
 
     try:
@@ -111,24 +116,29 @@ def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> tuple[bo
         # Above the place we may not be allowed to look; then we could not write commits there either.
         if is_place:
             raise
-        return False, config.region
+        return set(), config.region
     region = store.access.config.region
     try:
-        return _is_lake(config, store), region
+        return _names_in(store), region
     except AccessDenied:
-        return False, region
+        return set(), region
     finally:
         store.close()
 
 
 def _is_lake(config: StoreConfig, store: ObjectStore) -> bool:
-    if config.source.scheme == "file":
-        return _is_local_lake(config)
-    prefixes = store.list_page(RESERVED_PREFIX, delimiter="/").prefixes
-    return not {f"{RESERVED_PREFIX}{name}/" for name in LAKE_DIRECTORIES}.isdisjoint(prefixes)
+    found = _local_names(config) if config.source.scheme == "file" else _names_in(store)
+    return not found.isdisjoint(LAKE_DIRECTORIES)
 
 
-def _is_local_lake(config: StoreConfig) -> bool:
-    """Whether a local directory, which needs no store to be looked at, is the root of a lake."""
+def _names_in(store: ObjectStore) -> set[str]:
+    page = store.list_page(RESERVED_PREFIX, delimiter="/")
+    keys = [*page.prefixes, *(each.key for each in page.objects)]
+    return {key.removeprefix(RESERVED_PREFIX).rstrip("/") for key in keys}
+
+
+def _local_names(config: StoreConfig) -> set[str]:
+    """Of a local directory, which needs no store to be looked at."""
     reserved = os.path.join(config.source.bucket, RESERVED_NAME)
-    return any(os.path.isdir(os.path.join(reserved, name)) for name in LAKE_DIRECTORIES)
+    names = {name for name in LAKE_DIRECTORIES if os.path.isdir(os.path.join(reserved, name))}
+    return names | ({RECORD} if os.path.isfile(os.path.join(reserved, RECORD)) else set())

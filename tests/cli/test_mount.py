@@ -376,6 +376,9 @@ def test_usage_errors_are_one_line_that_names_the_option(
         "s3://two words/x",
         "s3://bucket:80/x",
         "file:///tmp/\udcff",
+        "s3://b/.lakefs",
+        "s3://b/lake/.lakefs/index",
+        "file:///data/.lakefs",
     ],
 )
 def test_sources_that_are_none(mounted: list[MountConfig], capsys: pytest.CaptureFixture[str], source: str) -> None:

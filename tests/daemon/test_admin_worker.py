@@ -104,6 +104,16 @@ def test_directory_of_a_lake_cannot_be_mounted_as_one(
         places.require_root(store, beside, node)
 
 
+def test_a_prefix_with_a_lake_record_is_recorded(moto: Server, new_bucket: Callable[[Server], str]) -> None:
+    place = s3_config(moto, f"{new_bucket(moto)}/one")
+    assert not places.search_lake(place, Node.of_this_machine()).is_recorded
+    store = open_store(place, Node.of_this_machine())
+    store.put(KEY, b"x")
+    store.close()
+    found = places.search_lake(place, Node.of_this_machine())
+    assert (found.exists, found.is_recorded) == (False, True)
+
+
 def test_a_prefix_lies_in_the_nearest_lake_above_it(moto: Server, new_bucket: Callable[[Server], str]) -> None:
     bucket = new_bucket(moto)
     place = s3_config(moto, f"{bucket}/one/two/three")
@@ -159,6 +169,35 @@ async def test_a_command_runs_in_the_lake_that_was_found(tmp_path: Path) -> None
     assert finished.exit_code == 0
     assert finished.summary["files"] == 1
     assert len(list((tmp_path / "lake" / ".lakefs" / "commits").iterdir())) == 1
+
+
+NEEDING_LAKES: dict[str, msgspec.Struct] = {
+    "fsck": protocol.FsckArgs(),
+    "gc": protocol.GcArgs(),
+    "log": protocol.LogArgs(),
+    "relocate": protocol.RelocateArgs(),
+    "snapshot": protocol.SnapshotArgs(),
+    "upgrade": protocol.UpgradeArgs(),
+}
+
+
+@pytest.mark.parametrize("name", NEEDING_LAKES)
+async def test_command_where_no_lake_is_found_is_refused_and_writes_nothing(tmp_path: Path, name: str) -> None:
+    """As where a prefix is misspelled. A lake that was mounted, and in which nothing is committed, is one."""
+    place = tmp_path / "lake"
+    (place / "data").mkdir(parents=True)
+    args = msgspec.Raw(msgspec.json.encode(NEEDING_LAKES[name]))
+    request = protocol.Request(command=name, store=file_config(place), args=args, find_root=True)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    answers = offline.Answers(nowhere)
+    with pytest.raises(ConfigError, match=r"no lake is here.*check bucket and prefix"):
+        await offline.run_command(request, answers, Node.of_this_machine())
+    assert [each.name for each in place.iterdir()] == ["data"]
+    (place / ".lakefs").mkdir()
+    (place / KEY).write_bytes(msgspec.json.encode(LakeRecord(id="0123456789abcdef")))
+    finished = await offline.run_command(request, answers, Node.of_this_machine())
+    os.close(nowhere)
+    assert finished.exit_code == 0
 
 
 @pytest.mark.parametrize("is_dry", [True, False])
