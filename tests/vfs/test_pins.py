@@ -9,11 +9,13 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import CacheError, ConfigError, FileError
+from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import Warming
 from lakefs_fuse.vfs.residency import pins as pins_module
 from lakefs_fuse.vfs.residency import residency
 from lakefs_fuse.vfs.residency.pins import PinFile
 from lakefs_fuse.vfs.residency.residency import WarmOptions
+from lakefs_fuse.vfs.residency.selection import Names
 from tests.fakes import FakeDisk
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import Lake, lake, two_lakes
@@ -232,6 +234,36 @@ async def test_unpin_of_what_is_not_a_pin_says_what_to_do(tmp_path: Path) -> Non
         assert (await unpin([("", "*")]))["unpinned"] == 1
         assert (await unpin([("", "")]))["unpinned"] == 1
         assert (tmp_path / "pins").read_bytes() == b""
+
+
+async def test_unpin_beside_a_pin_that_still_lists_names_is_not_undone_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    for path in ("old", "new"):
+        store.give(path, b"x")
+    async with lake(store, tmp_path) as node:
+        pins = node.fs.residency.pins
+        await pin(node, "old")
+        lists, may_go_on = trio.Event(), trio.Event()
+        find = pins_module.find
+
+        async def find_late(names: Names, path: str) -> Entry | None:
+            if path == "new" and not lists.is_set():
+                lists.set()
+                await may_go_on.wait()
+            return await find(names, path)
+
+        monkeypatch.setattr(pins_module, "find", find_late)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pins.add, ["new"])
+            await lists.wait()
+            nursery.start_soon(pins.remove, [("old", "")])
+            await until(lambda: pins.paths == [])
+            may_go_on.set()
+        assert pins.paths == ["new"]
+        assert PinFile(tmp_path / "pins", FakeDisk()).load() == ["new"]
+        assert pins.statistics()["files"] == 1
 
 
 async def test_evict_spares_what_is_pinned_open_or_dirty(tmp_path: Path) -> None:

@@ -187,12 +187,11 @@ class Pins:
         added = [path for path in dict.fromkeys(paths) if path not in self._paths]
         if len(self._paths) + len(added) > PATHS_MAX:
             raise CacheError(f"a mount has {PATHS_MAX} pins at most: pin the directories of these files")
-        everything = [*self._paths, *added]
         async with self._planning:
-            plan = await self._plan(everything)
+            plan = await self._plan([*self._paths, *added])
             if plan.found.refused_bytes:
                 self._refuse(plan)
-            self._save(everything)
+            self._save([*self._paths, *added])  # without what was unpinned meanwhile, whose `reconcile` is next
             self._apply(plan)
 
     def _save(self, paths: Sequence[str]) -> None:
