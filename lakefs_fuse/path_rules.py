@@ -14,7 +14,8 @@ publish = "10s"              # store a file so often while it is being written; 
 For each setting the last rule that matches and says something about it wins; where none does, the mount's own option
 holds. `stats` counts READ requests by the last rule that matches, and a rule may be there for that alone. In a glob
 ``*`` and ``?`` stay within a component, ``[a-z]`` and ``[!a-z]`` are one character, and ``**`` as a whole component is
-any number of components: ``ckpt/**`` is everything below ``ckpt``, ``**/*.json`` every JSON file.
+any number of components: ``ckpt/**`` is everything below ``ckpt``, ``**/*.json`` every JSON file. Braces are characters
+as any other: names may have them.
 
 The file is read once, by the command line, into `config.Rule`s that travel in the mount's configuration; `Rules` is
 their compiled form. `Rules` is immutable but for a bounded cache of answers, and may be asked from any thread.

@@ -22,7 +22,7 @@ from lakefs_fuse.checkpoints.model import Checkpoint, Listing, Pruning, choose
 from lakefs_fuse.cli.checkpoint_walk import delete, find_checkpoints, is_directory
 from lakefs_fuse.cli.daemons import locate, open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
+from lakefs_fuse.cli.parameters import DURATION, Number, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import (
     Options,
     any_given,
@@ -153,7 +153,7 @@ def verify(path: str, names: tuple[str, ...], marker: str | None, match: str | N
 
 @checkpoint.command("prune", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("path", "The directory of the checkpoints, in a mount.")
-@option("--keep", type=click.IntRange(1), metavar="N", help="Keep the N newest complete checkpoints.")
+@option("--keep", type=Number(1), metavar="N", help="Keep the N newest complete checkpoints.")
 @option("--older-than", type=DURATION, help="Delete only checkpoints older than this.")
 @option("--incomplete", is_flag=True, help="Also delete incomplete ones that are older than the newest complete one.")
 @selection_options

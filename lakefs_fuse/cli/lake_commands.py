@@ -14,7 +14,7 @@ import click
 
 from lakefs_fuse.cli.daemons import require_stored, show_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.parameters import DURATION, SIZE
+from lakefs_fuse.cli.parameters import DURATION, SIZE, Number
 from lakefs_fuse.cli.store_options import (
     PATH_HELP,
     SOURCE_HELP,
@@ -43,7 +43,7 @@ from lakefs_fuse.product import PROGRAM
 @click.command("ingest", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("src", "A directory, a tar archive, or - for a tar stream on standard input.")
 @argument("path", "The directory to load into: a path in a mount, or a URL such as s3://bucket/prefix/dir.")
-@option("--uploads", type=click.IntRange(1, 64), metavar="N", default=3, help="Maximum number of concurrent uploads, "
+@option("--uploads", type=Number(1, 64), metavar="N", default=3, help="Maximum number of concurrent uploads, "
         "each of 64 MiB in TMPDIR. Raise it for a fast network.")  # fmt: skip
 @json_option
 @lake_option

@@ -22,7 +22,7 @@ from lakefs_fuse.cli.explain import explain
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount_health import NAMES_MISSING
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE, format_bytes
+from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE, Number, format_bytes
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.stats_values import number, section
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
@@ -128,7 +128,7 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--staging-timeout", "staging_timeout_s", type=DURATION, group=DURABILITY, help="Maximum time for which a "
         "writer waits for room in staging before it gets ENOSPC. Lower it for jobs that should fail "
         "early.")  # fmt: skip
-@_setting("--uploads", "uploads_max", type=click.IntRange(1, 64), metavar="N", group=DURABILITY,
+@_setting("--uploads", "uploads_max", type=Number(1, 64), metavar="N", group=DURABILITY,
         help="Maximum number of parts uploaded concurrently. Raise it for a fast network.")  # fmt: skip
 @_setting("--upload-limit", "upload_bytes_s_max", type=RATE, group=DURABILITY, help="Maximum bytes per second of all "
         "uploads, such as 2GiB/s. Set it to leave bandwidth to other programs; 0 is no limit.")  # fmt: skip
@@ -177,9 +177,9 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "network are for the job alone, and leave it on elsewhere.")  # fmt: skip
 @option("--allow-other", is_flag=True, group=SHARING, help="Let other users access the mount. An ordinary user needs "
         "user_allow_other in /etc/fuse.conf.")  # fmt: skip
-@option("--uid", type=click.IntRange(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "
+@option("--uid", type=Number(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "
         "store none.  [default: yours]")  # fmt: skip
-@option("--gid", type=click.IntRange(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Group of files whose objects "
+@option("--gid", type=Number(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Group of files whose objects "
         "store none.  [default: yours]")  # fmt: skip
 @_setting("--file-mode", "file_mode", type=OCTAL_MODE, group=SHARING, help="Mode, in octal, of files whose objects "
         "store none.")  # fmt: skip

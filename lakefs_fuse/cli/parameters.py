@@ -35,6 +35,12 @@ class Quantity(_Type):
             self.fail(str(error), param, ctx)
 
 
+class Number(click.IntRange):
+    """A whole number within bounds, and called so where it is none."""
+
+    name = "whole number"
+
+
 def parse_foreign(text: str) -> float | None:
     """As `parse_duration`, and None for ``auto``. Raises ConfigError."""
     return None if text.strip().lower() == "auto" else parse_duration(text)

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import structs
 
 from lakefs_fuse.cli.help import option
-from lakefs_fuse.cli.parameters import DURATION, default_text
+from lakefs_fuse.cli.parameters import DURATION, Number, default_text
 from lakefs_fuse.config import Source, StoreConfig, parse_sse, parse_storage_class
 from lakefs_fuse.errors import ConfigError
 
@@ -96,7 +96,7 @@ _OPTIONS = (
         StoreConfig,
         "--requests",
         "requests_max",
-        type=click.IntRange(1, 1024),
+        type=Number(1, 1024),
         metavar="N",
         group=GROUP,
         help="Maximum number of concurrent store requests, besides uploads of parts. Raise it for a distant store, "

@@ -71,6 +71,15 @@ def test_what_cannot_be_understood(
     assert mounted == []
 
 
+def test_error_of_an_option_names_help_that_exists(
+    mounted: list[MountConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for fake in ([], ["-f"]):
+        assert helper([*fake, "file:///data", "/mnt/lake", "-o", "durability=sometimes"]) == 1
+        assert "(see `lakefs-fuse mount --help`)" in capsys.readouterr().err
+    assert mounted == []
+
+
 def test_failing_is_told_as_mount8_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert helper(["file:///data", str(tmp_path / "nowhere"), "-o", f"cache_dir={tmp_path}-cache"]) == 32
     assert "does not exist" in capsys.readouterr().err
