@@ -12,7 +12,7 @@ from lakefs_fuse.errors import CacheError, ConfigError, FileError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import Warming
 from lakefs_fuse.vfs.residency import pins as pins_module
-from lakefs_fuse.vfs.residency import residency
+from lakefs_fuse.vfs.residency import residency, selection
 from lakefs_fuse.vfs.residency.pins import PinFile
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.residency.selection import Names
@@ -246,7 +246,7 @@ async def test_unpin_beside_a_pin_that_still_lists_names_is_not_undone_by_it(
         pins = node.fs.residency.pins
         await pin(node, "old")
         lists, may_go_on = trio.Event(), trio.Event()
-        find = pins_module.find
+        find = selection.find
 
         async def find_late(names: Names, path: str) -> Entry | None:
             if path == "new" and not lists.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -25,7 +26,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback import queue as writeback
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
-from tests.memory_store import Failures, MemoryStore, Pause, Request
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
 from tests.vfs.writing_back import (
@@ -218,6 +219,32 @@ async def test_one_that_the_store_refuses_lets_others_pass(tmp_path: Path) -> No
         await m.fs.make_durable()
         assert store.data("bad") == b"bad"
         assert await state(m, "bad") == "durable"
+
+
+async def test_flush_of_all_stores_the_others_where_the_store_refuses_one(tmp_path: Path) -> None:
+    store, refused = MemoryStore(), threading.Event()
+
+    def hook(request: Request, when: When) -> None:
+        if when == "before" and request.what == "put" and request.key == "bad":
+            refused.set()
+            raise StoreError("no")
+        if when == "before" and request.what == "put" and request.key.startswith("good"):
+            refused.wait(0.3)
+
+    async with writing_back(store, tmp_path / "cache", pack="never", delay_s=NEVER_S) as m:
+        outage = Outage(store)
+        await m.write("bad", b"bad")
+        for number in range(30):
+            await m.write(f"good{number}", b"good")
+        await until(lambda: outage.refused)
+        store.hook = hook
+        with pytest.raises(StoreError, match="no"):
+            await m.fs.make_durable()
+        assert [each.path for each in m.fs.unfinished()] == ["bad"]
+        assert sum(key.startswith("good") for key in store.objects) == 30
+        store.hook = lambda _request, _when: None
+        await m.fs.make_durable()
+        assert store.data("bad") == b"bad"
 
 
 async def test_a_store_that_comes_back_gets_everything_in_order(tmp_path: Path) -> None:
