@@ -45,7 +45,7 @@ from lakefs_fuse.errors import ConfigError, LakeError, first_error
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import ThreadTransport
 from lakefs_fuse.store.lake_record import change_record
-from lakefs_fuse.store.open import search_lake
+from lakefs_fuse.store.open import open_store, search_lake
 from lakefs_fuse.store.rate_limit import RateLimiter
 
 REPORT_INTERVAL_S = 0.2
@@ -177,6 +177,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
         found = await trio.to_thread.run_sync(search_lake, config, node)
         config, path = found.store, found.path
         if command.needs_lake and not found.is_recorded:
+            (await trio.to_thread.run_sync(open_store, config, node)).close()  # says first what is wrong with the place
             raise ConfigError(NO_LAKE.format(source=config.source))
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
