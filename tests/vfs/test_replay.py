@@ -1017,12 +1017,15 @@ async def test_change_of_an_acknowledged_file_that_was_not_closed_leaves_the_ver
 
 @pytest.mark.parametrize("is_store_away", [False, True])
 @pytest.mark.parametrize("size", [100, LARGE])
-async def test_the_metadata_is_lost(tmp_path: Path, size: int, is_store_away: bool) -> None:
+@pytest.mark.parametrize("is_attempted", [False, True])
+async def test_the_metadata_is_lost(tmp_path: Path, size: int, is_store_away: bool, is_attempted: bool) -> None:
     """Nothing of what was staged is deleted unasked, also by a second mount, where the first could not begin."""
     store = MemoryStore()
-    Outage(store)
+    outage = Outage(store)
     async with writing_back(store, tmp_path / "cache") as m:
         await m.write("file", noise(1, size))
+        if is_attempted:  # which leaves a copy of a small file beside the segment that it is in
+            await until(lambda: outage.refused and told(m)["files"])
         dead = die(tmp_path / "cache", tmp_path / "dead")
     shutil.rmtree(dead / "meta")
     if is_store_away:
@@ -1034,6 +1037,48 @@ async def test_the_metadata_is_lost(tmp_path: Path, size: int, is_store_away: bo
     async with writing_back(store, dead) as m:
         assert any(noise(1, size) in path.read_bytes() for path in (dead / "staging").iterdir())
         assert [item.state for item in m.fs.unfinished()] == ["orphan"]
+
+
+@pytest.mark.parametrize("is_read_only_first", [False, True])
+async def test_read_only_mount_leaves_a_dead_daemons_records_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read_only_first: bool
+) -> None:
+    """A file was removed whose PUT had worked without an answer: its object goes with the next mount that may write."""
+    store, clock = MemoryStore(), Clock()
+    store.clock = clock
+    line, stored_at = Line(store), threading.Event()
+
+    def hook(request: Request, when: When) -> None:
+        if request.what == "put" and request.key == "file" and when == "after":
+            stored_at.set()
+        if stored_at.is_set():
+            raise Unavailable("away")
+
+    store.hook = hook
+    death = Death("discard.begun", 1, tmp_path / "cache", tmp_path / "dead", line)
+    monkeypatch.setattr(writeback, "reached", death.reached)
+    try:
+        async with mounted(store, line, tmp_path / "cache", "never", clock) as m:
+            await m.write("file", noise(7, 1000))
+            await until(stored_at.is_set)
+            await m.unlink("file")
+            await until(lambda: death.seen is not None)
+    except* LakeError:
+        pass
+    store.hook = lambda _request, _when: None
+    monkeypatch.setattr(writeback, "reached", lambda _name: None)
+    assert "file" in store.objects
+    line = Line(store)
+    if is_read_only_first:
+        async with lake(
+            cast(ObjectStore, line), tmp_path / "dead", clock=clock, capabilities=store.capabilities, read_only=True
+        ) as m:
+            assert [each.state for each in m.fs.unfinished()] == ["orphan"]
+    async with mounted(store, line, tmp_path / "dead", "never", clock) as m:
+        await m.sync()
+        await until(lambda: "file" not in store.objects)
+        assert await m.tree() == {}
+    assert await others_see(store, tmp_path) == {}
 
 
 async def test_staged_bytes_that_are_gone_are_told_and_the_rest_comes_back(

@@ -67,7 +67,8 @@ class Recovery:
         """A removed name had been renamed over a name of a commit: commits have to be read again."""
 
     async def load(self) -> None:
-        """Read the journal and the staging directory; called once, before the mount answers."""
+        """Read the journal and the staging directory; called once, before the mount answers. A read-only mount lists
+        what it finds, and leaves all of it to the next that may write."""
         for draft_id, raw in list(self._journal.records()):
             if draft_id in self._replayed:
                 continue
@@ -75,15 +76,16 @@ class Recovery:
                 record = decode(raw)
             except ValueError as error:
                 log.error("journal record %s cannot be read (%s): its bytes stay in staging", draft_id, error)
-                self._forget(draft_id)
+                if not self._read_only:
+                    self._forget(draft_id)
                 continue
             record = self._with_mark(record)
             self._drop_kept_name(path_of(record))
             if self._path(draft_id).exists() or record.upload_intent_ns or record.segment:
                 self.orphans[draft_id] = record
-            else:
+            elif not self._read_only:
                 self._forget(draft_id)
-        for record in list(self.orphans.values()):
+        for record in () if self._read_only else list(self.orphans.values()):
             try:
                 if record.unlinked:
                     await self._forsake(record)
@@ -127,7 +129,7 @@ class Recovery:
         if entry is not None and self._in_use(entry.inode):
             return
         meta = await self._stored_versions.published(record) if record.state is not DraftState.WRITING else None
-        if meta is not None and not self._read_only:
+        if meta is not None:
             self._queue.delete_object(meta)
 
     def _path(self, draft_id: str) -> Path:
@@ -208,7 +210,7 @@ class Recovery:
         meta = await self._stored_versions.published(record)
         if meta is None:
             return False
-        if not self._read_only and (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag):
+        if (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag):
             self._writer.announce_object(path_of(record), meta, meta.mtime_ns // NS)
         return True
 
@@ -325,14 +327,18 @@ class Recovery:
 
 
 def _unpack(staging: Staging, raw: bytes, data: bytes) -> None:
-    """An entry of a segment gets a staging file of its own."""
+    """An entry of a segment gets a staging file of its own, durably, in place of a copy that an attempt to store it, or
+    a crash before, has left. Raises CacheError, StagingFull."""
     try:
         record = decode(raw)
     except ValueError as error:
         log.error("an entry of a segment in %s cannot be read: %s", staging.directory, error)
         return
-    with os.fdopen(staging.create(record.id, path_of(record)), "wb") as target:
+    staging.path(record.id).unlink(missing_ok=True)
+    with os.fdopen(staging.create(record.id, path_of(record)), "wb") as target, staging.translating():
         target.write(data)
+        target.flush()
+        staging.disk.sync_data(target.fileno())
 
 
 def _attribute(path: str, name: str) -> str:
