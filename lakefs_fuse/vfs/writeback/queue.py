@@ -137,9 +137,6 @@ class Drain:
     since: int
     """Attempts up to this number began before: their errors say nothing about this caller."""
     error: LakeError | None = None
-    """Of all versions: nothing can be stored now."""
-    refused: LakeError | None = None
-    """Of the first version that the store refuses; the others go on."""
     changed: trio.Event = field(default_factory=trio.Event)
 
 
@@ -483,12 +480,8 @@ class WriteBack:
                 self.resume_s = 0.0
                 if item.state is VersionState.REFUSED:
                     item.transition(VersionState.WAITING)
-            elif waits:
+            elif item.sequence in drain.sequences or waits:
                 drain.error = error
-                drain.changed.set()
-            elif item.sequence in drain.sequences:
-                drain.refused = drain.refused or error
-                drain.sequences.discard(item.sequence)
                 drain.changed.set()
 
     # -- asking for durability
@@ -514,8 +507,7 @@ class WriteBack:
 
     async def drain(self, items: list[AcknowledgedVersion]) -> None:
         """All of these are durable (or superseded) when this returns. Raises the LakeError of an attempt that began
-        after the call: at once where that is of all of them; where the store refuses some, when the others are durable.
-        """
+        after the call."""
         items = self._with_older_versions(items)
         drain = Drain({item.sequence for item in items}, self._attempts)
         if not drain.sequences:
@@ -534,8 +526,6 @@ class WriteBack:
                     raise drain.error
                 drain.changed = trio.Event()
                 await drain.changed.wait()
-            if drain.refused is not None:
-                raise drain.refused
         finally:
             self._drains.remove(drain)
             if not any(drain.sequences for drain in self._drains):
