@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -229,6 +230,21 @@ def _check_cover(name: str, size: Sequence[int], chunks: Sequence[Chunk]) -> Non
         total += math.prod(chunk.sizes)
     if total != math.prod(size):
         raise LakeError(f"the chunks of {name} are {total} elements, not {math.prod(size)}: a shard is missing")
+    if _have_overlap([(tuple(each.offsets), tuple(each.sizes)) for each in chunks if math.prod(each.sizes)]):
+        raise LakeError(f"the chunks of {name} overlap, and so leave a part of it out: save the checkpoint again")
+
+
+def _have_overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two boxes (offsets and sizes, none of them empty) have an element in common. Of the boxes that share an
+    index of the first dimension, the other dimensions decide; it is enough to ask where a box begins."""
+    if len(boxes) < 2 or not boxes[0][0]:
+        return len(boxes) > 1
+    there: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for first, beginning in groupby(sorted(boxes), key=lambda box: box[0][0]):
+        there = [box for box in there if box[0][0] + box[1][0] > first] + list(beginning)
+        if _have_overlap([(offsets[1:], sizes[1:]) for offsets, sizes in there]):
+            return True
+    return False
 
 
 class _Slice(io.RawIOBase):

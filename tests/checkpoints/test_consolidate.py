@@ -200,6 +200,34 @@ def test_no_code_of_a_pickle_runs(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("boxes", "is_refused"),
+    [
+        ([((0, 0), (2, 6)), ((0, 0), (2, 6))], True),
+        ([((0, 0), (2, 4)), ((0, 3), (4, 3)), ((2, 0), (2, 2))], True),
+        ([((0, 0), (2, 4)), ((0, 4), (4, 2)), ((2, 0), (2, 4))], False),
+        ([((0, 0), (4, 6)), ((0, 6), (4, 0)), ((4, 0), (0, 6))], False),
+    ],
+)
+def test_chunks_that_overlap_are_an_error_though_their_sum_is_right(
+    boxes: list[tuple[tuple[int, int], tuple[int, int]]], is_refused: bool, tmp_path: Path
+) -> None:
+    shards = save(tmp_path / "shards", {"w": torch.ones(4, 6)})
+    path = shards / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    (info,) = metadata.storage_data.values()
+    metadata.state_dict_metadata["w"].chunks = [
+        dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
+    ]
+    metadata.storage_data = {dcp.metadata.MetadataIndex("w", torch.Size(offsets)): info for offsets, _ in boxes}
+    path.write_bytes(pickle.dumps(metadata))
+    if is_refused:
+        with pytest.raises(LakeError, match="the chunks of w overlap"):
+            sharded.ShardedCheckpoint(shards)
+    else:
+        sharded.ShardedCheckpoint(shards)
+
+
 def test_damaged_bytes_anywhere_are_an_error_that_says_so(tmp_path: Path) -> None:
     shards = save(tmp_path / "shards", {"w": torch.rand(100), "step": 3, "b": torch.ones(2, 3)})
     errors = 0
