@@ -93,7 +93,7 @@ class ReadAheadDataset:
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """What `DataLoader` calls with the indices of a batch, in a worker."""
-        _MOUNTS.announce(path for index in indices for path in _as_paths(self._paths(index)))
+        _MOUNTS.announce([path for index in indices for path in _as_paths(self._paths(index))])
         fetch = getattr(self._dataset, "__getitems__", None)
         return list(fetch(indices)) if fetch is not None else [self._dataset[index] for index in indices]
 
@@ -115,6 +115,15 @@ def _as_paths(paths: Path | Sequence[Path]) -> Sequence[Path]:
     return (paths,) if isinstance(paths, str | os.PathLike) else paths
 
 
+def _is_utf8(name: str) -> bool:
+    """Other names are in no lake."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class _Mounts:
     """Names files to the daemons of the mounts that they are in. For one thread."""
 
@@ -124,29 +133,38 @@ class _Mounts:
         self._of_directory: dict[str, tuple[str, str]] = {}
         self._silent_until_s = 0.0
 
-    def announce(self, paths: Iterable[Path]) -> None:
-        """Raises nothing."""
+    def announce(self, paths: Sequence[Path]) -> None:
+        """Raises nothing: what the caller passes as a path is for its dataset to judge."""
         if time.monotonic() < self._silent_until_s:
             return
-        by_mount: dict[str, list[str]] = {}
-        for path in paths:
-            directory, name = os.path.split(os.fspath(path))
-            mountpoint, prefix = self._of_directory.get(directory) or self._find(directory)
-            if mountpoint:
-                by_mount.setdefault(mountpoint, []).append(prefix + name)
-        for mountpoint, names in by_mount.items():
-            try:
+        try:
+            self._read_mountpoints()
+            by_mount: dict[str, list[str]] = {}
+            for path in paths:
+                directory, name = os.path.split(os.fspath(path))
+                mountpoint, prefix = self._of_directory.get(directory) or self._find(directory)
+                if mountpoint and _is_utf8(prefix + name):
+                    by_mount.setdefault(mountpoint, []).append(prefix + name)
+            for mountpoint, names in by_mount.items():
                 _announce(mountpoint, names)
-            except (LakeError, OSError) as error:
-                log.warning("files are not read ahead: %s", error)
-                self._silent_until_s = time.monotonic() + RETRY_S
+        except Exception as error:
+            log.warning("files are not read ahead: %s", error)
+            self._silent_until_s = time.monotonic() + RETRY_S
+
+    def _read_mountpoints(self) -> None:
+        """Forget where directories are when there are other mounts than before."""
+        now_s = time.monotonic()
+        if now_s < self._found_at_s + MOUNTS_S:
+            return
+        self._found_at_s = now_s
+        found = [each.mountpoint for each in read_mounts() if each.fstype == f"fuse.{FILESYSTEM}"]
+        if found != self._mountpoints:
+            self._mountpoints = found
+            self._of_directory.clear()
 
     def _find(self, directory: str) -> tuple[str, str]:
         """The mountpoint, empty where there is none, and the path of the directory in the mount."""
-        now_s, path = time.monotonic(), os.path.realpath(directory)
-        if now_s >= self._found_at_s + MOUNTS_S:
-            self._found_at_s = now_s
-            self._mountpoints = [each.mountpoint for each in read_mounts() if each.fstype == f"fuse.{FILESYSTEM}"]
+        path = os.path.realpath(directory)
         inside = [each for each in self._mountpoints if f"{path}/".startswith(f"{each}/")]
         mountpoint = max(inside, key=len, default="")
         found = mountpoint, f"{path}/".removeprefix(f"{mountpoint}/")
@@ -212,7 +230,4 @@ class _Announcer:
     def _run(self) -> None:
         mounts = _Mounts()
         while (names := self._requests.get()) is not None:
-            try:
-                mounts.announce(names)
-            except Exception:
-                log.exception("naming files that are read next")
+            mounts.announce(names)

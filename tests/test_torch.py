@@ -26,6 +26,7 @@ class Daemon:
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint, self.names = mountpoint, list[str]()
+        self.is_mounted = True
         self.connections, self.longest = 0, 0
         self.error: LakeError | None = None
 
@@ -39,6 +40,7 @@ class Daemon:
     def call(self, request: protocol.ReadAhead) -> None:
         if self.error is not None:
             raise self.error
+        protocol.encode(request)
         self.longest = max(self.longest, len(request.paths))
         self.names += request.paths
 
@@ -72,7 +74,8 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
         return found
 
     def read_mounts() -> list[Mount]:
-        return [Mount("/", "ext4", "/dev/sda", 0, "1:1"), Mount(found.mountpoint, "fuse.lakefs", "s3://b", 0, "1:2")]
+        root = Mount("/", "ext4", "/dev/sda", 0, "1:1")
+        return [root, Mount(found.mountpoint, "fuse.lakefs", "s3://b", 0, "1:2")] if found.is_mounted else [root]
 
     monkeypatch.setattr(torch, "connect", connect)
     monkeypatch.setattr(torch, "read_mounts", read_mounts)
@@ -154,6 +157,26 @@ def test_files_that_are_in_no_mount_ask_no_daemon(daemon: Daemon) -> None:
     assert len(list(ReadAhead(Sampler(), elsewhere))) == SAMPLES
     assert list(ReadAheadDataset(elsewhere, elsewhere).__getitems__([1, 2])) == ["/data/1", "/data/2"]
     assert daemon.connections == 0
+
+
+def test_mount_that_is_made_or_ended_after_a_directory_was_read_is_found(daemon: Daemon) -> None:
+    every, asked = paths(daemon), list[int]()
+    for is_mounted, expected in ((False, 0), (True, 2), (False, 2), (True, 4)):
+        daemon.is_mounted = is_mounted
+        ReadAheadDataset(every, every).__getitems__([1, 2])
+        asked.append(len(daemon.names))
+        assert asked[-1] == expected
+
+
+def test_paths_that_no_mount_has_are_no_error(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    every = [f"{daemon.mountpoint}/a\udcff", f"{daemon.mountpoint}/b"]
+    assert ReadAheadDataset([1, 2], every).__getitems__([0, 1]) == [1, 2]
+    assert daemon.names == ["b"]
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        for path in ("/a\0/b", b"/ab"):
+            assert ReadAheadDataset([1], [path]).__getitems__([0]) == [1]  # type: ignore[list-item]
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["files are not read ahead"] * 2
 
 
 class Images:
