@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import lzma
+import math
 import os
 import select
 import stat
@@ -197,7 +198,7 @@ def _path(name: str) -> tuple[str, str]:
 
 
 def _attributes(info: tarfile.TarInfo) -> Attributes:
-    mtime_ns = int(info.mtime) * NS
+    mtime_ns = int(info.mtime) * NS if math.isfinite(info.mtime) else 0
     try:
         # As a float it has lost the nanoseconds.
         mtime_ns = int(Decimal(info.pax_headers["mtime"]) * NS)

@@ -373,6 +373,20 @@ async def test_names_of_a_tar_that_lead_out_of_it(local: Lake, tmp_path: Path) -
     assert [note.split(": ")[1][:9] for note in local.notes] == ["../up", "a/../../u", "/etc/pass", "n" * 9]
 
 
+@pytest.mark.parametrize("mtime", ["inf", "-inf", "nan", "1e30", "-1e30"])
+async def test_times_of_a_tar_that_are_none_or_out_of_range_are_no_error(
+    local: Lake, tmp_path: Path, mtime: str
+) -> None:
+    archive = tmp_path / "a.tar"
+    with tarfile.open(archive, "w", format=tarfile.PAX_FORMAT) as out:
+        for name in ("odd", "next"):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = 1, {"mtime": mtime} if name == "odd" else {}
+            out.addfile(info, io.BytesIO(b"x"))
+    await local.ingest(archive)
+    assert set(local.tree()) == {"odd", "next"}
+
+
 async def test_many_refusals_are_summed_up(local: Lake, tmp_path: Path) -> None:
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as out:
