@@ -25,6 +25,7 @@ from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback import queue as writeback
+from lakefs_fuse.vfs.writeback import scheduler
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
@@ -245,6 +246,36 @@ async def test_flush_of_all_stores_the_others_where_the_store_refuses_one(tmp_pa
         store.hook = lambda _request, _when: None
         await m.fs.make_durable()
         assert store.data("bad") == b"bad"
+
+
+def refuse_bad(request: Request, when: str) -> None:
+    if request.what == "put" and request.key.startswith("bad"):
+        raise StoreError("no")
+
+
+async def test_make_durable_stores_all_others_before_it_raises_for_one_that_the_store_refuses(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.hook = refuse_bad
+    good = [f"{number:02}" for number in range(2 * scheduler.ALONE_MAX)]
+    async with writing_back(store, tmp_path, delay_s=NEVER_S) as m:
+        for path in ("bad", *good):
+            await m.write(path, b"data")
+        with pytest.raises(StoreError):
+            await m.fs.make_durable()
+        assert store.objects.keys() >= set(good)
+
+
+async def test_many_that_the_store_refuses_let_others_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "PACK_FILES_MAX", 1)
+    store = MemoryStore()
+    store.hook = refuse_bad
+    async with writing_back(store, tmp_path) as m:
+        for number in range(4):
+            await m.write(f"bad{number}", b"bad")
+        await until(lambda: told(m)["failed"] >= 2)
+        await m.write("good", b"good")
+        await until(lambda: told(m)["failed"] == 4)
+        await until(lambda: "good" in store.objects)
 
 
 async def test_a_store_that_comes_back_gets_everything_in_order(tmp_path: Path) -> None:

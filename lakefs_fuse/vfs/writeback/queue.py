@@ -131,13 +131,20 @@ class AcknowledgedVersion:
 
 @dataclass(slots=True, eq=False)
 class Drain:
-    """A caller that waits until versions are durable."""
+    """A caller that waits until versions are durable. ``sequences`` are those that it still waits for."""
 
     sequences: set[int]
     since: int
     """Attempts up to this number began before: their errors say nothing about this caller."""
     error: LakeError | None = None
-    changed: trio.Event = field(default_factory=trio.Event)
+    """Why everything waits, or why the first that was refused is not durable."""
+    ended: trio.Event = field(default_factory=trio.Event)
+    """Set when there is nothing more to wait for."""
+
+    def discard(self, sequence: int) -> None:
+        self.sequences.discard(sequence)
+        if not self.sequences:
+            self.ended.set()
 
 
 class Bursts:
@@ -293,10 +300,7 @@ class WriteBack:
             return
         item.transition(VersionState.ENDED)
         for drain in self._drains:
-            if item.sequence in drain.sequences:
-                drain.sequences.discard(item.sequence)
-                if not drain.sequences:
-                    drain.changed.set()
+            drain.discard(item.sequence)
         self._room.wake_all()
         self.changed.wake_all()
         self.progressed.wake_all()
@@ -480,9 +484,13 @@ class WriteBack:
                 self.resume_s = 0.0
                 if item.state is VersionState.REFUSED:
                     item.transition(VersionState.WAITING)
-            elif item.sequence in drain.sequences or waits:
+            elif waits:
                 drain.error = error
-                drain.changed.set()
+                drain.sequences.clear()
+                drain.ended.set()
+            elif item.sequence in drain.sequences:
+                drain.error = drain.error or error
+                drain.discard(item.sequence)
 
     # -- asking for durability
 
@@ -507,7 +515,7 @@ class WriteBack:
 
     async def drain(self, items: list[AcknowledgedVersion]) -> None:
         """All of these are durable (or superseded) when this returns. Raises the LakeError of an attempt that began
-        after the call."""
+        after the call: at once where everything waits, and for a version that is refused when all have been tried."""
         items = self._with_older_versions(items)
         drain = Drain({item.sequence for item in items}, self._attempts)
         if not drain.sequences:
@@ -521,11 +529,9 @@ class WriteBack:
         self.resume_s = 0.0
         self.changed.wake_all()
         try:
-            while drain.sequences:
-                if drain.error is not None:
-                    raise drain.error
-                drain.changed = trio.Event()
-                await drain.changed.wait()
+            await drain.ended.wait()
+            if drain.error is not None:
+                raise drain.error
         finally:
             self._drains.remove(drain)
             if not any(drain.sequences for drain in self._drains):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import trio
@@ -89,16 +89,19 @@ class PublishScheduler:
             return self._queue.resume_s - now
         wait_s = math.inf
         if self._queue.is_drained:
-            wait_s = self._start(item for item in self._queue.items if item.is_urgent)
-        return min(wait_s, self._start(islice(self._queue.items, 2 * PACK_FILES_MAX)))
+            wait_s = self._start(item for item in self._candidates() if item.is_urgent)
+        return min(wait_s, self._start(islice(self._candidates(), 2 * PACK_FILES_MAX)))
+
+    def _candidates(self) -> Iterator[AcknowledgedVersion]:
+        """What is to be published, without those that others pass, of which there may be any number."""
+        passed = VersionState.REFUSED, VersionState.SUPERSEDED
+        return (item for item in self._queue.items if item.state not in passed)
 
     def _start(self, items: Iterable[AcknowledgedVersion]) -> float:
         pack: list[AcknowledgedVersion] = []
         pack_bytes_max, packed_bytes, full = self._committer.pack_bytes_max, 0, False
         blocked_by = first_packed = math.inf
         for item in items:
-            if item.state in (VersionState.REFUSED, VersionState.SUPERSEDED):
-                continue
             blocked = blocked_by <= item.barrier
             if item.is_attempted or blocked:
                 blocked_by = min(blocked_by, item.place)
