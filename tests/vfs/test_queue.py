@@ -6,6 +6,9 @@ import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from operator import methodcaller
@@ -14,6 +17,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.commits import pack_budget
 from lakefs_fuse.config import KIB, Rule
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, StagingFull, StoreError, Unavailable
@@ -23,9 +28,8 @@ from lakefs_fuse.staging import staging_area as staging
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
-from lakefs_fuse.vfs.writeback import publisher
+from lakefs_fuse.vfs.writeback import packer, publisher, scheduler
 from lakefs_fuse.vfs.writeback import queue as writeback
-from lakefs_fuse.vfs.writeback import scheduler
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
@@ -407,6 +411,33 @@ async def test_others_have_their_turn_while_a_pack_is_noted(tmp_path: Path) -> N
     assert waiting[0] == 200
     assert store.count("put") <= 2
     assert max(before - after for before, after in pairwise([*waiting, 0])) <= 2 * publisher.RECORDED_AT_ONCE
+
+
+async def test_packs_that_a_slow_or_failing_cache_disk_does_not_take_are_bounded_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packer, "CACHED_BYTES_MAX", 1)
+    may_go_on, keys = threading.Event(), list[str]()
+
+    def write_late(_: BlockCache, runs: Sequence[tuple[Version, int, Sequence[object]]]) -> bool:
+        keys.extend(version.key for version, _, _ in runs)
+        may_go_on.wait(20)
+        raise RuntimeError("of any kind")
+
+    monkeypatch.setattr(BlockCache, "write_runs", write_late)
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, pack="always") as m:
+        try:
+            for number in range(3):
+                await m.write(f"{number}", b"data")
+                await m.fs.make_durable()
+        finally:
+            may_go_on.set()
+        await until(lambda: "of any kind" in caplog.text)
+        assert len(keys) == 1
+        await m.write("last", b"data")
+        await m.fs.make_durable()
+        await until(lambda: len(keys) == 2)
 
 
 async def test_what_came_within_the_delay_goes_together(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import FileError, LakeError, Unavailable
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.errors import CacheError, FileError, LakeError, Unavailable
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
 from tests.memory_store import MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
@@ -577,9 +580,26 @@ async def test_rename_of_a_file_being_written_whose_object_is_not_there_any_more
         assert await one.read("e/f") == b"newer"
 
 
-async def test_version_that_is_packed_while_another_node_renames_its_directory_goes_along(tmp_path: Path) -> None:
+def fail_once_to_journal_a_change_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    enqueue, failures = Committer.enqueue, [CacheError("the disk is full")]
+
+    def enqueue_or_fail(self: Committer, change: Change, batch: Batch | None = None) -> None:
+        if change.ahead and failures:
+            raise failures.pop()
+        enqueue(self, change, batch)
+
+    monkeypatch.setattr(Committer, "enqueue", enqueue_or_fail)
+
+
+@pytest.mark.parametrize("is_disk_full", [False, True])
+async def test_version_that_is_packed_while_another_node_renames_its_directory_goes_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_disk_full: bool
+) -> None:
     """The rename is the earlier commit, of which the writer hears while its own is on its way: under the old name this
-    says what belongs to the new one."""
+    says what belongs to the new one. Where that cannot be journaled the version is stored all the same, and the earlier
+    name stays until it is removed."""
+    if is_disk_full:
+        fail_once_to_journal_a_change_ahead(monkeypatch)
     store, clock = MemoryStore(), Clock()
 
     def is_commit(request: Request) -> bool:
@@ -605,10 +625,16 @@ async def test_version_that_is_packed_while_another_node_renames_its_directory_g
                 renaming.resume()
             await one.poll()
             packing.resume()
+        assert ("under earlier names, too" in caplog.text) == is_disk_full
         await one.fs.write(handle, 0, b"third!")
         await one.close(handle)
         await one.sync()
         await two.poll()
+        if is_disk_full:
+            await one.unlink("d/f")
+            await one.rmdir("d")
+            await one.sync()
+            await two.poll()
         assert await one.tree() == await two.tree() == {"e": None, "e/f": b"third!"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"e": None, "e/f": b"third!"}

@@ -23,7 +23,7 @@ from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.record import THIS, Operation, Put
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Deletion, Journal
@@ -41,6 +41,8 @@ GATHER_S_MAX = 0.05
 """No close is held back longer than this for others to join."""
 PACK_FILES_MAX = OPERATIONS_AT_ONCE
 FILES_BETWEEN_PAUSES = 32
+CACHED_BYTES_MAX = 64 << 20
+"""No more packs go to the cache while so many bytes wait for its disk: what is read of them is fetched."""
 log = logging.getLogger(__name__)
 
 
@@ -95,6 +97,7 @@ class Packer:
         self._arrived = trio.Event()
         self._working = False
         self._in_flight = 0
+        self._bytes_to_cache = 0
         self._at_once = 0
         self._idle = 0
 
@@ -221,12 +224,25 @@ class Packer:
         for waiting, offset in zip(batch, made.offsets, strict=True):
             waiting.draft.fill_pack(Extent(version, offset, len(waiting.data)))
             waiting.packed = True
-        self._move_along(batch)
+        try:
+            self._move_along(batch)
+        except CacheError as error:  # the bytes are in the store all the same
+            log.error("files of %s may be seen under earlier names, too: remove these (%s)", version.key, error)
         for waiting in batch:
             waiting.done.set()
-        view = memoryview(made.body)
+        if self._bytes_to_cache < CACHED_BYTES_MAX:
+            self._bytes_to_cache += version.size
+            self._nursery.start_soon(self._cache_pack, version, made.body)
+
+    async def _cache_pack(self, version: Version, body: bytes) -> None:
+        view = memoryview(body)
         blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
-        self._nursery.start_soon(partial(self._threads.run, self._cache.write_runs, [(version, 0, blocks)]))
+        try:
+            await self._threads.run(self._cache.write_runs, [(version, 0, blocks)])
+        except Exception:  # the blocks are fetched again; an error would end the nursery, which others share
+            log.exception("writing %s to the cache", version.key)
+        finally:
+            self._bytes_to_cache -= version.size
 
     async def _note(self, drafts: list[Draft], key: str) -> None:
         """So that they are recognised in the commit, should this daemon die; acknowledged ones even if the machine
