@@ -172,9 +172,17 @@ def _walk(root: str) -> Iterator[Found]:
         if found is None:
             stack.pop()
             continue
-        yield found
         path, entry = found
-        if not isinstance(entry, str) and not refusal(path) and entry.is_dir(follow_symlinks=False):
+        if isinstance(entry, str):
+            yield found
+            continue
+        try:
+            is_dir = entry.is_dir(follow_symlinks=False)  # asks the disk where listings do not tell
+        except OSError as error:
+            yield path, f"cannot be read: {error.strerror}"
+            continue
+        yield found
+        if is_dir and not refusal(path):
             stack.append(_names(path, entry.path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
@@ -13,8 +14,10 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import pytest
@@ -29,6 +32,7 @@ from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import LakeError, StoreFull
 from lakefs_fuse.ingest import ingest as ingest_module
 from lakefs_fuse.ingest import pack_filler as ingest_pack
+from lakefs_fuse.ingest import tree_source
 from lakefs_fuse.ingest.ingest import Ingest, open_source
 from lakefs_fuse.ingest.pack_filler import Packer, Totals
 from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes
@@ -357,6 +361,34 @@ async def test_what_cannot_be_in_a_lake_is_named_and_the_rest_done(local: Lake, 
     # Below a directory the name is an ordinary one.
     await local.ingest(root, "copy")
     assert "copy/.lakefs/commits/x" in local.tree()
+
+
+class UnknownEntry:
+    """An entry of a file system whose listings do not tell what it is, on a disk that fails."""
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self.name, self.path = entry.name, entry.path
+
+    def is_dir(self, *, follow_symlinks: bool) -> bool:
+        raise OSError(errno.EIO, "the disk fails")
+
+
+async def test_entry_of_a_tree_whose_kind_cannot_be_read_is_left_out(
+    local: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, scandir = tmp_path / "src", os.scandir
+    (root / "odd").mkdir(parents=True)
+    (root / "next").write_bytes(b"x")
+
+    @contextmanager
+    def scan_failing(directory: str) -> Iterator[Iterator[object]]:
+        with scandir(directory) as entries:
+            yield (UnknownEntry(each) if each.name == "odd" else each for each in entries)
+
+    monkeypatch.setattr(tree_source, "os", SimpleNamespace(**{**vars(os), "scandir": scan_failing}))
+    assert (await local.ingest(root)).refused == 1
+    assert local.notes == ["left out: odd: cannot be read: the disk fails"]
+    assert set(local.tree()) == {"next"}
 
 
 async def test_names_of_a_tar_that_lead_out_of_it(local: Lake, tmp_path: Path) -> None:
