@@ -255,6 +255,9 @@ class Packer:
                 item.content.close()
             return None
         if isinstance(item, File) and item.content.size > PACK_BYTES:
+            if self._pack is not None and len(self._pack.operations) >= OPERATIONS_MAX:
+                self._held = item
+                return Full()
             return replace(item, path=path)
         pack, about = self._current(), item.attributes
         if not self._has_room(pack, path, item):

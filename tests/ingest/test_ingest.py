@@ -363,6 +363,22 @@ async def test_what_cannot_be_in_a_lake_is_named_and_the_rest_done(local: Lake, 
     assert "copy/.lakefs/commits/x" in local.tree()
 
 
+async def test_records_of_many_large_files_are_bounded(
+    local: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest_pack, "OPERATIONS_MAX", 4)
+    monkeypatch.setattr(ingest_pack, "PACK_BYTES", 1000)
+    root = tmp_path / "src"
+    root.mkdir()
+    for number in range(10):
+        (root / f"{number}").write_bytes(bytes([number]) * 2000)
+    await local.ingest(root)
+    assert [len(record.operations) for _, record in local.commits()] == [4, 4, 2]
+    assert {path: found[0] for path, found in local.tree().items()} == {
+        f"{number}": bytes([number]) * 2000 for number in range(10)
+    }
+
+
 class UnknownEntry:
     """An entry of a file system whose listings do not tell what it is, on a disk that fails."""
 
