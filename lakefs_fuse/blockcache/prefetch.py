@@ -65,12 +65,12 @@ class ObjectPrefetch:
         """Count ``blocks`` that a jumping reader had to wait for; may begin a prefetch."""
         if version.blocks <= MISSED_MIN:
             return
-        count = self._missed.pop(version, 0)
-        self._missed[version] = count + blocks
+        count = self._missed.pop(version, 0) + blocks
+        is_enough = count >= max(MISSED_MIN, version.blocks // MISSED_SHARE)
+        self._missed[version] = 0 if is_enough else count  # counted anew where it does not fit now, or is evicted later
         if len(self._missed) > COUNTED_MAX:
             self._missed.popitem(last=False)
-        enough = max(MISSED_MIN, version.blocks // MISSED_SHARE)
-        if count < enough <= count + blocks and self._fits(version):
+        if is_enough and not self.is_coming(version) and self._fits(version):
             if self._fetched is None and not self._waiting:
                 self._nursery.start_soon(self._run)
             self._waiting.append(version)

@@ -90,6 +90,15 @@ async def test_what_readers_jump_about_in_is_fetched_whole_in_a_few_gets(tmp_pat
         assert lake.metrics.misses == ENOUGH
 
 
+async def test_object_that_was_evicted_is_fetched_whole_again(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        for count, blocks in ((1, FAR), (2, [block + 1 for block in FAR])):
+            await lake.jump(blocks)
+            await lake.settled()
+            assert lake.metrics.fetched_whole == count
+            lake.cache.evict(1 << 40)
+
+
 async def test_it_stays_on_the_disk_and_what_was_read_in_memory(tmp_path: Path) -> None:
     async with lake_at(tmp_path) as lake:
         await lake.jump(FAR)
