@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import Warming
 from lakefs_fuse.vfs.residency import pins as pins_module
 from lakefs_fuse.vfs.residency import residency, selection
-from lakefs_fuse.vfs.residency.pins import PinFile
+from lakefs_fuse.vfs.residency.pins import PinFile, Pins
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.residency.selection import Names
 from tests.fakes import FakeDisk
@@ -264,6 +265,38 @@ async def test_unpin_beside_a_pin_that_still_lists_names_is_not_undone_by_it(
         assert pins.paths == ["new"]
         assert PinFile(tmp_path / "pins", FakeDisk()).load() == ["new"]
         assert pins.statistics()["files"] == 1
+
+
+async def test_reconcile_of_an_unpin_leaves_changes_to_the_task_that_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with lake(MemoryStore(), tmp_path) as node:
+        file = PinFile(tmp_path / "other", FakeDisk())
+        file.save(["gone", "left"])
+        pins = Pins(node.fs.residency.pins.names, node.parts.cache, file, 0)
+        pins.clear_stale()
+
+        async def fail(*_: object) -> None:
+            raise FileError(errno.EIO, "no names")
+
+        monkeypatch.setattr(pins_module, "find", fail)
+        assert await pins.remove([("gone", "")]) == 1, "what is saved is no error"
+        assert file.load() == pins.paths == ["left"]
+        monkeypatch.undo()
+        await pins.reconcile()
+        with trio.fail_after(5):
+            await pins.wait_stale()
+
+
+async def test_file_that_two_pins_cover_is_counted_once(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for path in ("d/a", "d/b", "other"):
+        store.give(path, data(1))
+    async with lake(store, tmp_path) as node:
+        for path in ("d/a", "d", "other"):
+            await pin(node, path)
+        found = node.fs.residency.pins.statistics()
+        assert (found["paths"], found["files"], found["bytes"]) == (3, 3, 12 * MIB)
 
 
 async def test_evict_spares_what_is_pinned_open_or_dirty(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Paths whose bytes stay in the block cache: what `lakefs-fuse cache pin` asked for.
 
 A pin is of a path: whatever version is there is kept, and of a directory all files below it, those that come later
-included. The paths are in one file of the cache directory; what they mean is worked out from the names (`settle`), and
-the blocks are given to the cache, whose eviction spares them. So a version that was replaced is evictable as soon as
-the next `settle` has ended.
+included. The paths are in one file of the cache directory; what they mean is worked out from the names (`reconcile`),
+and the blocks are given to the cache, whose eviction spares them. So a version that was replaced is evictable as soon
+as the next `reconcile` has ended.
 
 What always holds: pinned blocks take up at most `limit_bytes` of the disk, so that a quarter of the cache serves
 everything else; what is beyond, because pinned directories grew, is not kept and counted in ``refused_bytes``. At most
@@ -18,7 +18,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from lakefs_fuse.blockcache.cache_file import name_digest
 from lakefs_fuse.blockcache.object_version import BlockSet, Extent, Version
 from lakefs_fuse.blockcache.warmer import disk_bytes
 from lakefs_fuse.environment.disk import Disk
-from lakefs_fuse.errors import CacheError, ConfigError, FileError
+from lakefs_fuse.errors import CacheError, ConfigError, FileError, LakeError
 from lakefs_fuse.path_rules import translate
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, find, visit_files
@@ -131,7 +131,7 @@ class Pins:
         """Listeners, called when the paths are others."""
         self._found = PinStatistics(paths=len(self._paths))
         if self._paths:
-            cache.files.spare_since(0)  # all of it, until `settle` has found what is pinned
+            cache.files.spare_since(0)  # all of it, until `reconcile` has found what is pinned
             self.mark_stale()
 
     def __len__(self) -> int:
@@ -177,6 +177,10 @@ class Pins:
     def mark_stale(self, *_: object) -> None:
         """Names at or below a pin may have changed."""
         self._stale.set()
+
+    def clear_stale(self) -> None:
+        """For the one task that waits: it looks at everything that has changed until now."""
+        self._stale = trio.Event()
 
     async def wait_stale(self) -> None:
         await self._stale.wait()
@@ -227,7 +231,10 @@ class Pins:
             gone.update(matched)
         left = [path for path in self._paths if path not in gone]
         self._save(left)
-        await self.reconcile()
+        try:
+            await self.reconcile()
+        except LakeError as error:  # they are unpinned, and the task that waits tries again
+            log.warning("what was unpinned is kept until names can be read: %s", error)
         return len(gone)
 
     def _matched(self, selected: Selected) -> list[str]:
@@ -241,7 +248,6 @@ class Pins:
         """Keep what the pinned paths mean now, and nothing else; ``names`` may ask the store what that is. Raises
         LakeError; then what was kept stays."""
         async with self._planning:
-            self._stale = trio.Event()
             plan = await self._plan(list(self._paths), names)
             if plan.found.refused_bytes > self._found.refused_bytes:
                 log.warning(
@@ -265,11 +271,20 @@ class Pins:
             if extent is not None and extent.size:
                 plan.add(extent)
 
-        for path in paths:
+        pinned = dict.fromkeys(paths)
+        for path in pinned:
+            if any(above in pinned for above in _above(path)):
+                continue  # its files are counted with that
             entry = await find(names, path)
             if entry is not None:
                 await visit_files(names, Found(path, entry), see)
         return plan
+
+
+def _above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition("/")[0]
+        yield path
 
 
 class PinnedChanges:

@@ -456,6 +456,7 @@ class Residency:
         is_changed, took_s = False, 0.0
         while True:
             began_s = trio.current_time()
+            self.pins.clear_stale()
             if len(self.pins) and not await self._attempt(partial(self._keep, is_changed)):
                 await trio.sleep(RETRY_S)
                 self.pins.mark_stale()
