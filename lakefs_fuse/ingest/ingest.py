@@ -230,7 +230,7 @@ class Ingest:
                         body = await self._blocking(step.content.read, start, length)
                         nursery.start_soon(send, upload_id, number, body)
                 await self._threads.run(step.content.check)
-                meta = await self._complete(key, upload_id, [parts[number] for number in sorted(parts)], size)
+                meta = await self._complete(step, upload_id, [parts[number] for number in sorted(parts)], size)
                 await self._check_name(key)
                 return meta
             except BaseException as error:
@@ -248,13 +248,14 @@ class Ingest:
                 await self._client.abort_multipart(step.path, upload_id)
             raise
 
-    async def _complete(self, key: str, upload_id: str, parts: list[PartRef], size: int) -> ObjectMeta:
+    async def _complete(self, step: File | CopyOf, upload_id: str, parts: list[PartRef], size: int) -> ObjectMeta:
         try:
-            return await self._client.complete_multipart(key, upload_id, parts)
+            return await self._client.complete_multipart(step.path, upload_id, parts)
         except NotFound:
-            # Perhaps it was completed, and the answer was lost.
-            meta = await self._client.head(key)
-            if meta.size != size:
+            # Perhaps it was completed, and the answer was lost; an earlier object has another time.
+            meta = await self._client.head(step.path)
+            sent, found = _metadata(step.attributes), meta.metadata or {}
+            if meta.size != size or any(found.get(name) != value for name, value in sent.items()):
                 raise
             return meta
 
@@ -289,7 +290,7 @@ class Ingest:
                 parts.append(
                     await client.upload_part_copy(step.path, upload_id, number, step.source, start, end, etag=step.etag)
                 )
-            return await self._complete(step.path, upload_id, parts, step.size)
+            return await self._complete(step, upload_id, parts, step.size)
 
     def _count_object(self) -> None:
         self.done.files += 1

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import WorkerThreads
-from lakefs_fuse.errors import LakeError, StoreFull
+from lakefs_fuse.errors import LakeError, NotFound, StoreFull
 from lakefs_fuse.ingest import ingest as ingest_module
 from lakefs_fuse.ingest import pack_filler as ingest_pack
 from lakefs_fuse.ingest import tree_source
@@ -39,9 +39,10 @@ from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, at
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import Body, FileSlice, ObjectMeta, ObjectStore
+from lakefs_fuse.store.protocol import Body, FileSlice, ObjectMeta, ObjectStore, PartRef
 from tests.fakes import FakeClock, node_of, store_client
 from tests.servers import Server
 from tests.store.lakes import config_of
@@ -377,6 +378,38 @@ async def test_records_of_many_large_files_are_bounded(
     assert {path: found[0] for path, found in local.tree().items()} == {
         f"{number}": bytes([number]) * 2000 for number in range(10)
     }
+
+
+@pytest.mark.parametrize("is_completed", [True, False])
+async def test_object_of_an_earlier_run_is_not_taken_for_a_large_file_whose_upload_is_gone(
+    local: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_completed: bool
+) -> None:
+    monkeypatch.setattr(ingest_pack, "PACK_BYTES", 1000)
+    root = tmp_path / "src"
+    root.mkdir()
+    (root / "large").write_bytes(b"old" * 1000)
+    await local.ingest(root)
+    (root / "large").write_bytes(b"new" * 1000)
+    os.utime(root / "large", ns=(MTIME_NS, MTIME_NS))
+    complete = StoreClient.complete_multipart
+
+    async def lose_answer(self: StoreClient, key: str, upload_id: str, parts: Sequence[PartRef]) -> ObjectMeta:
+        if is_completed:
+            await complete(self, key, upload_id, parts)
+        raise NotFound("no such upload")
+
+    monkeypatch.setattr(StoreClient, "complete_multipart", lose_answer)
+    if is_completed:
+        await local.ingest(root)
+        (put,) = local.commits()[1][1].operations
+        assert isinstance(put, Put)
+        assert (put.hides, put.mtime_ns) == (local.store.head("large").etag, MTIME_NS)
+    else:
+        with pytest.RaisesGroup(pytest.RaisesExc(NotFound)):
+            await local.ingest(root)
+        assert len(local.commits()) == 1
+    expected = b"new" if is_completed else b"old"
+    assert bytes(local.store.get("large", 0, 3000).data) == expected * 1000
 
 
 class UnknownEntry:
