@@ -25,7 +25,11 @@ from lakefs_fuse.environment.failpoints import NAMES
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.store.protocol import ObjectStore
+from lakefs_fuse.upload.draft import Describe, Draft
+from lakefs_fuse.upload.restore import restore_draft
+from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.ops import rename as renaming
 from lakefs_fuse.vfs.writeback import group_commit as accepting
 from lakefs_fuse.vfs.writeback import publisher as newest
@@ -1100,6 +1104,29 @@ async def test_staged_bytes_that_are_gone_are_told_and_the_rest_comes_back(
         await m.fs.make_durable()
         assert store.data("kept") == b"kept"
         assert "lost" not in store.objects
+
+
+async def test_record_with_values_that_make_no_draft_costs_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        for path in ("damaged", "whole"):
+            await m.write(path, path.encode())
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    store.hook = lambda _request, _when: None
+
+    def restore_or_fail(uploader: Uploader, record: DraftRecord, describe: Describe) -> Draft:
+        if record.key == "damaged":
+            raise KeyError(record.id)
+        return restore_draft(uploader, record, describe)
+
+    monkeypatch.setattr(replay, "restore_draft", restore_or_fail)
+    async with writing_back(store, dead) as m:
+        await m.fs.make_durable("whole")
+        assert store.data("whole") == b"whole"
+        assert len(m.fs.unfinished()) == 1
 
 
 async def test_a_mount_that_only_reads_leaves_what_was_accepted_alone(tmp_path: Path) -> None:

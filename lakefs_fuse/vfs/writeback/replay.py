@@ -88,6 +88,8 @@ class Replay:
                 self._restore(record)
             except LakeError as error:
                 log.error("%s was acknowledged, and cannot be brought back: %s", path_of(record), error)
+            except Exception:  # one damaged record costs one file, not the mount
+                log.exception("%s was acknowledged, and cannot be brought back", path_of(record))
         if self.records:
             log.warning("%d files that were acknowledged before are on their way into the store", len(self.records))
         reached("replay.restored")
