@@ -778,43 +778,6 @@ async def test_a_change_of_what_the_store_has_does_not_need_it_any_more(tmp_path
         assert store.data("file") == b"new" + noise(1, 3 * 4096)[3:]
 
 
-async def test_close_of_a_change_whose_base_another_client_removed_is_estale_and_stops_no_others(
-    tmp_path: Path,
-) -> None:
-    store = MemoryStore()
-    store.give("file", noise(1, 3 * 4096))
-    async with writing_back(store, tmp_path, pack="always") as m:
-        handle = await m.open("file", os.O_RDWR)
-        await m.fs.write(handle, 0, noise(2, 4096))
-        store.take("file")
-        with pytest.raises(FileError) as raised:
-            await m.close(handle)
-        assert raised.value.errno == errno.ESTALE
-        await m.write("other", b"data")
-        await m.fs.make_durable("other")
-        assert await state(m, "other") == "durable"
-
-
-async def test_pack_leaves_out_a_change_whose_base_is_gone_and_stores_the_others(tmp_path: Path) -> None:
-    store = MemoryStore()
-    store.give("file", noise(1, 3 * 4096))
-    async with writing_back(store, tmp_path, pack="always", delay_s=0.05) as m:
-        handle = await m.open("file", os.O_RDWR)
-        await m.fs.write(handle, 0, noise(2, 4096))
-        failures = Failures(lambda request: request.what == "get" and request.key == "file", Unavailable("away"))
-        store.hook = failures
-        await m.close(handle)
-        store.take("file")
-        for number in range(3):
-            await m.write(f"other{number}", b"data")
-        await until(lambda: told(m)["files"] == 1)
-        assert [await state(m, f"other{number}") for number in range(3)] == ["durable"] * 3
-        assert told(m)["failed"] == 1
-        with pytest.raises(FileError) as raised:
-            await m.fs.make_durable("file")
-        assert raised.value.errno == errno.ESTALE
-
-
 # -- unlink, rename
 
 

@@ -46,14 +46,6 @@ CACHED_BYTES_MAX = 64 << 20
 log = logging.getLogger(__name__)
 
 
-class DraftUnreadable(LakeError):
-    """``error`` keeps the bytes of one draft out of a pack; the others may go without it."""
-
-    def __init__(self, draft: Draft, error: LakeError) -> None:
-        super().__init__(str(error))
-        self.draft, self.error = draft, error
-
-
 @dataclass(slots=True)
 class Waiting:
     """A file that closed. ``packed`` says what became of it, ``error`` why that failed."""
@@ -134,15 +126,12 @@ class Packer:
 
     async def commit_pack(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> None:
         """Acknowledged files become one commit, which ends versions that are ``passed``, too. Raises LakeError; then
-        none is in it: DraftUnreadable where the reason is one of them."""
+        none is in it."""
         batch = []
         for file, draft in files:
-            try:
-                if draft.base is not None:
-                    await draft.fill(0, draft.size)
-                batch.append(Waiting(file, draft, await draft.file.read(0, draft.size), False))
-            except LakeError as error:
-                raise DraftUnreadable(draft, error) from error
+            if draft.base is not None:
+                await draft.fill(0, draft.size)
+            batch.append(Waiting(file, draft, await draft.file.read(0, draft.size), False))
             if not len(batch) % FILES_BETWEEN_PAUSES:
                 await trio.lowlevel.checkpoint()
         await self._commit(batch, passed)

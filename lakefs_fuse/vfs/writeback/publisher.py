@@ -612,15 +612,13 @@ class Publisher:
     @staticmethod
     async def _stage_whole(draft: Draft) -> None:
         """What a small file keeps of the version it changes is staged too, where the store answers in time: that
-        version may be gone when these bytes are published. Raises FileError(ESTALE) where it is gone already."""
+        version may be gone when these bytes are published."""
         if draft.base is None or draft.size > COPY_BYTES_MAX:
             return
         with trio.move_on_after(STAGE_WHOLE_S_MAX):
             try:
                 await draft.fill(0, draft.size)
             except LakeError as error:
-                if error.errno == errno.ESTALE:
-                    raise
                 log.info("%s is acknowledged as a change of what the store has: %s", draft.target.key, error)
 
     async def publish(self, file: OpenFile) -> None:
@@ -678,7 +676,7 @@ class Publisher:
 
     async def publish_pack(self, items: list[AcknowledgedVersion]) -> bool:
         """Publish acknowledged versions in one pack, up to one whose name is contested; False where none could be.
-        Raises LakeError, as `Packer.commit_pack` does, and then none is."""
+        Raises LakeError, and then none is."""
         await self._find_contested(items)
         taken: dict[int, tuple[AcknowledgedVersion, OpenFile]] = {}  # of several versions of a file the last
         passed: list[Draft] = []

@@ -26,7 +26,7 @@ import trio
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.staging.staging_area import Staging
-from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX, DraftUnreadable
+from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX
 from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, AcknowledgedVersion, VersionState, WriteBack
 from lakefs_fuse.vfs.writeback.replay import Replay
@@ -176,8 +176,6 @@ class PublishScheduler:
                 self._queue.record_success()
             else:  # the first of them is being renamed or removed
                 await trio.sleep(LOCKED_S)
-        except DraftUnreadable as failed:
-            self._queue.record_failure(next(i for i in pack if i.draft is failed.draft), failed.error)
         except LakeError as error:
             self._queue.record_failure(pack[0], error, is_of_all=True)
         except Exception as error:
