@@ -61,7 +61,7 @@ class FailedReads:
                 self._failures.remove(failure)
                 if end > failure.end:
                     self._keep(version, start, end, failure.errno, failure.why)
-                raise FileError(failure.errno, failure.why)
+                raise FileError(failure.errno, failure.why) from Unavailable(failure.why)
 
     def _keep(self, version: Version, start: int, end: int, errno: int, why: str) -> None:
         self._failures.append(_Failure(version, start, end, errno, why, trio.current_time()))

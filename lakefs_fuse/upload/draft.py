@@ -312,8 +312,14 @@ class Draft:
         return pieces
 
     async def _read_base(self, base: Extent, offset: int, length: int) -> Buffer:
-        """Bytes of the version that this draft was opened on."""
-        return await self.uploader.reader.read(base.version, base.offset + offset, length)
+        """Bytes of the version that this draft was opened on. Raises FileError, and Unavailable while the store is
+        away: then it may have them later."""
+        try:
+            return await self.uploader.reader.read(base.version, base.offset + offset, length)
+        except FileError as error:
+            if isinstance(error.__cause__, Unavailable):
+                raise Unavailable(str(error)) from error
+            raise
 
     async def write(self, offset: int, data: Buffer) -> None:
         """Stage ``data``. Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises; then the

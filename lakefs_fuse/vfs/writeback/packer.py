@@ -7,6 +7,7 @@ way the next gathers, and it waits for as many as were seen at work at once. Tri
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.record import THIS, Operation, Put
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import CacheError, LakeError
+from lakefs_fuse.errors import CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Deletion, Journal
@@ -43,7 +44,18 @@ PACK_FILES_MAX = OPERATIONS_AT_ONCE
 FILES_BETWEEN_PAUSES = 32
 CACHED_BYTES_MAX = 64 << 20
 """No more packs go to the cache while so many bytes wait for its disk: what is read of them is fetched."""
+ERRNOS_OF_NODE = errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENXIO
+"""Of descriptors, room on the cache disk, and the bucket: whichever file is read meets the same."""
 log = logging.getLogger(__name__)
+
+
+class UnreadableDrafts(LakeError):
+    """Bytes of acknowledged files of a pack cannot be read, so that nothing was committed. ``errors`` has an error for
+    each of their drafts, by its id."""
+
+    def __init__(self, errors: dict[str, LakeError]) -> None:
+        super().__init__(f"{len(errors)} files of a pack cannot be read")
+        self.errors = errors
 
 
 @dataclass(slots=True)
@@ -125,15 +137,25 @@ class Packer:
         return waiting.packed
 
     async def commit_pack(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> None:
-        """Acknowledged files become one commit, which ends versions that are ``passed``, too. Raises LakeError; then
-        none is in it."""
-        batch = []
-        for file, draft in files:
-            if draft.base is not None:
-                await draft.fill(0, draft.size)
-            batch.append(Waiting(file, draft, await draft.file.read(0, draft.size), False))
-            if not len(batch) % FILES_BETWEEN_PAUSES:
+        """Acknowledged files become one commit, which ends versions that are ``passed``, too. Raises LakeError, and
+        UnreadableDrafts where the others can be committed without some; then none is in it."""
+        batch, unreadable = list[Waiting](), dict[str, LakeError]()
+        for number, (file, draft) in enumerate(files, 1):
+            waiting = Waiting(file, draft, b"", False)
+            try:
+                if draft.base is not None:
+                    await draft.fill(0, draft.size)
+                waiting.data = await draft.file.read(0, draft.size)
+            except LakeError as error:
+                if isinstance(error, Unavailable) or error.errno in ERRNOS_OF_NODE:
+                    raise
+                self._failed(waiting, error)
+                unreadable[draft.id] = FileError(error.errno, str(error))
+            batch.append(waiting)
+            if not number % FILES_BETWEEN_PAUSES:
                 await trio.lowlevel.checkpoint()
+        if unreadable:
+            raise UnreadableDrafts(unreadable)
         await self._commit(batch, passed)
         for waiting in batch:
             if waiting.error is not None:

@@ -612,13 +612,18 @@ class Publisher:
     @staticmethod
     async def _stage_whole(draft: Draft) -> None:
         """What a small file keeps of the version it changes is staged too, where the store answers in time: that
-        version may be gone when these bytes are published."""
+        version may be gone when these bytes are published. Raises FileError(ESTALE) where it is gone already, and the
+        bytes could never be published."""
         if draft.base is None or draft.size > COPY_BYTES_MAX:
             return
         with trio.move_on_after(STAGE_WHOLE_S_MAX):
             try:
                 await draft.fill(0, draft.size)
             except LakeError as error:
+                if error.errno == errno.ESTALE:
+                    draft.fail_publish(error, "staging")
+                    draft.save(sync=True)
+                    raise
                 log.info("%s is acknowledged as a change of what the store has: %s", draft.target.key, error)
 
     async def publish(self, file: OpenFile) -> None:
@@ -676,7 +681,7 @@ class Publisher:
 
     async def publish_pack(self, items: list[AcknowledgedVersion]) -> bool:
         """Publish acknowledged versions in one pack, up to one whose name is contested; False where none could be.
-        Raises LakeError, and then none is."""
+        Raises LakeError, and then none is; UnreadableDrafts where the others could be."""
         await self._find_contested(items)
         taken: dict[int, tuple[AcknowledgedVersion, OpenFile]] = {}  # of several versions of a file the last
         passed: list[Draft] = []

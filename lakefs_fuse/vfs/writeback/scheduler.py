@@ -6,7 +6,7 @@ What always holds:
 * small files that may be published together share a pack, up to the bytes that `PackBudget` allows, or what came within
   ``delay_s``; while a burst of them lasts packs wait longer;
 * while the store is away all wait, tried again at most `PAUSE_S_MAX` apart; a version that the store refuses for a
-  reason of its own lets others pass, and is tried again when a caller asks;
+  reason of its own, or whose bytes cannot be read, lets others pass, and is tried again when a caller asks;
 * a caller that asks for a file to be durable (`WriteBack.drain`) has it published ahead of others, but not ahead of
   what was acknowledged before it in its own directory and below.
 
@@ -26,9 +26,9 @@ import trio
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.staging.staging_area import Staging
-from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX
+from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX, UnreadableDrafts
 from lakefs_fuse.vfs.writeback.publisher import Publisher
-from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, AcknowledgedVersion, VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, WAITABLE, AcknowledgedVersion, VersionState, WriteBack
 from lakefs_fuse.vfs.writeback.replay import Replay
 
 ALONE_MAX = 16
@@ -172,10 +172,14 @@ class PublishScheduler:
 
     async def _publish_pack(self, pack: list[AcknowledgedVersion]) -> None:
         try:
-            if await self._publisher.publish_pack([i for i in pack if not await self._is_reconciled(i)]):
+            if await self._publisher.publish_pack(await self._reconcile(pack)):
                 self._queue.record_success()
             else:  # the first of them is being renamed or removed
                 await trio.sleep(LOCKED_S)
+        except UnreadableDrafts as error:  # the next pack is without them
+            for item in pack:
+                if item.draft.id in error.errors:
+                    self._queue.record_failure(item, error.errors[item.draft.id])
         except LakeError as error:
             self._queue.record_failure(pack[0], error, is_of_all=True)
         except Exception as error:
@@ -185,6 +189,15 @@ class PublishScheduler:
             self._gathering = False
             self._queue.end_attempt(pack)
 
-    async def _is_reconciled(self, item: AcknowledgedVersion) -> bool:
-        """The store has the bytes already."""
-        return item.is_unreconciled and await self._replay.reconcile(item)
+    async def _reconcile(self, pack: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
+        """Those whose bytes the store does not have already. Raises LakeError where all have to wait."""
+        unstored = []
+        for item in pack:
+            try:
+                if not (item.is_unreconciled and await self._replay.reconcile(item)):
+                    unstored.append(item)
+            except WAITABLE:
+                raise
+            except LakeError as error:
+                self._queue.record_failure(item, error)
+        return unstored
