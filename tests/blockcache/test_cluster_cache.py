@@ -199,18 +199,18 @@ async def test_cluster_proxies_do_not_make_requests_that_waited_when_their_proxy
 async def test_cluster_proxy_that_is_silent_fails_and_one_that_answers_others_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster_proxies, "SILENT_S_MAX", 0.3)
+    monkeypatch.setattr(cluster_proxies, "SILENT_S_MAX", 1.0)  # a busy machine may pause, too
     async with cluster() as made:
-        made.proxy.pauses_s[0] = 1.0
+        made.proxy.pauses_s[0] = 2.0
         async with trio.open_nursery() as nursery:
             nursery.start_soon(made.read_right, made.plain)
-            for _ in range(12):
+            for _ in range(22):
                 await trio.sleep(0.1)
                 assert await made.proxies.get(made.plain, 1)
         assert (made.metrics.failures, made.store_gets) == (0, [])
         began_s = trio.current_time()
         await made.read_right(made.plain)
-        assert trio.current_time() - began_s < 0.9, "it answers the other blocks first"
+        assert trio.current_time() - began_s < 1.9, "it answers the other blocks first"
         assert (made.metrics.failures, made.store_gets) == (1, [(0, len(DATA))])
         await made.read_right(made.plain)
         assert made.metrics.failures == 1
