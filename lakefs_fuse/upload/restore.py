@@ -20,7 +20,7 @@ from lakefs_fuse.upload.uploader import Uploader
 
 def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -> Draft:
     """Raises StagingFull or CacheError where the staging file is gone or cannot be opened, and CacheError where this
-    version does not know the record's part layout."""
+    version does not know the record's part layout; whatever a damaged record leads to. Then all is left as it was."""
     layout = _layout_of(record, uploader.layout.variants())
     base = None
     if record.base is not None:
@@ -44,7 +44,11 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
     except OSError as error:
         raise staging.translate(error) from error
     draft = Draft(uploader, record.id, target, base=base, file=file, layout=layout)
-    draft.load(record, staged_bytes)
+    try:
+        draft.load(record, staged_bytes)
+    except Exception:
+        draft.close(unlink=False, leave=True)
+        raise
     return draft
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 
-from lakefs_fuse.errors import CacheError
-from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode, encode
+from lakefs_fuse.errors import CacheError, StagingFull
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, SpilledPart, decode, encode
 from lakefs_fuse.staging.part_layout import STAGING_PARTS_MIN, PartLayout
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.restore import restore_draft
@@ -107,6 +108,23 @@ async def test_a_file_cut_in_a_way_that_is_not_known_is_refused(tmp_path: Path) 
         with pytest.raises(CacheError, match="mount with the version that wrote it"):
             restore_draft(b.uploader, record, b.describe)
         draft.close(unlink=True)
+
+
+async def test_record_that_makes_no_draft_lets_no_writer_wait_for_room(tmp_path: Path) -> None:
+    """An acknowledged draft makes room once it is stored, which this never is."""
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, DATA)
+        await acknowledge(draft)
+        spill = SpilledPart(0, "a key without a number", "etag", 1)
+        record = msgspec.structs.replace(b.synced[draft.id], spills=[spill])
+        draft.close(unlink=False, leave=True)
+        with pytest.raises(ValueError, match="invalid literal"):
+            restore_draft(b.uploader, record, b.describe)
+        assert not len(b.staging.descriptors)
+        assert b.staging.path(draft.id).exists()
+        with trio.fail_after(5), pytest.raises(StagingFull):
+            await b.staging.reserve(b.staging.bytes_max + 1)
 
 
 def test_a_record_without_the_size_of_parts_is_read() -> None:
