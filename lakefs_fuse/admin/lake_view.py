@@ -28,7 +28,7 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.product import PROGRAM
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.vfs import Filesystem, open_filesystem
+from lakefs_fuse.vfs import Filesystem, assembled
 from lakefs_fuse.vfs.namespace.key_mapping import why_hidden
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
@@ -195,15 +195,14 @@ async def open_lake_view(
             refresh_s=NEVER_S,
             folds=folds,
         )
-        async with open_filesystem(config, client, metrics, node=node, lake_id=lake_id) as fs:
+        async with assembled(config, client, metrics, node=node, lake_id=lake_id) as parts:
+            fs = parts.filesystem
             if not may_lack_names:
                 require_all_names(fs.database)
             if lists:
                 fs.namespace.tree.forget_listings()  # those of an index, or a node, count for as long as NEVER_S says
-            clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
             writer = f"{node.random.stream('writer').getrandbits(32):08x}"
-            log = CommitLog(client, clock, node.threads, writer=writer)
-            await log.read_time()
+            log = CommitLog(client, parts.clock, node.threads, writer=writer)
             yield LakeView(client, fs, metrics, log, node, scratch, folds)
 
 

@@ -2,6 +2,6 @@
 
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.vfs.filesystem import Filesystem
-from lakefs_fuse.vfs.open import open_filesystem
+from lakefs_fuse.vfs.open import assembled
 
-__all__ = ["Filesystem", "Unfinished", "open_filesystem"]
+__all__ = ["Filesystem", "Unfinished", "assembled"]

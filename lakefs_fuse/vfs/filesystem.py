@@ -32,7 +32,7 @@ from lakefs_fuse.vfs.status import Status
 
 
 class Filesystem:
-    """See the module's head. Made by `vfs.open.open_filesystem`."""
+    """See the module's head. Made by `vfs.open.assembled`."""
 
     def __init__(
         self,

@@ -141,20 +141,6 @@ def identity(config: MountConfig) -> str:
 
 
 @asynccontextmanager
-async def open_filesystem(
-    config: MountConfig,
-    client: StoreClient,
-    metrics: Metrics,
-    *,
-    node: Node,
-    lake_id: str = "",
-) -> AsyncIterator[Filesystem]:
-    """The filesystem of `assembled`."""
-    async with assembled(config, client, metrics, node=node, lake_id=lake_id) as parts:
-        yield parts.filesystem
-
-
-@asynccontextmanager
 async def assembled(
     config: MountConfig,
     client: StoreClient,

@@ -239,7 +239,8 @@ class Assembly:
             config, database, tree, ground.client, metrics.namespace, ground.nursery, ground.node.clock, files
         )
         self._commits = commits = Commits(ground, namespace, FilesWatcher(namespace, files), events)
-        self.committer = committer = commits.committer
+        self.clock, self.committer = commits.clock, commits.committer
+        committer = self.committer
         events.objects_listed.append(CommitOrder(tree, commits.poller, namespace.is_announced).objects_listed)
         self.deletions = commits.deletions
         reader = ground.reader(events.announce_metadata)
