@@ -128,7 +128,8 @@ class _Mounts:
     """Names files to the daemons of the mounts that they are in. For one thread."""
 
     def __init__(self) -> None:
-        self._mountpoints: list[str] = []
+        self._owners: dict[str, int] = {}
+        """Of mounts, by mountpoint: the user whose daemon serves it."""
         self._found_at_s = -MOUNTS_S
         self._of_directory: dict[str, tuple[str, str]] = {}
         self._silent_until_s = 0.0
@@ -146,7 +147,7 @@ class _Mounts:
                 if mountpoint and _is_utf8(prefix + name):
                     by_mount.setdefault(mountpoint, []).append(prefix + name)
             for mountpoint, names in by_mount.items():
-                _announce(mountpoint, names)
+                _announce(mountpoint, self._owners[mountpoint], names)
         except Exception as error:
             log.warning("files are not read ahead: %s", error)
             self._silent_until_s = time.monotonic() + RETRY_S
@@ -157,15 +158,15 @@ class _Mounts:
         if now_s < self._found_at_s + MOUNTS_S:
             return
         self._found_at_s = now_s
-        found = [each.mountpoint for each in read_mounts() if each.fstype == f"fuse.{FILESYSTEM}"]
-        if found != self._mountpoints:
-            self._mountpoints = found
+        found = {each.mountpoint: each.owner for each in read_mounts() if each.fstype == f"fuse.{FILESYSTEM}"}
+        if found != self._owners:
+            self._owners = found
             self._of_directory.clear()
 
     def _find(self, directory: str) -> tuple[str, str]:
         """The mountpoint, empty where there is none, and the path of the directory in the mount."""
         path = os.path.realpath(directory)
-        inside = [each for each in self._mountpoints if f"{path}/".startswith(f"{each}/")]
+        inside = [each for each in self._owners if f"{path}/".startswith(f"{each}/")]
         mountpoint = max(inside, key=len, default="")
         found = mountpoint, f"{path}/".removeprefix(f"{mountpoint}/")
         if len(self._of_directory) >= DIRECTORIES_MAX:
@@ -174,11 +175,13 @@ class _Mounts:
         return found
 
 
-def _announce(mountpoint: str, names: Sequence[str]) -> None:
-    """On a connection of its own: a daemon takes few at a time, and jobs have many processes. Raises LakeError."""
-    client = connect(mountpoint, silence_s_max=SILENCE_S_MAX)
+def _announce(mountpoint: str, owner: int, names: Sequence[str]) -> None:
+    """On a connection of its own: a daemon takes few at a time, and jobs have many processes. A daemon serves its own
+    user and root. Raises LakeError."""
+    user = owner if os.geteuid() == 0 else os.geteuid()
+    client = connect(mountpoint, owner=user, silence_s_max=SILENCE_S_MAX)
     if client is None:
-        raise LakeError(f"no daemon of {mountpoint} that belongs to this user answers")
+        raise LakeError(f"no daemon of {mountpoint} that serves this user answers")
     with client:
         for first in range(0, len(names), NAMES_MAX):
             client.call(protocol.ReadAhead(tuple(names[first : first + NAMES_MAX])))

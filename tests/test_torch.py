@@ -19,6 +19,8 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.torch import NAMES_MAX, ReadAhead, ReadAheadDataset
 
 SAMPLES = 1000
+OWNER = 4711
+"""The user of the mount."""
 
 
 class Daemon:
@@ -28,6 +30,8 @@ class Daemon:
         self.mountpoint, self.names = mountpoint, list[str]()
         self.is_mounted = True
         self.connections, self.longest = 0, 0
+        self.asked_for = -1
+        """The user whose daemon was looked for."""
         self.error: LakeError | None = None
 
     def __enter__(self) -> Daemon:
@@ -69,13 +73,14 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
     """Of a mount at ``lake``."""
     found = Daemon(str(tmp_path / "lake"))
 
-    def connect(mountpoint: str, **_: object) -> Daemon:
+    def connect(mountpoint: str, *, owner: int, **_: object) -> Daemon:
         assert mountpoint == found.mountpoint
+        found.asked_for = owner
         return found
 
     def read_mounts() -> list[Mount]:
         root = Mount("/", "ext4", "/dev/sda", 0, "1:1")
-        return [root, Mount(found.mountpoint, "fuse.lakefs", "s3://b", 0, "1:2")] if found.is_mounted else [root]
+        return [root, Mount(found.mountpoint, "fuse.lakefs", "s3://b", OWNER, "1:2")] if found.is_mounted else [root]
 
     monkeypatch.setattr(torch, "connect", connect)
     monkeypatch.setattr(torch, "read_mounts", read_mounts)
@@ -96,6 +101,17 @@ def wait_named(daemon: Daemon, count: int) -> None:
     deadline_s = time.monotonic() + 20
     while len(daemon.names) < count and time.monotonic() < deadline_s:
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("user", "asked_for"), [(0, OWNER), (OWNER, OWNER), (1000, 1000)])
+def test_root_names_files_to_the_daemon_of_the_mounts_user(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, user: int, asked_for: int
+) -> None:
+    """Another user asks for a daemon of its own, which is not there."""
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    list(ReadAhead(Sampler(0), paths(daemon), ahead=1))
+    wait_named(daemon, SAMPLES)
+    assert daemon.asked_for == asked_for
 
 
 @pytest.mark.parametrize("batch", [0, 32])

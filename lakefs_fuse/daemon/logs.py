@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.environment.hint_channel import PASSWORD
@@ -31,7 +32,8 @@ _LINE_BREAKS: dict[int, str] = {**{code: f"\\x{code:02x}" for code in range(32)}
 
 
 class PlainLine(logging.Formatter):
-    """``time level logger: message``, in UTC. File names cannot forge a line; tracebacks follow on their own lines."""
+    """``time level logger: message``, in UTC. File names cannot forge a line; tracebacks follow on lines of their own,
+    indented."""
 
     converter = staticmethod(time.gmtime)
 
@@ -42,6 +44,10 @@ class PlainLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = record.message.translate(_LINE_BREAKS)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        text = super().formatException(ei)
+        return "\n".join("  " + line.translate(_LINE_BREAKS) for line in text.split("\n"))
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, with ``***`` in place of signatures and of secrets from the environment."""

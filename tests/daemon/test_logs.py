@@ -42,6 +42,18 @@ def test_a_file_name_cannot_forge_a_line(log_file: Path) -> None:
     assert lines[0].endswith(r"INFO lake: stored a\n2026-01-01T00:00:00.000Z ERROR root: forged\x1b[2J")
 
 
+def test_a_file_name_in_an_exception_cannot_forge_a_line(log_file: Path) -> None:
+    try:
+        raise ValueError("a\n2026-01-01T00:00:00.000Z ERROR root: forged\x1b[2J")
+    except ValueError:
+        logging.getLogger("lake").exception("failed")
+    first, *rest = log_file.read_text().splitlines()
+    assert first.endswith("ERROR lake: failed")
+    assert rest[0] == "  Traceback (most recent call last):"
+    assert all(line.startswith("  ") for line in rest)
+    assert "\x1b" not in "".join(rest)
+
+
 def test_secrets_are_blotted_out_of_messages_and_tracebacks(log_file: Path) -> None:
     logger = logging.getLogger("lake")
     logger.info("GET http://s3/b?X-Amz-Credential=AKIA123&X-Amz-Signature=deadbeef&x=1")
