@@ -386,6 +386,7 @@ class Assembly:
         self._commits.load()  # acknowledged files have the names that renames in the journal gave them
         if not self._ground.config.read_only:
             self.replay.restore()
+        self.recovery.drop_names()
         await self._commits.begin()
         self.writeback.sequence = max(self.writeback.sequence, self._commits.committer.journal.newest_after)
         await self.recovery.load()

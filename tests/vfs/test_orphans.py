@@ -539,6 +539,29 @@ async def test_another_lakes_cache_is_refused(tmp_path: Path) -> None:
             raise AssertionError("it was taken")
 
 
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_name_of_an_unfinished_file_goes_although_its_directory_was_renamed_meanwhile(
+    tmp_path: Path, size: int
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.mkdir("d")
+        await m.write("d/kept", b"kept")
+        await m.sync()
+        handle = await m.create("d/f")
+        await m.fs.write(handle, 0, noise("new", size))
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        await m.fs.release(handle)
+        await m.unlink("d/f")
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        await other.rename("d", "e")
+        await other.sync()
+    async with lake(store, dead) as m:
+        assert await m.tree() == {"e": None, "e/kept": b"kept"}
+        assert orphan(m).path == "d/f"
+
+
 async def test_one_daemon_at_a_time(tmp_path: Path) -> None:
     async with lake(MemoryStore(), tmp_path):
         with pytest.raises(CacheError, match="in use"):

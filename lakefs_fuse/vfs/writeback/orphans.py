@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -65,6 +66,15 @@ class Recovery:
         self._busy: set[str] = set()
         self.uncovered = False
         """A removed name had been renamed over a name of a commit: commits have to be read again."""
+
+    def drop_names(self) -> None:
+        """Names that were there only because a dead daemon wrote the file go, before another node's rename of their
+        directory takes them along. Called once, before commits are applied."""
+        for draft_id, raw in list(self._journal.records()):
+            if draft_id in self._replayed:
+                continue
+            with suppress(ValueError):  # `load` tells of it
+                self._drop_kept_name(path_of(decode(raw)))
 
     async def load(self) -> None:
         """Read the journal and the staging directory; called once, before the mount answers. A read-only mount lists
