@@ -363,8 +363,8 @@ class Operations(pyfuse3.Operations):
 
     @staticmethod
     def _killed_by(others: Sequence[int]) -> int:
-        """The signal by which the process that closes a descriptor is being killed; 0 for none, or where one of the
-        ``others``, threads, belongs to another process that goes on. Asked before the handler's first await."""
+        """The signal that is killing the process which closes a descriptor; 0 for none, or where one of the threads
+        ``others`` belongs to another process. Asked before the handler's first await."""
         closer = hooks.flush_pid()
         signal = hooks.killed_by(closer)
         process = hooks.process_of(closer) if signal and others else 0

@@ -20,7 +20,8 @@ from lakefs_fuse.upload.uploader import Uploader
 
 def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -> Draft:
     """Raises StagingFull or CacheError where the staging file is gone or cannot be opened, and CacheError where this
-    version does not know the record's part layout; whatever a damaged record leads to. Then all is left as it was."""
+    version does not know the record's part layout. A damaged record may raise any other exception. After each of them
+    everything is as it was."""
     layout = _layout_of(record, uploader.layout.variants())
     base = None
     if record.base is not None:

@@ -155,8 +155,8 @@ async def assembled(
     go over this channel. ``lake_id`` is that of the lake record, if there is one.
 
     Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk), and, unless it is read-only,
-    LakeError where names may be missing (`require_all_names`). On leaving, what is not
-    durable stays in staging with its record.
+    LakeError where names may be missing (`require_all_names`). On leaving, what is not durable stays in staging with
+    its record.
     """
     directory = Path(config.cache_dir).absolute()
     async with opened_cache(config, metrics, node) as cache:

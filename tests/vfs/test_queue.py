@@ -254,18 +254,6 @@ def refuse_bad(request: Request, when: str) -> None:
         raise StoreError("no")
 
 
-async def test_make_durable_stores_all_others_before_it_raises_for_one_that_the_store_refuses(tmp_path: Path) -> None:
-    store = MemoryStore()
-    store.hook = refuse_bad
-    good = [f"{number:02}" for number in range(2 * scheduler.ALONE_MAX)]
-    async with writing_back(store, tmp_path, delay_s=NEVER_S) as m:
-        for path in ("bad", *good):
-            await m.write(path, b"data")
-        with pytest.raises(StoreError):
-            await m.fs.make_durable()
-        assert store.objects.keys() >= set(good)
-
-
 async def test_many_that_the_store_refuses_let_others_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "PACK_FILES_MAX", 1)
     store = MemoryStore()

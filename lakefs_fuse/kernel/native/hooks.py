@@ -285,7 +285,7 @@ def process_of(thread: int) -> int:
 
 
 def killed_by(thread: int) -> int:
-    """Return the signal that a thread which is ending was killed by; 0 where it exits, goes on, or shows us neither."""
+    """Return the signal that is ending a thread; 0 where it goes on, exits by itself, or its state cannot be read."""
     try:
         with open(f"/proc/{thread}/stat", "rb") as status:
             fields = status.read().rpartition(b")")[2].split()

@@ -39,8 +39,9 @@ from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 DIRTY = OpenState.WRITING, OpenState.ACKNOWLEDGED
 STORING = DraftState.PUBLISHING, DraftState.PUBLISHED
 KNOWN_MAX = 1000
-REFUSED_MAX = 1000
 """A listing looks at all of them."""
+REFUSED_MAX = 1000
+"""Keys that are remembered; a file at an older one is refused again, and stored elsewhere again."""
 
 log = logging.getLogger(__name__)
 

@@ -170,8 +170,9 @@ class Handles:
     ) -> None:
         """What close() waits for: afterwards the bytes are in the store, or under write-back on the local disk, or the
         error is answered. ``is_written_on`` tells of a handle whose opener is known whether its writer goes on; then
-        nothing is published. ``killed_by`` returns the signal by which who closes it is being killed, 0 for none, or
-        where one of the threads that it is given, which opened the file for writing as well, goes on."""
+        nothing is published. ``killed_by`` is given the threads that opened the file for writing as well, and returns
+        the signal that is killing the process which closes the handle: 0 for none, or where another process has one
+        of these threads."""
         handle = self.handle(number)
         if not handle.writable or (handle.opener and is_written_on is not None and is_written_on(handle)):
             return
