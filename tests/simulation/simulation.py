@@ -210,17 +210,21 @@ class Simulation:
         for key in list(self._pending):
             if key[:2] != (node.name, node.lives) or node.daemon is None:
                 continue
-            version = self._pending_in(node, key[2])
+            version, path, under_way = self._pending_in(node, key[2]), node.path_of(key[2]), None
+            while version is not None and not version.is_certain and version.path != path:
+                under_way, version = version, version.origin  # this node's own rename goes on, and may fail
             if version is None or not version.is_certain:
                 continue
-            path = node.path_of(key[2])
             entry = None if path is None else node.entry(path)
             if entry is not None and node.stored_bytes(entry) is not None:
                 continue  # it is in the store, as the version of its old name
             if path is not None and path != version.path and node.is_unsaid(path):
                 moved = self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
                 moved.is_certain, moved.is_plain, version.is_certain = True, version.is_plain, False
-                self._pending[key] = moved
+                if under_way is None:
+                    self._pending[key] = moved
+                else:
+                    under_way.origin = moved
 
     def _arrived(self, key: str, data: bytes) -> None:
         """A request with a version came to the store."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake, two_lakes, unheard_commits
-from tests.vfs.writing_back import LARGE, die, rewrite, until
+from tests.vfs.writing_back import LARGE, die, rewrite, stored, until
 
 WINDOW_S = 300.0
 SHOWN_S_MAX = 5.0
@@ -88,6 +89,39 @@ async def test_bytes_of_a_renamed_file_come_over_an_object_that_the_rename_repla
         await two.poll()
         await until_shown(two, "g", b"second")
         await shown_by_both(one, two, clock, {"g": b"second"})
+
+
+async def test_what_was_written_in_place_of_a_renamed_file_goes_along_with_its_directory(tmp_path: Path) -> None:
+    """The writer hears of the rename in a rename of the directory, which does not wait for the store."""
+    store, clock = MemoryStore(), Clock()
+    config = {"pack": "never", "durability": "writeback", "writeback_delay_s": 0.0}
+    async with two_lakes(store, tmp_path, clock=clock, **config) as (one, two):
+        await one.mkdir("d")
+        await one.write("f", b"first")
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["d", "f"]
+        await one.rename("f", "d/g")
+        await one.sync()
+        await rewrite(two, "f", b"second")
+        await stored(two)
+        looks = Counter[str]()  # of the poll, and of who gives the new bytes to the renamed file
+
+        def is_second_look(request: Request) -> bool:
+            looks[f"{request.what} {request.key}"] += 1
+            return looks["head f"] == 2 and request.what == "head"
+
+        store.hook = looking = Pause(is_second_look)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.rename, "d", "e")
+            await reached(looking.reached)
+            with trio.fail_after(SHOWN_S_MAX):
+                while "e" not in await two.names():
+                    await trio.sleep(0.01)
+            looking.resume()
+        await until_shown(two, "e/g", b"second")
+        await two.sync()
+        await shown_by_both(one, two, clock, {"e": None, "e/g": b"second"})
 
 
 async def test_each_name_of_a_renamed_file_gets_what_was_written_in_its_place(tmp_path: Path) -> None:

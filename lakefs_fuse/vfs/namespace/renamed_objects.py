@@ -78,9 +78,10 @@ class RenamedObjects:
             time = record.time if isinstance(record, Record) else PENDING
             for path, operation in puts.items():
                 if operation.object in replaced:
-                    other = puts.get(record.objects[operation.object].key)
+                    ref = record.objects[operation.object]
+                    other = puts.get(ref.key)
                     if other is None or record.objects[other.object].key != path:
-                        self._start_adopting(path, partial(self.adopt, path))
+                        self._start_adopting(path, partial(self._adopt_renamed, path, ref.key, ref.etag))
                     else:
                         pair = [(each, record.objects[each.object]) for each in (operation, other)]
                         self._start_adopting(path, partial(self._adopt_exchanged, pair, time))
@@ -91,7 +92,7 @@ class RenamedObjects:
         row = self._ns.tree.objects.used(key)
         if row is not None and row.etag != etag:
             for named in [named for named, _ in self._named(row) if named != path]:
-                self._start_adopting(named, partial(self.adopt, named))
+                self._start_adopting(named, partial(self._adopt_renamed, named, key, row.etag))
 
     def _start_adopting(self, path: str, adopt: Callable[[], Awaitable[object]]) -> None:
         self.adopting += 1
@@ -105,6 +106,14 @@ class RenamedObjects:
         finally:
             self.adopting -= 1
             self._adopted.wake_all()
+
+    async def _adopt_renamed(self, path: str, key: str, etag: str) -> None:
+        """As `adopt`, also where this node renames the file once more meanwhile. Raises LakeError."""
+        await self.adopt(path)
+        row = self._ns.tree.objects.used(key)
+        if row is not None and row.etag == etag and self._renamed(path)[1] != row:
+            for named in [named for named, _ in self._named(row)]:
+                await self.adopt(named)
 
     async def _adopt_exchanged(self, pair: Sequence[tuple[Put, ObjectRef]], time: int) -> None:
         """Two names changed places in a commit of this ``time``, and each has its bytes at the key of the other: what
