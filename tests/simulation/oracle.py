@@ -110,7 +110,8 @@ def describe(data: bytes) -> str:
 
 def _may_be_plain(version: Version) -> bool:
     """It is, or may become, the object at its own key, in place of what is there."""
-    return version.origin is None and version.data != DIRECTORY and (version.is_plain or not version.is_certain)
+    may_be = version.is_plain or (version.origin is None and not version.is_certain)
+    return may_be and version.data != DIRECTORY  # also what was stored here first while a rename moved it
 
 
 def _is_unaware(version: Version, removal: Removal) -> bool:
