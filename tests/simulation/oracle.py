@@ -110,8 +110,8 @@ def describe(data: bytes) -> str:
 
 def _may_be_plain(version: Version) -> bool:
     """It is, or may become, the object at its own key, in place of what is there."""
-    may_be = version.is_plain or (version.origin is None and not version.is_certain)
-    return may_be and version.data != DIRECTORY  # also what was stored here first while a rename moved it
+    is_new = not any(each.is_certain for each in (version, *version.origins()))  # or stored here first, when it had moved
+    return (version.is_plain or is_new) and version.data != DIRECTORY
 
 
 def _is_unaware(version: Version, removal: Removal) -> bool:
