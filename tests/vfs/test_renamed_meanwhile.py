@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
@@ -719,6 +720,31 @@ async def test_conflict_of_a_version_leaves_the_other_file_alone_though_the_next
             clock.advance(2 * TTL_S)
         kept = [name for name in await two.names() if name.startswith("f.conflict-")]
         assert await two.tree() == {"f": b"theirs", kept[0]: noise(1, LARGE)}
+
+
+async def test_file_renamed_while_its_earlier_name_is_found_taken_has_the_next_one(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "put" and request.key == "f")
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock) as one,
+        lake(store, tmp_path / "two", clock=clock, pack="never") as two,
+    ):
+        await one.names()
+        handle = await one.create("f", os.O_RDWR | os.O_EXCL)
+        await two.write("f", b"theirs")
+        await one.fs.write(handle, 0, b"mine")
+        store.hook = pause
+        await one.close(handle)
+        await reached(pause.reached)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.rename, "f", "g")
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            pause.resume()
+        await stored(one)
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+        assert await one.tree() == await two.tree() == {"f": b"theirs", "g": b"mine"}
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

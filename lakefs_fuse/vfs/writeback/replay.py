@@ -145,7 +145,7 @@ class Replay:
     async def reconcile(self, item: AcknowledgedVersion) -> bool:
         """Whether the store has the bytes already; then nothing of the item is left. Where the name is another
         client's now, the item has another when this returns. Raises LakeError."""
-        record = item.draft.record()
+        key, record = item.file.key, item.draft.record()
         if await self.stored_versions.is_in_pack(record):
             etag = (await self.stored_versions.visible(record)).etag
             return await self._end(item, etag, partial(self._tell_late, item), lambda now: now.key == record.commit)
@@ -162,7 +162,7 @@ class Replay:
             return False
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
         if not expected and not await self.stored_versions.is_relocated(there, record):
-            await self.rename_conflict(item)
+            await self.rename_conflict(item, key)
         item.is_unreconciled, item.file.late_xattrs = False, None  # stored again, it is told with all of them
         return False
 
@@ -261,13 +261,14 @@ class Replay:
         self._files.forget_if_idle(file)
         return True
 
-    async def rename_conflict(self, item: AcknowledgedVersion) -> None:
-        """The name has another client's version: the acknowledged bytes get a name beside it. Raises LakeError."""
+    async def rename_conflict(self, item: AcknowledgedVersion, key: str) -> None:
+        """The name ``key`` has another client's version: the acknowledged bytes get a name beside it, unless they have
+        another by now. Raises LakeError."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:
             await give_up_upload(draft, file.key)
         async with file.publishing:
-            if file.owner_of(draft) is not None and not file.unlinked:
+            if file.key == key and file.owner_of(draft) is not None and not file.unlinked:
                 self._rename(file, draft)
 
     def _rename(self, file: OpenFile, draft: Draft) -> None:

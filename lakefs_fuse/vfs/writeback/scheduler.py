@@ -162,12 +162,13 @@ class PublishScheduler:
             self._queue.end_attempt([item])
 
     async def _publish(self, item: AcknowledgedVersion) -> None:
+        key = item.file.key
         try:
             await self._publisher.publish_version(item)
         except FileError as error:
             if error.errno != errno.EEXIST:
                 raise
-            await self._replay.rename_conflict(item)
+            await self._replay.rename_conflict(item, key)
             await self._publisher.publish_version(item)
 
     async def _publish_pack(self, pack: list[AcknowledgedVersion]) -> None:
