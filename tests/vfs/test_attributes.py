@@ -97,13 +97,14 @@ def test_times_of_other_tools(text: str, mtime_ns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ".", "-", "yesterday", "1.2.3", "1,5", "٣", "9" * 30, "nan", "1e9", "1.-5", "2300-01-01T00:00:00Z"]
+    "text",
+    ["", ".", "-", "yesterday", "1.2.3", "1,5", "٣", "9" * 5000, "nan", "1e9", "1.-5", "2300-01-01T00:00:00Z"],
 )
 def test_times_that_are_none(text: str) -> None:
     assert learn(FILE, {"mtime": text}).mtime_ns == FILE.mtime_ns
 
 
-@pytest.mark.parametrize("text", ["", "-1", "x", "4294967295", "99999999999", "²", "1.0"])
+@pytest.mark.parametrize("text", ["", "-1", "x", "4294967295", "99999999999", "²", "1.0", "1" * 5000])
 def test_owners_that_are_none(text: str) -> None:
     learnt = learn(FILE, {"uid": text, "gid": text})
     assert (learnt.uid, learnt.gid) == (UNSET, UNSET)

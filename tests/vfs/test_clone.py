@@ -262,3 +262,14 @@ async def test_large_directory_is_copied_in_steps(tmp_path: Path, monkeypatch: p
         await two.poll()
         for node in (one, two):
             assert await node.tree("copy") == {f"copy/{number}": b"%d" % number for number in range(20)}
+
+
+async def test_nothing_is_below_a_file(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path) as m:
+        await m.write("f", b"1")
+        for name in "abc":
+            with pytest.raises(FileError) as caught:
+                await m.fs.clone(f"f/{name}", "t")
+            assert caught.value.errno == errno.ENOTDIR
+        assert not [request for request in store.requests if request.key.startswith("f/")]

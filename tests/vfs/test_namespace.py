@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -610,6 +611,76 @@ async def test_a_directory_that_went_takes_everything_below_it(tmp_path: Path) -
         clock.advance(TTL_S + 1)
         assert await m.names("d/e") == ["f"]
         assert (await m.found("d/e")).inode != inner.inode
+
+
+async def test_a_file_made_in_a_directory_that_is_looked_for_below_its_removed_names_stays(tmp_path: Path) -> None:
+    """The directory is there for others' objects only, and the LIST that was sent before shows none any more."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=300.0) as (one, two):
+        store.give("d/b")
+        assert await two.names("d") == ["b"]
+        await two.unlink("d/b")
+        await two.rmdir("d")
+        await two.fs.sync_names()
+        await one.poll()
+        store.give("d/c")
+        clock.advance(TTL_S + 1)
+        assert await one.names("d") == ["c"]
+        store.take("d/c")
+        clock.advance(TTL_S + 1)
+        assert await one.names("d") == []
+        inode = (await one.found("d")).inode
+        clock.advance(TTL_S + 1)
+        pause = store.hook = Pause(lambda request: request.what == "list" and request.key == "d/", "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(one.parts.filesystem.namespace.lookup, ROOT_INODE, b"d", ask=True))
+            await reached(pause.reached)
+            flags = os.O_RDWR | os.O_CREAT
+            handle = (await one.fs.create(inode, b"x", 0o644, flags, os.getuid(), os.getgid()))[0]
+            await one.fs.write(handle, 0, b"new")
+            await one.close(handle)
+            pause.resume()
+        assert await one.tree() == {"d": None, "d/x": b"new"}
+
+
+async def test_who_waits_for_a_list_whose_beginner_ends_begins_another(tmp_path: Path) -> None:
+    store = store_of("d/a", "d/b")
+    async with lake(store, tmp_path) as m:
+        await m.found("d")
+        pause = store.hook = Pause(lambda request: request.what == "list" and request.key == "d/")
+        scope, seen = trio.CancelScope(), list[str]()
+
+        async def refresh() -> None:
+            with scope:
+                await m.fs.refresh("d")
+
+        async def list_names() -> None:
+            seen.extend(await m.names("d"))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refresh)
+            await reached(pause.reached)
+            nursery.start_soon(list_names)
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            pause.resume()
+        assert (scope.cancelled_caught, seen) == (True, ["a", "b"])
+
+
+async def test_metadata_with_numbers_of_any_length_disturb_nothing(tmp_path: Path) -> None:
+    """Another program has put an object with such metadata in place of a packed file, and another beside it."""
+    store, clock = MemoryStore(), Clock()
+    odd = dict.fromkeys(("mode", "uid", "gid", "mtime"), "1" * 5000)
+    async with lake(store, tmp_path, clock=clock, pack="always", attributes="objects") as m:
+        await m.write("f", b"packed")
+        await m.sync()
+        clock.advance(TTL_S + 1)
+        for key in "fg":
+            store.give(key, b"other", odd)
+        assert await m.names() == ["f", "g"]
+        await m.sync()
+        assert await m.tree() == {"f": b"other", "g": b"other"}
 
 
 async def test_a_directory_removed_while_it_is_listed_is_stale(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ NS = 1_000_000_000
 PERMISSIONS = 0o7777
 MTIME = "mtime"
 MODE_MAX = 0o177777
+DIGITS_MAX = 12
+"""More than any number has that is understood."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 
@@ -66,12 +68,17 @@ def learn(entry: Entry, metadata: Mapping[str, str]) -> Entry:
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and int(text) < UNSET else None
+    return int(text) if _is_decimal(text, DIGITS_MAX) and int(text) < UNSET else None
+
+
+def _is_decimal(text: str, digits_max: int) -> bool:
+    """Python refuses to convert thousands of digits, which other programs may store."""
+    return text.isascii() and text.isdigit() and len(text) <= digits_max
 
 
 def _mode(text: str) -> int | None:
     """s3fs writes decimal, rclone octal, sometimes without a leading zero: then the file type tells which it is."""
-    if not (text.isascii() and text.isdigit()) or len(text) > 12:
+    if not _is_decimal(text, DIGITS_MAX):
         return None
     octal = int(text, 8) if all(digit in "01234567" for digit in text) else None
     if octal is not None and (text.startswith("0") or stat.S_IFMT(octal) in (stat.S_IFREG, stat.S_IFDIR)):
@@ -84,7 +91,7 @@ def _mode(text: str) -> int | None:
 def _mtime_ns(text: str) -> int | None:
     whole, _, fraction = text.partition(".")
     negative = whole.startswith("-")
-    if whole.removeprefix("-").isdigit() and text.isascii() and (fraction == "" or fraction.isdigit()):
+    if _is_decimal(whole.removeprefix("-"), DIGITS_MAX) and (fraction == "" or _is_decimal(fraction, len(fraction))):
         ns = int(whole.removeprefix("-")) * NS + int(fraction[:9].ljust(9, "0") or 0)
         return _within_limits(-ns if negative else ns)
     try:

@@ -126,6 +126,8 @@ class ForeignObjects:
                     await self._commit(batch)
                 except LakeError as error:
                     log.warning("%d replaced objects could not be committed: %s", len(batch), error)
+        except Exception:
+            log.exception("objects of other programs are not committed")
         finally:
             self._is_running = False
 

@@ -36,6 +36,8 @@ class Flight:
     """The directory is to be listed again since: of names that were changed here this LIST tells nothing."""
     is_dated_back: bool = False
     """A LIST that began earlier brings the names."""
+    is_interrupted: bool = False
+    """Whoever began it has ended before it did: who waits for it begins another."""
     error: LakeError | None = None
     merge: DirectoryMerge | None = None
     progress: ListProgress = field(default_factory=ListProgress)

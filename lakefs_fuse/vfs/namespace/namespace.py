@@ -357,7 +357,8 @@ class Namespace:
             if self._counts_on(directory):
                 return
             flight = self._listing(directory)
-            while not flight.done.is_set() and not self._client.is_away:
+            while (flight.is_interrupted or not flight.done.is_set()) and not self._client.is_away:
+                flight = self._listing(directory)
                 with trio.move_on_after(AWAY_CHECK_S):
                     await flight.done.wait()
             if flight.error is not None and not isinstance(flight.error, AWAY):
@@ -456,10 +457,10 @@ class Namespace:
                 await self._ask_about_overriding(merge, directory, prefix)
                 if self._finds_foreign(merge, directory, flight):
                     self._looks.reset(directory)
+                await self._look_below_ghosts(merge, directory, prefix)
         if self._is_moved(directory, prefix):
             await self._ask_for_name(directory, name, component)
             return
-        await self._look_below_ghosts(merge, directory, prefix)
         if name not in flight.announced:
             self._remember_answer(directory, name, asked_ns)
             self._outdated.discard(directory, name)
@@ -500,7 +501,9 @@ class Namespace:
         flight = self._listing(directory)
         while not flight.done.is_set() and not flight.is_readable:
             await flight.more()
-        if flight.error is not None:
+        if flight.is_interrupted:
+            await self.begin_reading(directory)
+        elif flight.error is not None:
             raise flight.error
 
     async def wait_for_more(self, directory: int, after: int) -> None:
@@ -522,7 +525,8 @@ class Namespace:
             await flight.done.wait()
             if flight.error is not None:
                 raise flight.error
-            if within_ttl or (not flight.is_dated_back and flight.began_ns >= since_ns):
+            is_whole = not flight.is_interrupted
+            if is_whole and (within_ttl or (not flight.is_dated_back and flight.began_ns >= since_ns)):
                 return
         began_ns = self._clock_ns()
         flight = Flight(began_ns, since_ns=0 if within_ttl else since_ns or began_ns)
@@ -536,8 +540,11 @@ class Namespace:
         except LakeError as error:
             flight.error = error
             raise
-        except BaseException:
-            flight.error = FileError(errno.EIO, "the listing was interrupted")
+        except Exception:
+            flight.error = FileError(errno.EIO, "the listing failed")
+            raise
+        except BaseException:  # the caller was cancelled
+            flight.is_interrupted = True
             raise
         finally:
             del self._flights[directory]

@@ -103,6 +103,8 @@ class RenamedObjects:
             await adopt()
         except LakeError as error:
             log.warning("%s was renamed while this node replaced it, and cannot be read yet: %s", path, error)
+        except Exception:
+            log.exception("%s was renamed while this node replaced it, and cannot be read yet", path)
         finally:
             self.adopting -= 1
             self._adopted.wake_all()

@@ -115,6 +115,8 @@ class Clones:
     async def _lookup(self, path: str) -> Entry | None:
         entry, directory = None, ROOT_INODE
         for name in path.split("/"):
+            if entry is not None and not entry.is_dir:
+                raise FileError(errno.ENOTDIR)
             entry, _ = await self._ns.lookup(directory, name.encode())
             if entry is None:
                 return None
