@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import zlib
 from pathlib import Path
 
 import click
@@ -22,6 +23,7 @@ from lakefs_fuse.product import FILESYSTEM, PROGRAM
 
 _LEFT_OUT = frozenset({"mount_o", "print_systemd_unit", "explain", "as_json", "foreground", "cache_dir"})
 """Options that a unit always has, or expresses in another way."""
+_NAME_CHARACTERS = 100
 
 SYSTEM_UNIT = """\
 # /etc/systemd/system/{name}.service: then `systemctl daemon-reload` and `systemctl enable --now {name}`.
@@ -71,7 +73,8 @@ RestartPreventExitStatus=2
 
 
 def unit(config: MountConfig, context: click.Context, *, uid: int, program: tuple[str, ...]) -> str:
-    """The unit file for ``config``, which came from ``context``; a user unit unless ``uid`` is root's."""
+    """The unit file for ``config``, which came from ``context``; a user unit unless ``uid`` is root's. Raises
+    UsageError for what no unit can have."""
     source, point = str(context.params["source"]), config.mountpoint
     if config.store.source.scheme == "file":
         source = str(config.store.source)
@@ -79,20 +82,26 @@ def unit(config: MountConfig, context: click.Context, *, uid: int, program: tupl
     directories = dict.fromkeys((os.path.dirname(config.cache_dir), os.path.dirname(point)))
     if config.store.source.scheme == "file":
         directories[config.store.source.bucket] = None
+    if odd := next((word for word in start if not word.isprintable()), None):
+        raise click.UsageError(f"{odd!r} has characters that no unit file can have: choose another name")
     name = unit_name(point)
     return (SYSTEM_UNIT if uid == 0 else USER_UNIT).format(
         name=name,
         source=_literal(source),
         mountpoint=_literal(point),
         environment_file=f"/etc/lakefs-fuse/{name}.env",
-        directories=" ".join(_path(directory) for directory in directories),
+        directories=" ".join(_quoted(_literal(directory)) for directory in directories),
         service=SERVICE.format(start=_command(start), stop=_command([*program, "umount", point])),
     )
 
 
 def unit_name(mountpoint: str) -> str:
-    """A readable name for the service of a mountpoint, such as lakefs-mnt-lake."""
-    return f"{FILESYSTEM}-" + (re.sub(r"[^A-Za-z0-9._]+", "-", mountpoint).strip("-")[-100:] or "root")
+    """A readable name for the service of a mountpoint, such as lakefs-mnt-lake; with a checksum where another
+    mountpoint might read the same."""
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", mountpoint).strip("-")
+    if len(name) > _NAME_CHARACTERS or re.search(r"[^A-Za-z0-9._/]", mountpoint):
+        name = f"{name[-_NAME_CHARACTERS:].strip('-')}-{zlib.crc32(os.fsencode(mountpoint)):08x}"
+    return f"{FILESYSTEM}-{name or 'root'}"
 
 
 def this_program() -> tuple[str, ...]:
@@ -137,15 +146,13 @@ def _command(arguments: list[str]) -> str:
 
 def _argument(text: str) -> str:
     """``text`` quoted for ExecStart=; see "Command lines" in systemd.service(5)."""
-    text = _literal(text).replace("$", "$$")
+    return _quoted(_literal(text).replace("$", "$$"))
+
+
+def _quoted(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9_./:=@%$+,-]+", text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _path(text: str) -> str:
-    text = _literal(text)
-    return f'"{text}"' if re.search(r"\s", text) else text
 
 
 def _literal(text: str) -> str:

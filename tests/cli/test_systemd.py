@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 
 from lakefs_fuse.cli import run, spawn, systemd
@@ -79,6 +80,20 @@ def test_automatic_interval_is_printed_as_it_is_typed() -> None:
     assert "--foreign=90" in unit_of(["s3://bucket", "/mnt/lake", "--foreign", "1.5m"])
 
 
+def test_each_mountpoint_has_a_unit_of_its_own() -> None:
+    points = ["/mnt/a/b", "/mnt/a-b", "/mnt/a b", "/mnt/数据", "/mnt/данные", "/", "/x" * 80, "/y" + "/x" * 79]
+    assert len({systemd.unit_name(point) for point in points}) == len(points)
+    assert systemd.unit_name("/mnt/lake") == "lakefs-mnt-lake"
+
+
+def test_directories_are_quoted_and_what_no_unit_can_have_is_refused() -> None:
+    given = ["s3://bucket", '/mnt/a"b\\c/lake', "--cache-dir", "/nvme/it's/cache"]
+    unit = parse(unit_of(given))
+    assert words(unit["RequiresMountsFor"][0]) == ["/nvme/it's", '/mnt/a"b\\c']
+    with pytest.raises(click.UsageError, match="no unit file can have"):
+        unit_of(["s3://bucket", "/mnt/a\nb"])
+
+
 def test_relative_paths_and_files_of_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules.toml").write_text('[[rule]]\npath = "ckpt/**"\ndurability = "writeback"\n')
@@ -93,8 +108,8 @@ def test_relative_paths_and_files_of_rules(tmp_path: Path, monkeypatch: pytest.M
 def test_credentials_come_from_a_file_and_users_have_units_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never-to-be-seen")
     system, user = unit_of(ARGUMENTS), unit_of(ARGUMENTS, uid=1000)
-    assert parse(system)["EnvironmentFile"] == ["-/etc/lakefs-fuse/lakefs-mnt-my-lake.env"]
-    assert parse(user)["EnvironmentFile"] == ["-%h/.config/lakefs-fuse/lakefs-mnt-my-lake.env"]
+    assert parse(system)["EnvironmentFile"] == ["-/etc/lakefs-fuse/lakefs-mnt-my-lake-4cbe1f06.env"]
+    assert parse(user)["EnvironmentFile"] == ["-%h/.config/lakefs-fuse/lakefs-mnt-my-lake-4cbe1f06.env"]
     assert parse(user)["WantedBy"] == ["default.target"]
     assert parse(user)["ExecStart"] == parse(system)["ExecStart"]
     assert "never-to-be-seen" not in system + user
