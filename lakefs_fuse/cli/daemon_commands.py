@@ -11,7 +11,7 @@ import click
 
 from lakefs_fuse.cli.daemons import checked_text, describe_files, is_missing, locate, open_daemon, store_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
+from lakefs_fuse.cli.parameters import DURATION, LocalPath, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import json_option
 from lakefs_fuse.cli.terminal import print_json, print_tables, table_text
 from lakefs_fuse.control import protocol
@@ -27,8 +27,8 @@ Resolutions: TypeAlias = "dict[str, protocol.FinishOrphan | protocol.AbortOrphan
 
 
 @click.command("clone", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("source", "A file or directory in a mount.", type=click.Path(readable=False))
-@argument("target", "Path of the copy, in the same mount; its directory exists.", type=click.Path(readable=False))
+@argument("source", "A file or directory in a mount.", type=LocalPath(readable=False))
+@argument("target", "Path of the copy, in the same mount; its directory exists.", type=LocalPath(readable=False))
 @option("-f", "--force", is_flag=True, help="Replace TARGET if it is a file, or an empty directory.")
 def clone(source: str, target: str, force: bool) -> None:
     """Copy a file or a directory inside the lake without moving a byte through this machine.
@@ -54,7 +54,7 @@ def clone(source: str, target: str, force: bool) -> None:
 
 
 @click.command("flush", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("path", "A file or directory in a mount.", type=click.Path(readable=False))
+@argument("path", "A file or directory in a mount.", type=LocalPath(readable=False))
 @option("--timeout", type=DURATION, default="1h", help="Maximum time to wait; uploads continue after it.")
 @json_option
 def flush(path: str, timeout: float, as_json: bool) -> None:
@@ -75,7 +75,7 @@ def flush(path: str, timeout: float, as_json: bool) -> None:
 
 @click.command("refresh", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("path", "A file or directory in a mount; an immutable mount is always refreshed as a whole.",
-          type=click.Path(readable=False))  # fmt: skip
+          type=LocalPath(readable=False))  # fmt: skip
 @option("-r", "--recursive", is_flag=True, help="Also everything below PATH. Use it after another program has changed "
         "many directories; it costs up to one LIST request each.")  # fmt: skip
 @json_option
@@ -109,7 +109,7 @@ def refresh(path: str, recursive: bool, as_json: bool) -> None:
 
 @click.command("wait", cls=GroupedCommand, context_settings=SETTINGS)
 @argument(
-    "path", "A path in a mount; neither it nor the directories above it have to exist.", type=click.Path(readable=False)
+    "path", "A path in a mount; neither it nor the directories above it have to exist.", type=LocalPath(readable=False)
 )
 @option("--exists", is_flag=True, help="Wait until PATH exists, which is the default.")
 @option("--version", "version", metavar="V", help="Wait until PATH is a file of this version: an ETag, or "
@@ -139,7 +139,7 @@ def wait(path: str, exists: bool, version: str | None, timeout: float | None) ->
 
 
 @click.command("orphans", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("mountpoint", "The directory of the mount.", type=click.Path(readable=False))
+@argument("mountpoint", "The directory of the mount.", type=LocalPath(readable=False))
 @option("--finish", "finish_ids", metavar="ID", multiple=True, help="Store this orphan under its name, as it is.")
 @option("--abort", "abort_ids", metavar="ID", multiple=True, help="Delete this orphan, its bytes and its upload.")
 @option("--all", "all_of_them", type=click.Choice(["finish", "abort"]), help="Finish or abort every orphan.")

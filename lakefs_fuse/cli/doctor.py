@@ -25,6 +25,7 @@ from lakefs_fuse.cli.bundle import Contents, write_bundle
 from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount import default_cache_dir, default_log_file
+from lakefs_fuse.cli.parameters import LocalPath
 from lakefs_fuse.cli.preflight import Host
 from lakefs_fuse.cli.stats_values import section
 from lakefs_fuse.cli.store_options import Options, absolute, any_given, build_store, json_option, store_options
@@ -62,13 +63,13 @@ class Target:
 @click.command("doctor", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("target", "A mountpoint, or the SOURCE of a lake as it is mounted. Without it only this machine is checked.",
           required=False)  # fmt: skip
-@option("--cache-dir", type=click.Path(), metavar="DIR", help="The cache directory to check.  "
+@option("--cache-dir", type=LocalPath(), metavar="DIR", help="The cache directory to check.  "
         "[default: that of the mount, or that which a mount of SOURCE has by default]")  # fmt: skip
 @option("--read-only", is_flag=True, help="Write nothing to the store, not even scratch objects. Use it with "
         "credentials that may only read.")  # fmt: skip
 @option("--throughput/--no-throughput", default=True, help="Measure for 5 s how fast bytes go to the store and come "
         "back, at most 1 GiB each way. Turn it off where traffic costs.")  # fmt: skip
-@option("--bundle", type=click.Path(dir_okay=False), metavar="FILE", help="Write results, statistics, configuration "
+@option("--bundle", type=LocalPath(dir_okay=False), metavar="FILE", help="Write results, statistics, configuration "
         "and logs into a ZIP file, without secrets. Send it to the person who helps you.")  # fmt: skip
 @json_option
 @store_options

@@ -14,7 +14,7 @@ import click
 
 from lakefs_fuse.cli.daemons import require_stored, show_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.parameters import DURATION, SIZE, Number
+from lakefs_fuse.cli.parameters import DURATION, SIZE, LocalPath, Number
 from lakefs_fuse.cli.store_options import (
     PATH_HELP,
     SOURCE_HELP,
@@ -164,7 +164,7 @@ def relocate(path: str, lake: str | None, dry_run: bool, as_json: bool, **option
         "until it is deleted, and write no index.")  # fmt: skip
 @option("--list", "list_all", is_flag=True, help="List the named snapshots, and do nothing else.")
 @option("--delete", metavar="NAME", default="", help="Delete a named snapshot, and do nothing else.")
-@option("--cache-dir", type=click.Path(file_okay=False), metavar="DIR", help="Directory with metadata that is kept for "
+@option("--cache-dir", type=LocalPath(file_okay=False), metavar="DIR", help="Directory with metadata that is kept for "
         "the next run. Set it to list less; it must not be in use by a mount.  [default: a temporary one]")  # fmt: skip
 @option("--accept-loss", is_flag=True, help="Where names are missing because the index that had them is lost, write "
         "one of what is left. Restore the lost objects instead, if you can: fsck names them.")  # fmt: skip
@@ -251,7 +251,7 @@ def gc(
 @option("--rebind", is_flag=True, help="Instead of checking: name the ETags that objects have now. Use it right "
         "after other tools copied or re-encrypted the lake, before any mount. --quick compares sizes.")  # fmt: skip
 @dry_run_option
-@option("--cache-dir", type=click.Path(exists=True, file_okay=False), metavar="DIR", help="Cache directory of a node "
+@option("--cache-dir", type=LocalPath(exists=True, file_okay=False), metavar="DIR", help="Cache directory of a node "
         "that is not mounted. Set it to name the files of packs that are missing.")  # fmt: skip
 @json_option
 @store_options

@@ -12,6 +12,7 @@ import click
 
 from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
+from lakefs_fuse.cli.parameters import LocalPath
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError, LakeError
 
@@ -20,7 +21,7 @@ SCRAPE_S_MAX = 5.0
 
 
 @click.command("metrics", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("mountpoints", "The directory of each mount.", nargs=-1, required=True, type=click.Path(readable=False))
+@argument("mountpoints", "The directory of each mount.", nargs=-1, required=True, type=LocalPath(readable=False))
 @option("--listen", metavar="ADDR:PORT", help="Serve them at http://ADDR:PORT/metrics until interrupted, for scrapes "
         "by Prometheus. Anyone who can reach the address sees what is mounted and how much it is used, but no names or "
         "contents of files.")  # fmt: skip

@@ -22,7 +22,7 @@ from lakefs_fuse.cli.explain import explain
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount_health import NAMES_MISSING
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE, Number, format_bytes
+from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE, LocalPath, Number, format_bytes
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.stats_values import number, section
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
@@ -75,7 +75,7 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @click.command("mount", cls=MountCommand, context_settings=SETTINGS)
 @argument("source", help="The lake: s3://bucket/prefix or file:///absolute/dir. With --immutable also a directory "
           "in a mount.")  # fmt: skip
-@argument("mountpoint", type=click.Path(readable=False), required=False, help="The directory to mount at. With "
+@argument("mountpoint", type=LocalPath(readable=False), required=False, help="The directory to mount at. With "
           "--immutable it may be left out where SOURCE is a directory, which the mount then covers.")  # fmt: skip
 @option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, allow_other, "
         "and every long option here, with - or _.")  # fmt: skip
@@ -97,7 +97,7 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         help="Origin of mode, owner and mtime of an object that was not opened here yet: the listing (--uid, "
         "--file-mode, LastModified) or the object (one HEAD request, once). Use objects where they matter before the "
         "first open.")  # fmt: skip
-@option("--cache-dir", type=click.Path(), metavar="DIR", group=CACHE, help="Local directory of cached blocks, "
+@option("--cache-dir", type=LocalPath(), metavar="DIR", group=CACHE, help="Local directory of cached blocks, "
         "metadata and bytes not yet in the store; one mount each. Choose a fast disk, such as NVMe.  [default: one "
         "per source in the user's cache directory]")  # fmt: skip
 @_setting("--cache-size", "cache_bytes_max", type=SIZE, group=CACHE, help="Maximum size of the block cache. Set it to "
@@ -143,7 +143,7 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "read every file by its key.")  # fmt: skip
 @_setting("--pack-threshold", "pack_threshold_bytes", type=SIZE, group=DURABILITY, help="Maximum size of a file in a "
         "pack, at most 64MiB. Raise it for datasets of larger small files.")  # fmt: skip
-@option("--rules", type=click.Path(), metavar="FILE", group=DURABILITY, help="TOML file that sets pack, "
+@option("--rules", type=LocalPath(), metavar="FILE", group=DURABILITY, help="TOML file that sets pack, "
         "pack-threshold, durability, publish, exclusive-create and keep-newest by path (docs/operations.md). Use it "
         "where paths need different settings. `stats` and `metrics` count reads by rule, on immutable mounts as "
         "well.")  # fmt: skip
@@ -185,7 +185,7 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "store none.")  # fmt: skip
 @_setting("--dir-mode", "dir_mode", type=OCTAL_MODE, group=SHARING, help="Mode, in octal, of directories that store "
         "none.")  # fmt: skip
-@option("--log-file", type=click.Path(), metavar="FILE", group=DIAGNOSTICS, help="Log of the daemon, rotated at 10 "
+@option("--log-file", type=LocalPath(), metavar="FILE", group=DIAGNOSTICS, help="Log of the daemon, rotated at 10 "
         "MiB.  [default: one per mountpoint in the user's state directory]")  # fmt: skip
 @_setting("--log-level", "log_level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
         group=DIAGNOSTICS, help="Lowest severity that is logged. Use DEBUG to report a problem.")  # fmt: skip
@@ -263,6 +263,8 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
         options = {**options, **_of_dataset(options)}
     if options["immutable"]:
         _check_immutable(options)
+        if options["snapshot"] == "":
+            raise ConfigError("--snapshot: the name is empty: leave the option out for the state at mount time")
     elif options["snapshot"] is not None:
         raise ConfigError("--snapshot needs --immutable, because a snapshot cannot be written to: add --immutable")
     typed, options = options, {**options, **workload_settings(options)}

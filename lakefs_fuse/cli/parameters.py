@@ -5,9 +5,10 @@ A bare unit letter is binary (500M is 500 MiB), as in mount(8) and dd; KB, MB, G
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,6 +34,16 @@ class Quantity(_Type):
             return self._parse(str(value))
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+class LocalPath(click.Path):
+    """A path of this machine. An empty one, such as that of a variable that is not set, is refused: it would be the
+    working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not os.fspath(value):
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Number(click.IntRange):

@@ -24,6 +24,8 @@ from lakefs_fuse.product import FUSE_TYPE, PROGRAM
 
 ROOM_BYTES_MIN = 64 * MIB
 """Disk space that a mount needs in addition to --free-space: one part of an upload, and the database."""
+_OF_CACHES = frozenset({"blocks", "lock", "meta", "staging"})
+"""A cache directory has some of these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ def check_cache_disk(config: MountConfig, host: Host) -> None:
 def check_cache_dir(config: MountConfig) -> None:
     """Make the cache directory, and check that it can be written to and has room beyond --free-space."""
     directory = Path(config.cache_dir)
+    _require_own(directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -159,6 +162,19 @@ def check_cache_dir(config: MountConfig) -> None:
             f"cache directory {directory} cannot be written to ({error.strerror}): choose one with --cache-dir"
         ) from error
     check_room(config)
+
+
+def _require_own(directory: Path) -> None:
+    """Raises CacheError for a directory of other files: the cache would be mixed with them, and closed to others."""
+    try:
+        names = set(os.listdir(directory)) - {"lost+found"}
+    except OSError:
+        return  # it is to be made, or cannot be, which is said later
+    if names and names.isdisjoint(_OF_CACHES):
+        raise CacheError(
+            f"{directory} has files that are not of a cache: give --cache-dir a directory of its own, such as "
+            f"{directory / PROGRAM}"
+        )
 
 
 def nearest_directory(path: str) -> Path:

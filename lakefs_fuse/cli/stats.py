@@ -8,13 +8,13 @@ import click
 
 from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.parameters import DURATION
+from lakefs_fuse.cli.parameters import DURATION, LocalPath
 from lakefs_fuse.cli.store_options import json_option
 from lakefs_fuse.cli.terminal import print_json, print_tables
 
 
 @click.command("stats", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("mountpoint", "The directory of the mount.", type=click.Path(readable=False))
+@argument("mountpoint", "The directory of the mount.", type=LocalPath(readable=False))
 @json_option
 @option("--watch", is_flag=True, help="Refresh until interrupted.")
 @option("--interval", type=DURATION, default="1s", help="Time between refreshes of --watch, at least 0.1s.")

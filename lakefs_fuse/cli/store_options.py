@@ -15,7 +15,7 @@ import msgspec
 from msgspec import structs
 
 from lakefs_fuse.cli.help import option
-from lakefs_fuse.cli.parameters import DURATION, Number, default_text
+from lakefs_fuse.cli.parameters import DURATION, LocalPath, Number, default_text
 from lakefs_fuse.config import Source, StoreConfig, parse_sse, parse_storage_class
 from lakefs_fuse.errors import ConfigError
 
@@ -86,7 +86,7 @@ _OPTIONS = (
     ),
     option(
         "--ca-bundle",
-        type=click.Path(),
+        type=LocalPath(),
         metavar="FILE",
         group=GROUP,
         help="PEM file of trusted certificate authorities. Set it for a store with a private certificate.  "

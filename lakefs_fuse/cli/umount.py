@@ -14,7 +14,7 @@ import click
 
 from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.parameters import DURATION
+from lakefs_fuse.cli.parameters import DURATION, LocalPath
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.control.mounts import Mount, detach, is_dead, mount_at
@@ -37,7 +37,7 @@ SUPERVISOR_S_MAX = 20.0
 
 
 @click.command("umount", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("mountpoint", "The directory of the mount.", type=click.Path(readable=False))
+@argument("mountpoint", "The directory of the mount.", type=LocalPath(readable=False))
 @option("--lazy", is_flag=True, help="Detach although the mount is in use or bytes cannot be stored. The bytes stay in "
         "the cache directory, and the next mount stores or lists them.")  # fmt: skip
 @option("--timeout", type=DURATION, help="Maximum time for uploads; after it the mount stays, or is detached with "

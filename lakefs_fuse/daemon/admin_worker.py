@@ -101,14 +101,7 @@ COMMANDS = {
         protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False, needs_lake=False
     ),
     "relocate": Command(protocol.RelocateArgs, "admin.commands:run_relocate", probes=True, writes=_is_not_dry),
-    "pack": Command(
-        protocol.PackArgs,
-        "admin.commands:run_pack",
-        probes=True,
-        writes=_is_not_dry,
-        makes_lakes=True,
-        needs_lake=False,
-    ),
+    "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True, writes=_is_not_dry),
     "maintenance": Command(protocol.MaintenanceArgs, "admin.commands:run_maintenance", probes=True),
     "gc": Command(protocol.GcArgs, "admin.commands:run_gc", probes=True, writes=_is_not_dry),
     "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", probes=True, writes=_fsck_writes),

@@ -387,6 +387,23 @@ def test_sources_that_are_none(mounted: list[MountConfig], capsys: pytest.Captur
     assert "source" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["s3://a", ""], "the path is empty"),
+        (["s3://a", "mnt", "--cache-dir", ""], "the path is empty"),
+        (["s3://a", "mnt", "--log-file="], "the path is empty"),
+        (["s3://a", "mnt", "--immutable", "--snapshot", ""], "the name is empty"),
+    ],
+)
+def test_empty_values_as_of_variables_that_are_not_set_are_refused(
+    mounted: list[MountConfig], capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    """They would be the working directory, or the present state."""
+    assert run(["mount", *arguments]) == 2
+    assert (why in capsys.readouterr().err, mounted) == (True, [])
+
+
 def test_a_cache_directory_belongs_to_one_lake(mounted: list[MountConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     for arguments in (["s3://a"], ["s3://a/b"], ["s3://a", "--endpoint-url", "http://x"], ["s3://a", "--profile", "p"]):

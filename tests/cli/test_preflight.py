@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +170,22 @@ def test_cache_directory_in_a_mounted_lake_is_refused(config: MountConfig, host:
     told = message(msgspec.structs.replace(config, cache_dir=f"{tmp_path}/alias/cache"), host)
     assert f"lies in the lake that is mounted at {tmp_path}/outer: choose a --cache-dir on a local disk" in told
     assert list((tmp_path / "outer").iterdir()) == [], "nothing was made there"
+
+
+def test_cache_directory_with_files_of_others_is_refused(config: MountConfig, host: Host, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    shared.chmod(0o1777)
+    (shared / "lost+found").mkdir()
+    of_shared = msgspec.structs.replace(config, cache_dir=str(shared))
+    (shared / "other").touch()
+    assert f"give --cache-dir a directory of its own, such as {shared}/lakefs-fuse" in message(of_shared, host)
+    assert (sorted(os.listdir(shared)), stat.S_IMODE(shared.stat().st_mode)) == (["lost+found", "other"], 0o1777)
+    (shared / "meta").mkdir()  # a cache that something was put into
+    preflight.check(of_shared, host)
+    shutil.rmtree(shared / "meta")
+    (shared / "other").unlink()
+    preflight.check(of_shared, host)  # the root of a disk of its own
 
 
 def test_a_cache_directory_that_cannot_be_made(config: MountConfig, host: Host, tmp_path: Path) -> None:

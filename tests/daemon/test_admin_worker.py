@@ -175,6 +175,7 @@ NEEDING_LAKES: dict[str, msgspec.Struct] = {
     "fsck": protocol.FsckArgs(),
     "gc": protocol.GcArgs(),
     "log": protocol.LogArgs(),
+    "pack": protocol.PackArgs(grace_s=0.0),
     "relocate": protocol.RelocateArgs(),
     "snapshot": protocol.SnapshotArgs(),
     "upgrade": protocol.UpgradeArgs(),

@@ -109,8 +109,9 @@ def describe(data: bytes) -> str:
 
 
 def _may_be_plain(version: Version) -> bool:
-    """It is, or may become, the object at its own key, in place of what is there."""
-    is_new = not any(each.is_certain for each in (version, *version.origins()))  # or stored here first, when it had moved
+    """It is, or may become, the object at its own key, in place of what is there: also where renames had moved it
+    before it was stored."""
+    is_new = not any(each.is_certain for each in (version, *version.origins()))
     return (version.is_plain or is_new) and version.data != DIRECTORY
 
 
