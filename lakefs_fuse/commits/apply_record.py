@@ -607,7 +607,7 @@ class Application:
 
     def _doubt_attributes(self, operation: SetAttr) -> Doubt | None:
         (current,) = self._paths.find_many([operation.path.encode()])
-        if current is None or not self._is_told_before(current) or current.etag == operation.hides:
+        if current is None or not self._is_known_before(current) or current.etag == operation.hides:
             return None
         return Doubt(operation.path, current.etag, "", removed_ns=self._time)
 
@@ -873,32 +873,33 @@ class Application:
         (a plain object at its own key)."""
         current, tombstone = step.current, step.tombstone
         if current is not None:
-            return self._is_at(current, place, step.operation.path) or self._may_follow(
-                current, place, step.operation.path
-            )
+            path = step.operation.path
+            return self._is_at(current, place, path) or self._may_follow(current, place, path)
         unknown = not place.number and (tombstone is None or tombstone.newest < self._stamp)
         return unknown and not (tombstone is not None and tombstone.when_gone(place.etag))
 
     def _may_follow(self, current: Entry, place: Place, path: str) -> bool:
         """The plain object that the operation names is perhaps newer than the one listed here: the next question for
-        the name, which is made to come, tells. Where a commit told of that one, the store was asked for it."""
+        the name, which is made to come, tells. Where a commit told of that one, or changed it, the store was asked."""
         if self._own or place.number or current.place or current.flags & NO_OBJECT:
             return False
-        if current.stamp:
-            return self._is_told_before(current) and self._outdated.get(path) == current.etag
+        if current.stamp or current.flags & Flag.ATTRIBUTED:
+            return self._is_known_before(current) and self._outdated.get(path) == current.etag
         if current.ctime_ns >= self._time + NS:
             return False
         self._tree.forget_listing(self._changes.batch, current.parent)
         return True
 
-    def _is_told_before(self, current: Entry) -> bool:
-        """An earlier commit told of the plain object that is known."""
-        return current.is_plain and 0 < current.stamp < self._stamp
+    def _is_known_before(self, current: Entry) -> bool:
+        """An earlier commit told of the plain object that is known, or changed its attributes."""
+        since = current.stamp or (current.ctime_ns if current.flags & Flag.ATTRIBUTED else 0)
+        return current.is_plain and 0 < since < self._stamp
 
     def _is_replaced(self, current: Entry, before: Place) -> bool:
         """A plain object was replaced in place, of which no commit has to tell: who relocated the one that lay there
         had seen it."""
-        return self._is_told_before(current) and not before.number and current.etag != before.etag
+        is_told = current.is_plain and 0 < current.stamp < self._stamp
+        return is_told and not before.number and current.etag != before.etag
 
     def _set_attributes(self, step: _Step, operation: SetAttr) -> None:
         """The version's own stamp stays: a writer that replaces it without knowing of this wins everywhere."""

@@ -323,6 +323,10 @@ class Committer:
                 self._applier.restamp([(merged([said_change], self.writer, 0), PENDING | sequence)], time)
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves))
 
+    def read_again(self, since: int) -> None:
+        """The next poll applies commits from this time on again. Raises CacheError."""
+        self._applier.commits.forget_after(since - 1)
+
     def withhold(self, path: str, since: int, until: int, newest: int) -> None:
         """The versions of a file that were acknowledged from ``since`` on are superseded. Held changes that came after
         them, up to ``newest``, and name its older bytes do not show these in their place; the rest of them waits for

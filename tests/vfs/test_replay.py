@@ -542,6 +542,47 @@ async def test_a_newer_version_of_somebody_else_is_kept_and_so_is_ours(
         assert (told(m)["replayed"], await m.tree()) == (0, tree)
 
 
+@pytest.mark.parametrize("pack", ["never", "always"])
+@pytest.mark.parametrize("before", [b"", b"before"])
+async def test_extended_attributes_stay_with_the_version_that_they_were_set_on(
+    tmp_path: Path, before: bytes, pack: str
+) -> None:
+    """Both versions of a name are kept: each has its own, on all nodes."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+
+    async def shown(m: Lake, name: str) -> dict[str, bytes]:
+        inode = (await m.found(name)).inode
+        return {each: m.fs.xattr(inode, each) for each in m.fs.xattr_names(inode)}
+
+    async with lake(store, tmp_path / "theirs", pack=pack) as theirs:
+        async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+            if before:
+                await m.write("file", before)
+                await m.fs.make_durable()
+            outage.away = True
+            await (rewrite(m, "file", b"ours!!") if before else m.write("file", b"ours!!"))
+            await m.fs.set_xattr((await m.found("file")).inode, "user.ours", b"1")
+            dead = die(tmp_path / "cache", tmp_path / "dead")
+        outage.away = False
+        store.hook = lambda _request, _when: None
+        await theirs.poll()
+        await (rewrite(theirs, "file", b"theirs") if before else theirs.write("file", b"theirs"))
+        await theirs.fs.set_xattr((await theirs.found("file")).inode, "user.theirs", b"2")
+        await theirs.sync()
+        async with (
+            writing_back(store, dead, pack=pack) as m,
+            lake(store, tmp_path / "fresh", pack=pack) as fresh,
+        ):
+            await m.fs.make_durable()
+            for each in (m, theirs, fresh):
+                await each.poll()
+                (beside,) = [name for name in await each.names() if name != "file"]
+                assert await each.tree() == {"file": b"theirs", beside: b"ours!!"}
+                assert await shown(each, "file") == {"user.theirs": b"2"}
+                assert await shown(each, beside) == {"user.ours": b"1"}
+
+
 async def test_a_name_that_somebody_else_replaced_and_then_removed_is_free_for_ours(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     outage = Outage(store, away=False)

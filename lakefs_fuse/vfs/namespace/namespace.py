@@ -788,7 +788,7 @@ class Namespace:
     def renew_inode(self, entry: Entry) -> None:
         """Give the version that a name has now an inode of its own: the kernel keeps the size that it knows of one.
         Raises CacheError."""
-        xattrs = self.tree.xattrs(entry.inode)
+        xattrs = self.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
         batch = Batch()
         renewed = self.tree.renew_inode(batch, entry)
         if xattrs:

@@ -353,7 +353,7 @@ class ObjectWriter:
         is_removed = entry is not None and self._ns.is_removed(entry)
         if entry is None or extent is None or extent.version != draft.packed.version:
             if extent is not None and entry is not None and not is_removed:  # another node's version is newer
-                self._ns.renew_inode(entry)
+                self.leave_to_others(entry)
                 row = None
             entry = msgspec.structs.replace(file.entry, size=draft.packed.size, flags=file.entry.flags & ~Flag.LOCAL)
             extent = draft.packed
@@ -552,6 +552,19 @@ class ObjectWriter:
         self._enqueue_location(path, entry, path, dated_s=self._date_again(meta, dated_s))
 
     # -- what is left behind
+
+    def read_again(self, since: int) -> None:
+        """As `Committer.read_again`."""
+        self._committer.read_again(since)
+
+    def leave_to_others(self, row: Entry) -> None:
+        """A name goes on as another client's version, with an inode of its own. Its extended attributes may be those
+        that were set here, for the version of this node: the commits that have others are applied again. Raises
+        CacheError."""
+        since = row.stamp or (row.ctime_ns if row.flags & Flag.ATTRIBUTED else 0)
+        if row.flags & Flag.XATTRS and 0 < since < PENDING:
+            self.read_again(since)
+        self._ns.renew_inode(msgspec.structs.replace(row, flags=row.flags & ~Flag.XATTRS))
 
     def _retire(self, before: ObjectRow | None, stored: StoredVersion) -> StoredVersion:
         """The object of the version before is superseded, unless it was replaced in place."""

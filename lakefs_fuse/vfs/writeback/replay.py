@@ -253,7 +253,7 @@ class Replay:
                 if file.draft is not None or file.behind or (extent is not None and is_ours(extent.version)):
                     self._files.updated(row)
                 else:
-                    self._ns.renew_inode(row)
+                    self._writer.leave_to_others(row)
         self._writeback.end(draft)
         await draft.discard()
         if draft.error is not None:
@@ -277,20 +277,25 @@ class Replay:
         old, name = file.key, (kept + suffix).encode()
         parent = file.entry.parent
         row = self._ns.tree.entry(file.entry.inode)
+        xattrs = file.late_xattrs
+        if xattrs is None:
+            xattrs = self._ns.tree.xattrs(file.entry.inode) if file.entry.flags & Flag.XATTRS else {}
         self._ns.changing(parent, file.entry.name)
         self._ns.changing(parent, name)
         batch = Batch()
         gone = row if row is not None and (row.is_local or self._ns.is_removed(row)) else None
-        if gone is not None:
+        if gone is not None:  # what commits said of the other version did not count here
+            self._writer.read_again(draft.created_ns)
             self._ns.tree.detach(batch, gone)
         elif row is not None:
-            self._ns.renew_inode(row)
+            self._writer.leave_to_others(row)
         self._ns.tree.forget_listing(batch, parent)
-        mine = self._ns.tree.attach(batch, _anew(file.entry), parent, name, before=gone)
+        entry = _with_xattrs(_anew(file.entry), xattrs)
+        mine = self._ns.tree.attach(batch, entry, parent, name, before=gone)
+        self._ns.tree.set_xattrs(batch, mine.inode, xattrs)
         for each in file.versions:
-            each.entry = msgspec.structs.replace(
-                _anew(each.entry), parent=mine.parent, cookie=mine.cookie, name=mine.name
-            )
+            anew = _with_xattrs(_anew(each.entry), xattrs)
+            each.entry = msgspec.structs.replace(anew, parent=mine.parent, cookie=mine.cookie, name=mine.name)
             if each.draft is not None:
                 each.draft.target.replaces, each.draft.target.if_absent = "", False
             if each is not file:
@@ -305,6 +310,11 @@ class Replay:
             old,
             file.key,
         )
+
+
+def _with_xattrs(entry: Entry, xattrs: Mapping[str, bytes]) -> Entry:
+    """The flag of the attributes, which are in a row of their own."""
+    return msgspec.structs.replace(entry, flags=(entry.flags & ~Flag.XATTRS) | (Flag.XATTRS if xattrs else 0))
 
 
 def _anew(entry: Entry) -> Entry:
