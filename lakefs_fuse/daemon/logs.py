@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,21 @@ class PrivateRotatingFile(_PrivateFile, logging.handlers.RotatingFileHandler):
 
 
 class PrivateWatchedFile(_PrivateFile, logging.handlers.WatchedFileHandler):
-    """A log that another process rotates: opened again when that has moved it away."""
+    """A log that another process rotates: opened again when that has moved it away. Where it cannot be opened, as
+    without its directory, records are lost, and the next one tries again."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
 
 
-def open_logs(config: MountConfig) -> None:
-    """Log to the log file, and in the foreground to standard error. Raises MountError."""
+def open_logs(config: MountConfig, *, is_restart: bool = False) -> None:
+    """Log to the log file, and in the foreground to standard error. A restarted daemon goes on without a log file that
+    cannot be opened. Raises MountError."""
     _open_root(
         config,
         lambda path: PrivateRotatingFile(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=False),
+        is_required=not is_restart,
     )
     # At DEBUG these log requests with their headers.
     for name in ("boto3", "botocore", "s3transfer", "urllib3"):
@@ -90,14 +98,15 @@ def open_supervisor_log(config: MountConfig) -> None:
     _open_root(config, PrivateWatchedFile)
 
 
-def _open_root(config: MountConfig, open_file: Callable[[str], logging.Handler]) -> None:
+def _open_root(config: MountConfig, open_file: Callable[[str], logging.Handler], *, is_required: bool = True) -> None:
     handlers: list[logging.Handler] = []
     if config.log_file is not None:
         try:
             Path(config.log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             handlers.append(open_file(config.log_file))
         except OSError as error:
-            raise MountError(f"log file {config.log_file} cannot be written to: {error.strerror}") from error
+            if is_required:
+                raise MountError(f"log file {config.log_file} cannot be written to: {error.strerror}") from error
     if config.foreground or not handlers:
         handlers.append(logging.StreamHandler(sys.stderr))
     for handler in handlers:

@@ -339,7 +339,7 @@ def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness, Succession
         config = read_config(sys.stdin.buffer)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
-        open_logs(config)
+        open_logs(config, is_restart=options.restarts > 0)
         raise_file_limit()
         bound_malloc()
         log.info("lakefs-fuse %s, pid %d: %s at %s", __version__, os.getpid(), config.store.source, config.mountpoint)

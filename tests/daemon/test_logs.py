@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from lakefs_fuse.daemon import logs
+from lakefs_fuse.errors import MountError
 from tests.control.fakes import mount_config
 
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
@@ -85,3 +86,18 @@ def test_the_log_is_private_and_bounded(log_file: Path) -> None:
     assert len(files) == 1 + logs.LOG_FILES_KEPT
     assert all(file.stat().st_size <= 1000 and stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
     assert "line 199" in log_file.read_text()
+
+
+def test_restarted_daemon_goes_on_without_a_log_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    config = msgspec.structs.replace(mount_config("/mnt/lake"), log_file=str(tmp_path / "log"))
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        with pytest.raises(MountError, match="cannot be written to"):
+            logs.open_logs(config)
+        logs.open_logs(config, is_restart=True)
+        assert [type(handler) for handler in root.handlers] == [logging.StreamHandler]
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -301,6 +301,17 @@ def test_the_log_is_private_and_follows_rotation(supervise: Callable[[str], Supe
     assert log.stat().st_mode & 0o777 == 0o600
 
 
+def test_supervisor_goes_on_without_its_log(supervise: Callable[[str], Supervised]) -> None:
+    """The directory is gone, and a file is in its place, when there is something to say."""
+    supervised = supervise("killed refused refused unmounted")
+    supervised.wait_for("starting it again in 2 s")
+    directory = supervised.directory
+    (directory / "log").unlink()
+    (directory / "log").mkdir()  # cannot be opened
+    assert supervised.wait() == 0
+    assert len(supervised.lives()) == 4
+
+
 def test_one_supervisor_for_a_mountpoint(
     supervise: Callable[[str], Supervised], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
