@@ -151,7 +151,7 @@ lake_option = option(
     metavar="SOURCE",
     group=GROUP,
     help="SOURCE of the lake as it is mounted. Set it where PATH is a URL below several lakes.  "
-    "[default: the nearest directory at or above PATH that has commits, else PATH itself]",
+    "[default: the nearest directory at or above PATH that has commits, or else a lake record]",
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON with stable names, for scripts.")
 dry_run_option = option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")

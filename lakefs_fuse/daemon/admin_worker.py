@@ -174,7 +174,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             raise ConfigError(NO_LAKE.format(source=config.source))
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
-        becomes_lake = command.makes_lakes and not found.exists and _is_below_others(config.source)
+        becomes_lake = command.makes_lakes and not found.is_recorded and _is_below_others(config.source)
     transport = ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max)
     writes, metrics, limit = command.writes(args), Metrics(), request.upload_bytes_s_max
     async with connect_lake(

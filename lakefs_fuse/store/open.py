@@ -1,8 +1,9 @@
 """Opening a store from its configuration, and finding the lake that a place in it belongs to.
 
-The root of a lake is the nearest place, at or above the one given, that has commits, indexes or snapshots. Only the
-kind of store that is asked for is imported: boto3 alone takes as long as a mount of a directory. Errors say what to do.
-Blocking; called once, before anything is served.
+The root of a lake is the nearest place, at or above the one given, that has commits, indexes or snapshots; else the
+nearest that has a lake record, as where a mount has committed nothing yet. Only the kind of store that is asked for is
+imported: boto3 alone takes as long as a mount of a directory. Errors say what to do. Blocking; called once, before
+anything is served.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def open_store(config: StoreConfig, node: Node, limiter: RateLimiter | None = No
 @dataclass(frozen=True, slots=True)
 class FoundLake:
     """The lake that a place is in, or without one the place itself; ``path`` is that of the place in it. ``exists``: it
-    has commits; ``is_recorded``: the place has a lake record at least, as where a mount has committed nothing yet."""
+    has commits; ``is_recorded``: it has a lake record at least."""
 
     store: StoreConfig
     path: str
@@ -54,14 +55,15 @@ class FoundLake:
 def search_lake(place: StoreConfig, node: Node) -> FoundLake:
     """The lake that a place is in; one LIST for each level. Where the bucket is in another region, that is asked from
     the second level on, and is in the answer. Raises StoreError, ConfigError."""
-    region, is_recorded = place.region, False
+    region, recorded = place.region, None
     for candidate, path in _candidates(place):
         config = structs.replace(candidate, region=region)
         found, region = _reserved_names(config, node, is_place=not path)
         if not found.isdisjoint(LAKE_DIRECTORIES):
             return FoundLake(structs.replace(config, region=region), path, exists=True, is_recorded=True)
-        is_recorded |= not path and RECORD in found
-    return FoundLake(structs.replace(place, region=region), "", exists=False, is_recorded=is_recorded)
+        if recorded is None and RECORD in found:
+            recorded = FoundLake(structs.replace(config, region=region), path, exists=False, is_recorded=True)
+    return recorded or FoundLake(structs.replace(place, region=region), "", exists=False)
 
 
 def require_root(store: ObjectStore, place: StoreConfig, node: Node) -> None:

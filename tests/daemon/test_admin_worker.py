@@ -104,14 +104,20 @@ def test_directory_of_a_lake_cannot_be_mounted_as_one(
         places.require_root(store, beside, node)
 
 
-def test_a_prefix_with_a_lake_record_is_recorded(moto: Server, new_bucket: Callable[[Server], str]) -> None:
+def test_lake_in_which_nothing_is_committed_is_found_by_its_record(
+    moto: Server, new_bucket: Callable[[Server], str]
+) -> None:
+    """Commands would make a second lake below it, of which its mounts show nothing."""
     place = s3_config(moto, f"{new_bucket(moto)}/one")
     assert not places.search_lake(place, Node.of_this_machine()).is_recorded
     store = open_store(place, Node.of_this_machine())
     store.put(KEY, b"x")
     store.close()
     found = places.search_lake(place, Node.of_this_machine())
-    assert (found.exists, found.is_recorded) == (False, True)
+    assert (found.exists, found.is_recorded, found.path) == (False, True, "")
+    below = s3_config(moto, f"{place.source.bucket}/one/data/in")
+    found = places.search_lake(below, Node.of_this_machine())
+    assert (found.store, found.exists, found.is_recorded, found.path) == (place, False, True, "data/in")
 
 
 def test_a_prefix_lies_in_the_nearest_lake_above_it(moto: Server, new_bucket: Callable[[Server], str]) -> None:
