@@ -8,9 +8,11 @@ arguments, 1 for a failure. *Light start*: no command loads a library that only 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import click
 
@@ -42,6 +44,7 @@ MODULES = {
     "wait": "daemon_commands",
 }
 """The module that defines each command, under the name of the command."""
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 _NO_ARGUMENTS: type[click.UsageError] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
@@ -103,6 +106,12 @@ def answer_errors(call: Callable[[], object]) -> int:
         # The reader closed the pipe, as in `stats | head`.
         sys.stderr.close()
         return EXIT_FAILURE
+    except OSError as error:
+        if error.errno not in _DISK_FULL or error.filename is not None:
+            raise
+        with suppress(OSError):
+            sys.stdout.close()  # or what is left to write would fail once more at the end
+        return _fail(f"the output cannot be written: {error.strerror}", EXIT_FAILURE)
     return code if isinstance(code, int) else 0
 
 

@@ -22,6 +22,7 @@ from lakefs_fuse.errors import ConfigError
 
 ALL = -1
 REFRESH_S_MIN = 0.1
+_COUNT_DIGITS_MAX = 9
 
 
 def parse_count(text: str) -> int:
@@ -30,6 +31,8 @@ def parse_count(text: str) -> int:
         return ALL
     if not text.isdecimal() or not text.isascii():
         raise ConfigError(f"{text!r} is not a number of lines: expected for example 50, or all")
+    if len(text) > _COUNT_DIGITS_MAX:
+        raise ConfigError(f"more than {_COUNT_DIGITS_MAX} digits: expected for example 50, or all")
     return int(text)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import nullcontext
 
 import click
 
@@ -39,17 +41,23 @@ def stats(mountpoint: str, as_json: bool, watch: bool, interval: float) -> None:
 
 
 def _watch(mountpoint: str, interval_s: float) -> None:
-    """Print until Ctrl-C. Raises LakeError when the daemon ends."""
+    """Print until Ctrl-C; where that is no terminal, the tables one after another. Raises LakeError when the daemon
+    ends."""
     from rich.live import Live
 
     from lakefs_fuse.cli.stats_tables import render
 
+    is_terminal = sys.stdout.isatty()
     try:
-        with open_daemon(mountpoint) as client, Live(auto_refresh=False) as live:
+        with open_daemon(mountpoint) as client, Live(auto_refresh=False) if is_terminal else nullcontext() as live:
             before: dict[str, object] | None = None
             while True:
                 values = client.statistics()
-                live.update(render(values, before, interval_s), refresh=True)
+                if live is None:
+                    print_tables(render(values, before, interval_s))
+                    sys.stdout.flush()
+                else:
+                    live.update(render(values, before, interval_s), refresh=True)
                 before = values
                 time.sleep(interval_s)
     except KeyboardInterrupt:

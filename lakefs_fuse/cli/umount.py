@@ -46,8 +46,8 @@ def umount(mountpoint: str, lazy: bool, timeout: float | None) -> None:
     """Store everything, then unmount.
 
     If something cannot be stored, the files and the reasons are printed, and the mount stays. A dead mount, whose
-    daemon died, is detached. If the daemon is being restarted, the command waits up to 15 s for it; after that it
-    unmounts and ends with exit code 1.
+    daemon died, is detached, with exit code 1 unless --lazy is given: bytes may be in the cache directory only. If the
+    daemon is being restarted, the command waits up to 15 s for it before.
     """
     point = real_mountpoint(mountpoint)
     mounted = mount_at(point)
@@ -66,7 +66,7 @@ def umount(mountpoint: str, lazy: bool, timeout: float | None) -> None:
                 end_between_lives(point, supervisor, lazy=lazy)
                 return
         if client is None:
-            clear_dead_mount(point, mounted)
+            clear_dead_mount(point, mounted, lazy=lazy)
             return
         stack.enter_context(client)
         if unmount_served(client, point, mounted, lazy=lazy, deadline_s=deadline_s) and supervisor is not None:
@@ -163,8 +163,9 @@ def wait_end(ending: Iterator[protocol.Reply], point: str, deadline_s: float) ->
         raise LakeError("\n".join([f"{reply.message}; the bytes stay in staging:", *describe_files(reply.files)]))
 
 
-def clear_dead_mount(point: str, mounted: Mount | None) -> None:
-    """Detach the mount of a dead daemon. Raises LakeError for any other mount."""
+def clear_dead_mount(point: str, mounted: Mount | None, *, lazy: bool) -> None:
+    """Detach the mount of a dead daemon. Raises LakeError for any other mount; unless ``lazy``, then as well, because
+    bytes may be left in staging."""
     if mounted is None:
         raise LakeError(f"nothing is mounted at {point}: name the directory of a mount")
     if not mounted.is_fuse or not is_dead(point):
@@ -173,8 +174,10 @@ def clear_dead_mount(point: str, mounted: Mount | None) -> None:
     detach(point, lazy=True)
     for socket in client_socket_paths(point, mounted.owner):
         socket.unlink(missing_ok=True)
-    click.echo(
-        f"lakefs-fuse: the daemon of {point} had died, and the mount is detached. "
-        "Bytes that are not in the store are in the cache directory: mount again to store or list them",
-        err=True,
+    message = (
+        f"the daemon of {point} had died, and the mount is detached. Bytes that are not in the store are in the cache "
+        "directory: mount again to store or list them"
     )
+    if not lazy:
+        raise LakeError(message)
+    click.echo(f"lakefs-fuse: {message}", err=True)
