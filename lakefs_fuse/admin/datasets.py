@@ -109,9 +109,9 @@ async def _list(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
         if each.manifest is None:
             work.note(f"{each.name} cannot be read: {each.why}")
     lines = [_line_of(name, manifest) for name, manifest in readable]
-    return work.finished(
-        {"datasets": found}, "\n".join(lines) or "there are no datasets", failed=len(found) < len(there)
-    )
+    nothing = f"there is no dataset {wanted}: `lakefs-fuse dataset ls` without it lists all" if wanted else ""
+    text = "\n".join(lines) or nothing or "there are no datasets"
+    return work.finished({"datasets": found}, text, failed=len(found) < len(there))
 
 
 def _line_of(name: DatasetName, manifest: Manifest) -> str:

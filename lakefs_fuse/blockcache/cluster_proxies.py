@@ -87,9 +87,11 @@ class ClusterProxies:
             answer = await self._unless_silent(url, ask)
         except KeyRefused:  # nothing was sent
             return None
-        except StoreError as error:
+        except Exception as error:  # or what this machine lacks, such as a thread: the store may be asked
             self._metrics.requests += 1
             self._metrics.failures += 1
+            if not isinstance(error, StoreError):
+                error = Unavailable(repr(error))
             self._learn_failure(url, version, block, error, is_trial=is_trial)
             return None
         if answer is None:

@@ -329,7 +329,7 @@ class ControlServer:
                 return await cache.warm_paths(paths, progress, bytes_s_max=rate, partial=partial, background=background)
 
     async def _clone(self, stream: trio.SocketStream, request: protocol.Clone) -> None:
-        """A client that disconnects cancels it, and nothing is copied."""
+        """A client that disconnects cancels it: nothing is copied, unless the commit is being sent."""
 
         async def work() -> protocol.Reply:
             await self._fs.clone(request.source.strip("/"), request.target.strip("/"), force=request.force)

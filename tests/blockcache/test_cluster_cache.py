@@ -270,6 +270,13 @@ async def test_cluster_proxy_that_fails_with_one_object_is_tried_with_another(mo
             await trio.sleep(0.01)
 
 
+async def test_cluster_proxy_that_cannot_be_asked_for_want_of_a_thread_leaves_the_store() -> None:
+    async with cluster() as made:
+        made.proxy.fail = RuntimeError("can't start new thread")
+        assert await made.proxies.get(made.plain, 0) is None
+        assert made.metrics.failures == 1
+
+
 @pytest.mark.parametrize("error", [StoreError("400 KMS.DisabledException"), KeyRefused("a//b")], ids=str)
 async def test_cluster_proxies_are_not_blamed_for_one_object(error: StoreError) -> None:
     async with cluster() as made:

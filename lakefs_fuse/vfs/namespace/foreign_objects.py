@@ -55,12 +55,16 @@ class ForeignObjects:
         self._deletions = deletions
         self._waiting: dict[int, tuple[str, Entry]] = {}
         """Paths and rows by inode."""
-        self._is_running = False
+        self._is_running = self._is_full = False
 
     def add(self, entry: Entry) -> None:
         """An object that counts in place of bytes elsewhere. It is committed later, if it is foreign or this node's."""
         if len(self._waiting) >= WAITING_MAX:
-            log.warning("%s was replaced by another program, which is not committed", os.fsdecode(entry.name))
+            if not self._is_full:
+                log.warning(
+                    "%s and others were replaced by another program, which is not committed", os.fsdecode(entry.name)
+                )
+            self._is_full = True
             return
         self._waiting[entry.inode] = self._ns.key(entry), entry
         if not self._is_running:
@@ -129,7 +133,7 @@ class ForeignObjects:
         except Exception:
             log.exception("objects of other programs are not committed")
         finally:
-            self._is_running = False
+            self._is_running = self._is_full = False
 
     async def _commit(self, batch: dict[int, tuple[str, Entry]]) -> None:
         found: dict[int, ObjectMeta | None] = {}

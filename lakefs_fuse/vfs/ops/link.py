@@ -17,13 +17,14 @@ from __future__ import annotations
 import errno
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import trio
 
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.errors import FileError, Overtaken, PreconditionFailed, Superseded
+from lakefs_fuse.errors import FileError, LakeError, Overtaken, PreconditionFailed, Superseded
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.meta.tree_events import TreeEvents
@@ -170,7 +171,8 @@ class Links:
             await self._writer.record_link(path, entry, meta, self._client)
         except FileError as error:
             if error.errno == errno.EEXIST:  # its caller is about to read what is there
-                await self._ns.lookup(parent, name, ask=True)
+                with suppress(LakeError):
+                    await self._ns.lookup(parent, name, ask=True)
                 self._ns.announce_name(parent, name)
             raise
         finally:
