@@ -160,10 +160,10 @@ def relocate(path: str, lake: str | None, dry_run: bool, as_json: bool, **option
 
 @click.command("snapshot", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("source", SOURCE_HELP)
-@option("--name", metavar="NAME", default="", help="Keep the state under this name for `mount --immutable --snapshot`, "
+@option("--name", metavar="NAME", help="Keep the state under this name for `mount --immutable --snapshot`, "
         "until it is deleted, and write no index.")  # fmt: skip
 @option("--list", "list_all", is_flag=True, help="List the named snapshots, and do nothing else.")
-@option("--delete", metavar="NAME", default="", help="Delete a named snapshot, and do nothing else.")
+@option("--delete", metavar="NAME", help="Delete a named snapshot, and do nothing else.")
 @option("--cache-dir", type=LocalPath(file_okay=False), metavar="DIR", help="Directory with metadata that is kept for "
         "the next run. Set it to list less; it must not be in use by a mount.  [default: a temporary one]")  # fmt: skip
 @option("--accept-loss", is_flag=True, help="Where names are missing because the index that had them is lost, write "
@@ -173,9 +173,9 @@ def relocate(path: str, lake: str | None, dry_run: bool, as_json: bool, **option
 def snapshot(
     source: str,
     cache_dir: str | None,
-    name: str,
+    name: str | None,
     list_all: bool,
-    delete: str,
+    delete: str | None,
     accept_loss: bool,
     as_json: bool,
     **options: Any,
@@ -190,12 +190,16 @@ def snapshot(
     later is missing from it. If SOURCE is in a mount, everything written in that mount is stored first, as by
     `lakefs-fuse flush`. Exit code 75 while another command changes the lake.
     """
+    if "" in (name, delete):
+        raise ConfigError("the name of the snapshot is empty")
     if sum(map(bool, (name, list_all, delete))) > 1:
         raise ConfigError("--name, --list and --delete exclude each other: give one of them")
     if accept_loss and (name or list_all or delete):
         raise ConfigError("--accept-loss writes an index: leave out --name, --list and --delete")
     cache_dir = absolute(cache_dir)
-    args = SnapshotArgs(cache_dir=cache_dir, name=name, delete=delete, list=list_all, accept_loss=accept_loss)
+    args = SnapshotArgs(
+        cache_dir=cache_dir, name=name or "", delete=delete or "", list=list_all, accept_loss=accept_loss
+    )
     place = _find_whole_lake(source, options)
     if place.mountpoint and name:
         require_stored(place.mountpoint, "no snapshot was made")

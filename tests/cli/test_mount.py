@@ -404,6 +404,12 @@ def test_empty_values_as_of_variables_that_are_not_set_are_refused(
     assert (why in capsys.readouterr().err, mounted) == (True, [])
 
 
+@pytest.mark.parametrize("option", ["--name", "--delete"])
+def test_snapshot_without_a_name_is_refused(option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["snapshot", f"file://{tmp_path}", option, ""]) == 2
+    assert "the name of the snapshot is empty" in capsys.readouterr().err
+
+
 def test_a_cache_directory_belongs_to_one_lake(mounted: list[MountConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     for arguments in (["s3://a"], ["s3://a/b"], ["s3://a", "--endpoint-url", "http://x"], ["s3://a", "--profile", "p"]):
