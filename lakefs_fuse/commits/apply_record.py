@@ -123,8 +123,8 @@ class _Changes(msgspec.Struct):
     relocated: list[Relocated] = []
     names: list[tuple[int, bytes]] = []
     """Names that the kernel may remember wrongly."""
-    left: dict[int, None] = {}
-    """Directories in which there is a name less."""
+    directories: dict[int, None] = {}
+    """Those in which names come or go."""
 
 
 class Application:
@@ -171,6 +171,9 @@ class Application:
             self._carried = yield from carry_over(self._paths, self._record, self._stamp, names_max, own=self._own)
             if self._carried.directories:
                 self._watcher.moved()
+        for above in () if self._own else {path.rpartition("/")[0] for pair in self._record.moves for path in pair}:
+            if (directory := self._directory(above)) is not None:
+                self._changes.directories[directory] = None
         said: Counter[str] = Counter()
         yield from self._count(said, operations_max)
         to_come = said.copy()
@@ -286,6 +289,8 @@ class Application:
             self._tree.update_files(changes.batch, changes.files)
         if changes.tombstones:
             self._tree.tombstones.write(changes.batch, changes.tombstones)
+        if not self._own:
+            self._paths.touch(changes.batch, changes.directories, self._time)
         self._paths.database.commit(changes.batch)
         in_use = self._watcher.in_use
         if updated := [entry for entry in changes.updated if entry.inode in in_use]:
@@ -296,7 +301,7 @@ class Application:
             self._watcher.changing(file.entry.parent, file.entry.name)
         for parent, name in changes.names:
             self._paths.notify(parent, name)
-        for directory in changes.left:
+        for directory in changes.directories:
             self._paths.prune(directory)
 
     # -- where bytes are
@@ -527,7 +532,7 @@ class Application:
         if not self._paths.keeps(current):
             self._tree.remove(self._changes.batch, current)
         self._changes.names.append((current.parent, current.name))
-        self._changes.left[current.parent] = None
+        self._changes.directories[current.parent] = None
 
     def _note_won(self, step: _Step, place: Place, hides: str, *, is_again: bool) -> None:
         """The operation says what the name is from now on. A tombstone stays for what is gone: a file elsewhere stands
@@ -696,21 +701,9 @@ class Application:
         )  # fmt: skip
 
     def _set_file(
-        self,
-        step: _Step,
-        place: Place,
-        hides: str,
-        flags: int,
-        *,
-        size: int,
-        mode: int,
-        uid: int,
-        gid: int,
-        mtime_ns: int,
-        xattrs: dict[str, bytes],
-        target: bytes = b"",
-        stamp: int | None = None,
-    ) -> None:
+        self, step: _Step, place: Place, hides: str, flags: int, *, size: int, mode: int, uid: int, gid: int,
+        mtime_ns: int, xattrs: dict[str, bytes], target: bytes = b"", stamp: int | None = None,
+    ) -> None:  # fmt: skip
         """``stamp`` is the record's where not given."""
         current, parent, batch = step.current, step.parent, self._changes.batch
         if self._is_older(step, hides):
@@ -731,6 +724,7 @@ class Application:
             size, mtime_ns, self._time, place.etag, self._stamp if stamp is None else stamp, place.number, place.offset,
         )  # fmt: skip
         if current is None:
+            self._changes.directories[parent] = None
             entry = self._tree.insert_entry(batch, entry)
         else:
             entry = self._replace(current, entry, place, step.operation.path, target)
@@ -796,7 +790,7 @@ class Application:
             self._paths.show_file(self._changes.batch, current)
             self._paths.forget_paths()
             self._changes.names.append((current.parent, current.name))
-            self._changes.left[current.parent] = None
+            self._changes.directories[current.parent] = None
         else:
             self._uncover(step, current)
             self._drop(current)
@@ -854,6 +848,7 @@ class Application:
         }  # fmt: skip
         self._changes.tombstones[step.raw] = None
         if current is None:
+            self._changes.directories[parent] = None
             entry = self._paths.insert_directory(batch, parent, operation.path, flags, step.other, **attributes)
         else:
             flags |= current.flags & (Flag.MARKER | Flag.LISTED)

@@ -76,6 +76,9 @@ class Watcher:
     def moved(self) -> None:
         """Directories moved: paths of files in use may be others."""
 
+    def root_changed(self) -> None:
+        """Names come or go in the root, which has no row."""
+
 
 class PathTree:
     """See the module's head."""
@@ -192,6 +195,18 @@ class PathTree:
             found.append(path)
             path = path.rpartition("/")[0]
         return found
+
+    def touch(self, batch: Batch, directories: Iterable[int], time: int) -> None:
+        """Names came or went at this ``time``: the times of the directories move, unless the same commit, or a
+        later one, has set them."""
+        for inode in directories:
+            if inode == ROOT_INODE:
+                self.watcher.root_changed()
+                continue
+            entry = self.tree.entry(inode)
+            is_earlier = entry is not None and max(entry.mtime_ns, entry.stamp) < time
+            if entry is not None and is_earlier and not self.tree.is_in_batch(batch, entry):
+                self.tree.update(batch, msgspec.structs.replace(entry, mtime_ns=time, ctime_ns=time))
 
     def notify(self, parent: int, name: bytes) -> None:
         """A name is something else now."""

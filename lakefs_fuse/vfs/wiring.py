@@ -25,7 +25,7 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.hint_channel import HintChannel
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics, ReadMetrics
 from lakefs_fuse.path_rules import Rules
@@ -117,6 +117,9 @@ class FilesWatcher(Watcher):
 
     def moved(self) -> None:
         self._files.moved()
+
+    def root_changed(self) -> None:
+        self._namespace.touch(ROOT_INODE)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.vfs.namespace import outdated_names
 from tests.memory_store import Failures, MemoryStore, Pause
 from tests.vfs.lakes import NEVER_S, TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import rewrite
+
+SET_NS = 5_000_000_000
 
 
 def commits_of(store: MemoryStore) -> list[str]:
@@ -351,3 +355,39 @@ async def test_directory_whose_last_names_two_nodes_move_away_goes_on_both(tmp_p
         assert await one.tree() == await two.tree() == {"a": b"a", "b": b"b"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"a": b"a", "b": b"b"}
+
+
+async def test_directory_has_another_mtime_when_another_node_adds_or_removes_a_name(tmp_path: Path) -> None:
+    """As programs that watch a directory expect, such as Python's finders of modules. What is written in place is no
+    such change, and an mtime that was set stays until the next one."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        for path in "de":
+            await one.mkdir(path)
+        await one.write("d/a", b"a")
+        await one.sync()
+        await two.poll()
+
+        async def moved(change: Callable[[], Awaitable[object]]) -> str:
+            """The directories whose mtime on the other node is that of the change or later."""
+            clock.advance(10)
+            now_ns = clock.wall_ns()
+            await change()
+            await one.sync()
+            await two.poll()
+            return "".join([path for path in "de" if (await two.found(path)).mtime_ns >= now_ns])
+
+        async def write_and_set() -> None:
+            await one.write("d/c", b"c")
+            await one.setattr("d", mtime_ns=SET_NS)
+
+        assert await moved(lambda: one.write("d/b", b"b")) == "d"
+        assert await moved(lambda: rewrite(one, "d/b", b"c")) == ""
+        assert await moved(lambda: one.rename("d/b", "e/b")) == "de"
+        assert await moved(lambda: one.unlink("e/b")) == "e"
+        assert await moved(write_and_set) == ""
+        assert (await two.found("d")).mtime_ns == SET_NS
+        assert await moved(lambda: one.mkdir("d/f")) == "d"
+        known = [(await two.found(path)).mtime_ns for path in "de"]
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert [(await fresh.found(path)).mtime_ns for path in "de"] == known
