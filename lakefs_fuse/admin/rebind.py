@@ -45,11 +45,12 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow, is_pack_key
 from lakefs_fuse.meta.tree import Tree
-from lakefs_fuse.product import PLACEHOLDER, RESERVED_PREFIX
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.namespace.attributes import learn
+from lakefs_fuse.vfs.namespace.key_mapping import path_of_key
 
 OBJECTS_MAX = 100_000
 """Changed objects in memory, some 300 bytes each; for each group of this many all names are read once."""
@@ -355,11 +356,10 @@ class Rebinder:
 
     async def _hide_removed(self, meta: ObjectMeta) -> None:
         """Remove a name again whose object, or marker, would show."""
-        parent, _, last = meta.key.rpartition("/")
-        is_marker = last in ("", PLACEHOLDER) and bool(parent)
-        path = parent if is_marker else meta.key
-        raw = path.encode("utf-8", "surrogatepass") + (b"/" if is_marker else b"")
-        tombstone = self._lake.tree.tombstones.get(raw)
+        path = path_of_key(meta.key)
+        is_marker = path.endswith("/")
+        tombstone = self._lake.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+        path = path.removesuffix("/")
         if tombstone is None or (is_marker and self._lake.find(path, b"/") is not None):
             return
         if is_marker:

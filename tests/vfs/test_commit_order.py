@@ -98,3 +98,12 @@ async def test_names_are_listed_though_commits_cannot_be(tmp_path: Path) -> None
         assert await two.names("versions") == ["0", "1"]
         assert isinstance(store.hook, Failures)
         assert store.hook.left < 1000, "it was tried"
+
+
+async def test_new_object_whose_name_ends_as_a_marker_costs_a_poll(tmp_path: Path) -> None:
+    store = a_table()
+    async with two_lakes(store, tmp_path) as (_, two):
+        store.give("versions/1.lakefs-directory", b"x")
+        before = len(store.requests)
+        assert "1.lakefs-directory" in await two.names("versions")
+        assert polls(store, before) == 1

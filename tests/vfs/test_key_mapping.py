@@ -17,6 +17,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
     checked_key,
     checked_name,
     is_reserved,
+    path_of_key,
     why_hidden,
 )
 
@@ -45,6 +46,21 @@ def test_reserved_names() -> None:
     assert is_reserved(ROOT_INODE, ".lakefs")
     assert not is_reserved(5, ".lakefs")
     assert is_reserved(5, PLACEHOLDER)
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("d/f", "d/f"),
+        ("d/", "d/"),
+        (f"d/{PLACEHOLDER}", "d/"),
+        (PLACEHOLDER, ""),
+        (f"d/notes{PLACEHOLDER}", f"d/notes{PLACEHOLDER}"),
+        (f"{PLACEHOLDER}/f", f"{PLACEHOLDER}/f"),
+    ],
+)
+def test_path_of_key_of_a_marker_is_that_of_its_directory(key: str, path: str) -> None:
+    assert path_of_key(key) == path
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.vfs.namespace.subtree_listing import KEYS_MAX
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, RENAME_NOREPLACE, TTL_S, Clock, Lake, entries_of, lake, two_lakes
@@ -390,6 +391,20 @@ async def test_a_renamed_directory_takes_along_what_other_nodes_put_there(tmp_pa
         tree = await same_for_all(store, tmp_path, clock, one, two)
         wanted = {"final": None, "final/rank0": b"0", "final/rank1": b"1", "final/deep": None, "final/deep/rank2": b"2"}
         assert tree == wanted
+
+
+async def test_rename_lists_no_directory_again_for_a_file_whose_name_ends_as_a_placeholder(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    for number in range(KEYS_MAX):
+        store.give(f"many/{number}", b"")  # so that each directory is listed by itself
+    store.give("d/notes.lakefs-directory", b"text")
+    async with lake(store, tmp_path, clock=clock) as m:
+        assert await m.names("d") == ["notes.lakefs-directory"]
+        clock.advance(1)
+        before = len(store.requests)
+        await m.rename("d", "e")
+        listed = [each.key for each in store.requests[before:] if each.what == "list"]
+        assert listed.count("d/") == 1, "nothing is unknown"
 
 
 async def expired(clock: Clock, *mounted: Lake) -> None:

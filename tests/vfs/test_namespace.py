@@ -225,6 +225,26 @@ async def test_placeholders_where_markers_are_not_listed(tmp_path: Path) -> None
         assert await m.names() == ["a"]
 
 
+async def test_file_whose_name_ends_as_a_placeholder_stays_where_a_file_of_the_rest_was_removed(tmp_path: Path) -> None:
+    name = f"notes{PLACEHOLDER}"
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.mkdir("d")
+        await one.write("d/notes", b"packed")
+        await one.sync()
+        clock.advance(5)
+        store.give(f"d/{name}", b"text")
+        clock.advance(5)
+        await one.unlink("d/notes")
+        await one.rmdir("d")
+        await one.sync()
+        await two.poll()
+        clock.advance(TTL_S + 1)
+        for m in (one, two):
+            assert await m.names() == ["d"]
+            assert await m.read(f"d/{name}") == b"text"
+
+
 async def test_attributes_of_a_directory_without_a_marker_are_asked_for_once(tmp_path: Path) -> None:
     store = store_of("d/x")
     async with lake(store, tmp_path) as m:

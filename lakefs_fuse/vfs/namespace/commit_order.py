@@ -24,10 +24,11 @@ import trio
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.tree import Tree
-from lakefs_fuse.product import PLACEHOLDER, RESERVED_PREFIX
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
+from lakefs_fuse.vfs.namespace.key_mapping import path_of_key
 
 NS = 1_000_000_000
 CLOCK_NS = 4 * NS
@@ -85,9 +86,9 @@ class CommitOrder:
         return True
 
     def _is_unknown(self, meta: ObjectMeta) -> bool:
-        if meta.key.startswith(RESERVED_PREFIX) or meta.key.endswith(("/", PLACEHOLDER)):
+        path = path_of_key(meta.key).encode("utf-8", "surrogatepass")
+        if meta.key.startswith(RESERVED_PREFIX) or path.endswith(b"/") or not path:
             return False
-        path = meta.key.encode("utf-8", "surrogatepass")
         entry = self._tree.resolve(path.split(b"/"))
         if entry is not None and entry.etag == meta.etag:
             return False

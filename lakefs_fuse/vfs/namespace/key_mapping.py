@@ -49,6 +49,14 @@ def is_reserved(parent: int, component: str) -> bool:
     return component == PLACEHOLDER or (parent == ROOT_INODE and component == RESERVED_NAME)
 
 
+def path_of_key(key: str) -> str:
+    """The path of the file at a key; with a slash at its end, that of the directory whose marker the key is."""
+    return key[: -len(PLACEHOLDER)] if key == PLACEHOLDER or key.endswith(_PLACEHOLDER_INSIDE) else key
+
+
+_PLACEHOLDER_INSIDE = f"/{PLACEHOLDER}"
+
+
 def checked_name(parent: int, name: bytes) -> str:
     """The component a new name becomes. Raises FileError: ENAMETOOLONG, EILSEQ (not UTF-8), EPERM (reserved)."""
     if len(name) > NAME_BYTES_MAX:

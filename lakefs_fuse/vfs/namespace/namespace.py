@@ -52,6 +52,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
     extent_of,
     is_reserved,
     key_of,
+    path_of_key,
     prefix_of,
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
@@ -661,7 +662,7 @@ class Namespace:
             merge.apply_overriding(found)
 
     def _is_removed(self, meta: ObjectMeta) -> bool:
-        path = meta.key.removesuffix(PLACEHOLDER).encode("utf-8", "surrogatepass")
+        path = path_of_key(meta.key).encode("utf-8", "surrogatepass")
         tombstone = self.tree.tombstones.get(path)
         return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
 

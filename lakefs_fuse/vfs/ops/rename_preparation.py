@@ -20,11 +20,11 @@ import trio
 from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
 from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.namespace.key_mapping import path_of_key
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.publisher import Publisher
@@ -116,7 +116,7 @@ class RenamePreparation:
     def _unknown(self, objects: Sequence[ObjectMeta]) -> list[ObjectMeta]:
         """Those of which neither a name, nor a tombstone, nor an object of another name is known here."""
         tree = self._ns.tree
-        paths = [meta.key.removesuffix(PLACEHOLDER).encode("utf-8", "surrogatepass") for meta in objects]
+        paths = [path_of_key(meta.key).encode("utf-8", "surrogatepass") for meta in objects]
         unknown = []
         for meta, path, entry in zip(objects, paths, tree.children_at(paths), strict=True):
             is_dir = entry is not None and bool(entry.flags & Flag.DIRECTORY)
