@@ -175,6 +175,19 @@ async def test_same_bytes_that_were_put_since_the_removal_stay(tmp_path: Path, c
         assert site.store.count("list") == (count > deletions.HEADS_MAX)
 
 
+async def test_marker_that_was_put_since_the_removal_stays_and_others_go(tmp_path: Path) -> None:
+    """Also one that the store does not have: it may show the prefix."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        give(site, "old/", "again/")
+        doom(a, *(Deletion(key, "") for key in ("old/", "again/", "absent/")))
+        site.clock.seconds += 10
+        give(site, "again/")
+        await delete_all_due(a.deletions)
+        assert (list(site.store.objects), a.deletions.waiting) == (["again/"], 0)
+        assert {each.key for each in site.store.requests if is_delete(each)} == {"old/", "absent/"}
+
+
 async def test_what_the_store_refuses_does_not_hold_up_what_comes_after(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:

@@ -196,6 +196,21 @@ async def test_markers_are_directories(tmp_path: Path) -> None:
         assert await m.names() == ["a", "full"]
 
 
+async def test_directory_that_another_program_makes_again_after_its_removal_stays(tmp_path: Path) -> None:
+    store, clock = store_of("d/"), Clock()
+    async with lake(store, tmp_path, clock=clock, delete_after_s=300.0) as m:
+        await m.rmdir("d")
+        await m.fs.sync_names()
+        assert (entries_of(store), await m.names()) == (["d/"], [])
+        clock.advance(60)
+        store.give("d/", b"")
+        clock.advance(300)
+        assert await m.names() == ["d"]
+        await m.sync()
+        clock.advance(TTL_S + 1)
+        assert (entries_of(store), await m.names()) == (["d/"], ["d"])
+
+
 async def test_placeholders_where_markers_are_not_listed(tmp_path: Path) -> None:
     """They are read, and removed with their directory; new directories are in commits and need none."""
     store, clock = store_of("a/b/x", f"old/{PLACEHOLDER}", capabilities=NO_MARKERS), Clock()

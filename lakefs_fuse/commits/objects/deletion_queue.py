@@ -8,8 +8,8 @@ What always holds:
 * *queued with the commit*: a key is queued in the batch that records the commit, and no object is deleted without one;
 * *versions only*: an object goes when its time has come and no name means it, by all commits that were visible
   ``HEARD_S`` before, and while the store still shows that version with a date before its removal: one that was put
-  there since stays. DELETE names the ETag, and is sent once: where its answer is lost, all this is decided again. The
-  marker of a directory goes whatever its version, and DELETE names none;
+  there since stays. DELETE names the ETag, and is sent once: where its answer is lost, all this is decided again. Of
+  the marker of a directory the date alone counts, and DELETE names no version;
 * *snapshots kept*: an object below ``.lakefs/`` of which a named snapshot has bytes is left to `gc`;
 * *no deletion under a write*: a key that gets new bytes from this node leaves the queue first (`keeping`).
 
@@ -294,18 +294,17 @@ class DeletionQueue:
         self._db.commit(batch)
 
     async def _still_there(self, doomed: Sequence[Deletion]) -> list[Deletion]:
-        """Those that the store still has as the version that was removed, and directory markers. Raises LakeError."""
+        """Those that the store still has as the version that was removed, and directory markers but for those that were
+        put since. Raises LakeError."""
         below: dict[str, dict[str, Deletion]] = defaultdict(dict)
         for each in doomed:
             if each.etag:
                 below[each.key[: each.key.rfind("/") + 1]][each.key] = each
-        there: list[Deletion] = [each for each in doomed if not each.etag]
+        there = await self._old_markers([each for each in doomed if not each.etag])
 
         def keep(some: dict[str, Deletion], meta: ObjectMeta) -> None:
             each = some.get(meta.key)
-            if each is None or meta.etag != each.etag:
-                return
-            if not each.removed_ns or meta.mtime_ns <= each.removed_ns + DATED_LATE_NS:
+            if each is not None and meta.etag == each.etag and not _is_put_since(each, meta):
                 there.append(each)
 
         async def ask(prefix: str) -> None:
@@ -320,6 +319,19 @@ class DeletionQueue:
 
         await for_each(list(below), ask, min(DELETES_AT_ONCE, len(below)))
         return there
+
+    async def _old_markers(self, doomed: Sequence[Deletion]) -> list[Deletion]:
+        """Markers that were there before their removal, or are not there: a store may show a prefix without one, until
+        that is deleted. Raises LakeError."""
+        old: list[Deletion] = []
+
+        async def ask(each: Deletion) -> None:
+            marker = await self._client.find(each.key)
+            if marker is None or not _is_put_since(each, marker):
+                old.append(each)
+
+        await for_each(doomed, ask, min(DELETES_AT_ONCE, len(doomed)))
+        return old
 
     async def _listed(self, prefix: str, keys: Collection[str]) -> list[ObjectMeta]:
         """Objects of a directory from the first of these keys to the last."""
@@ -345,3 +357,8 @@ class DeletionQueue:
             return False
         entry = self._tree.named(directory.inode if directory is not None else ROOT_INODE, name)
         return entry is not None and entry.is_plain and entry.etag == doomed.etag
+
+
+def _is_put_since(doomed: Deletion, there: ObjectMeta) -> bool:
+    """The store dates what is there after the removal, as far as its dates tell."""
+    return bool(doomed.removed_ns) and there.mtime_ns > doomed.removed_ns + DATED_LATE_NS
