@@ -122,8 +122,8 @@ class SingleRow(Generic[T]):
 class Deletion(msgspec.Struct, frozen=True, array_like=True):
     """A plain object to be deleted, as the version that was removed.
 
-    ``etag`` is empty for a directory marker, of which only the date counts. ``due_ns``: not before this time (wall clock;
-    0 until it is queued). ``removed_ns``: when it was (0: by an earlier program, which did not say).
+    ``etag`` is empty for a directory marker, of which only the date counts. ``due_ns``: not before this time (wall
+    clock; 0 until it is queued). ``removed_ns``: when it was (0: by an earlier program, which did not say).
     ``checked`` is for earlier programs that read the row: they compare versions only where it is true.
     """
 
