@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -286,6 +289,20 @@ def test_nginx_with_a_certificate_passes_requests_on_to_a_store_with_one(
                 fetched, was_hit = CachedGets(at, proxy.url, SystemClock()).get("key", 0, 1000, etag)
                 assert bytes(fetched.data) == BODY[:1000]
                 assert was_hit == is_hit
+
+
+def test_nginx_compares_the_password_exactly(proxy: Proxy, tmp_path: Path) -> None:
+    """Here ``proxy`` is the store. Letters of Base64 that differ in case are another password."""
+    proxy.status, proxy.body = 206, BODY
+    password = base64.b64encode(f"lakefs-fuse:{TOKEN}".encode()).decode()
+    with nginx(Server("store", proxy.url), tmp_path / "nginx") as cache:
+        for sent, status in ((password, 206), (password.swapcase(), 407), (password[:-1], 407), ("", 407)):
+            client = HTTPConnection(urlsplit(cache.url).netloc, timeout=10)
+            with contextlib.closing(client):
+                headers = {"Range": "bytes=0-9", "If-Match": '"e"', "Proxy-Authorization": f"Basic {sent}"}
+                client.request("GET", "/key", headers=headers)
+                assert client.getresponse().status == status, sent
+    assert len(proxy.requests) == 1
 
 
 def test_nginx_passes_on_what_was_signed_and_keeps_answers_alone(
