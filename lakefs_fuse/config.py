@@ -47,6 +47,8 @@ for _power, _letter in enumerate("kmgt", start=1):
 _DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DURATION_S_MAX = 10 * 365 * 86400.0
 _DATASET_CHARACTERS, _VERSION_DIGITS = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}", "[1-9][0-9]{0,8}"
+VERSION_MAX = 10**9 - 1
+"""Of a dataset: the largest number of so many digits (`docs/format.md`)."""
 _DATASET = re.compile(f"({_DATASET_CHARACTERS})(?:@({_VERSION_DIGITS}))?")
 _DATASET_SNAPSHOT = re.compile(rf"({_DATASET_CHARACTERS})\.v({_VERSION_DIGITS})")
 _BUCKET = re.compile("[A-Za-z0-9._-]{1,255}")
@@ -164,10 +166,14 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class DatasetName(msgspec.Struct, frozen=True):
-    """A dataset, and one version of it, from 1 on; 0 where none is said."""
+    """A dataset, and one version of it, from 1 to VERSION_MAX; 0 where none is said. Raises ConfigError for others."""
 
     name: str
     version: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.version <= VERSION_MAX:
+            raise ConfigError(f"{self.name}@{self.version}: versions are numbers from 1 to {VERSION_MAX}")
 
     @classmethod
     def parse(cls, text: str) -> DatasetName:

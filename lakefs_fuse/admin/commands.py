@@ -18,7 +18,7 @@ from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
 from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, Inspector
 from lakefs_fuse.admin.snapshot import accept_loss, fold
 from lakefs_fuse.admin.work import NS, Work
-from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.commits.index import datasets, snapshots
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, DamagedCommit, NotFound, Unsupported
@@ -184,7 +184,8 @@ async def _list_snapshots(work: Work) -> protocol.Finished:
             work.note(f"{name} cannot be read: {error}")
             unreadable += 1
             continue
-        if manifest.dataset is not None:
+        dataset = DatasetName.of_snapshot(name)
+        if dataset is not None and datasets.is_version(manifest, dataset):
             continue  # `dataset ls` has it
         at = datetime.fromtimestamp(manifest.time / NS, UTC).isoformat(timespec="seconds")
         found.append({"name": name, "at": at, "names": manifest.names, "bytes": manifest.bytes})
@@ -198,15 +199,15 @@ async def _list_snapshots(work: Work) -> protocol.Finished:
 
 async def _check_no_dataset(client: StoreClient, name: str) -> None:
     """Raises ConfigError for a version of a dataset, which `dataset rm` removes with what nodes say of it."""
-    if DatasetName.of_snapshot(name) is None:
+    dataset = DatasetName.of_snapshot(name)
+    if dataset is None:
         return
     try:
-        told = (await snapshots.fetch_manifest(client, name)).dataset
+        manifest = await snapshots.fetch_manifest(client, name)
     except (NotFound, DamagedCommit):
         return
-    if told is not None:
-        version = f"{told.name}@{told.version}"
-        raise ConfigError(f"{name} is the dataset {version}: `lakefs-fuse dataset rm SOURCE {version}` removes it")
+    if datasets.is_version(manifest, dataset):
+        raise ConfigError(f"{name} is the dataset {dataset}: `lakefs-fuse dataset rm SOURCE {dataset}` removes it")
 
 
 async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:

@@ -188,7 +188,7 @@ async def _remove(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
     async with work.lease("dataset rm").held() as client:
         there = await datasets.versions(client, wanted.name)
         if all(each.name != wanted for each in there):
-            await datasets.find(client, wanted)  # raises what says which there are
+            raise ConfigError(datasets.describe_absence(wanted, there or await datasets.versions(client)))
         nodes = [record for record, _ in await _records(work, wanted) if record.mounted]
         await snapshots.delete(client, wanted.snapshot)
         await node_records.remove_records(client, wanted.snapshot)

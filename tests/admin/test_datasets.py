@@ -18,7 +18,7 @@ from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.index import datasets, snapshots
 from lakefs_fuse.commits.index.node_records import RESIDENCY
 from lakefs_fuse.commits.record import OBJECTS, Mkdir, Symlink
-from lakefs_fuse.config import DatasetName, MountConfig
+from lakefs_fuse.config import VERSION_MAX, DatasetName, MountConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.worker_protocol import DatasetArgs, FsckArgs, GcArgs, PackArgs, SnapshotArgs
 from lakefs_fuse.environment.node import Node
@@ -369,6 +369,39 @@ async def test_version_is_found_by_number_or_the_newest_is(store: MemoryStore, c
         await run(store, clock, tmp_path, "show", dataset="im@2")
     with pytest.raises(ConfigError, match="im has no version"):
         await run(store, clock, tmp_path, "rm", dataset="im")
+
+
+async def test_create_after_the_last_number_is_refused(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    await create(store, clock, tmp_path, f"im@{VERSION_MAX}")
+    before = set(store.objects)
+    for name in ("im", f"im@{VERSION_MAX}"):
+        with pytest.raises(ConfigError, match="im@999999999 has the last number"):
+            await create(store, clock, tmp_path, name)
+    assert set(store.objects) == before
+    assert (await create(store, clock, tmp_path, "im@7"))["version"] == 7
+    with pytest.raises(ConfigError, match="from 1 to 999999999"):
+        DatasetName("im", VERSION_MAX + 1)
+
+
+async def test_version_that_no_dataset_can_have_is_listed_and_deleted_as_a_snapshot(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await create(store, clock, tmp_path)
+    for key, (data, _) in list(store.objects.items()):
+        if key.startswith(".lakefs/snapshots/im.v1/"):
+            store.give(key.replace("im.v1/", "im.v1000000000/"), data)
+    listed = (await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs(list=True))).summary["snapshots"]
+    assert isinstance(listed, list)
+    assert [each["name"] for each in listed] == ["im.v1000000000"]
+    await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs(delete="im.v1000000000"))
+    assert not any("im.v1000000000" in key for key in store.objects)
+    assert (await run(store, clock, tmp_path, "verify", dataset="im"))["ok"] is True
+
+
+async def test_rm_of_what_is_not_there_says_what_is(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    await create(store, clock, tmp_path)
+    with pytest.raises(ConfigError, match="there is no dataset im@7; there are: im@1$"):
+        await run(store, clock, tmp_path, "rm", dataset="im@7")
 
 
 async def test_snapshot_of_such_a_name_is_no_version(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ Raises StoreError kinds throughout. Tasks of one trio loop; nothing here writes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import Manifest
-from lakefs_fuse.config import DatasetName
+from lakefs_fuse.config import VERSION_MAX, DatasetName
 from lakefs_fuse.errors import ConfigError, DamagedCommit, NotFound
 from lakefs_fuse.store.client import StoreClient
 
@@ -45,15 +46,22 @@ async def versions(client: StoreClient, dataset: str = "") -> list[Version]:
         except DamagedCommit as error:
             found.append(Version(name, None, str(error)))
             continue
-        if _is_version(manifest, name):
+        if is_version(manifest, name):
             found.append(Version(name, manifest))
     return sorted(found, key=lambda each: (each.name.name, each.name.version))
 
 
 async def next_version(client: StoreClient, dataset: str) -> int:
-    """The number after the newest version: one LIST. Numbers of versions that were never finished count as well."""
+    """The number after the newest version: one LIST. Numbers of versions that were never finished count as well. Raises
+    ConfigError where the newest has the last number."""
     named = (DatasetName.of_snapshot(snapshot) for snapshot in await snapshots.names(client))
-    return 1 + max((name.version for name in named if name is not None and name.name == dataset), default=0)
+    newest = max((name.version for name in named if name is not None and name.name == dataset), default=0)
+    if newest == VERSION_MAX:
+        raise ConfigError(
+            f"{dataset}@{newest} has the last number, and none follows: give one that is free, as in {dataset}@NUMBER "
+            "(`lakefs-fuse dataset ls SOURCE` shows which are taken)"
+        )
+    return newest + 1
 
 
 async def find(client: StoreClient, wanted: DatasetName) -> tuple[DatasetName, Manifest]:
@@ -63,7 +71,7 @@ async def find(client: StoreClient, wanted: DatasetName) -> tuple[DatasetName, M
             manifest = await snapshots.fetch_manifest(client, wanted.snapshot)
         except NotFound:
             manifest = None
-        if manifest is not None and _is_version(manifest, wanted):
+        if manifest is not None and is_version(manifest, wanted):
             return wanted, manifest
     there = await versions(client, "" if wanted.version else wanted.name)
     if not wanted.version and there:
@@ -71,17 +79,21 @@ async def find(client: StoreClient, wanted: DatasetName) -> tuple[DatasetName, M
         if newest.manifest is None:
             raise DamagedCommit(f"{newest.name} cannot be read: {newest.why}")
         return newest.name, newest.manifest
-    raise ConfigError(
-        f"there is no dataset {wanted}; there are: {_named(there or await versions(client))} (`lakefs-fuse dataset "
-        f"create SOURCE {wanted} PATH` makes it)"
-    )
+    absence = describe_absence(wanted, there or await versions(client))
+    raise ConfigError(f"{absence} (`lakefs-fuse dataset create SOURCE {wanted} PATH` makes it)")
 
 
-def _is_version(manifest: Manifest, name: DatasetName) -> bool:
+def is_version(manifest: Manifest, name: DatasetName) -> bool:
+    """Whether the snapshot of this manifest, by its name that of ``name``, is that version."""
     told = manifest.dataset
     return told is not None and (told.name, told.version) == (name.name, name.version)
 
 
-def _named(there: list[Version]) -> str:
+def describe_absence(wanted: DatasetName, there: Sequence[Version]) -> str:
+    """What an error says of a version that is not among those which are there."""
+    return f"there is no dataset {wanted}; there are: {_named(there)}"
+
+
+def _named(there: Sequence[Version]) -> str:
     names = [str(each.name) for each in there[:NAMED_MAX]]
     return ", ".join(names) + (", …" if len(there) > NAMED_MAX else "") if names else "none"
