@@ -11,7 +11,8 @@ from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, s
 
 CLOSE = 30, 59
 """One each for the question whether the file is a checkpoint, whose writer may have been killed."""
-RENAME = 39, 278
+RENAME = 39, 279
+"""The last one for the rule which keys are markers of directories."""
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8

@@ -400,7 +400,7 @@ async def test_version_that_no_dataset_can_have_is_listed_and_deleted_as_a_snaps
 
 async def test_rm_of_what_is_not_there_says_what_is(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     await create(store, clock, tmp_path)
-    with pytest.raises(ConfigError, match="there is no dataset im@7; there are: im@1$"):
+    with pytest.raises(ConfigError, match=r"there is no dataset im@7; there are: im@1$"):
         await run(store, clock, tmp_path, "rm", dataset="im@7")
 
 

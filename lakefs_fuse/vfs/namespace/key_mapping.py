@@ -10,6 +10,7 @@ from an entry to the bytes that its row names. Nothing here has state.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
 from enum import StrEnum
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
@@ -55,6 +56,11 @@ def path_of_key(key: str) -> str:
 
 
 _PLACEHOLDER_INSIDE = f"/{PLACEHOLDER}"
+
+
+def paths_of_keys(keys: Iterable[str]) -> list[bytes]:
+    """As `path_of_key`, of each, in the bytes of the tree's rows."""
+    return [path_of_key(key).encode("utf-8", "surrogatepass") for key in keys]
 
 
 def checked_name(parent: int, name: bytes) -> str:

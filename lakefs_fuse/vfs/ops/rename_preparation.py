@@ -24,7 +24,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
 from lakefs_fuse.vfs.files.file_table import FileTable
-from lakefs_fuse.vfs.namespace.key_mapping import path_of_key
+from lakefs_fuse.vfs.namespace.key_mapping import paths_of_keys
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.publisher import Publisher
@@ -116,7 +116,7 @@ class RenamePreparation:
     def _unknown(self, objects: Sequence[ObjectMeta]) -> list[ObjectMeta]:
         """Those of which neither a name, nor a tombstone, nor an object of another name is known here."""
         tree = self._ns.tree
-        paths = [path_of_key(meta.key).encode("utf-8", "surrogatepass") for meta in objects]
+        paths = paths_of_keys([meta.key for meta in objects])
         unknown = []
         for meta, path, entry in zip(objects, paths, tree.children_at(paths), strict=True):
             is_dir = entry is not None and bool(entry.flags & Flag.DIRECTORY)
