@@ -116,7 +116,10 @@ def answer_errors(call: Callable[[], object]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"{PROGRAM}: {message}", err=True)
+    from lakefs_fuse.cli.terminal import printable
+
+    # Names in it are those that any client of the lake chose.
+    click.echo(f"{PROGRAM}: {printable(message)}", err=True)
     return code
 
 

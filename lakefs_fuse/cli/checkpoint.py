@@ -192,7 +192,7 @@ def prune(path: str, marker: str | None, match: str | None, keep: int | None, ol
         if not deleted:
             click.echo("nothing to delete")
     for name, why in failed.items():
-        click.echo(f"lakefs-fuse: {name} could not be deleted: {why}", err=True)
+        click.echo(f"lakefs-fuse: {escaped(name)} could not be deleted: {why}", err=True)
     return 1 if failed else 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import click
 
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
-from lakefs_fuse.cli.terminal import escaped, progress_bar
+from lakefs_fuse.cli.terminal import escaped, printable, progress_bar
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import SILENCE_S_MAX, ControlClient, connect
 from lakefs_fuse.control.mounts import Mount, is_dead, mount_at, mount_of
@@ -168,4 +168,4 @@ def show_changes(path: str) -> None:
     except LakeError as error:
         why = str(error)
     if why:
-        click.echo(f"{PROGRAM}: {path} is shown within the mount's --refresh, not yet: {why}", err=True)
+        click.echo(f"{PROGRAM}: {path} is shown within the mount's --refresh, not yet: {printable(why)}", err=True)

@@ -41,6 +41,11 @@ def escaped(text: str) -> str:
     )
 
 
+def printable(message: str) -> str:
+    """As `escaped`, of lines of which parts are `escaped` already: line ends and backslashes stay."""
+    return "".join(each if each in "\n\\" else escaped(each) for each in message)
+
+
 def table_text(text: str) -> Text:
     """A cell with a text that others chose, such as a name in a lake: it is shown `escaped`, and has no markup."""
     from rich.text import Text
@@ -54,13 +59,13 @@ def is_watched() -> bool:
 
 
 class Bar:
-    """A progress bar without a terminal: it shows nothing, and prints notes."""
+    """A progress bar without a terminal: it shows nothing, and prints notes, each as one line, `escaped`."""
 
     def update(self, what: str, done_bytes: int, total_bytes: int | None, files: str) -> None:
         pass
 
     def note(self, text: str) -> None:
-        click.echo(text, err=True)
+        click.echo(escaped(text), err=True)
 
 
 class _ShownBar(Bar):
@@ -74,7 +79,7 @@ class _ShownBar(Bar):
         )
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._progress.console.print(escaped(text), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import click
 from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, LocalPath
+from lakefs_fuse.cli.terminal import printable
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.control.mounts import Mount, detach, is_dead, mount_at
@@ -80,7 +81,7 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
         if problem and not lazy:
             raise LakeError(f"{problem}; {point} stays mounted (--lazy detaches it and keeps the bytes in staging)")
         if problem:
-            click.echo(f"lakefs-fuse: {problem}; the bytes stay in staging", err=True)
+            click.echo(f"lakefs-fuse: {printable(problem)}; the bytes stay in staging", err=True)
         if lazy:
             detach(point, lazy=True)
             has_ended = daemon.wait(LAZY_WAIT_S_MAX)

@@ -11,6 +11,7 @@ from lakefs_fuse.admin import maintenance
 from lakefs_fuse.commits import gc_record, listing_digest, maintenance_lease
 from lakefs_fuse.commits.index import node_records, snapshots
 from lakefs_fuse.commits.index.index import MANIFEST
+from lakefs_fuse.commits.index.node_records import NodeRecord
 from lakefs_fuse.errors import DamagedCommit
 from lakefs_fuse.store.client import StoreClient
 from tests.fakes import store_client
@@ -61,6 +62,18 @@ async def test_object_that_is_malformed_is_left_out(raw: bytes, key: str, read: 
     store = MemoryStore()
     store.give(key, raw)
     assert await read(store_client(store, store.capabilities)) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"node": "a\x1b[31m"}, {"node": "a\nb 100%"}, {"mountpoint": "/m\u2028"}, {"local_bytes": -1}, {"local_bytes": 6}],
+)
+async def test_record_of_a_node_that_no_mount_writes_is_left_out(change: dict[str, object]) -> None:
+    store, record = MemoryStore(), NodeRecord(node="n", mountpoint="/m", mounted=True, local_bytes=5, bytes=5)
+    for node, each in {"good": record, "bad": msgspec.structs.replace(record, **change)}.items():
+        store.give(node_records.key_of("s", node), msgspec.msgpack.encode(each))
+    found = await node_records.read_records(store_client(store, store.capabilities), "s", 0)
+    assert [each for each, _ in found] == [record]
 
 
 @pytest.mark.parametrize("raw", RAW.values(), ids=RAW)

@@ -51,6 +51,12 @@ def test_every_command_that_prints_something_takes_json() -> None:
     assert all(f"`{name}`" in told for name in found)
 
 
+def test_error_is_shown_without_what_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines, and what is escaped in them already, stay."""
+    assert answer_errors(raising(LakeError("a\x1b[31m\x07 is damaged:\n  b\\x1b"))) == 1
+    assert capsys.readouterr().err == "lakefs-fuse: a\\x1b[31m\\x07 is damaged:\n  b\\x1b\n"
+
+
 def raising(error: BaseException) -> Callable[[], object]:
     def call() -> object:
         raise error

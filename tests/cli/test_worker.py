@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.cli import terminal
 from lakefs_fuse.cli.store_options import FLAGS, Options
 from lakefs_fuse.cli.worker import END_S_MAX, find_place, run_offline
 from lakefs_fuse.config import Source, StoreConfig
@@ -256,3 +257,16 @@ def test_text_of_a_result_is_shown_without_what_a_terminal_obeys(
     """
     assert run_offline("gc", PLACE, protocol.GcArgs(), program=program(tmp_path, body)) == 0
     assert capfd.readouterr().out == "first \\x1b[2J\nsecond\n"
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_note_is_one_line_without_what_a_terminal_obeys(
+    is_watched: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "is_watched", lambda: is_watched)
+    body = r"""
+        say(type="note", text="left: a\x1b]0;title\x07\nsecond")
+        say(type="finished", summary={}, text="")
+    """
+    assert run(tmp_path, body) == 0
+    assert "lakefs-fuse: left: a\\x1b]0;title\\x07\\nsecond\n" in capfd.readouterr().err

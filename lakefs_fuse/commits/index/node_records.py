@@ -2,13 +2,15 @@
 
 `.lakefs/residency/<snapshot>/<node>` is the record of one mount, which nobody else writes; the last PUT counts. It is
 there for schedulers alone: losing one makes a node unknown for a while. A record that was not written for EXPIRES_S is
-that of a node that is gone, or of a mount that ended so long ago; readers leave it out, and `gc` deletes it.
+that of a node that is gone, or of a mount that ended so long ago; readers leave it out, and `gc` deletes it. Any client
+of the bucket can write there, so readers leave out as well what no mount says (`_is_plausible`).
 
 Raises StoreError kinds throughout. Tasks of one trio loop.
 """
 
 from __future__ import annotations
 
+import re
 from contextlib import aclosing, suppress
 
 import msgspec
@@ -27,6 +29,8 @@ EXPIRES_S = 24 * 3600.0
 RECORD_BYTES_MAX = 64 << 10
 GETS_AT_ONCE = 16
 NS = 1_000_000_000
+_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Control characters and line ends."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +56,7 @@ async def put_record(client: StoreClient, key: str, record: NodeRecord) -> None:
 
 async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[tuple[NodeRecord, int]]:
     """All that have not expired, each with the time of its last PUT (ns since 1970), by node and mountpoint. Records
-    that cannot be read are left out."""
+    that cannot be read, or that no mount writes, are left out."""
     found: list[tuple[NodeRecord, int]] = []
 
     async def read(meta: ObjectMeta) -> None:
@@ -61,7 +65,7 @@ async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[
         with suppress(NotFound, *MALFORMED):
             fetched = await client.get(meta.key, 0, RECORD_BYTES_MAX)
             record = msgspec.msgpack.decode(fetched.data, type=NodeRecord)
-            if record.format == FORMAT:
+            if record.format == FORMAT and _is_plausible(record):
                 found.append((record, meta.mtime_ns))
 
     async with aclosing(client.list_all(f"{RESIDENCY}{snapshot}/")) as pages:
@@ -69,6 +73,12 @@ async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[
             fresh = [meta for meta in page.objects if not _is_expired(meta, now_ns)]
             await for_each(fresh, read, GETS_AT_ONCE)
     return sorted(found, key=lambda each: (each[0].node, each[0].mountpoint))
+
+
+def _is_plausible(record: NodeRecord) -> bool:
+    """Names are on one line, without control characters, and no more bytes are local than there are."""
+    is_text = not any(map(_UNFIT.search, (record.node, record.mountpoint)))
+    return is_text and 0 <= record.local_bytes <= record.bytes
 
 
 def _is_expired(meta: ObjectMeta, now_ns: int) -> bool:
