@@ -28,8 +28,8 @@ from lakefs_fuse.kernel.readdir import RowReplies
 from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_reply
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.vfs.changed_names import ChangedNames
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
-from lakefs_fuse.vfs.immutable.states import ChangedNames
 
 FOREVER_S = 10 * 365 * 86400.0
 log = logging.getLogger(__name__)

@@ -5,6 +5,10 @@ in the directory is changed through this mount; of everything else it is notifie
 elsewhere, and of the end of the TTL. So which directories it may hold, and until when, is kept for DIRECTORIES_MAX of
 them, beyond which the oldest is invalidated.
 
+The kernel is notified of every name that changed (*no name is dropped*): where more than NAMES_MAX wait, because one
+LIST removed as many or the kernel keeps the thread waiting, the rest wait in a file. What changes names never waits for
+the kernel, which may keep a directory locked for a request that waits for the very LIST.
+
 A reply that is on its way when something is invalidated may bring the old names back. Each listing is therefore
 invalidated once more AGAIN_S later.
 
@@ -17,14 +21,22 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import BinaryIO, cast
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
 
+from lakefs_fuse.errors import CacheError
+from lakefs_fuse.vfs.changed_names import ChangedNames
+
 NAMES_MAX = 4096
-"""Names that wait. More are dropped: what the kernel caches of names ends with the TTL in any case."""
+"""Names that wait in memory, and as many of the others go with each notification."""
 DIRECTORIES_MAX = 65_536
 AGAIN_S = 1.0
 log = logging.getLogger(__name__)
@@ -53,6 +65,10 @@ async def notify_from_thread(directories: Iterable[int], names: Iterable[tuple[i
     return await trio.to_thread.run_sync(notify_kernel, directories, names, abandon_on_cancel=True)
 
 
+def _open_temporary(directory: str | os.PathLike[str]) -> BinaryIO:
+    return cast("BinaryIO", tempfile.TemporaryFile(dir=directory))
+
+
 async def write_out(inode: int) -> None:
     """Have the kernel write the dirty pages of a file to this daemon, and drop its pages. A request for the file may be
     under way meanwhile, other than WRITE."""
@@ -65,18 +81,26 @@ class Invalidations:
     def __init__(
         self,
         count: Callable[[int], None],
+        directory: str | os.PathLike[str],
         *,
         notify: Callable[[Iterable[int], Iterable[tuple[int, bytes]]], Awaitable[int]] = notify_from_thread,
     ) -> None:
-        """``count`` is called with how many names and listings the kernel knew."""
+        """``count`` is called with how many names and listings the kernel knew. Files of names that wait are made in
+        ``directory``."""
         self._count, self._notify = count, notify
+        self._open_file = partial(_open_temporary, directory)
         self._names: dict[tuple[int, bytes], None] = {}
+        self._overflow: ChangedNames | None = None
+        """Names beyond NAMES_MAX."""
+        self._draining: tuple[ChangedNames, Iterator[tuple[int, bytes]]] | None = None
+        """An overflow to which no names are added any more, and those of it that still wait."""
         self._stale: dict[int, None] = {}
         self._until: dict[int, float] = {}
         self._again: dict[int, float] = {}
         self._due: list[tuple[float, int]] = []
         self._changed = trio.Event()
         self._batches_begun = self._batches_ended = 0
+        self._overflows_begun = self._overflows_ended = self._overflow_lost = 0
         self._batch_ended = trio.Event()
 
     def __len__(self) -> int:
@@ -87,12 +111,24 @@ class Invalidations:
         """Invalidate a name, and the listing that it is in."""
         if len(self._names) < NAMES_MAX:
             self._names[parent, name] = None
+        elif (parent, name) not in self._names:
+            self._add_to_overflow(parent, name)
         if parent in self._until:
             self._stale[parent] = None
             if parent not in self._again:
                 self._again[parent] = trio.current_time() + AGAIN_S
                 heapq.heappush(self._due, (self._again[parent], parent))
         self._changed.set()
+
+    def _add_to_overflow(self, parent: int, name: bytes) -> None:
+        if self._overflow is None:
+            self._overflow = ChangedNames(self._open_file)
+        try:
+            self._overflow.add(parent, name)
+        except OSError as error:  # with a full disk there are soon no more changes: their rows could not be written
+            if len(self._names) == NAMES_MAX:
+                log.warning("names that changed are kept in memory until the kernel was notified: %s", error)
+            self._names[parent, name] = None
 
     def add_listing(self, directory: int, fresh_s: float) -> None:
         """Record that the kernel is about to get the listing of a directory, valid for this many seconds."""
@@ -110,26 +146,63 @@ class Invalidations:
             self._changed.set()
 
     async def wait_notified(self) -> None:
-        """Return when the kernel was notified of everything that was invalidated before."""
+        """Return when the kernel was notified of everything that was invalidated before. Raises CacheError where the
+        local disk lost some of it."""
         due = self._batches_begun + bool(self._stale or self._names)
-        while self._batches_ended < due:
+        overflows_due, ended = self._overflows_begun + (self._overflow is not None), self._overflows_ended
+        while self._batches_ended < due or self._overflows_ended < overflows_due:
             await self._batch_ended.wait()
+        if self._overflow_lost > ended:
+            raise CacheError("programs may see names as they were until --metadata-ttl ends: the local disk failed")
 
     async def run(self) -> None:
         """Notify the kernel until cancelled."""
-        while True:
-            with trio.move_on_at(self._due[0][0] if self._due else float("inf")):
-                await self._changed.wait()
-            self._changed = trio.Event()
-            self._expire(trio.current_time())
-            if self._stale or self._names:
-                stale, names = self._stale, self._names
-                self._stale, self._names = {}, {}
-                self._batches_begun += 1
-                self._count(await self._notify(stale, names))
-                self._batches_ended += 1
-                self._batch_ended.set()
-                self._batch_ended = trio.Event()
+        try:
+            while True:
+                if not self._is_waiting:
+                    with trio.move_on_at(self._due[0][0] if self._due else float("inf")):
+                        await self._changed.wait()
+                self._changed = trio.Event()
+                self._expire(trio.current_time())
+                if self._is_waiting:
+                    await self._notify_batch()
+        finally:
+            for names in (self._overflow, self._draining and self._draining[0]):
+                if names is not None:
+                    names.close()
+
+    @property
+    def _is_waiting(self) -> bool:
+        return bool(self._stale or self._names or self._overflow or self._draining)
+
+    async def _notify_batch(self) -> None:
+        """Notify the kernel of what waits in memory, and of the next names of the overflow: one thread's work has a
+        bound, as it may go on for a moment when the mount ends, and new names need not wait for a million others."""
+        stale, names = self._stale, self._names
+        self._stale, self._names = {}, {}
+        self._batches_begun += 1
+        if self._draining is None and self._overflow is not None:
+            self._draining, self._overflow = (self._overflow, iter(self._overflow)), None
+            self._overflows_begun += 1
+        more = self._next_of_overflow()
+        self._count(await self._notify(stale, [*names, *more]))
+        self._batches_ended += 1
+        if self._draining is not None and len(more) < NAMES_MAX:
+            self._draining[0].close()
+            self._draining = None
+            self._overflows_ended += 1
+        self._batch_ended.set()
+        self._batch_ended = trio.Event()
+
+    def _next_of_overflow(self) -> list[tuple[int, bytes]]:
+        if self._draining is None:
+            return []
+        try:
+            return list(islice(self._draining[1], NAMES_MAX))
+        except OSError as error:
+            log.warning("names that changed show as they were until --metadata-ttl ends: %s", error)
+            self._overflow_lost = self._overflows_begun
+            return []
 
     def _expire(self, now_s: float) -> None:
         while self._due and self._due[0][0] <= now_s:

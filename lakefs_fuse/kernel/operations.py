@@ -126,7 +126,7 @@ class Operations(pyfuse3.Operations):
         self._metrics = fs.metrics.namespace
         self._renumbered = set[int]()
         """Files that show the number of another, or did when they were shown last."""
-        self.invalidations = Invalidations(self._count_invalidations)
+        self.invalidations = Invalidations(self._count_invalidations, fs.config.cache_dir)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
         fs.events.kernel_told.append(self.invalidations.wait_notified)
         fs.events.pages_wanted.append(write_out)

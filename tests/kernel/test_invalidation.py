@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import errno
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from lakefs_fuse.errors import CacheError
 from lakefs_fuse.kernel import invalidation as invalidating
 from lakefs_fuse.kernel.invalidation import AGAIN_S, Invalidations
+from lakefs_fuse.vfs import changed_names
+from lakefs_fuse.vfs.changed_names import ChangedNames
 
 
 @dataclass
 class Kernel:
     """What it was told, with the time since the beginning."""
 
+    directory: Path
+    """Where names that wait may lie."""
     directories: list[tuple[float, int]] = field(default_factory=list)
     names: list[tuple[float, int, bytes]] = field(default_factory=list)
     told: int = 0
@@ -38,7 +45,7 @@ class Kernel:
 @asynccontextmanager
 async def telling(kernel: Kernel) -> AsyncIterator[Invalidations]:
     kernel.began = trio.current_time()
-    invalidations = Invalidations(kernel.count, notify=kernel.tell)
+    invalidations = Invalidations(kernel.count, kernel.directory, notify=kernel.tell)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(invalidations.run)
         yield invalidations
@@ -46,8 +53,8 @@ async def telling(kernel: Kernel) -> AsyncIterator[Invalidations]:
 
 
 @pytest.fixture
-def kernel() -> Kernel:
-    return Kernel()
+def kernel(tmp_path: Path) -> Kernel:
+    return Kernel(tmp_path)
 
 
 async def test_a_name_that_changed(kernel: Kernel, autojump_clock: MockClock) -> None:
@@ -105,17 +112,84 @@ async def test_only_so_many_are_remembered(
     kernel: Kernel, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(invalidating, "DIRECTORIES_MAX", 3)
-    monkeypatch.setattr(invalidating, "NAMES_MAX", 2)
     async with telling(kernel) as invalidations:
         for directory in (1, 2, 3, 4):
             invalidations.add_listing(directory, 60.0)
             await trio.sleep(1)
         assert kernel.directories == [(3.0, 1)]
         assert len(invalidations) == 3
-        for name in (b"a", b"b", b"c"):
-            invalidations.invalidate_name(9, name)
+
+
+@pytest.mark.parametrize("bytes_in_memory_max", [1 << 20, 100])
+async def test_wait_notified_after_a_step_of_many_names_returns_when_the_kernel_was_notified_of_all(
+    kernel: Kernel, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, bytes_in_memory_max: int
+) -> None:
+    """Names that change together wait in memory, then in a file. A later one does not wait for all of them."""
+    monkeypatch.setattr(invalidating, "NAMES_MAX", 7)
+    monkeypatch.setattr(changed_names, "CHANGED_NAMES_BYTES_MAX", bytes_in_memory_max)
+    names, sizes = [(index % 3, b"%d" % index) for index in range(50)], list[int]()
+
+    async def notify(directories: Iterable[int], names: Iterable[tuple[int, bytes]]) -> int:
         await trio.sleep(1)
-    assert [name for _, _, name in kernel.names] == [b"a", b"b"]
+        sizes.append(await kernel.tell(directories, names))
+        return sizes[-1]
+
+    invalidations = Invalidations(kernel.count, kernel.directory, notify=notify)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(invalidations.run)
+        for round_number in (1, 2):
+            for name in names * 2:
+                invalidations.invalidate_name(*name)
+            await trio.sleep(1.5)
+            invalidations.invalidate_name(9, b"later")
+            await invalidations.wait_notified()
+            told = [(parent, name) for _, parent, name in kernel.names]
+            assert set(told) == {*names, (9, b"later")}, round_number
+            assert told.index((9, b"later")) < len(told) / 2
+            assert max(sizes) == 2 * 7
+            kernel.names.clear()
+        nursery.cancel_scope.cancel()
+    assert list(kernel.directory.iterdir()) == []
+
+
+async def test_names_that_the_disk_does_not_take_wait_in_memory(
+    tmp_path: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(invalidating, "NAMES_MAX", 2)
+    monkeypatch.setattr(changed_names, "CHANGED_NAMES_BYTES_MAX", 0)
+    kernel.directory = tmp_path / "gone"
+    async with telling(kernel) as invalidations:
+        for name in (b"a", b"b", b"c", b"d"):
+            invalidations.invalidate_name(9, name)
+        await invalidations.wait_notified()
+    assert {name for _, _, name in kernel.names} == {b"a", b"b", b"c", b"d"}
+    assert caplog.text.count("kept in memory") == 1
+    caplog.clear()
+
+
+async def test_wait_notified_fails_where_the_disk_lost_names(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then nobody may rely on what the kernel shows; later changes are not concerned."""
+
+    def fail(_names: ChangedNames) -> Iterator[tuple[int, bytes]]:
+        raise OSError(errno.EIO, "Input/output error")
+        yield
+
+    monkeypatch.setattr(invalidating, "NAMES_MAX", 2)
+    async with telling(kernel) as invalidations:
+        with monkeypatch.context() as failing:
+            failing.setattr(ChangedNames, "__iter__", fail)
+            for name in (b"a", b"b", b"c"):
+                invalidations.invalidate_name(9, name)
+            with pytest.raises(CacheError, match="the local disk failed"):
+                await invalidations.wait_notified()
+        for name in (b"d", b"e", b"f"):
+            invalidations.invalidate_name(9, name)
+        await invalidations.wait_notified()
+    assert [name for _, _, name in kernel.names] == [b"a", b"b", b"d", b"e", b"f"]
+    assert "Input/output error" in caplog.text
+    caplog.clear()
 
 
 async def test_wait_notified_returns_after_what_was_invalidated_before(
@@ -125,7 +199,7 @@ async def test_wait_notified_returns_after_what_was_invalidated_before(
         await trio.sleep(2)
         return await kernel.tell(directories, names)
 
-    invalidations, began = Invalidations(kernel.count, notify=notify), trio.current_time()
+    invalidations, began = Invalidations(kernel.count, kernel.directory, notify=notify), trio.current_time()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(invalidations.run)
         await invalidations.wait_notified()

@@ -19,6 +19,7 @@ import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -38,11 +39,12 @@ from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.product import XATTR_LOCATION, XATTR_STATE, XATTR_VERSION
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.vfs.changed_names import ChangedNames
 from lakefs_fuse.vfs.files.block_reader import open_reader
 from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.immutable.residency_report import Host, ResidencyReport
-from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, StateNames, States
+from lakefs_fuse.vfs.immutable.states import Lake, State, StateNames, States
 from lakefs_fuse.vfs.lake_size import LakeSize, NameCount
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of, version_of
@@ -334,7 +336,7 @@ class ImmutableFilesystem:
                 "without --snapshot to follow the lake"
             )
         async with self._refreshing:
-            changed = ChangedNames(Path(self.config.cache_dir), self._lake.node.disk)
+            changed = ChangedNames(partial(self._lake.node.disk.temporary_file, Path(self.config.cache_dir)))
             try:
                 before = self._state
                 state = await self._states.make(before, changed)

@@ -14,11 +14,9 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from io import BufferedRandom, BytesIO
 from pathlib import Path
-from struct import Struct
 
 import msgspec
 import trio
@@ -29,7 +27,6 @@ from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.index import datasets, snapshots
 from lakefs_fuse.commits.index.index import Manifest, collected_before, load_newest_index
 from lakefs_fuse.config import DatasetName, MountConfig
-from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import CacheError, FileError, LakeError, MountError
@@ -43,6 +40,7 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.vfs.changed_names import ChangedNames
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
@@ -51,49 +49,7 @@ from lakefs_fuse.vfs.wiring import Assembly, Ground
 NEVER_S = 10 * 365 * 86400.0
 PROGRESS_S = 5.0
 """Period of the log's lines about the progress of listing: a mount that does not answer yet has no other."""
-CHANGED_NAMES_BYTES_MAX = 1 << 20
-"""Changed names in memory; more of them lie in a file."""
-_NAME_HEAD = Struct("<QH")
-"""Inode of the parent directory, and bytes of the name, which follows."""
 log = logging.getLogger(__name__)
-
-
-class ChangedNames:
-    """Names that changed while the next state was made, which the kernel is to forget afterwards.
-
-    A large step changes millions. Beyond CHANGED_NAMES_BYTES_MAX they lie in a file without a name, of which a crash
-    leaves an empty one at most. The trio thread adds all of them before one worker thread reads them.
-    """
-
-    def __init__(self, directory: Path, disk: Disk) -> None:
-        self._directory, self._disk = directory, disk
-        self._file: BytesIO | BufferedRandom = BytesIO()
-        self.count = 0
-
-    def add(self, parent: int, name: bytes) -> None:
-        """Raises OSError where the disk is full."""
-        self._file.write(_NAME_HEAD.pack(parent, len(name)) + name)
-        self.count += 1
-        if isinstance(self._file, BytesIO) and self._file.tell() > CHANGED_NAMES_BYTES_MAX:
-            self._file = self._spill(self._file)
-
-    def _spill(self, names: BytesIO) -> BufferedRandom:
-        path = self._directory / self._disk.temporary_name("changed-names-")
-        file = path.open("x+b")
-        path.unlink()
-        with names:
-            file.write(names.getbuffer())
-        return file
-
-    def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Parents and names, in the order in which they were added."""
-        self._file.seek(0)
-        while head := self._file.read(_NAME_HEAD.size):
-            parent, length = _NAME_HEAD.unpack(head)
-            yield parent, self._file.read(length)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,56 @@
+"""Names that changed, of which the kernel has to be notified, however many they are.
+
+A large commit, listing or refresh changes millions of names at once. Beyond CHANGED_NAMES_BYTES_MAX they lie in a file
+without a name, of which a crash leaves nothing. The trio thread adds all of them before one worker thread at a time
+reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from struct import Struct
+from typing import BinaryIO
+
+CHANGED_NAMES_BYTES_MAX = 1 << 20
+"""Changed names in memory; more of them lie in a file."""
+_NAME_HEAD = Struct("<QH")
+"""Inode of the parent directory, and bytes of the name, which follows."""
+
+
+class ChangedNames:
+    """See the module's head."""
+
+    def __init__(self, open_file: Callable[[], BinaryIO]) -> None:
+        """``open_file`` opens a temporary file without a name. Raises OSError."""
+        self._open_file = open_file
+        self._file: BinaryIO = BytesIO()
+        self._is_in_memory = True
+        self.count = 0
+
+    def add(self, parent: int, name: bytes) -> None:
+        """Raises OSError where the disk is full."""
+        self._file.write(_NAME_HEAD.pack(parent, len(name)) + name)
+        self.count += 1
+        if self._is_in_memory and self._file.tell() > CHANGED_NAMES_BYTES_MAX:
+            self._spill()
+
+    def _spill(self) -> None:
+        file = self._open_file()
+        try:
+            self._file.seek(0)
+            file.write(self._file.read())
+        except OSError:
+            file.close()
+            raise
+        self._file, self._is_in_memory = file, False
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Parents and names, in the order in which they were added. Raises OSError."""
+        self._file.seek(0)
+        while head := self._file.read(_NAME_HEAD.size):
+            parent, length = _NAME_HEAD.unpack(head)
+            yield parent, self._file.read(length)
+
+    def close(self) -> None:
+        self._file.close()
