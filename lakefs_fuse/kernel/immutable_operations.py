@@ -77,7 +77,7 @@ class ImmutableOperations(pyfuse3.Operations):
 
     def _invalidate(self, changed: ChangedNames) -> int:
         known = 0
-        named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed)
+        named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed.names())
         for parent, names in groupby(named, key=itemgetter(0)):
             known += notify_kernel((parent,), names)
         return known

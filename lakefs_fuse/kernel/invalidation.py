@@ -182,7 +182,7 @@ class Invalidations:
         self._stale, self._names = {}, {}
         self._batches_begun += 1
         if self._draining is None and self._overflow is not None:
-            self._draining, self._overflow = (self._overflow, iter(self._overflow)), None
+            self._draining, self._overflow = (self._overflow, self._overflow.names()), None
             self._overflows_begun += 1
         more = self._next_of_overflow()
         self._count(await self._notify(stale, [*names, *more]))

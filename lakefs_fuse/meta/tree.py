@@ -50,6 +50,8 @@ COOKIE_BYTES = 8
 _DOTS = b".", b".."
 ROWS_AT_ONCE = 20_000
 """Rows read in one go: about 10 ms."""
+CHILDREN_AT_ONCE = 512
+"""Entries of a step of a walk: about 5 ms."""
 ROWS_COUNTED = 1000
 """Rows of a step of a count: about 1 ms."""
 ROWS_TOGETHER = 512
@@ -242,6 +244,15 @@ class Tree:
             entry = self._read(key, row)
             if entry is not None:
                 yield entry
+
+    def children_in_steps(self, parent: int, after: int = 0) -> Iterator[list[Entry]]:
+        """As `children`, CHILDREN_AT_ONCE at a time; names that come between two steps included. Between two steps no
+        iterator of the database is open."""
+        while some := list(islice(self.children(parent, after), CHILDREN_AT_ONCE)):
+            yield some
+            if len(some) < CHILDREN_AT_ONCE:
+                return
+            after = some[-1].cookie
 
     def children_by_name(self, parent: int) -> Iterator[Entry]:
         """Entries of a directory in the order of their sort names."""

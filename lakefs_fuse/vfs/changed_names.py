@@ -45,7 +45,7 @@ class ChangedNames:
             raise
         self._file, self._is_in_memory = file, False
 
-    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+    def names(self) -> Iterator[tuple[int, bytes]]:
         """Parents and names, in the order in which they were added. Raises OSError."""
         self._file.seek(0)
         while head := self._file.read(_NAME_HEAD.size):

@@ -157,7 +157,7 @@ class PathWaits:
 
     async def _tell_kernel(self, absent: Sequence[Name]) -> None:
         """The kernel does not remember that these names were absent when this returns. They are announced once more,
-        because names that change together with thousands of others may not have been."""
+        because a lookup that finds a name in a directory that was never listed announces nothing."""
         for listener in self._ns.events.kernel_told:
             await listener()
         for name in absent:

@@ -172,14 +172,15 @@ async def test_wait_notified_fails_where_the_disk_lost_names(
 ) -> None:
     """Then nobody may rely on what the kernel shows; later changes are not concerned."""
 
-    def fail(_names: ChangedNames) -> Iterator[tuple[int, bytes]]:
-        raise OSError(errno.EIO, "Input/output error")
-        yield
+    def fail(changed: ChangedNames) -> Iterator[tuple[int, bytes]]:
+        for _ in range(changed.count):
+            raise OSError(errno.EIO, "Input/output error")
+        yield 0, b""
 
     monkeypatch.setattr(invalidating, "NAMES_MAX", 2)
     async with telling(kernel) as invalidations:
         with monkeypatch.context() as failing:
-            failing.setattr(ChangedNames, "__iter__", fail)
+            failing.setattr(ChangedNames, "names", fail)
             for name in (b"a", b"b", b"c"):
                 invalidations.invalidate_name(9, name)
             with pytest.raises(CacheError, match="the local disk failed"):

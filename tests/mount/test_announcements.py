@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.kernel.invalidation import NAMES_MAX
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, eventually
 from tests.mount.test_commits import another
@@ -18,6 +19,7 @@ REFRESH_S = 1.0
 OPTIONS = ("--refresh", f"{REFRESH_S:g}", "--metadata-ttl", "1h", "--pack", "never")
 SEEN_S_MAX = REFRESH_S + 2.0
 SLOW_MACHINE_S = 5.0
+SAMPLE = 32
 
 
 @pytest.fixture
@@ -85,3 +87,37 @@ def test_refresh_shows_objects_of_other_programs_at_once(nodes: tuple[Lake, Lake
     assert (gone.returncode, json.loads(gone.stdout)["exists"]) == (0, False)
     assert gone.stderr == f"lakefs-fuse: {lake.path / 'f'} does not exist\n"
     assert lake.cli("refresh", "/").returncode == 1
+
+
+def test_refresh_after_thousands_of_changes_returns_when_programs_see_all_of_them(make_lake: LakeMaker) -> None:
+    """The kernel holds each name, and more change than wait for it in memory."""
+    lake = make_lake("file", *OPTIONS)
+    before, after = ([f"{kind}{number}" for number in range(3 * NAMES_MAX)] for kind in "ba")
+    source, shown = Path(lake.source.removeprefix("file://")) / "d", lake.path / "d"
+    source.mkdir()
+    for name in before:
+        (source / name).touch()
+    lake.mount()
+    assert len(os.listdir(shown)) == len(before)
+    assert all((shown / name).exists() for name in before)
+    assert not any((shown / name).exists() for name in after[::SAMPLE])
+    for old, new in zip(before, after, strict=True):
+        (source / old).rename(source / new)
+    assert lake.cli("refresh", str(shown)).returncode == 0
+    assert not any((shown / name).exists() for name in before[::SAMPLE])
+    assert all((shown / name).exists() for name in after[::SAMPLE])
+
+
+def test_refresh_of_a_directory_never_listed_shows_names_that_were_absent(make_lake: LakeMaker) -> None:
+    """The kernel remembers that; the name is refreshed, or its directory, or all above."""
+    lake = make_lake("file", *OPTIONS)
+    for number in range(3):
+        lake.outside.replace(f"d{number}/other", b"x")
+    lake.mount()
+    for number, refresh in enumerate((["d0/x"], ["d1"], ["--recursive", ""])):
+        path = f"d{number}/x"
+        assert not (lake.path / path).exists()
+        lake.outside.replace(path, b"x")
+        assert not (lake.path / path).exists()
+        assert lake.cli("refresh", *refresh[:-1], str(lake.path / refresh[-1])).returncode == 0
+        assert (lake.path / path).exists(), refresh

@@ -13,8 +13,9 @@ import trio
 from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
 from lakefs_fuse.commits.record import COMMITS, STORED_MAX
 from lakefs_fuse.errors import Unavailable
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.product import RESERVED_PREFIX
-from lakefs_fuse.vfs.namespace import outdated_names
+from lakefs_fuse.vfs.namespace import absent_names, outdated_names
 from tests.memory_store import Failures, MemoryStore, Pause
 from tests.vfs.lakes import NEVER_S, TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import rewrite
@@ -391,3 +392,59 @@ async def test_directory_has_another_mtime_when_another_node_adds_or_removes_a_n
         known = [(await two.found(path)).mtime_ns for path in "de"]
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert [(await fresh.found(path)).mtime_ns for path in "de"] == known
+
+
+async def refreshed(m: Lake, path: str) -> list[bytes]:
+    """Names of a directory, sorted, of which the kernel was notified when a refresh of it returns."""
+    directory, before = (await m.found(path)).inode, len(m.changes)
+    await m.fs.refresh(path)
+    return sorted(name for parent, name in m.changes[before:] if parent == directory)
+
+
+@pytest.mark.parametrize(("names_max", "announced"), [(1, [b"a"]), (0, [b"a", b"b", b"first"])])
+async def test_first_listing_announces_names_that_were_absent_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names_max: int, announced: list[bytes]
+) -> None:
+    """And no others; unless too many were asked for to remember each: then all that came since."""
+    monkeypatch.setattr(absent_names, "NAMES_MAX", names_max)
+    store = MemoryStore()
+    store.give("d/first")
+    async with lake(store, tmp_path) as m:
+        assert await m.lookup("d/a") is None
+        for name in ("a", "b"):
+            store.give(f"d/{name}")
+        assert await refreshed(m, "d") == announced
+        store.give("d/c")
+        assert await refreshed(m, "d") == [b"c"]
+
+
+async def test_listing_after_one_that_was_dropped_announces_names_that_came_since(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("d/first")
+    async with lake(store, tmp_path) as m:
+        assert await m.names("d") == ["first"]
+        assert await m.lookup("d/a") is None
+        tree, batch = m.fs.namespace.tree, Batch()
+        tree.forget_listing(batch, (await m.found("d")).inode)
+        tree.database.commit(batch)
+        store.give("d/a")
+        assert await refreshed(m, "d") == [b"a"]
+
+
+async def test_name_that_was_absent_is_announced_when_a_refresh_asks_for_it(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("d/first")
+    async with lake(store, tmp_path) as m:
+        assert await m.lookup("d/a") is None
+        store.give("d/a")
+        d, before = await m.found("d"), len(m.changes)
+        await m.fs.refresh("d/a")
+        assert m.changes[before:] == [(d.inode, b"a")]
+
+
+async def test_first_listing_without_earlier_questions_announces_nothing(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for name in ("a", "b", "c"):
+        store.give(f"d/{name}")
+    async with lake(store, tmp_path) as m:
+        assert await refreshed(m, "d") == []

@@ -42,6 +42,7 @@ from lakefs_fuse.store.parallel_list import KEYS_MAX, ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.namespace.absent_names import Absences, AbsentNames
 from lakefs_fuse.vfs.namespace.commit_order import ANNOUNCED_NS, OrderedLists
 from lakefs_fuse.vfs.namespace.key_mapping import (
     KEY_BYTES_MAX,
@@ -115,7 +116,7 @@ class Namespace:
         self._asked: dict[int, set[bytes]] = {}
         self._background: dict[int, Flight] = {}
         self._failing = False
-        self._outdated = OutdatedNames(tree)
+        self._outdated, self._absent = OutdatedNames(tree), AbsentNames()
         self.events.listing_dropped.append(self._outdated.forget)
         self.events.commit_applied.append(self._take_announcements)
         self._looks = LookIntervals(config.metadata_ttl_s, config.foreign_s)
@@ -310,7 +311,10 @@ class Namespace:
             except AWAY:
                 if self.tree.listing(directory) is None:
                     raise
-        return self.tree.child(directory, name), self._answer_fresh_s(directory, name)
+        entry = self.tree.child(directory, name)
+        if ask and entry is not None and self._absent.discard(directory, name):
+            self.announce_name(directory, name)
+        return entry, self._answer_fresh_s(directory, name)
 
     async def ensure_absent(self, directory: int, name: bytes) -> str:
         """The path of a new name, as it is when the answer is known: another node may have renamed the directory
@@ -465,6 +469,8 @@ class Namespace:
         if name not in flight.announced:
             self._remember_answer(directory, name, asked_ns)
             self._outdated.discard(directory, name)
+        if self.tree.listing(directory) is None and self.tree.child(directory, name) is None:
+            self._absent.add(directory, name, self._db.inode_next - 1)
 
     async def _head_if_missing(self, found: list[Found], name: bytes, key: str) -> list[Found]:
         if any(item.meta is not None for item in found):
@@ -600,7 +606,7 @@ class Namespace:
             if self._is_moved(directory, prefix):
                 return False
         is_first = self.tree.listing(directory) is None
-        listing = merge.complete()
+        listing, absences = merge.complete(), self._absent.pop(directory) if is_first else None
         if is_first or flat is not None or self._finds_foreign(merge, directory, flight):
             self._looks.reset(directory)
         elif listing.entries > KEYS_MAX or self._subtrees.is_in_large(prefix):
@@ -612,7 +618,21 @@ class Namespace:
             self.tree.forget_listing(batch, directory)
             self._db.commit(batch)
         self._asked.pop(directory, None)
+        if absences is not None:
+            with trio.CancelScope(shield=True):
+                await self._announce_added(directory, absences)
         return True
+
+    async def _announce_added(self, directory: int, absences: Absences) -> None:
+        """The kernel may hold as absent what a first listing brought."""
+        for name in absences.names:
+            if self.tree.child(directory, name) is not None:
+                self.announce_name(directory, name)
+        if absences.is_any:
+            for children in self.tree.children_in_steps(directory, absences.after):
+                for child in children:
+                    self.announce_name(directory, child.name)
+                await trio.lowlevel.checkpoint()
 
     def _finds_foreign(self, merge: DirectoryMerge, directory: int, flight: Flight) -> bool:
         """A LIST shows what no commit told or announced."""
@@ -694,6 +714,8 @@ class Namespace:
                 self._watched.pop(directory, None)
 
     def _mark_listings_stale(self, directory: int) -> None:
+        if self.tree.listing(directory) is not None:
+            self._absent.add_any(directory, self._db.inode_next - 1)
         self._subtrees.directory_asked(directory)
         for flight in self._watched.get(directory, ()):
             flight.is_stale = True
