@@ -32,7 +32,7 @@ async def collecting() -> AsyncIterator[trio.Nursery]:
         raise first from None
 
 
-async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
+async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[object]], at_once: int) -> None:
     """Call ``work`` with each item, in ``at_once`` tasks, the caller's own where that is one. Raises the first
     LakeError; the other tasks are cancelled then."""
     if at_once == 1:

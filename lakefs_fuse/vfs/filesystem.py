@@ -90,7 +90,7 @@ class Filesystem:
         if self.config.attributes == "objects":
             if self._ns.fresh_s(inode) <= 0:
                 await self._ns.ensure_listed(inode, strictly=False)
-            await ask_all(self._ns.tree.children(inode), self.getattr)
+            await ask_all(self._ns.tree.children_in_steps(inode), self.getattr)
         else:
             await self._ns.begin_reading(inode)
 

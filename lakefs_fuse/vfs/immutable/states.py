@@ -272,10 +272,12 @@ class States:
 
         async def listed(inode: int, is_new: bool) -> None:
             if self._lake.config.attributes == "objects":
-                await ask_all(tree.children(inode), fs.getattr)
+                await ask_all(tree.children_in_steps(inode), fs.getattr)
             if is_new and changed is not None:  # merging it announced none of its names
-                for child in tree.children(inode):
-                    changed.add(inode, child.name)
+                for children in tree.children_in_steps(inode):
+                    for child in children:
+                        changed.add(inode, child.name)
+                    await trio.lowlevel.checkpoint()
 
         names = 0
 

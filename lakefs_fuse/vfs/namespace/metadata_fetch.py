@@ -7,32 +7,34 @@ they are asked for before a listing or a lookup is answered, because the kernel 
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable, Iterable
-from itertools import islice
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+
+import trio
 
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 
 ASKED_AT_ONCE = 256
-"""Entries in memory, and tasks, at a time; how many requests run at once is the client's bound."""
+"""Tasks at a time; how many requests run at once is the client's bound."""
 
 
 def is_unasked(entry: Entry) -> bool:
     return not entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL | Flag.SYMLINK)
 
 
-async def ask_all(entries: Iterable[Entry], getattr: Callable[[int], Awaitable[Entry]]) -> None:
-    """Call ``getattr`` for each entry whose attributes were never asked for. Raises what it raises; an entry that
-    vanished meanwhile is passed over."""
-    unasked = (entry for entry in entries if is_unasked(entry))
-    while batch := list(islice(unasked, ASKED_AT_ONCE)):
-        async with collecting() as nursery:
-            for entry in batch:
-                nursery.start_soon(_ask, entry.inode, getattr)
+async def ask_all(steps: Iterable[Sequence[Entry]], getattr: Callable[[int], Awaitable[Entry]]) -> None:
+    """Call ``getattr`` for each entry whose attributes were never asked for; other tasks run after each of the
+    ``steps``. Raises what it raises; an entry that vanished meanwhile is passed over."""
+    for entries in steps:
+        unasked = [entry.inode for entry in entries if is_unasked(entry)]
+        if unasked:
+            await for_each(unasked, partial(_ask, getattr), min(ASKED_AT_ONCE, len(unasked)))
+        await trio.lowlevel.checkpoint()
 
 
-async def _ask(inode: int, getattr: Callable[[int], Awaitable[Entry]]) -> None:
+async def _ask(getattr: Callable[[int], Awaitable[Entry]], inode: int) -> None:
     try:
         await getattr(inode)
     except FileError as error:

@@ -11,6 +11,8 @@ import logging
 from array import array
 from collections.abc import Awaitable, Callable
 
+import trio
+
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.sync.nursery import collecting
@@ -47,10 +49,10 @@ async def list_everything(
                 continue  # it is gone meanwhile
             await listed(inode, is_new)
             directories += 1
-            for child in namespace.tree.children(inode):
-                names += 1
-                if child.is_dir:
-                    below.append(child.inode)
+            for children in namespace.tree.children_in_steps(inode):
+                names += len(children)
+                below.extend(child.inode for child in children if child.is_dir)
+                await trio.lowlevel.checkpoint()
             report(names)
 
     level = array("Q", [top])

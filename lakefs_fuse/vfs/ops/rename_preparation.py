@@ -5,15 +5,16 @@ directory of shards from several nodes would be published in part. One LIST of a
 for commits show what is not known here; only directories where something is new are listed again.
 
 What always holds: nothing is renamed here, and everything here can be repeated. While the store is away it is tried
-again as long as a writer would wait for room (``patience_s``). Trio thread only; a crash leaves nothing.
+again as long as a writer would wait for room (``patience_s``). Memory holds the numbers of one level's directories (8
+bytes each). Trio thread only; a crash leaves nothing.
 """
 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from itertools import islice
 
 import trio
 
@@ -22,7 +23,7 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.key_mapping import paths_of_keys
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -31,8 +32,8 @@ from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 LISTINGS_AT_ONCE = 8
-NAMES_PER_STEP = 512
-"""5 ms."""
+DIRECTORIES_PER_STEP = 512
+"""Of which is looked up whether they have to be listed: 5 ms."""
 log = logging.getLogger(__name__)
 
 
@@ -75,28 +76,29 @@ class RenamePreparation:
             await self._list_unlisted(directory)
 
     async def _list_unlisted(self, directory: Entry) -> None:
-        queue = [directory.inode]
-        limiter = trio.CapacityLimiter(LISTINGS_AT_ONCE)
+        level = array("Q", [directory.inode])
+        while level:
+            await self._list_all(await self._unlisted_of(level), self._ns.ensure_listed)
+            below = array("Q")
+            for inode in level:
+                for children in self._ns.tree.children_in_steps(inode):
+                    below.extend(child.inode for child in children if child.flags & Flag.DIRECTORY)
+                    await trio.lowlevel.checkpoint()
+            level = below
 
-        async def listed(inode: int) -> None:
-            async with limiter:
-                await self._ns.ensure_listed(inode)
+    async def _unlisted_of(self, directories: Sequence[int]) -> Sequence[int]:
+        unlisted = array("Q")
+        for number, inode in enumerate(directories, 1):
+            if self._ns.fresh_s(inode, within_ttl=True) <= 0:
+                unlisted.append(inode)
+            if number % DIRECTORIES_PER_STEP == 0:
+                await trio.lowlevel.checkpoint()
+        return unlisted
 
-        while queue:
-            async with collecting() as nursery:
-                for inode in queue:
-                    nursery.start_soon(listed, inode)
-            queue = [below for inode in queue for below in await self._directories_in(inode)]
-
-    async def _directories_in(self, inode: int) -> list[int]:
-        found, children = list[int](), list(islice(self._ns.tree.children(inode), NAMES_PER_STEP))
-        while children:
-            found += [child.inode for child in children if child.flags & Flag.DIRECTORY]
-            if len(children) < NAMES_PER_STEP:
-                break
-            await trio.lowlevel.checkpoint()
-            children = list(islice(self._ns.tree.children(inode, children[-1].cookie), NAMES_PER_STEP))
-        return found
+    @staticmethod
+    async def _list_all(directories: Sequence[int], list_one: Callable[[int], Awaitable[object]]) -> None:
+        if directories:
+            await for_each(directories, list_one, min(LISTINGS_AT_ONCE, len(directories)))
 
     async def _list_changed(self, directory: Entry) -> bool:
         """List directories again below which the store has a key that is not known here; whether there were any."""
@@ -109,8 +111,7 @@ class RenamePreparation:
             token = page.next_token
             if token is None:
                 break
-        for inode in changed:
-            await self._ns.list_directory(inode)
+        await self._list_all([*changed], self._ns.list_directory)
         return bool(changed)
 
     def _unknown(self, objects: Sequence[ObjectMeta]) -> list[ObjectMeta]:
