@@ -121,7 +121,9 @@ class Node:
     def list_one(self, name: str, *metas: ObjectMeta) -> None:
         """The store is asked for one name of the root, and shows this object, or none."""
         merge = DirectoryMerge(self.tree, NamespaceMetrics(), ROOT_INODE, prefix="", now_ns=at(0))
-        merge.apply_one(name.encode(), read_page(ListPage(list(metas), [], None), ROOT_INODE, "").found)
+        found = read_page(ListPage(list(metas), [], None), ROOT_INODE, "").found
+        for _ in merge.apply_one(name.encode(), found):
+            pass
         merge.apply_overriding(merge.overriding)
 
     def inode(self, path: str) -> int:

@@ -1,7 +1,9 @@
 """One LIST of a directory merged into the tree: only differences are written.
 
 Pages may come in any order of names, and bring the same name twice. Each name costs one point lookup. For each known
-name that the LIST confirms, its cookie is remembered (8 bytes); names that it did not confirm go at its end. Names that
+name that the LIST confirms, its cookie is remembered (8 bytes); names that it did not confirm go at its end, in steps
+of CHILDREN_AT_ONCE rows or so, and what is below a directory before the directory: a crash in between leaves names
+that the next LIST removes, and a change made here in between (``touched``) ends the removal. Names that
 this node changed since the LIST began (``touched``) and files that are being written (``keep``) are left as they are:
 what the page says of them is older than what is known here.
 
@@ -18,9 +20,9 @@ that file.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 import xxhash
@@ -28,11 +30,12 @@ import xxhash
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import NS, bury, with_unlisted
-from lakefs_fuse.meta.tree import Listing, Tree
+from lakefs_fuse.meta.tree import CHILDREN_AT_ONCE, Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
+from lakefs_fuse.vfs.namespace.cookie_runs import CookieRuns
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, Hidden, is_reserved, why_hidden
 from lakefs_fuse.vfs.namespace.outdated_names import NAMES_MAX
 
@@ -40,8 +43,10 @@ OVERRIDING_MAX = 1000
 """Objects of one LIST that are asked about before they count in place of bytes elsewhere; more count at once."""
 DIFFERENCES_MAX = NAMES_MAX + 1
 """More than can have been announced."""
-UNLISTED_MAX = 1000
-"""Names below directories that went whose objects a merge remembers: one step of some milliseconds."""
+STEP_ROWS = 3 * CHILDREN_AT_ONCE
+"""Rows that one step changes: a name has three."""
+STEP_COOKIES = 16_384
+"""Cookies that one step passes: 10 ms."""
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
 
@@ -131,10 +136,11 @@ class DirectoryMerge:
         """Names that this LIST shows otherwise than the last one; of more than DIFFERENCES_MAX some."""
         self.first_cookie = tree.database.inode_next
         """Names that this LIST brings have cookies from here on."""
-        self._seen = array("Q")
+        self._confirmed = CookieRuns()
+        self._confirmed_count = 0
+        """How many of them `remove_missing` has passed."""
         self.names = 0
         """Names found so far that were not known before: its progress."""
-        self._unlisted_left = UNLISTED_MAX
         self._hidden: dict[Hidden, set[int]] = {}
         self._shadowed: dict[bytes, ObjectMeta] = {}
         self._places: dict[bytes, int] = {}
@@ -186,18 +192,34 @@ class DirectoryMerge:
 
     def remove_missing(self) -> Iterator[None]:
         """What no page brought is gone. In steps of some milliseconds."""
-        seen = iter(sorted(self._seen))
-        next_seen = next(seen, None)
+        confirmed = self._confirmed.ascending()
+        at = next(confirmed, None)
         for some in self._tree.needing_object(self._directory, self.first_cookie):
             batch = Batch()
             for cookie in some:
-                while next_seen is not None and next_seen < cookie:
-                    next_seen = next(seen, None)
-                entry = None if next_seen == cookie else self._tree.at(self._directory, cookie)
-                if entry is not None:
-                    self._vanished(batch, entry)
+                while at is not None and at < cookie:
+                    self._confirmed_count += 1
+                    at = next(confirmed, None)
+                entry = None if at == cookie else self._tree.at(self._directory, cookie)
+                if entry is None:
+                    continue
+                if entry.is_dir:
+                    self._db.commit(batch)
+                    batch = Batch()
+                    yield from self._directory_vanished(entry)
+                elif entry.name not in self._touched and _needs_object(entry):
+                    self._drop_version(batch, entry)
+                if len(batch.rows) >= STEP_ROWS:
+                    self._db.commit(batch)
+                    batch = Batch()
+                    yield
             self._db.commit(batch)
             yield
+        self._confirmed_count += at is not None
+        for number, _ in enumerate(confirmed, 1):
+            self._confirmed_count += 1
+            if number % STEP_COOKIES == 0:
+                yield
 
     def complete(self) -> Listing:
         """The directory is listed as of the time the merge began. `remove_missing` comes before."""
@@ -207,7 +229,7 @@ class DirectoryMerge:
         hidden = {reason: len(keys) for reason, keys in self._hidden.items()}
         listing = Listing(
             self._now_ns,
-            self.names + len(set(self._seen)),
+            self.names + self._confirmed_count,
             hidden.get(Hidden.COMPONENT, 0),
             hidden.get(Hidden.NUL, 0),
             hidden.get(Hidden.LONG, 0),
@@ -218,8 +240,9 @@ class DirectoryMerge:
         self._metrics.listings += 1
         return listing
 
-    def apply_one(self, name: bytes, found: Iterable[Found]) -> None:
-        """The store was asked for one name only: ``found`` is all there is of it (a file, a directory, both, none)."""
+    def apply_one(self, name: bytes, found: Iterable[Found]) -> Iterator[None]:
+        """The store was asked for one name only: ``found`` is all there is of it (a file, a directory, both, none). In
+        steps as `remove_missing`."""
         self._is_blank = False
         here = {item.sort_name: item for item in found}
         if name + b"/" in here and name not in self._touched and self._is_ghost(name):
@@ -230,9 +253,13 @@ class DirectoryMerge:
             entry = self._tree.named(self._directory, sort_name)
             if sort_name == name + b"/" and name in self.ghosts:
                 continue  # that is seen below it
-            if entry is not None and (shown is None or sort_name != shown.sort_name):
+            if entry is None or (shown is not None and sort_name == shown.sort_name):
+                continue
+            if entry.is_dir:
+                yield from self._directory_vanished(entry)
+            elif name not in self._touched and _needs_object(entry):
                 batch = Batch()
-                self._vanished(batch, entry)
+                self._drop_version(batch, entry)
                 self._db.commit(batch)
         if shown is not None:
             batch = Batch()
@@ -267,28 +294,16 @@ class DirectoryMerge:
             self._show_directory(batch, self._tree.named(self._directory, name + b"/"), name)
         self._db.commit(batch)
 
-    def drop_directory(self, name: bytes) -> None:
-        """A ghost has nothing below it."""
+    def drop_directory(self, name: bytes) -> Iterator[None]:
+        """A ghost has nothing below it. In steps as `remove_missing`."""
         entry = self._tree.named(self._directory, name + b"/")
-        if entry is None or name in self._touched:
-            return
-        batch = Batch()
-        self._directory_vanished(batch, entry)
-        self._db.commit(batch)
+        if entry is not None:
+            yield from self._directory_vanished(entry)
 
     def _mark(self, batch: Batch) -> None:
         entry = self._tree.entry(self._directory)
         if entry is not None and not entry.flags & Flag.MARKER:
             self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.MARKER))
-
-    def _vanished(self, batch: Batch, entry: Entry) -> None:
-        if entry.name in self._touched:
-            return
-        if entry.is_dir:
-            self._directory_vanished(batch, entry)
-            return
-        if _needs_object(entry):
-            self._drop_version(batch, entry)
 
     def _drop_version(self, batch: Batch, entry: Entry) -> None:
         """The plain object that a file was is not there any more. What is being written here goes on as a file that is
@@ -308,51 +323,98 @@ class DirectoryMerge:
 
     def _note_unlisted(self, batch: Batch, entry: Entry, prefix: bytes) -> None:
         """A plain object is not there any more, but for others a commit tells of it until another one ends it."""
-        path = prefix + entry.name
-        if entry.is_dir:
-            for child in islice(self._tree.children(entry.inode), max(self._unlisted_left, 0)):
-                self._unlisted_left -= 1
-                self._note_unlisted(batch, child, path + b"/")
-        elif entry.is_plain and entry.etag and 0 < entry.stamp < PENDING:
+        if entry.is_plain and entry.etag and 0 < entry.stamp < PENDING:
+            path = prefix + entry.name
             tombstone = with_unlisted(self._tree.tombstones.get(path), entry.etag, entry.stamp)
             self._tree.tombstones.write(batch, {path: tombstone})
 
-    def _directory_vanished(self, batch: Batch, entry: Entry) -> None:
-        """No key lies below it any more: what commits say of it and of names below it stays."""
-        if not entry.stamp and not self._stays(entry.inode):
-            self._drop(batch, entry, self._prefix)
+    def _directory_vanished(self, entry: Entry) -> Iterator[None]:
+        """No key lies below a directory any more: what commits say of it and of names below it stays."""
+        if entry.name in self._touched:
             return
-        if entry.flags & (Flag.LISTED | Flag.MARKER):
-            flags = entry.flags & ~(Flag.LISTED | Flag.MARKER)
-            self._tree.update(batch, msgspec.structs.replace(entry, flags=flags))
-            self._remove_plain(batch, entry.inode, self._prefix + entry.name + b"/")
+        is_shown = entry.flags & (Flag.LISTED | Flag.MARKER)
+        if not is_shown and (entry.stamp or (yield from self._stays(entry.inode))):
+            return
+        levels = [array("Q", [entry.inode])]
+        while levels[-1] and entry.name not in self._touched:
+            levels.append((yield from self._remove_plain(entry.name, levels[-1])))
+        for level in reversed(levels):
+            yield from self._remove_empty(entry.name, level)
+        current = self._tree.named(self._directory, entry.name + b"/")
+        if current is not None and current.flags & is_shown and entry.name not in self._touched:
+            batch = Batch()
+            flags = current.flags & ~(Flag.LISTED | Flag.MARKER)
+            self._tree.update(batch, msgspec.structs.replace(current, flags=flags))
+            self._db.commit(batch)
 
-    def _stays(self, directory: int) -> bool:
+    def _stays(self, top: int) -> Generator[None, None, bool]:
         """Something below a directory is there whatever the listing says."""
-        for child in self._tree.children(directory):
-            if child.is_dir:
-                if child.stamp or self._stays(child.inode):
-                    return True
-            elif self._keep(child) or not _needs_object(child):
-                return True
+        waiting, left = array("Q", [top]), CHILDREN_AT_ONCE
+        while waiting:
+            directory, after, is_whole = waiting.pop(), 0, False
+            while not is_whole:
+                passed = 0
+                for child in islice(self._tree.children(directory, after), left):
+                    passed, after = passed + 1, child.cookie
+                    if child.is_dir and not child.stamp:
+                        waiting.append(child.inode)
+                    elif child.is_dir or self._keep(child) or not _needs_object(child):
+                        return True
+                is_whole = passed < left
+                left -= passed + 1
+                if left <= 0:
+                    left = CHILDREN_AT_ONCE
+                    yield
         return False
 
-    def _remove_plain(self, batch: Batch, directory: int, prefix: bytes) -> None:
-        for child in self._tree.children(directory):
-            if child.is_dir:
-                if child.stamp or self._stays(child.inode):
-                    self._remove_plain(batch, child.inode, prefix + child.name + b"/")
-                    continue
-            elif self._keep(child) or not _needs_object(child):
-                continue
-            self._drop(batch, child, prefix)
+    def _remove_plain(self, top: bytes, level: Iterable[int]) -> Generator[None, None, array[int]]:
+        """Remove what a listing showed in some directories at or below ``top``, a name of this one; returns the
+        directories in them."""
+        below, batch, left = array("Q"), Batch(), CHILDREN_AT_ONCE
+        for directory in level:
+            prefix = self._prefix_of(directory)
+            for children in chain(self._tree.children_in_steps(directory), [list[Entry]()]):
+                for child in children:
+                    if child.is_dir:
+                        below.append(child.inode)
+                    elif _needs_object(child) and not self._keep(child):
+                        self._drop(batch, child, prefix)
+                        self._add_difference(top)
+                left -= len(children) + 1
+                if left <= 0:
+                    self._db.commit(batch)
+                    yield
+                    if top in self._touched:
+                        return array("Q")
+                    batch, left = Batch(), CHILDREN_AT_ONCE
+        self._db.commit(batch)
+        return below
+
+    def _remove_empty(self, top: bytes, level: Iterable[int]) -> Iterator[None]:
+        """Remove those directories of a level that no commit made, and in which nothing is."""
+        batch, left = Batch(), CHILDREN_AT_ONCE
+        for directory in level:
+            if top in self._touched:
+                break
+            entry = self._tree.entry(directory)
+            if entry is not None and not entry.stamp and next(self._tree.children(directory), None) is None:
+                self._drop(batch, entry, b"")
+            left -= 1
+            if left <= 0:
+                self._db.commit(batch)
+                yield
+                batch, left = Batch(), CHILDREN_AT_ONCE
+        self._db.commit(batch)
+
+    def _prefix_of(self, directory: int) -> bytes:
+        return b"".join(name + b"/" for name in self._tree.path(directory) or ())
 
     def _merge(self, batch: Batch, found: Found) -> None:
         """Where a listing meets commits: docs/format.md, "Plain objects and commits", has the rules, by which commits
         meet listings in `Application._is_unknown` (`commits.apply_record`)."""
         entry = self._tree.named(self._directory, found.sort_name)
         if entry is not None and entry.cookie < self.first_cookie:
-            self._seen.append(entry.cookie)
+            self._confirmed.add(entry.cookie)
             if self._earlier is not None:
                 self._earlier.discard(entry.cookie)
         if found.name in self._touched:
@@ -495,9 +557,13 @@ class DirectoryMerge:
             self._differs(entry)
 
     def _differs(self, entry: Entry) -> None:
-        if len(self.differences) < DIFFERENCES_MAX:
-            self.differences.add(entry.name)
+        if entry.parent == self._directory:
+            self._add_difference(entry.name)
         self._events.announce_name(entry.parent, entry.name)
+
+    def _add_difference(self, name: bytes) -> None:
+        if len(self.differences) < DIFFERENCES_MAX:
+            self.differences.add(name)
 
     def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
         if self._keep(entry):

@@ -456,14 +456,8 @@ class Namespace:
                     found.append(Found(name + b"/", None))
             if page.next_token is not None and not self._client.capabilities.sorted_listing:
                 found += await self._head_if_missing(found, name, key)
-            if not self._is_moved(directory, prefix):
-                merge = self._merge(directory, flight)
-                merge.apply_one(name, found)
-                await self._ask_about_overriding(merge, directory, prefix)
-                if self._finds_foreign(merge, directory, flight):
-                    self._looks.reset(directory)
-                await self._look_below_ghosts(merge, directory, prefix)
-        if self._is_moved(directory, prefix):
+            is_whole = not self._is_moved(directory, prefix) and await self._merge_one(directory, name, found, flight)
+        if not is_whole or self._is_moved(directory, prefix):
             await self._ask_for_name(directory, name, component)
             return
         if name not in flight.announced:
@@ -471,6 +465,17 @@ class Namespace:
             self._outdated.discard(directory, name)
         if self.tree.listing(directory) is None and self.tree.child(directory, name) is None:
             self._absent.add(directory, name, self._db.inode_next - 1)
+
+    async def _merge_one(self, directory: int, name: bytes, found: list[Found], flight: Flight) -> bool:
+        """Whether all that was found is below the directory still: it may be renamed meanwhile."""
+        prefix, merge = self.prefix(directory), self._merge(directory, flight)
+        if not await self._take_steps(merge.apply_one(name, found), directory, prefix):
+            return False
+        await self._ask_about_overriding(merge, directory, prefix)
+        if self._finds_foreign(merge, directory, flight):
+            self._looks.reset(directory)
+        await self._look_below_ghosts(merge, directory, prefix)
+        return True
 
     async def _head_if_missing(self, found: list[Found], name: bytes, key: str) -> list[Found]:
         if any(item.meta is not None for item in found):
@@ -599,12 +604,8 @@ class Namespace:
                 return True
         await self._look_below_ghosts(merge, directory, prefix, flat)
         await self._ask_about_overriding(merge, directory, prefix)
-        if self._is_moved(directory, prefix):
+        if not await self._take_steps(merge.remove_missing(), directory, prefix):
             return False
-        for _ in merge.remove_missing():
-            await trio.lowlevel.checkpoint()
-            if self._is_moved(directory, prefix):
-                return False
         is_first = self.tree.listing(directory) is None
         listing, absences = merge.complete(), self._absent.pop(directory) if is_first else None
         if is_first or flat is not None or self._finds_foreign(merge, directory, flight):
@@ -645,6 +646,17 @@ class Namespace:
             raise FileError(errno.ESTALE)
         return self.prefix(directory) != prefix
 
+    async def _take_steps(self, steps: Iterator[None], directory: int, prefix: str) -> bool:
+        """Take the steps of a merge, with other tasks between two of them. Returns whether all were taken: not when the
+        directory is not the one at this path any more. Raises FileError(ESTALE) if it is gone."""
+        if self._is_moved(directory, prefix):
+            return False
+        for _ in steps:
+            await trio.lowlevel.checkpoint()
+            if self._is_moved(directory, prefix):
+                return False
+        return True
+
     async def _look_below_ghosts(
         self, merge: DirectoryMerge, directory: int, prefix: str, flat: FlatListing | None = None
     ) -> None:
@@ -663,7 +675,8 @@ class Namespace:
                     merge.add_directory(name)
                     break
                 if token is None:
-                    merge.drop_directory(name)
+                    if not await self._take_steps(merge.drop_directory(name), directory, prefix):
+                        return
                     break
 
     async def _ask_about_overriding(self, merge: DirectoryMerge, directory: int, prefix: str) -> None:
