@@ -442,6 +442,16 @@ async def test_name_that_was_absent_is_announced_when_a_refresh_asks_for_it(tmp_
         assert m.changes[before:] == [(d.inode, b"a")]
 
 
+async def test_first_listing_announces_nothing_that_was_made_here(tmp_path: Path) -> None:
+    """Else the kernel would drop what it has just been told."""
+    store = MemoryStore()
+    store.give("d/first")
+    async with lake(store, tmp_path) as m:
+        assert await m.lookup("d/a") is None
+        await m.mkdir("d/a")
+        assert await refreshed(m, "d") == []
+
+
 async def test_first_listing_without_earlier_questions_announces_nothing(tmp_path: Path) -> None:
     store = MemoryStore()
     for name in ("a", "b", "c"):

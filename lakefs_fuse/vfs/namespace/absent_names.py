@@ -31,7 +31,8 @@ class AbsentNames:
     """See the module's head."""
 
     def __init__(self) -> None:
-        self._directories: OrderedDict[int, Absences] = OrderedDict()
+        self.directories: OrderedDict[int, Absences] = OrderedDict()
+        """Not to be changed."""
 
     def add(self, directory: int, name: bytes, last_cookie: int) -> None:
         """A name was not there when ``last_cookie`` was the last that any name had been given."""
@@ -47,7 +48,7 @@ class AbsentNames:
 
     def discard(self, directory: int, name: bytes) -> bool:
         """The kernel will not hold a name as absent any more. Returns whether it may have."""
-        absences = self._directories.get(directory)
+        absences = self.directories.get(directory)
         if absences is None or name not in absences.names:
             return absences is not None and absences.is_any
         absences.names.discard(name)
@@ -55,14 +56,14 @@ class AbsentNames:
 
     def pop(self, directory: int) -> Absences | None:
         """A directory was listed; None where no name of it was asked for before."""
-        return self._directories.pop(directory, None)
+        return self.directories.pop(directory, None)
 
     def _of(self, directory: int, last_cookie: int) -> Absences:
-        absences = self._directories.get(directory)
+        absences = self.directories.get(directory)
         if absences is None:
-            absences = self._directories[directory] = Absences(last_cookie)
-            if len(self._directories) > DIRECTORIES_MAX:
-                self._directories.popitem(last=False)
+            absences = self.directories[directory] = Absences(last_cookie)
+            if len(self.directories) > DIRECTORIES_MAX:
+                self.directories.popitem(last=False)
         return absences
 
     @staticmethod

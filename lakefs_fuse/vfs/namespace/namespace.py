@@ -632,7 +632,8 @@ class Namespace:
         if absences.is_any:
             for children in self.tree.children_in_steps(directory, absences.after):
                 for child in children:
-                    self.announce_name(directory, child.name)
+                    if not child.stamp and not child.is_local:
+                        self.announce_name(directory, child.name)
                 await trio.lowlevel.checkpoint()
 
     def _finds_foreign(self, merge: DirectoryMerge, directory: int, flight: Flight) -> bool:
@@ -738,6 +739,8 @@ class Namespace:
         anything below it yet, and would take the directories between away. With ``is_stored`` the store has just
         confirmed what this node has put there, which is as good as an answer."""
         self._answers.pop((directory, name), None)
+        if directory in self._absent.directories:
+            self._absent.discard(directory, name)  # the kernel asked for the change, or is notified of it
         if is_stored:
             self._remember_answer(directory, name, self._clock_ns())
         if self._subtrees.flat_listings:
