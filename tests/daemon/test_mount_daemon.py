@@ -256,7 +256,7 @@ async def test_a_dead_mount_that_someone_took_away_is_not_replaced(monkeypatch: 
 def run_with(monkeypatch: pytest.MonkeyPatch, serve: Callable[[Readiness], int]) -> tuple[int, Answer]:
     """The exit code of the whole program around ``serve``, and its answer."""
     for name in ("open_logs", "bound_malloc", "raise_file_limit"):
-        monkeypatch.setattr(daemon_module, name, lambda *given: None)
+        monkeypatch.setattr(daemon_module, name, lambda *given, **options: None)
     monkeypatch.setattr(daemon_module, "read_config", lambda source: mount_config("/mnt/lake"))
     answers = Answers()
     given: list[Succession] = []

@@ -306,7 +306,7 @@ class Lake:
         refused = self.try_mount()
         assert refused.returncode == 1
         assert f"fusermount3 -u -z {self.path}" in refused.stderr
-        cleared = self.cli("umount", str(self.path))
+        cleared = self.cli("umount", "--lazy", str(self.path))
         assert cleared.returncode == 0, cleared.stderr
 
     def _signal(self, number: signal.Signals) -> None:

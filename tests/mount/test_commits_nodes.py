@@ -187,7 +187,7 @@ def test_a_daemon_killed_around_a_rename(make_lake: LakeMaker, tmp_path: Path) -
             os.kill(lake.pid, signal.SIGKILL)
             thread.join()
             lake.pid = 0
-            assert lake.cli("umount", str(lake.path)).returncode == 0
+            assert lake.cli("umount", "--lazy", str(lake.path)).returncode == 0
             lake.mount()
             after = texts(lake.path / "current")
             assert after in (before, {str(generation)})

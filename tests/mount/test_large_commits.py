@@ -53,6 +53,6 @@ def test_large_commit_killed_between_two_steps_is_whole_after_the_next_mount(mak
     eventually(lambda: not lake.serving(), "the daemon dies", timeout_s=60)
     lake.pid = 0
     lake.env.pop("LAKEFS_FAILPOINT")
-    assert lake.cli("umount", str(lake.path)).returncode == 0
+    assert lake.cli("umount", "--lazy", str(lake.path)).returncode == 0
     lake.mount()
     assert len(names(lake.path / "big")) == DIRECTORIES
