@@ -134,6 +134,8 @@ class DirectoryMerge:
         self._was_listed = tree.listing(directory) is not None
         self.differences: set[bytes] = set()
         """Names that this LIST shows otherwise than the last one; of more than DIFFERENCES_MAX some."""
+        self.changed_ns = 0
+        """When a name came or went last since an earlier LIST, as far as that is known; 0 where none did."""
         self.first_cookie = tree.database.inode_next
         """Names that this LIST brings have cookies from here on."""
         self._confirmed = CookieRuns()
@@ -319,6 +321,8 @@ class DirectoryMerge:
         self._note_unlisted(batch, entry, prefix)
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
+        if self._was_listed and entry.parent == self._directory:
+            self.changed_ns = self._now_ns
         self._differs(entry)
 
     def _note_unlisted(self, batch: Batch, entry: Entry, prefix: bytes) -> None:
@@ -554,6 +558,7 @@ class DirectoryMerge:
         self.names += 1
         self._metrics.entries_added += 1
         if self._was_listed:
+            self.changed_ns = max(self.changed_ns, entry.ctime_ns)  # its LastModified
             self._differs(entry)
 
     def _differs(self, entry: Entry) -> None:

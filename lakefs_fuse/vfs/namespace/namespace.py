@@ -475,6 +475,7 @@ class Namespace:
         if self._finds_foreign(merge, directory, flight):
             self._looks.reset(directory)
         await self._look_below_ghosts(merge, directory, prefix)
+        self._touch_listed(directory, merge.changed_ns)
         return True
 
     async def _head_if_missing(self, found: list[Found], name: bytes, key: str) -> list[Found]:
@@ -606,6 +607,7 @@ class Namespace:
         await self._ask_about_overriding(merge, directory, prefix)
         if not await self._take_steps(merge.remove_missing(), directory, prefix):
             return False
+        self._touch_listed(directory, merge.changed_ns)
         is_first = self.tree.listing(directory) is None
         listing, absences = merge.complete(), self._absent.pop(directory) if is_first else None
         if is_first or flat is not None or self._finds_foreign(merge, directory, flight):
@@ -834,6 +836,14 @@ class Namespace:
             self.tree.set_xattrs(batch, renewed.inode, xattrs)
         self._db.commit(batch)
         self.events.announce_name(entry.parent, entry.name)
+
+    def _touch_listed(self, directory: int, changed_ns: int) -> None:
+        """A LIST shows that names came or went by this time: the times of the directory move, unless they were set
+        later."""
+        entry = self.tree.entry(directory)
+        since_ns = 0 if entry is None else max(entry.mtime_ns, entry.stamp)
+        if changed_ns > since_ns and (entry is not None or directory == ROOT_INODE):
+            self.touch(directory, at_ns=changed_ns)
 
     def touch(self, directory: int, batch: Batch | None = None, at_ns: int = 0) -> None:
         """Names in the directory change: set its times, at once or with ``batch``."""
