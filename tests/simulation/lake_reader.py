@@ -583,9 +583,7 @@ class _State:
         if etag in grave.gone and not (is_again and grave.gone[etag] <= order and not is_version_gone):
             if grave.floor > order:
                 self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
-            elif operation.dated and grave.floor != order:
-                self._end_older(path, order)
-            elif is_again:  # and so it ends no other version
+            elif is_again and grave.floor == order:  # and so it ends no other version
                 gone = {known: at for known, at in grave.gone.items() if known == etag or at != order}
                 self.graves[path] = replace(grave, gone=gone).without_floor()
             else:

@@ -188,10 +188,10 @@ class ObjectWriter:
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
                 return self._retire(before, self._packed(file, draft))
             plan, removed = await self._plan(file, draft, policy, alone=True)
-        refusals = 0  # of a key at which a look found nothing
+        refusals, there = 0, None  # refusals of a key at which a look found nothing
         for _ in range(OVERTAKEN_MAX):
             try:
-                return self._retire(before, await self._plain(file, draft, plan, removed))
+                return self._retire(before, await self._plain(file, draft, plan, removed, there))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
                 refusals += not plan.expected
@@ -362,8 +362,11 @@ class ObjectWriter:
 
     # -- as a plain object
 
-    async def _plain(self, file: OpenFile, draft: Draft, plan: PublishPlan, removed: Tombstone | None) -> StoredVersion:
-        """``removed`` is what had been removed at the path when the version was planned."""
+    async def _plain(
+        self, file: OpenFile, draft: Draft, plan: PublishPlan, removed: Tombstone | None, there: ObjectMeta | None
+    ) -> StoredVersion:
+        """``removed`` is what had been removed at the path when the version was planned, ``there`` what a look has
+        shown at the key before."""
         key, removed = plan.key, None if draft.target.unsure else removed
         self._storing_plain += 1
         try:
@@ -381,7 +384,8 @@ class ObjectWriter:
             with suppress(LakeError):  # else the commit of the location says it
                 await self._renamed.hide(key, published.meta.etag)
         has_tombstone = self._has_tombstone(file.key)
-        dated_s = await self._find_date(draft.uploader.client, published.meta) if has_tombstone else 0
+        may_be_again = has_tombstone or bool(file.entry.place)
+        dated_s = await self._find_date(draft.uploader.client, published.meta) if may_be_again else 0
         path, meta = file.key, published.meta
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
@@ -408,7 +412,9 @@ class ObjectWriter:
         commits = commits and not self._was_seen_and_removed(path, meta, dated_s, removed)
         if commits:  # journaled, so that it will be made even if this fails
             dated_s = self._date_again(meta, dated_s)
-            self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=replaced)
+            is_dated = there is not None and there.etag == replaced and self._is_hidden(path, replaced)
+            before = Remove(path, hides=replaced, dated_s=there.mtime_ns // NS if there is not None and is_dated else 0)
+            self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=before)
             if key != path or replaced:  # or who replaces this next does not hear of what it has replaced
                 self._untold[path] = self._committer.journal.newest
             row = self._ns.tree.entry(entry.inode)
@@ -463,8 +469,7 @@ class ObjectWriter:
     async def _find_date(self, client: StoreClient, meta: ObjectMeta) -> int:
         """The store's date, in seconds, of bytes that were removed before, and are there again: the answer to a PUT may
         have this machine's. 0 for other bytes, and where the store does not tell."""
-        tombstone = self._tombstone(meta.key)
-        if not tombstone.when_gone(meta.etag) and tombstone.unlisted[0] != meta.etag:
+        if not self._is_hidden(meta.key, meta.etag):
             return 0
         try:
             there = await client.find(meta.key)
@@ -484,14 +489,15 @@ class ObjectWriter:
         return is_covered or bool(tombstone.when_gone(etag)) or tombstone.unlisted[0] == etag
 
     def _enqueue_location(
-        self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0, replaced: str = ""
-    ) -> None:
+        self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0,
+        replaced: Remove | None = None,
+    ) -> None:  # fmt: skip
         """Journal that a name is the plain object at ``key``, and that no other name is. ``is_again``: it has the bytes
         that it replaced, which another node may be removing. ``dated_s`` where the store's date of it is known.
-        ``replaced`` is the ETag of an object there of which its writer has told nobody yet."""
+        ``replaced`` removes an object there of which its writer has told nobody yet."""
         builder = ChangeBuilder(self._ns.tree)
-        if replaced:
-            builder.operations.append(Remove(path, hides=replaced))
+        if replaced is not None and replaced.hides:
+            builder.operations.append(replaced)
         hides = self._ns.own_etag(path)
         if key == path and (is_again or self._is_hidden(path, entry.etag)):
             builder.put_again(path, entry, dated_s, when_named(self._ns.tree, path, entry.etag))
