@@ -267,12 +267,18 @@ class Tree:
     def below(self, directory: int, path: str) -> Iterator[tuple[str, Entry]]:
         """Every entry below the directory at a path ("" is the root) with its path, directories before what is in
         them."""
-        for entry in self.children(directory):
+        levels = [(path, self.children(directory))]
+        while levels:
+            above, children = levels[-1]
+            entry = next(children, None)
+            if entry is None:
+                levels.pop()
+                continue
             name = entry.name.decode(*schema.PATH)
-            below = f"{path}/{name}" if path else name
+            below = f"{above}/{name}" if above else name
             yield below, entry
             if entry.flags & Flag.DIRECTORY:
-                yield from self.below(entry.inode, below)
+                levels.append((below, self.children(entry.inode)))
 
     def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
         """As `children`, not unpacked: what the keys of the directory's rows begin with, and rows from the first on

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -18,7 +20,7 @@ from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import SILENT_S_MIN
-from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.store.protocol import Capabilities, ListPage
 from lakefs_fuse.vfs.namespace import namespace as namespace_module
 from lakefs_fuse.vfs.namespace import subtree_listing
 from lakefs_fuse.vfs.namespace.namespace import BACKGROUND_LISTINGS_MAX
@@ -1136,3 +1138,41 @@ async def test_a_complete_listing_knows_what_is_absent(tmp_path: Path) -> None:
         before = store.count("list")
         assert await absent(m, inode, b"absent-1") > 0
         assert store.count("list") == before, "nor after a restart"
+
+
+class Repeating(MemoryStore):
+    """Each key and prefix comes twice in a page of a LIST, as of Ceph while a bucket is resharded."""
+
+    def list_page(self, *given: Any, **options: Any) -> ListPage:
+        page = super().list_page(*given, **options)
+        objects = [meta for meta in page.objects for _ in range(2)]
+        return ListPage(objects, [prefix for prefix in page.prefixes for _ in range(2)], page.next_token)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_keys_that_a_page_repeats_are_one_name(tmp_path: Path, is_known: bool) -> None:
+    store, clock = Repeating(), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        if is_known:
+            assert await m.names() == []
+            clock.advance(TTL_S + 1)
+        for key in ("d/f", "d/g", "e"):
+            store.give(key)
+        for _ in range(2):
+            assert (await m.names(), await m.names("d")) == (["d", "e"], ["f", "g"])
+            clock.advance(TTL_S + 1)
+        await m.unlink("d/f")
+        assert await m.names("d") == ["g"]
+
+
+async def test_deep_tree_that_another_program_removes_goes(tmp_path: Path) -> None:
+    """Deeper than Python recurses, as local directories can be."""
+    store, clock = MemoryStore(), Clock()
+    depth = sys.getrecursionlimit() // 2
+    store.give("a/" * depth + "f")
+    store.give("keep")
+    async with lake(store, tmp_path, clock=clock) as m:
+        await m.fs.refresh("", recursive=True)
+        store.take("a/" * depth + "f")
+        clock.advance(TTL_S + 1)
+        assert await m.names() == ["keep"]

@@ -86,6 +86,9 @@ def read_page(page: ListPage, directory: int, prefix: str) -> PageNames:
             _sort_in(names, directory, component, meta)
     for common in page.prefixes:
         _sort_in(names, directory, common[skip:-1], None)
+    once = {each.sort_name: each for each in found}  # some servers repeat keys within a page
+    if len(once) != len(found):
+        names.found = list(once.values())
     return names
 
 
@@ -517,16 +520,21 @@ class DirectoryMerge:
         """No commit made the directory, and all that is known to be in it, down to where nothing was when it was
         listed, are others of that kind. Where it was never listed, a plain object of which a commit tells is perhaps
         not there any more: the first file stands for all."""
-        if directory.stamp:
-            return False
-        is_listed = known = self._tree.listing(directory.inode) is not None
-        for child in self._tree.children(directory.inode):
-            if not child.is_dir:
-                return not is_listed and _needs_object(child) and not self._keep(child)
-            if not self._is_bare(child):
+        levels, entry = list[_Level](), directory
+        while True:
+            if entry.stamp:
                 return False
-            known = True
-        return known
+            is_listed = self._tree.listing(entry.inode) is not None
+            levels.append(_Level(self._tree.children(entry.inode), is_listed, is_listed))
+            while (child := next(levels[-1].children, None)) is None or not child.is_dir:
+                ended = levels.pop()
+                stands_for_all = child is not None and _needs_object(child) and not self._keep(child)
+                if not (ended.is_known if child is None else stands_for_all and not ended.is_listed):
+                    return False
+                if not levels:
+                    return True
+                levels[-1].is_known = True
+            entry = child
 
     def _may_have(self, batch: Batch, name: bytes) -> bool:
         """A directory hides the file of its name, unless that is being written here."""
@@ -599,6 +607,15 @@ class DirectoryMerge:
 def _is_outside(entry: Entry) -> bool:
     """A commit says that the name is something else than the plain object at its key."""
     return entry.stamp > 0 and not entry.is_plain
+
+
+@dataclass(slots=True)
+class _Level:
+    """A directory on the way down; ``is_known``: it was listed, or something bare is known in it."""
+
+    children: Iterator[Entry]
+    is_listed: bool
+    is_known: bool
 
 
 def _needs_object(entry: Entry) -> bool:
