@@ -145,7 +145,9 @@ def pythons_of_this_machine() -> dict[str, str]:
 
 def test_wheel_serves_every_python_of_this_machine(packages: Path, tmp_path: Path) -> None:
     """pyfuse3 is compiled for each other than the one of the tests, from the source that is among the packages."""
-    for version, path in pythons_of_this_machine().items():
+    pythons = pythons_of_this_machine()
+    assert "%d.%d" % sys.version_info[:2] in pythons, "the Python of the tests serves at least"
+    for version, path in pythons.items():
         program = install(packages, tmp_path / f"environment-{version}", path)
         told = versions(run(program, "--version"))
         assert told["Python"].startswith(f"{version}.")

@@ -15,11 +15,12 @@ from tests.mount.posix_errors import error_of, opened
 
 
 def test_unlink_while_open(here: Place) -> None:
-    data = noise(400_000)
+    """Also of what another client stored, and nobody has read: it is more than OPEN fetches."""
+    data = noise(5 << 20)
     file = here.path / "gone"
-    file.write_bytes(data)
+    here.outside.replace(here.prefix + "gone", data)
+    assert here.lake.cli("refresh", str(here.path)).returncode == 0
     fd = os.open(file, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     file.unlink()
     assert not file.exists()
     here.settle()

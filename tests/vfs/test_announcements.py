@@ -14,6 +14,7 @@ from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
 from lakefs_fuse.commits.record import COMMITS, STORED_MAX
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.vfs.namespace import absent_names, outdated_names
 from tests.memory_store import Failures, MemoryStore, Pause
@@ -246,10 +247,37 @@ async def test_more_names_than_are_kept_outdate_the_directory(tmp_path: Path, mo
     store = MemoryStore()
     async with two_lakes(store, tmp_path, pack="never") as (one, two):
         assert await two.names() == []
-        for number in range(5):
+        for number in range(3):
             await one.write(f"{number}", b"x")
         await announce(one, two)
+        assert two.fs.namespace.answer_fresh_s(ROOT_INODE, b"other") > 0, "only what is announced is asked for"
+        for number in range(3, 5):
+            await one.write(f"{number}", b"x")
+        await announce(one, two)
+        assert two.fs.namespace.answer_fresh_s(ROOT_INODE, b"other") == 0
+        since = len(store.requests)
         assert [await two.lookup(f"{number}") is not None for number in range(5)] == [True] * 5
+        assert asked_since(store, since) == [""], "one LIST of the directory answers for all"
+
+
+async def test_more_directories_than_are_kept_outdate_the_one_announced_longest_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outdated_names, "DIRECTORIES_MAX", 2)
+    store = MemoryStore()
+    for directory in "abc":
+        store.give(f"{directory}/f", b"x")
+    async with two_lakes(store, tmp_path, pack="never") as (one, two):
+        inodes = []
+        for directory in "abc":
+            assert await two.names(directory) == ["f"]
+            inodes.append((await two.found(directory)).inode)
+        for directory in "abc":
+            await one.write(f"{directory}/new", b"x")
+            await announce(one, two)
+        assert [two.fs.namespace.answer_fresh_s(inode, b"other") > 0 for inode in inodes] == [False, True, True]
+        for directory in "abc":
+            assert await two.names(directory) == ["f", "new"]
 
 
 async def test_more_objects_than_a_commit_names_take_several(tmp_path: Path) -> None:

@@ -254,11 +254,25 @@ async def test_clone_whose_answer_is_lost_is_there_with_its_bytes(tmp_path: Path
 async def test_large_directory_is_copied_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rename, "NAMES_AT_ONCE", 8)
     monkeypatch.setattr(rename, "NAMES_PER_STEP", 3)
-    async with two_lakes(MemoryStore(), tmp_path, pack="always") as (one, two):
+    store, turns_before_commit = MemoryStore(), 0
+    async with two_lakes(store, tmp_path, pack="always") as (one, two):
         await one.mkdir("d")
         for number in range(20):
             await one.write(f"d/{number}", b"%d" % number)
-        await one.fs.clone("d", "copy")
+        await one.sync()
+        puts = store.count("put")
+
+        async def count_turns() -> None:
+            nonlocal turns_before_commit
+            while store.count("put") == puts:
+                turns_before_commit += one.fs.namespace.tree.barrier.is_up
+                await trio.lowlevel.checkpoint()
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(count_turns)
+                await one.fs.clone("d", "copy")
+        assert turns_before_commit >= 20 // 3, "others have their turns while it is planned"
         await two.poll()
         for node in (one, two):
             assert await node.tree("copy") == {f"copy/{number}": b"%d" % number for number in range(20)}

@@ -17,6 +17,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.ops import handles
+from lakefs_fuse.vfs.ops import unlink as unlinking
 from lakefs_fuse.vfs.ops.attributes import AttributeChange, file_type_and_mode
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.upload.drafting import noise, reached
@@ -25,6 +26,8 @@ from tests.vfs.writing_back import writing_back
 
 KIB = 1024
 LARGE = 300 * KIB
+UNREAD = 5 << 20
+"""Of a file so large OPEN fetches nothing."""
 S3FS = {"mode": "33152", "uid": "7", "gid": "8", "mtime": "1600000000.25"}
 
 
@@ -419,7 +422,7 @@ async def test_closed_by_nobody_a_file_is_published_all_the_same(tmp_path: Path)
 # -- deletion
 
 
-@pytest.mark.parametrize("size", [100, LARGE])
+@pytest.mark.parametrize("size", [100, LARGE, UNREAD])
 async def test_deleted_while_open(tmp_path: Path, size: int) -> None:
     store = MemoryStore()
     store.give("file", noise(3, size))
@@ -442,6 +445,31 @@ async def test_deleted_while_open(tmp_path: Path, size: int) -> None:
         assert store.uploads == {}
         assert m.fs.unfinished() == []
     assert list((tmp_path / "staging").iterdir()) == []
+
+
+@pytest.mark.parametrize("why", ["larger than is kept", "the store is away"])
+async def test_deleted_while_open_without_its_bytes_here_fails_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    """The deletion goes on; the log tells of bytes that should have been kept."""
+    store = MemoryStore()
+    store.give("file", noise(3, UNREAD))
+    async with lake(store, tmp_path, retry_timeout_s=0) as m:
+        reader = await m.open("file")
+        if why == "the store is away":
+            store.hook = Failures(lambda request: request.what == "get", Unavailable("away"), count=1000)
+        else:
+            monkeypatch.setattr(unlinking, "KEPT_BYTES_MAX", UNREAD - 1)
+        await m.unlink("file")
+        store.hook = lambda _request, _when: None
+        await m.sync()
+        assert entries_of(store) == []
+        with pytest.raises(FileError) as caught:
+            await m.read_handle(reader)
+        assert caught.value.errno == errno.ESTALE
+        await m.close(reader)
+    warned = [record for record in caplog.records if "is deleted while open, and could not be kept" in record.message]
+    assert len(warned) == (why == "the store is away")
 
 
 async def test_deleted_while_it_is_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import trio
 
 from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.vfs.namespace.subtree_listing import KEYS_MAX
-from tests.memory_store import Failures, MemoryStore, Pause, Request
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, RENAME_NOREPLACE, TTL_S, Clock, Lake, entries_of, lake, two_lakes
 
@@ -207,19 +207,35 @@ async def test_a_rename_that_failed_changed_nothing(tmp_path: Path) -> None:
 
 
 async def test_readers_see_the_old_or_the_new_directory_and_no_mixture(tmp_path: Path) -> None:
-    store, clock = MemoryStore(), Clock()
+    """Also one that looks before and after each request which changes the store."""
+    store, clock, seen = MemoryStore(), Clock(), list[list[str]]()
     async with two_lakes(store, tmp_path, clock=clock) as (one, two):
-        for number in range(10):
+
+        async def look() -> None:
+            await two.poll()
+            read = []
+            for directory in await two.names():
+                if directory == "live":
+                    read = [(await two.read(f"live/{name}")).decode() for name in await two.names("live")]
+            if not seen or seen[-1] != read:
+                seen.append(read)
+
+        def look_at_change(request: Request, _when: When) -> None:
+            if request.what in ("put", "delete", "copy"):
+                trio.from_thread.run(look)
+
+        for number in range(5):
             await one.mkdir(f"new{number}")
             for name in range(5):
                 await one.write(f"new{number}/f{name}", str(number).encode())
+            await one.sync()
+            store.hook = look_at_change
             if number:
                 await one.rename("live", f"old{number}")
             await one.rename(f"new{number}", "live")
-            await one.fs.sync_names()
-            await two.poll()
-            seen = {await two.read(f"live/{name}") for name in await two.names("live")}
-            assert seen == {str(number).encode()}
+            await one.sync()
+            store.hook = lambda _request, _when: None
+        assert seen == [each for number in range(5) for each in ([], [str(number)] * 5)]
 
 
 async def test_a_name_is_removed_and_made_again_before_any_commit(tmp_path: Path) -> None:
