@@ -158,8 +158,8 @@ def settled(node: Lake) -> dict[str, str | None] | str:
 
 @pytest.mark.long
 def test_a_daemon_killed_around_a_rename(make_lake: LakeMaker, tmp_path: Path) -> None:
-    """Before, in the midst of, or after: others see all of the old names or all of the new ones. The last daemon is killed
-    when the rename has returned: it is there."""
+    """Before, in the midst of, or after: others see all of the old names or all of the new ones. The last daemon is
+    killed when the rename has returned: it is there."""
     lake = make_lake("seaweedfs", "--refresh", "0.2", "--pack", "always").mount()
     rng = random.Random(11)
     (lake.path / "current").mkdir()

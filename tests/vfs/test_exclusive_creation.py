@@ -7,14 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.store.protocol import Capabilities
-from tests.memory_store import MemoryStore
-from tests.upload.drafting import noise
-from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
+from tests.memory_store import MemoryStore, Pause
+from tests.upload.drafting import noise, reached
+from tests.vfs.lakes import TTL_S, Clock, Lake, held_fresh, lake, two_lakes
 from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, told, until, writing_back
 
 EXCLUSIVE = os.O_RDWR | os.O_EXCL
@@ -156,6 +157,29 @@ async def test_removing_an_open_file_whose_name_was_taken_leaves_the_other(tmp_p
         for each in (one, two):
             assert await each.read("f") == store.data("f") == b"theirs"
         assert one.fs.unfinished() == []
+
+
+async def test_removing_an_open_file_whose_name_was_taken_while_its_directory_is_listed_shows_the_other(
+    tmp_path: Path,
+) -> None:
+    """The LIST under way is told to leave the name as it is, so that the directory is listed again."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        ours = await create(one, "f", b"ours")
+        await two.close(await create(two, "f", b"theirs"))
+        await fails_with_eexist(one, ours, closes=False)
+        assert await one.names() == ["f"]
+        clock.advance(TTL_S + 1)
+        pause = store.hook = Pause(lambda request: request.what == "list" and request.key == "", "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.fs.opendir, ROOT_INODE)
+            await reached(pause.reached)
+            with held_fresh(one):
+                await one.unlink("f")
+            pause.resume()
+        assert await one.names() == ["f"]
+        assert await one.read("f") == b"theirs"
+        await one.close(ours)
 
 
 async def test_empty_file_whose_name_was_taken_leaves_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.store.client import copy_metadata
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes, unheard_commits
+from tests.vfs.lakes import TTL_S, Clock, held_fresh, lake, two_lakes, unheard_commits
 from tests.vfs.writing_back import LARGE, rewrite, until
 
 
@@ -49,6 +49,28 @@ async def test_object_of_another_program_is_committed_and_its_removal_leaves_no_
     del store.objects["f"]
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.names() == []
+
+
+async def test_object_asked_about_while_its_file_is_written_again_does_not_count(tmp_path: Path) -> None:
+    """It is gone when the answer comes, and no older than what was written."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.write("f", b"packed")
+        await m.sync()
+        assert await m.names() == ["f"]
+        clock.advance(TTL_S + 1)
+        store.give("f", b"foreign")
+        pause = store.hook = Pause(lambda request: (request.what, request.key) == ("head", "f"), "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.names)
+            await reached(pause.reached)
+            store.take("f")
+            with held_fresh(m):
+                await rewrite(m, "f", b"packed again")
+            made = m.fs.namespace.at("f")
+            pause.resume()
+        assert made is not None and (await m.found("f")).inode == made.inode
+        assert await m.read("f") == b"packed again"
 
 
 @pytest.mark.parametrize("is_listed", (True, False))

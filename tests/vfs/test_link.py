@@ -103,6 +103,20 @@ async def test_large_file_is_linked_by_a_copy_of_the_store_that_two_nodes_cannot
             assert await fresh.read("g") == LARGE
 
 
+async def test_name_that_the_kernel_caches_as_absent_is_announced_to_the_loser(tmp_path: Path) -> None:
+    """Of a directory that was never listed nothing else tells of it."""
+    store = MemoryStore()
+    store.give("d/other", b"x")
+    async with two_lakes(store, tmp_path, pack="never") as (one, two):
+        await two.write("f", b"other")
+        assert await two.lookup("d/g") is None
+        await one.write("d/g", b"first")
+        two.changes.clear()
+        assert await link_errno(two, "f", "d/g") == errno.EEXIST
+        assert ((await two.found("d")).inode, b"g") in two.changes
+        assert await two.read("d/g") == b"first"
+
+
 async def test_packed_file_is_not_linked_over(tmp_path: Path) -> None:
     """Its key is free: the commit that tells of it is asked for."""
     async with two_lakes(MemoryStore(), tmp_path, pack="always") as (one, two):

@@ -206,6 +206,24 @@ async def test_a_rename_that_failed_changed_nothing(tmp_path: Path) -> None:
         assert await same_for_all(store, tmp_path, clock, one) == before
 
 
+async def test_rename_that_would_make_a_path_below_too_long_is_refused(tmp_path: Path) -> None:
+    """Stores take no such key, and no node would read the commit."""
+    async with lake(MemoryStore(), tmp_path, pack="always") as m:
+        path = "d"
+        await m.mkdir(path)
+        for _ in range(5):
+            path += "/" + "x" * 198
+            await m.mkdir(path)
+        await m.write(f"{path}/f", b"deep")
+        before = await m.tree()
+        with pytest.raises(FileError) as caught:
+            await m.rename("d", "d" * 40)
+        assert caught.value.errno == errno.ENAMETOOLONG
+        assert await m.tree() == before
+        await m.rename("d", "e" * 10)
+        assert await m.read(path.replace("d", "e" * 10, 1) + "/f") == b"deep"
+
+
 async def test_readers_see_the_old_or_the_new_directory_and_no_mixture(tmp_path: Path) -> None:
     """Also one that looks before and after each request which changes the store."""
     store, clock, seen = MemoryStore(), Clock(), list[list[str]]()

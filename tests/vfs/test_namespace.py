@@ -26,7 +26,7 @@ from lakefs_fuse.vfs.namespace import subtree_listing
 from lakefs_fuse.vfs.namespace.namespace import BACKGROUND_LISTINGS_MAX
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import reached
-from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, two_lakes
+from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, held_fresh, lake, two_lakes
 
 UNSORTED = Capabilities(name="unsorted", sorted_listing=False)
 AT_MOUNT = ("list", "list", "time_ns", "list")
@@ -673,11 +673,48 @@ async def test_a_file_made_in_a_directory_that_is_looked_for_below_its_removed_n
             nursery.start_soon(partial(one.parts.filesystem.namespace.lookup, ROOT_INODE, b"d", ask=True))
             await reached(pause.reached)
             flags = os.O_RDWR | os.O_CREAT
-            handle = (await one.fs.create(inode, b"x", 0o644, flags, os.getuid(), os.getgid()))[0]
-            await one.fs.write(handle, 0, b"new")
-            await one.close(handle)
+            with held_fresh(one):
+                handle = (await one.fs.create(inode, b"x", 0o644, flags, os.getuid(), os.getgid()))[0]
+                await one.fs.write(handle, 0, b"new")
+                await one.close(handle)
+            made = one.fs.namespace.at("d/x")
             pause.resume()
+        assert (await one.found("d")).inode == inode
+        assert made is not None and (await one.found("d/x")).inode == made.inode
         assert await one.tree() == {"d": None, "d/x": b"new"}
+
+
+async def test_a_file_made_in_place_of_a_directory_that_is_looked_for_below_its_removed_names_stays(
+    tmp_path: Path,
+) -> None:
+    """The LIST that was sent before shows an object in the directory, which is gone by then."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=300.0) as (one, two):
+        store.give("d/b")
+        assert await two.names("d") == ["b"]
+        await two.unlink("d/b")
+        await two.rmdir("d")
+        await two.fs.sync_names()
+        await one.poll()
+        store.give("d/c")
+        clock.advance(TTL_S + 1)
+        assert await one.names("d") == ["c"]
+        store.take("d/c")
+        clock.advance(TTL_S + 1)
+        assert await one.names("d") == []
+        store.give("d/late")
+        pause = store.hook = Pause(lambda request: request.what == "list" and request.key == "d/", "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(one.parts.filesystem.namespace.lookup, ROOT_INODE, b"d", ask=True))
+            await reached(pause.reached)
+            store.take("d/late")
+            with held_fresh(one):
+                await one.rmdir("d")
+                await one.write("d", b"a file")
+            made = one.fs.namespace.at("d")
+            pause.resume()
+        assert made is not None and (await one.found("d")).inode == made.inode
+        assert await one.read("d") == b"a file"
 
 
 async def test_who_waits_for_a_list_whose_beginner_ends_begins_another(tmp_path: Path) -> None:
@@ -819,11 +856,8 @@ async def test_a_list_under_way_undoes_nothing(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(m.fs.opendir, ROOT_INODE)
             await reached(pause.reached)
-            # The kernel's own cache answers its lookups meanwhile.
-            m.parts.namespace.answer_fresh_s = lambda directory, name, **_: TTL_S  # type: ignore[method-assign]
-            with trio.fail_after(SILENT_S_MIN / 2):  # It does not wait until the store counts as away.
+            with held_fresh(m), trio.fail_after(SILENT_S_MIN / 2):  # It does not wait until the store counts as away.
                 await change(m)
-            del m.parts.namespace.answer_fresh_s
             pause.resume()
         assert await m.names() == names
         if change is overwrite:
@@ -856,9 +890,14 @@ async def test_publishing_during_a_list_is_not_taken_for_others(tmp_path: Path) 
         assert m.changes == []
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
 @pytest.mark.parametrize("path", ["sub/new", "sub/below/new"])
-async def test_list_of_a_directory_above_answered_before_a_put_keeps_the_file(tmp_path: Path, path: str) -> None:
+async def test_list_of_a_directory_above_answered_before_a_put_keeps_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, is_flat: bool
+) -> None:
     """One LIST of the root says that nothing is below ``sub``; its answer comes after the file was stored there."""
+    if not is_flat:
+        monkeypatch.setattr(subtree_listing, "KEYS_MAX", 1)
     store, clock = store_of("a", "sub/old", "sub/below/old"), Clock()
     async with lake(store, tmp_path, clock=clock) as m:
         for directory in ("", "sub", "sub/below"):
@@ -872,8 +911,10 @@ async def test_list_of_a_directory_above_answered_before_a_put_keeps_the_file(tm
             nursery.start_soon(m.fs.opendir, ROOT_INODE)
             await reached(pause.reached)
             await m.close(handle)
+            made = m.fs.namespace.at(path)
             pause.resume()
         store.hook = lambda request, when: None
+        assert made is not None and (await m.found(path)).inode == made.inode
         assert await m.read(path) == b""
 
 

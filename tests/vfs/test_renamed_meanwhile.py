@@ -15,6 +15,7 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.errors import CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.vfs.ops import rename_preparation
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
 from tests.memory_store import MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
@@ -499,10 +500,13 @@ async def test_rename_over_a_directory_in_which_a_file_was_closed_meanwhile_is_r
         assert await m.tree() == {"d": None, "d/f": b"moves", "empty": None, "empty/g": b"closed"}
 
 
+@pytest.mark.parametrize("is_heard", [True, False])
 @pytest.mark.parametrize("is_below", [True, False])
 async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_nothing_of_that(
-    tmp_path: Path, is_below: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_below: bool, is_heard: bool
 ) -> None:
+    """Of the removal this node hears before the rename, or by the poll that comes with it."""
+    monkeypatch.setattr(rename_preparation, "HEARD_S", 0.0)
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock) as (one, two):
         await one.mkdir("d")
@@ -513,9 +517,14 @@ async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_no
         await two.poll()
         await two.unlink("d/f")
         await two.fs.sync_names()
-        await one.poll()
+        if is_heard:
+            await one.poll()
         names = ("d", "e") if is_below else ("d/f", "e")
-        await one.rename(*names)
+        try:
+            await one.rename(*names)
+        except FileError as error:  # the kernel looks the name up again
+            assert error.errno == errno.ESTALE and not is_heard
+            await one.rename(*names)
         path = "e/f" if is_below else "e"
         assert await one.read(path) == b"newered"
         await two.poll()
