@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,22 @@ async def test_object_that_changes_while_it_is_copied_is_copied_again(tmp_path: 
             await rewrite(two, "d/f", b"second")
             pause.resume()
         assert await one.read("copy/f") == b"second"
+
+
+async def test_clone_of_a_renamed_file_replaced_at_its_earlier_name_has_the_new_bytes(tmp_path: Path) -> None:
+    """Its writer had not heard of the rename, so that this is the next version of the renamed file."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=300.0) as (one, two):
+        await one.mkdir("d")
+        await one.write("f", b"first")
+        await one.fs.sync_names()
+        await two.poll()
+        handle = await two.open("f", os.O_RDWR | os.O_TRUNC)
+        await one.rename("f", "d/g")
+        await two.fs.write(handle, 0, b"second")
+        await two.close(handle)
+        await one.fs.clone("d", "copy")
+        assert await one.read("d/g") == await one.read("copy/g") == b"second"
 
 
 async def test_clone_onto_a_name_is_refused_unless_forced(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import trio
 
 from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, Unavailable
-from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.ops import handles
@@ -470,6 +470,14 @@ async def test_deleted_while_open_without_its_bytes_here_fails_to_be_read(
         await m.close(reader)
     warned = [record for record in caplog.records if "is deleted while open, and could not be kept" in record.message]
     assert len(warned) == (why == "the store is away")
+
+
+def test_unlinked_inodes_beyond_their_bound_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlinking, "INODES_MAX", 2)
+    inodes = unlinking.UnlinkedInodes()
+    for inode in (5, 6, 5, 7):
+        inodes.put(Entry(ROOT_INODE, inode, b"name", inode))
+    assert list(inodes) == [5, 7]
 
 
 async def test_deleted_while_it_is_written(tmp_path: Path) -> None:
