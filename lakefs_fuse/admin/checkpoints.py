@@ -148,12 +148,30 @@ class Checked:
     proofs: dict[str, int] = field(default_factory=dict)
     unproven: int = 0
     problems: list[tuple[str, str]] = field(default_factory=list)
+    problems_more: int = 0
+    """Files with problems beyond those in ``problems``."""
     doubts: list[Doubt] = field(default_factory=list)
     etags: set[bool] = field(default_factory=set)
     """Kinds of ETag that matched: of objects in one piece (False), in parts (True)."""
+    _doubts_more: dict[bool, int] = field(default_factory=dict)
+    """How many doubts were dropped of each kind, as in ``etags``."""
 
     def problem(self, path: str, text: str) -> None:
         self.problems.append((path, text))
+
+    def shorten_doubts(self, doubts_max: int) -> None:
+        """Keep the first doubts, and only count the others."""
+        for doubt in self.doubts[doubts_max:]:
+            self._doubts_more[doubt.parts] = self._doubts_more.get(doubt.parts, 0) + 1
+        del self.doubts[doubts_max:]
+
+    def judge_doubts(self, is_known: Callable[[bool], bool]) -> None:
+        """Doubts about objects whose ETags are known to be MD5s are problems. ``is_known`` takes whether an object was
+        stored in parts."""
+        for doubt in self.doubts:
+            if is_known(doubt.parts):
+                self.problem(doubt.path, doubt.problem)
+        self.problems_more += sum(count for parts, count in self._doubts_more.items() if is_known(parts))
 
     def file(
         self,
@@ -251,9 +269,7 @@ def judge_doubts(report: Report, md5_etags: bool | None) -> None:
     Else an ETag may be anything, as that of an encrypted object is, and proves nothing."""
     shown = {parts for checked in report.checkpoints for parts in checked.etags}
     for checked in report.checkpoints:
-        for doubt in checked.doubts:
-            if md5_etags or doubt.parts in shown:
-                checked.problem(doubt.path, doubt.problem)
+        checked.judge_doubts(lambda parts: bool(md5_etags) or parts in shown)
 
 
 # -- verifying

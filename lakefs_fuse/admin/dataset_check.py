@@ -133,10 +133,11 @@ async def _read(work: Work, told: Dataset, tree: Tree, bad: BadObjects, done: Ve
     jobs = _jobs(tree, bad, checked)
     while some := list(islice(jobs, READ_FILES)):
         await verifier.run(some)
-        del checked.doubts[PROBLEMS_MAX:]
+        checked.shorten_doubts(PROBLEMS_MAX)
         _move_problems(checked, done)
     judge_doubts(report, None)
     _move_problems(checked, done)
+    done.files_hurt += checked.problems_more
     done.read = checked
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 
-from lakefs_fuse.admin import dataset_builder
+from lakefs_fuse.admin import dataset_builder, dataset_check
 from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_snapshot
 from lakefs_fuse.admin.datasets import run_dataset
 from lakefs_fuse.admin.snapshot import fold
@@ -524,6 +524,22 @@ async def test_verify_with_read_finds_bytes_that_are_not_those_of_their_sums(
     done = await run(store, clock, tmp_path, "verify", dataset="im", read=True)
     assert isinstance(done["problems"], list)
     assert [(each["path"], each["kind"]) for each in done["problems"]] == [("packed/0007", "damaged")]
+
+
+async def test_verify_with_read_counts_damaged_files_beyond_those_that_it_names(
+    store: MemoryStore, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is only known by its ETag is judged in the end, when one has matched."""
+    monkeypatch.setattr(dataset_check, "PROBLEMS_MAX", 1)
+    store.equal_bytes_have_equal_etags = True
+    await create(store, clock, tmp_path)
+    for key in [key for key in store.objects if key.startswith(OBJECTS)]:
+        data, meta = store.objects[key]
+        if data in (b"deeper", b"moved"):
+            store.objects[key] = data[::-1], meta
+    done = await run(store, clock, tmp_path, "verify", dataset="im", read=True)
+    assert isinstance(done["problems"], list)
+    assert (done["ok"], done["files_hurt"], len(done["problems"])) == (False, 2, 1)
 
 
 async def test_verify_of_a_version_whose_manifest_lost_a_file_says_so(
