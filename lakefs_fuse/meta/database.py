@@ -218,6 +218,8 @@ class Database:
         names, and where it cannot be opened even after repair; then nothing in it was changed."""
         self._directory, self.clock, self._disk, self._repairs = directory, clock, disk, repairs
         self._engines = engines or RocksEngines()
+        self.writes = 0
+        """How often rows were written, or may have been lost; while it is the same, so are the rows."""
         self._failed_at: float | None = None
         self._found_full = False
         self._recordings: list[Recording] = []
@@ -346,6 +348,7 @@ class Database:
             self._write_shares(batch)
         if self.changed.folded.index:
             self.changed.record(batch.ranges, batch.rows)
+        self.writes += 1
         try:
             self._engine.write((*batch.ranges, (batch.rows, b"", b"")), sync=sync)
         except Exception as error:
@@ -410,6 +413,7 @@ class Database:
             self._check_disk()
             self.close()
             self._engine = self._engines.open(self._directory)
+            self.writes += 1  # the last ones may be lost
             self.changed.load()
             for listener in self.reopened:
                 listener()
@@ -450,6 +454,7 @@ class Database:
     def ingest(self, paths: Sequence[Path]) -> None:
         """Take in files of sorted rows (`tables`), all or none of them, durably; they are moved away. Rows win over
         those that are here. Raises CacheError."""
+        self.writes += 1
         try:
             self._engine.ingest(paths)
         except Exception as error:

@@ -66,10 +66,14 @@ class LinkCounts:
         self._tree, self._files, self._current = tree, files, current
         self._groups: dict[int, set[int]] = {}
         self._same: dict[int, _Same] = {}
+        self._parents: frozenset[int] | None = None
+        """Directories of the files in groups, as of ``_writes`` of the database."""
+        self._writes = 0
         events.inode_dropped.append(self._drop)
 
     def add(self, source: Entry, linked: Entry) -> None:
         """A file has got another name, which has an inode of its own."""
+        self._parents = None
         leader = self.number(self._current(source.inode))
         self._same[linked.inode] = _Same(leader, _identity(self._current(leader)), _identity(linked))
         group = self._groups.pop(source.inode, {source.inode}) | {linked.inode}
@@ -83,6 +87,7 @@ class LinkCounts:
         self._same.pop(inode, None)
         group = self._groups.pop(inode, None)
         if group is not None:
+            self._parents = None
             group.discard(inode)
             for each in [each for each in group if each in self._same and self._same[each].source == inode]:
                 del self._same[each]
@@ -113,9 +118,14 @@ class LinkCounts:
         return file is not None and file.writers > 0
 
     def any_in(self, directory: int) -> bool:
-        """A file in the directory has another name."""
-        entries = (self._tree.entry(inode) for inode in self._groups)
-        return any(entry is not None and entry.parent == directory for entry in entries)
+        """A file in the directory has another name. Reads the rows of all such files where any row was written since:
+        a rename moves them."""
+        writes = self._tree.database.writes
+        if self._parents is None or self._writes != writes:
+            entries = [self._tree.entry(inode) for inode in self._groups]
+            self._parents = frozenset(entry.parent for entry in entries if entry is not None)
+            self._writes = writes
+        return directory in self._parents
 
 
 def _identity(entry: Entry) -> tuple[object, ...]:
