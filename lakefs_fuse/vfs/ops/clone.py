@@ -99,6 +99,11 @@ class Clones:
                     await self._commit(source, parent, name.encode(), copies, used, force=force)
                 except Uncopied:
                     continue
+                except FileError as error:
+                    if error.errno != errno.ESTALE:
+                        raise
+                    source = await self._look_up_again(source, source_path)
+                    continue
                 break
             else:
                 used.clear()
@@ -111,6 +116,13 @@ class Clones:
         self._ns.announce_name(parent, name.encode())
         for listener in self._ns.events.kernel_told:
             await listener()
+
+    async def _look_up_again(self, source: Entry, path: str) -> Entry:
+        """Another version has the name of a file now. Raises FileError(ESTALE) where it is a file no more."""
+        now = await self._lookup(path)
+        if now is None or source.is_dir or now.is_dir:
+            raise FileError(errno.ESTALE, f"{path} was renamed or removed while it was copied")
+        return now
 
     async def _lookup(self, path: str) -> Entry | None:
         entry, directory = None, ROOT_INODE
