@@ -411,9 +411,7 @@ class ObjectWriter:
         commits = commits and not file.unlinked and not published.is_superseded
         commits = commits and not self._was_seen_and_removed(path, meta, dated_s, removed)
         if commits:  # journaled, so that it will be made even if this fails
-            dated_s = self._date_again(meta, dated_s)
-            is_dated = there is not None and there.etag == replaced and self._is_hidden(path, replaced)
-            before = Remove(path, hides=replaced, dated_s=there.mtime_ns // NS if there is not None and is_dated else 0)
+            dated_s, before = self._date_again(meta, dated_s), self._removal(path, replaced, there)
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=before)
             if key != path or replaced:  # or who replaces this next does not hear of what it has replaced
                 self._untold[path] = self._committer.journal.newest
@@ -425,6 +423,13 @@ class ObjectWriter:
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
         needs_sync = commits and is_named
         return StoredVersion(entry, row, is_removed, extent, published.described, published, needs_sync)
+
+    def _removal(self, path: str, etag: str, there: ObjectMeta | None) -> Remove | None:
+        """Of the object that was replaced, of which its writer has told nobody yet; None for none. Where it has bytes
+        that a commit had hidden before, it has the date of what a look has shown ``there``."""
+        is_again = there is not None and there.etag == etag and self._is_hidden(path, etag)
+        dated_s = there.mtime_ns // NS if there is not None and is_again else 0
+        return Remove(path, hides=etag, dated_s=dated_s) if etag else None
 
     def _note_stored(self, path: str, key: str, etag: str) -> None:
         self._deletions.note_stored(key, etag)
@@ -496,7 +501,7 @@ class ObjectWriter:
         that it replaced, which another node may be removing. ``dated_s`` where the store's date of it is known.
         ``replaced`` removes an object there of which its writer has told nobody yet."""
         builder = ChangeBuilder(self._ns.tree)
-        if replaced is not None and replaced.hides:
+        if replaced is not None:
             builder.operations.append(replaced)
         hides = self._ns.own_etag(path)
         if key == path and (is_again or self._is_hidden(path, entry.etag)):
