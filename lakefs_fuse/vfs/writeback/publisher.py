@@ -421,8 +421,7 @@ class ObjectWriter:
             self._committer.announce_stored(path)
         is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(entry)
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
-        needs_sync = commits and is_named
-        return StoredVersion(entry, row, is_removed, extent, published.described, published, needs_sync)
+        return StoredVersion(entry, row, is_removed, extent, published.described, published, commits and is_named)
 
     def _removal(self, path: str, etag: str, there: ObjectMeta | None) -> Remove | None:
         """Of the object that was replaced, of which its writer has told nobody yet; None for none. Where it has bytes
