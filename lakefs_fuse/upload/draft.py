@@ -4,7 +4,8 @@ What always holds:
 
 * (*one visible step*) nothing of a draft is visible in the store until `publish` completes it in one request;
 * (*page origin*) a page comes from staging where it is local, else from its spilled object, else from the base version
-  below ``base_limit``, else it is zeros;
+  below ``base_limit``, else it is zeros; a write of a part of a page finds the rest of it staged, which is decided in
+  the gate, because pages leave staging and bases change while a task waits for it;
 * (*one upload a part*) a part is uploaded once every page of it is local, again if it is written to after that, and at
   `publish` if it was not yet; two uploads of one part number never run at the same time;
 * (*dropped parts*) a part whose staged bytes were dropped to make room can be completed, but neither read nor changed;
@@ -371,26 +372,36 @@ class Draft:
     async def _write(self, offset: int, end: int, data: Buffer) -> None:
         self._check_size(end)
         reserved = 0
-        if not self.pages.covers(offset, end):
-            first, last = offset // PAGE_BYTES, -(-end // PAGE_BYTES)
-            reserved = (last - first) * PAGE_BYTES
-            await self.uploader.staging.reserve(reserved)
         try:
-            await self._fill_edges(offset, end)
-            async with self.gate.shared():
-                self._begin_change()
-                self._refuse_dropped(offset, end)
-                with self._using(offset, end):
-                    await self._write_staged(offset, data)
-                added = self.pages.mark(offset, end) * PAGE_BYTES
-                self._staged_bytes += added
-                reserved -= added
-                if end > self.size:
-                    self.hashes.pop(self.size // BLOCK_BYTES, None)  # the last block gets longer
-                    self.size = end
-                self._touch(offset, end)
+            while True:
+                if not (reserved or self.pages.covers(offset, end)):
+                    count = -(-end // PAGE_BYTES) * PAGE_BYTES - offset // PAGE_BYTES * PAGE_BYTES
+                    await self.uploader.staging.reserve(count)
+                    reserved = count
+                await self._fill_edges(offset, end)
+                async with self.gate.shared():
+                    self._begin_change()
+                    # A spill may have moved these pages away, or a copy have put a base below, while this task waited.
+                    if self._edges_to_fill(offset, end) or not (reserved or self.pages.covers(offset, end)):
+                        continue
+                    reserved -= await self._write_in_gate(offset, end, data)
+                    return
         finally:
             self.uploader.staging.release(reserved)
+
+    async def _write_in_gate(self, offset: int, end: int, data: Buffer) -> int:
+        """Stage ``data``; the caller shares the gate, and no edge is to be filled. Returns the bytes of room that the
+        pages which are local only now take."""
+        self._refuse_dropped(offset, end)
+        with self._using(offset, end):
+            await self._write_staged(offset, data)
+        added = self.pages.mark(offset, end) * PAGE_BYTES
+        self._staged_bytes += added
+        if end > self.size:
+            self.hashes.pop(self.size // BLOCK_BYTES, None)  # the last block gets longer
+            self.size = end
+        self._touch(offset, end)
+        return added
 
     async def copy_from(self, source: Extent, start: int, end: int) -> bool:
         """Bytes [start, end) are those of another file's version, behind bytes that are as well; the store copies them
@@ -434,13 +445,20 @@ class Draft:
 
     async def _fill_edges(self, offset: int, end: int) -> None:
         """Stage the first and the last page of a write whole, where the rest of them is the base's or spilled."""
+        for at in self._edges_to_fill(offset, end):
+            async with self.gate.exclusive():
+                self._check_alive()
+                await self.fill(at, at + PAGE_BYTES)
+
+    def _edges_to_fill(self, offset: int, end: int) -> list[int]:
+        """Where the pages begin that a write of [offset, end) covers in part, and whose other bytes are not staged."""
+        pages = []
         for at in {offset - offset % PAGE_BYTES, end - end % PAGE_BYTES}:
             limit = self.size if self.spills.pages.covers(at, at + 1) else self.base_limit
             whole = offset <= at and min(at + PAGE_BYTES, limit) <= end
             if at < limit and at < end and not whole and not self.pages.covers(at, at + 1):
-                async with self.gate.exclusive():
-                    self._check_alive()
-                    await self.fill(at, at + PAGE_BYTES)
+                pages.append(at)
+        return pages
 
     def _check_size(self, size: int) -> None:
         if size > self.layout.file_bytes_max:

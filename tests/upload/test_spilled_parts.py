@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from lakefs_fuse.errors import AccessDenied, FileError, StagingFull
 from lakefs_fuse.staging.draft_record import DraftRecord, decode, encode
@@ -210,3 +211,65 @@ async def test_publish_spilled_changes_of_a_base_are_not_lost(tmp_path: Path) ->
         assert await draft.spill() == len(change)
         await b.publish(draft)
         assert b.store.data("file") == before[:at] + change + before[at + len(change) :]
+
+
+async def test_write_into_a_page_while_it_is_spilled_keeps_the_rest_of_the_page(tmp_path: Path) -> None:
+    """The writer found the page staged and waits for the spill, which moves it to the store."""
+    data = bytearray(noise(1, 2 << 20))
+    at = LARGE_PART + (1 << 20)
+    async with bench(tmp_path, spans=SPANS) as b:
+        draft = b.draft()
+        await draft.write(at, bytes(data))
+        await draft.write(3 * LARGE_PART, b"end")
+        pause = Pause(lambda request: request.key.startswith(SPILLED))
+        b.store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(draft.spill)
+            await reached(pause.reached)
+            nursery.start_soon(draft.write, at + 8292, b"new")
+            await wait_all_tasks_blocked()
+            pause.resume()
+        assert draft.spills.objects
+        data[8292:8295] = b"new"
+        assert bytes(await draft.read(at, len(data))) == data
+        await b.publish(draft)
+        assert b.store.data("file")[at : at + len(data)] == data
+        draft.close(unlink=True)
+    assert b.staging.bytes_used == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_writers_and_readers_beside_spills_match_a_model(tmp_path: Path, seed: int) -> None:
+    """Each writer has bytes of its own, which share their pages with those of the others."""
+    writers, stride, steps = 4, 1500, 40
+    async with bench(tmp_path, staging_bytes_max=STAGED, spans=SPANS) as b:
+        draft = b.draft()
+        model = bytearray()
+        for start in range(0, 6 * LARGE_PART, PIECE):
+            if start % LARGE_PART:  # no part is complete
+                await draft.write(start, noise(start, PIECE))
+            model += noise(start, PIECE) if start % LARGE_PART else bytes(PIECE)
+
+        async def change(own: int) -> None:
+            rng = random.Random(f"{seed} {own}")
+            for step in range(steps):
+                start = (rng.randrange(len(model) // (writers * stride) - 1) * writers + own) * stride
+                if start % LARGE_PART < PIECE:
+                    continue
+                assert bytes(await draft.read(start, stride)) == model[start : start + stride]
+                model[start : start + stride] = piece = noise((own, step), stride)
+                await draft.write(start, piece)
+
+        async def spill() -> None:
+            for _ in range(steps):
+                await draft.spill()
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            for own in range(writers):
+                nursery.start_soon(change, own)
+            nursery.start_soon(spill)
+        await b.publish(draft)
+        assert b.store.data("file") == model
+        draft.close(unlink=True)
+    assert b.staging.bytes_used == 0
