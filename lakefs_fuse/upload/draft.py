@@ -156,6 +156,10 @@ class Draft:
         self._idle = Wakeup()
         self._staged_bytes = 0
         self._busy_parts: Counter[int] = Counter()
+        self._uses: dict[int, range] = {}
+        """Parts that are being read or written, by the numbers of the calls."""
+        self._uses_begun = 0
+        self._use_ended = Wakeup()
         self._parts_written_out: set[int] = set()
         """Parts whose writeout to the local disk has begun."""
         self._closing = False
@@ -229,7 +233,9 @@ class Draft:
         pages, punched = self.pages.forget(index), False  # so that the record does not take the hole for them
         try:
             self.save(sync=True)
-            punched = self.file.punch(start, part_end)  # whole pages, or the last would stay
+            await self._wait_unused(index)
+            if not self._closing:
+                punched = self.file.punch(start, part_end)  # whole pages, or the last would stay
         finally:
             if not punched:
                 for begin, upto in staged:
@@ -268,12 +274,25 @@ class Draft:
     def _using(self, start: int, end: int) -> Iterator[None]:
         """Keep bytes [start, end) staged for the block, in which a thread reads or writes them."""
         layout = self.layout
-        indexes = range(layout.index(start), layout.index(max(start, end - 1)) + 1) if start < end else ()
+        indexes = range(layout.index(start), layout.index(max(start, end - 1)) + 1) if start < end else range(0)
+        self._uses_begun += 1
+        use = self._uses_begun
+        self._uses[use] = indexes
         self._busy_parts.update(indexes)
         try:
             yield
         finally:
+            del self._uses[use]
             self._busy_parts -= Counter(indexes)
+            self._use_ended.wake_all()
+
+    async def _wait_unused(self, index: int) -> None:
+        """Wait for the readers that began while the part's pages were staged, or in the object that it had before. The
+        caller holds the gate alone and has told where the pages are now, which later readers find: they are not waited
+        for."""
+        begun = self._uses_begun
+        while any(use <= begun and index in indexes for use, indexes in self._uses.items()):
+            await self._use_ended.wait()
 
     # -- reading and writing
 

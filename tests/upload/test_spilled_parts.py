@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ from lakefs_fuse.staging.draft_record import DraftRecord, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.spilled_parts import SPILLED
-from tests.memory_store import Failures, Pause, Request
-from tests.upload.drafting import PART, Bench, bench, noise, reached
+from tests.memory_store import Failures, Pause, Request, When
+from tests.upload.drafting import KIB, PART, REACH_S_MAX, Bench, bench, noise, reached
 
 LARGE_PART = 4 << 20
 SPANS = ((LARGE_PART, 9000),)
@@ -236,6 +238,91 @@ async def test_write_into_a_page_while_it_is_spilled_keeps_the_rest_of_the_page(
         assert b.store.data("file")[at : at + len(data)] == data
         draft.close(unlink=True)
     assert b.staging.bytes_used == 0
+
+
+async def test_read_that_began_before_a_spill_ended_returns_the_staged_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads them runs late: meanwhile the spill ends but for the hole; later readers do not wait."""
+    data, at, length = noise(1, 2 << 20), LARGE_PART + (1 << 20), 128 * KIB
+    is_reading, may_read, pread = threading.Event(), threading.Event(), os.pread
+
+    def late_pread(fd: int, count: int, offset: int) -> bytes:
+        if (count, offset) == (length, at):
+            is_reading.set()
+            assert may_read.wait(REACH_S_MAX)
+        return pread(fd, count, offset)
+
+    async with bench(tmp_path, spans=SPANS) as b:
+        draft = b.draft()
+        await draft.write(at, data)
+        await draft.write(3 * LARGE_PART, b"end")
+        pause = Pause(lambda request: request.key.startswith(SPILLED))
+        b.store.hook = pause
+        monkeypatch.setattr(os, "pread", late_pread)
+        freed: list[int] = []
+        found: list[bytes] = []
+
+        async def spill() -> None:
+            freed.append(await draft.spill())
+
+        async def read() -> None:
+            found.append(bytes(await draft.read(at, length)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(spill)
+            await reached(pause.reached)
+            nursery.start_soon(read)
+            await reached(is_reading)
+            pause.resume()
+            with trio.fail_after(REACH_S_MAX):
+                while not draft.spills.pages.covers(at, at + length):
+                    await trio.sleep(0.002)
+            await wait_all_tasks_blocked()
+            assert bytes(await draft.read(at + length, 10)) == data[length : length + 10]
+            may_read.set()
+        assert found == [data[:length]]
+        assert freed == [len(data)]
+        assert bytes(await draft.read(at, len(data))) == data
+        draft.close(unlink=True)
+    assert b.staging.bytes_used == 0
+
+
+async def test_read_from_a_spilled_object_that_is_superseded_meanwhile_succeeds(tmp_path: Path) -> None:
+    data, at = noise(1, 2 << 20), LARGE_PART
+    async with bench(tmp_path, spans=SPANS) as b:
+        draft = b.draft()
+        await draft.write(at, data)
+        await draft.write(3 * LARGE_PART, b"end")
+        assert await draft.spill()
+        await draft.write(at + len(data), noise(2, 1 << 20))
+        before = hidden(b)
+        fill = Pause(lambda request: request.what == "get" and request.size == len(data))
+        get = Pause(lambda request: request.what == "get" and request.size == 100)
+
+        def hook(request: Request, when: When) -> None:
+            fill(request, when)
+            get(request, when)
+
+        b.store.hook = hook
+
+        async def read() -> None:
+            assert bytes(await draft.read(at, 100)) == data[:100]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(draft.spill)
+            await reached(fill.reached)
+            nursery.start_soon(read)
+            await reached(get.reached)
+            fill.resume()
+            with trio.fail_after(REACH_S_MAX):
+                while draft.spills.objects[1].key in before:
+                    await trio.sleep(0.002)
+            await wait_all_tasks_blocked(0.02)
+            assert b.store.count("delete") == 0
+            get.resume()
+        assert hidden(b) == [draft.spills.objects[1].key]
+        draft.close(unlink=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
