@@ -176,7 +176,8 @@ class Draft:
         return self.uploading > 0 or self.state is DraftState.PUBLISHING or waits
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
-        """See `Stager`. The journal has it before the bytes go, or the next daemon would take the holes for bytes."""
+        """See `Stager`. The journal has it before the bytes go, or the next daemon would take the holes for bytes. Where
+        it cannot be written, nothing is let go of and a later call tries again."""
         if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
             return 0
         if not self.uploader.client.capabilities.parts_replaceable:
@@ -187,7 +188,13 @@ class Draft:
             return 0
         for index in leaving:
             self.parts.transition(index, PartState.DROPPED)
-        self.save(sync=True)
+        try:
+            self.save(sync=True)
+        except LakeError as error:  # of this file alone: the caller makes room for another one
+            for index in leaving:
+                self.parts.transition(index, PartState.CLEAN)
+            log.warning("uploaded parts of %s stay staged, as the journal takes no record: %s", self.target.key, error)
+            return 0
         freed = sum(map(self._punch, leaving))
         self._unstage(freed)
         return freed

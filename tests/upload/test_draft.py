@@ -14,9 +14,9 @@ import trio
 from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.environment.local_disk import pwrite_all
-from lakefs_fuse.errors import AccessDenied, CacheError, FileError, StagingFull, Unavailable
+from lakefs_fuse.errors import AccessDenied, CacheError, CacheFull, FileError, StagingFull, Unavailable
 from lakefs_fuse.staging import staging_area
-from lakefs_fuse.staging.draft_record import DraftState, decode, encode
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.parts import PartState
 from tests.memory_store import Failures, Pause, Request
@@ -317,6 +317,35 @@ async def test_the_journal_knows_what_is_let_go_before_it_goes(tmp_path: Path, m
             await draft.write(start, bytes(PART))
         assert punched
         draft.close(unlink=True)
+
+
+async def test_drop_uploaded_without_a_journal_record_keeps_the_bytes_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = bytearray(noise(13, 6 * PART))
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, bytes(data))
+        await b.idle(draft)
+        used, save = b.staging.bytes_used, b.uploader.save
+
+        def fail(record: DraftRecord, sync: bool) -> None:
+            raise CacheFull("no room for the journal")
+
+        b.uploader.save = fail
+        assert draft.drop_uploaded(keep_recent=False) == 0
+        assert "stay staged, as the journal takes no record: no room for the journal" in caplog.text
+        b.uploader.save = save
+        assert b.staging.bytes_used == used
+        assert draft.parts.bytes_dropped == 0
+        await draft.write(PART + 5, b"x")
+        data[PART + 5 : PART + 6] = b"x"
+        await b.idle(draft)
+        assert draft.drop_uploaded(keep_recent=False) == 5 * PART
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        draft.close(unlink=True)
+    assert b.staging.bytes_used == 0
 
 
 async def test_parts_in_use_are_not_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
