@@ -51,7 +51,7 @@ TRANSITIONS = {
     PartState.STALE: {PartState.DIRTY},
     # To UPLOADING and to itself: the file was extended with zeros, and its last part is longer now.
     PartState.CLEAN: {PartState.DIRTY, PartState.UPLOADING, PartState.CLEAN, PartState.DROPPED},
-    # To CLEAN: the staged bytes could not be deleted, or the journal took no record of it. To DIRTY: they were cut off.
+    # To CLEAN: the staged bytes could not be deleted, or not journaled as dropped. To DIRTY: they were cut off.
     PartState.DROPPED: {PartState.CLEAN, PartState.DIRTY},
 }
 """Where each state leads. `Parts` asserts it."""
