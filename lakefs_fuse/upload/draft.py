@@ -25,9 +25,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -46,7 +44,7 @@ from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock
 from lakefs_fuse.sync.wakeup import Wakeup
-from lakefs_fuse.upload.parts import Part, Parts, PartState
+from lakefs_fuse.upload.parts import Part, Parts, PartState, PartUses
 from lakefs_fuse.upload.spilled_parts import Spills
 from lakefs_fuse.upload.uploader import Uploader
 
@@ -155,11 +153,7 @@ class Draft:
         self.exclusive = self.gate.exclusive  # keeps writers and truncation out, for `publish`
         self._idle = Wakeup()
         self._staged_bytes = 0
-        self._busy_parts: Counter[int] = Counter()
-        self._uses: dict[int, range] = {}
-        """Parts that are being read or written, by the numbers of the calls."""
-        self._uses_begun = 0
-        self._use_ended = Wakeup()
+        self._uses = PartUses(self.layout)
         self._parts_written_out: set[int] = set()
         """Parts whose writeout to the local disk has begun."""
         self._closing = False
@@ -176,8 +170,8 @@ class Draft:
         return self.uploading > 0 or self.state is DraftState.PUBLISHING or waits
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
-        """See `Stager`. The journal has it before the bytes go, or the next daemon would take the holes for bytes. Where
-        it cannot be written, nothing is let go of and a later call tries again."""
+        """See `Stager`. The journal has it before the bytes go, or the next daemon would take the holes for bytes.
+        Where it cannot be written, no bytes go, and a later call tries again."""
         if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
             return 0
         if not self.uploader.client.capabilities.parts_replaceable:
@@ -219,7 +213,7 @@ class Draft:
 
     def _fullest_part(self) -> int | None:
         """The dirty part with most staged pages, where it is worth a request."""
-        dirty = [i for i, part in self.parts.items() if part.state is PartState.DIRTY and not self._busy_parts[i]]
+        dirty = [i for i, part in self.parts.items() if part.state is PartState.DIRTY and i not in self._uses]
         pages = {index: self.pages.count(*self.layout.range(index)) for index in dirty}
         fullest = max(pages, key=pages.__getitem__, default=None)
         return fullest if fullest is not None and pages[fullest] * PAGE_BYTES >= SPILL_BYTES_MIN else None
@@ -240,7 +234,7 @@ class Draft:
         pages, punched = self.pages.forget(index), False  # so that the record does not take the hole for them
         try:
             self.save(sync=True)
-            await self._wait_unused(index)
+            await self._uses.wait_unused(index)  # they found the pages staged, or in the older object
             if not self._closing:
                 punched = self.file.punch(start, part_end)  # whole pages, or the last would stay
         finally:
@@ -265,7 +259,7 @@ class Draft:
     def _can_drop(self, index: int) -> bool:
         start, end = self.layout.range(index)
         is_staged = self.pages.count(start, end) > 0
-        return is_staged and not self._busy_parts[index] and self.parts[index].length == end - start
+        return is_staged and index not in self._uses and self.parts[index].length == end - start
 
     def _punch(self, index: int) -> int:
         """Delete the staged bytes of a part that the journal has as dropped; returns how many."""
@@ -277,30 +271,6 @@ class Draft:
             self.hashes.pop(block, None)
         return self.pages.forget(index) * PAGE_BYTES
 
-    @contextmanager
-    def _using(self, start: int, end: int) -> Iterator[None]:
-        """Keep bytes [start, end) staged for the block, in which a thread reads or writes them."""
-        layout = self.layout
-        indexes = range(layout.index(start), layout.index(max(start, end - 1)) + 1) if start < end else range(0)
-        self._uses_begun += 1
-        use = self._uses_begun
-        self._uses[use] = indexes
-        self._busy_parts.update(indexes)
-        try:
-            yield
-        finally:
-            del self._uses[use]
-            self._busy_parts -= Counter(indexes)
-            self._use_ended.wake_all()
-
-    async def _wait_unused(self, index: int) -> None:
-        """Wait for the readers that began while the part's pages were staged, or in the object that it had before. The
-        caller holds the gate alone and has told where the pages are now, which later readers find: they are not waited
-        for."""
-        begun = self._uses_begun
-        while any(use <= begun and index in indexes for use, indexes in self._uses.items()):
-            await self._use_ended.wait()
-
     # -- reading and writing
 
     async def read(self, offset: int, length: int) -> Buffer:
@@ -309,7 +279,7 @@ class Draft:
         end = min(offset + length, self.size)
         if self.file.is_closed:
             raise DraftEnded
-        with self.file.held(), self._using(offset, end):
+        with self.file.held(), self._uses.using(offset, end):
             return await self._read(offset, end)
 
     async def _read(self, offset: int, end: int) -> Buffer:
@@ -419,7 +389,7 @@ class Draft:
         """Stage ``data``; the caller shares the gate, and no edge is to be filled. Returns the bytes of room that the
         pages which are local only now take."""
         self._refuse_dropped(offset, end)
-        with self._using(offset, end):
+        with self._uses.using(offset, end):
             await self._write_staged(offset, data)
         added = self.pages.mark(offset, end) * PAGE_BYTES
         self._staged_bytes += added

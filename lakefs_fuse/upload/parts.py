@@ -3,14 +3,18 @@
 What always holds:
 
 * (*part states*) a part changes its state through `Parts.transition` only, by the table of `TRANSITIONS`;
-* (*dropped parts*) a DROPPED part is in the store only, and is never written to.
+* (*dropped parts*) a DROPPED part is in the store only, and is never written to;
+* (*parts in use*) no hole is made in a part that a task or thread reads or writes (`PartUses`), but by a caller that
+  told later readers where its bytes are now and has waited for the earlier ones.
 
 Trio thread only. After a crash the journal record has the CLEAN and DROPPED parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 import msgspec
@@ -18,6 +22,7 @@ import msgspec
 from lakefs_fuse.staging.draft_record import UploadedPart
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.store.protocol import PartRef
+from lakefs_fuse.sync.wakeup import Wakeup
 
 
 class PartState(Enum):
@@ -139,3 +144,40 @@ class Parts(dict[int, Part]):
             for index, part in sorted(self.items())
             if part.state in STORED
         ]
+
+
+class PartUses:
+    """Which parts' staged bytes are being read or written, so that none of them goes under a reader."""
+
+    def __init__(self, layout: PartLayout) -> None:
+        self._layout = layout
+        self._counts: Counter[int] = Counter()
+        self._uses: dict[int, range] = {}
+        """The parts of each use, by its number."""
+        self._begun = 0
+        self._ended = Wakeup()
+
+    def __contains__(self, index: int) -> bool:
+        return self._counts[index] > 0
+
+    @contextmanager
+    def using(self, start: int, end: int) -> Iterator[None]:
+        """Keep bytes [start, end) staged for the block, in which a thread reads or writes them."""
+        layout = self._layout
+        indexes = range(layout.index(start), layout.index(max(start, end - 1)) + 1) if start < end else range(0)
+        self._begun += 1
+        number = self._begun
+        self._uses[number] = indexes
+        self._counts.update(indexes)
+        try:
+            yield
+        finally:
+            del self._uses[number]
+            self._counts -= Counter(indexes)
+            self._ended.wake_all()
+
+    async def wait_unused(self, index: int) -> None:
+        """Wait for the uses of the part that have begun by now; later ones are not waited for."""
+        begun = self._begun
+        while any(number <= begun and index in indexes for number, indexes in self._uses.items()):
+            await self._ended.wait()
