@@ -387,7 +387,7 @@ def hash_blocks(fd: int, start: int, end: int, size: int) -> dict[int, int]:
         length = min(BLOCK_BYTES, end - at)
         if length < BLOCK_BYTES and end < size:
             break
-        data = os.pread(fd, length, at)
+        data = disk.pread_all(fd, length, at)
         hashes[at // BLOCK_BYTES] = block_hash(data + bytes(length - len(data)))
     return hashes
 

@@ -107,6 +107,18 @@ def pread_now(fd: int, length: int, offset: int) -> bytearray:
     return data
 
 
+def pread_all(fd: int, length: int, offset: int) -> bytes:
+    """pread until ``length`` bytes are read or the file ends: less is returned at its true end only. One pread also
+    returns less where an error, which the next one reports, lies behind the bytes. Raises OSError."""
+    data = os.pread(fd, length, offset)
+    while 0 < len(data) < length:
+        more = os.pread(fd, length - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
 def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """pwrite until everything is written. Raises OSError, then an unknown part of the range was written."""
     written = os.pwrite(fd, data, offset)

@@ -10,6 +10,7 @@ for `Group.write`.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pathlib import Path
 from struct import Struct
 
 from lakefs_fuse.environment.disk import Disk
-from lakefs_fuse.environment.local_disk import pwrite_all
+from lakefs_fuse.environment.local_disk import pread_all, pwrite_all
 
 PREFIX = "segment-"
 MAGIC = b"LFS1"
@@ -108,9 +109,15 @@ class Segments:
         self._references[spot.segment] += 1
 
     def read(self, spot: Spot, offset: int, length: int) -> bytes:
-        """Bytes [offset, offset + length) of the file, cut at its end. Raises OSError."""
+        """Bytes [offset, offset + length) of the file, cut at its end. Raises OSError, also where the segment ends
+        before it."""
         length = min(length, spot.length - offset)
-        return os.pread(self._descriptor(spot.segment), length, spot.offset + offset) if length > 0 else b""
+        if length <= 0:
+            return b""
+        data = pread_all(self._descriptor(spot.segment), length, spot.offset + offset)
+        if len(data) < length:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self._directory / spot.segment))
+        return data
 
     def release(self, spot: Spot) -> None:
         """The journal does not reference this any more."""

@@ -31,7 +31,7 @@ from typing import Protocol
 import trio
 
 from lakefs_fuse.environment.disk import Disk
-from lakefs_fuse.environment.local_disk import is_out_of_room, punch_hole, pwrite_all
+from lakefs_fuse.environment.local_disk import is_out_of_room, pread_all, punch_hole, pwrite_all
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
@@ -502,11 +502,11 @@ class StagedFile:
         if self.spot is not None and self._fd == NO_FILE:
             return self._staging.segments.read(self.spot, offset, length)
         if length < THREAD_BYTES_MIN:
-            return os.pread(self.fd, length, offset)
+            return pread_all(self.fd, length, offset)
         if self._reading_threads is None:
             self._reading_threads = trio.CapacityLimiter(READS_MAX)
         with self.held():
-            return await self._staging.threads.run(os.pread, self.fd, length, offset, limiter=self._reading_threads)
+            return await self._staging.threads.run(pread_all, self.fd, length, offset, limiter=self._reading_threads)
 
     def begin_with(self, data: bytes) -> None:
         """The first bytes, no more than `MEMORY_BYTES_MAX`."""

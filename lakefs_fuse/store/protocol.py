@@ -24,6 +24,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from lakefs_fuse.environment.local_disk import pread_all
 from lakefs_fuse.errors import StoreError
 
 Buffer = bytes | bytearray | memoryview
@@ -72,8 +73,8 @@ class FileSlice:
             yield piece
 
     def read(self, at: int, count: int) -> bytes:
-        """Bytes from offset ``at`` of the file, which need not be in the slice."""
-        piece = os.pread(self.fd, count, at)
+        """Bytes from offset ``at`` of the file, in the slice or not; zeros beyond the end. Raises OSError."""
+        piece = pread_all(self.fd, count, at)
         return piece if len(piece) == count else piece + bytes(count - len(piece))
 
 

@@ -85,3 +85,25 @@ def test_pwrite_all_goes_on_after_short_writes(tmp_path: Path, monkeypatch: pyte
     with (tmp_path / "file").open("w+b") as file:
         disk.pwrite_all(file.fileno(), b"0123456789", 2)
     assert (tmp_path / "file").read_bytes() == b"\0\0" + b"0123456789"
+
+
+def test_pread_all_goes_on_after_short_reads_and_reports_the_error_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pread = tmp_path / "data", os.pread
+    path.write_bytes(b"0123456789")
+    broken_at = 100
+
+    def short(fd: int, length: int, offset: int) -> bytes:
+        if offset >= broken_at:
+            raise OSError(errno.EIO, "a bad sector")
+        return pread(fd, min(length, 3, broken_at - offset), offset)
+
+    monkeypatch.setattr(os, "pread", short)
+    with open(path, "rb") as file:
+        assert disk.pread_all(file.fileno(), 8, 1) == b"12345678"
+        assert disk.pread_all(file.fileno(), 20, 6) == b"6789"  # the end of the file
+        assert disk.pread_all(file.fileno(), 20, 50) == b""
+        broken_at = 5
+        with pytest.raises(OSError, match="bad sector"):
+            disk.pread_all(file.fileno(), 8, 1)

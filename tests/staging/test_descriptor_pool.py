@@ -86,3 +86,14 @@ async def test_segments_many_wanted_keep_few_open(tmp_path: Path, monkeypatch: p
     segments.close()
     assert descriptors() == before
     assert {path.name for path in tmp_path.iterdir()} == {spot.segment for spot in spots[7:]}
+
+
+async def test_segments_read_of_a_segment_that_was_cut_raises(tmp_path: Path) -> None:
+    """A damaged filesystem; zeros in place of the bytes would be stored."""
+    segments = Segments(tmp_path, FakeDisk())
+    spot = kept(segments, b"0123456789")
+    os.truncate(tmp_path / spot.segment, spot.offset + 4)
+    with pytest.raises(OSError, match="Input/output error"):
+        segments.read(spot, 0, 10)
+    assert segments.read(spot, 1, 3) == b"123"
+    segments.close()

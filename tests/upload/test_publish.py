@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.parts import PartState
 from tests.memory_store import START_NS, Failures, Request, When
-from tests.upload.drafting import PART, Bench, bench, noise
+from tests.upload.drafting import KIB, PART, Bench, bench, noise
 
 MIB = 1 << 20
 
@@ -44,6 +45,31 @@ async def test_a_failed_close_keeps_the_bytes_and_is_tried_again(tmp_path: Path)
         assert sorted(b.store.parts_sent()) == [1, 2, 3, 4, 5]
         assert b.metrics.publishes == 1
         draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("size", [60 << 10, 6 * PART])
+async def test_publish_after_a_short_read_of_staging_stores_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The first read ends before what the disk cannot read at once; only the end of the file is zeros."""
+    data, pread, shortened = noise(1, size), os.pread, set[int]()
+
+    def short(fd: int, length: int, offset: int) -> bytes:
+        if length <= KIB or offset in shortened:
+            return pread(fd, length, offset)
+        shortened.add(offset)
+        return pread(fd, KIB, offset)
+
+    async with bench(tmp_path) as b:
+        monkeypatch.setattr(os, "pread", short)
+        draft = b.draft()
+        await draft.write(0, data)
+        await b.idle(draft)
+        published = await b.publish(draft)
+        assert b.store.data("file") == data
+        assert list(published.hashes) == [block_hash(data[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)]
+        draft.close(unlink=True)
+    assert shortened
 
 
 async def test_an_upload_that_is_gone_begins_anew(tmp_path: Path) -> None:
