@@ -8,6 +8,7 @@ What always holds:
   the gate, because pages leave staging and bases change while a task waits for it;
 * (*one upload a part*) a part is uploaded once every page of it is local, again if it is written to after that, and at
   `publish` if it was not yet; two uploads of one part number never run at the same time;
+* (*journal before cut*) no record names staged bytes behind the end of the staging file, which would be read as zeros;
 * (*dropped parts*) a part whose staged bytes were dropped to make room can be completed, but neither read nor changed;
 * (*refused writes unpublished*) a refused write is kept in ``refused``, and nothing is published until its bytes were
   written again or cut off;
@@ -28,6 +29,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import trio
 
 from lakefs_fuse.blockcache.cache_file import hash_blocks
@@ -152,7 +154,7 @@ class Draft:
         self.gate = SharedLock()
         self.exclusive = self.gate.exclusive  # keeps writers and truncation out, for `publish`
         self._idle = Wakeup()
-        self._staged_bytes = 0
+        self._staged_bytes = self._journaled_end = 0  # the newest record names no staged bytes beyond the second
         self._uses = PartUses(self.layout)
         self._parts_written_out: set[int] = set()
         """Parts whose writeout to the local disk has begun."""
@@ -574,12 +576,44 @@ class Draft:
             self._refuse_dropped(size - 1, size)
         if size % PAGE_BYTES:
             await self.fill_spilled(size - size % PAGE_BYTES, size)
+        if size < self._journaled_end:
+            self._journal_cut(size)
         await self.file.cut(size)
         self.spills.pages.truncate(size)
         gone = self.pages.truncate(size) * PAGE_BYTES
         self._unstage(gone)
         self.base_limit = min(self.base_limit, size)
+        bytes_dropped = self.parts.bytes_dropped
         self.parts.cut(size)
+        if self.parts.bytes_dropped < bytes_dropped:
+            self._journal_cut_parts(size)
+
+    def _journal_cut(self, size: int) -> None:
+        """Journal that the draft ends at ``size`` before its staging file does: the next daemon would take staged pages
+        behind its end for zeros that were written. It may find the file longer, as it was; dropped parts stay in the
+        record for that. Raises CacheError."""
+        record = self.prepare_record()
+        pages, spills = PageMap(self.layout), Spills(self.layout)
+        pages.load(record.pages)
+        pages.truncate(size)
+        spills.load(record.spills, record.spilled)
+        spills.pages.truncate(size)
+        cut = msgspec.structs.replace(
+            record,
+            size=size,
+            base_limit=min(record.base_limit, size),
+            pages=pages.dump(),
+            spills=spills.dump(),
+        )
+        self.uploader.save(cut, True)
+        self._journaled_end = size
+
+    def _journal_cut_parts(self, size: int) -> None:
+        """Journal that the staging file was cut through dropped parts: should it grow again, they are zeros."""
+        try:
+            self.uploader.save(msgspec.structs.replace(self.prepare_record(), size=size), True)
+        except LakeError as error:  # the next record tells
+            log.warning("dropped parts of %s were cut off, which could not be journaled: %s", self.target.key, error)
 
     # -- uploading
 
@@ -888,7 +922,10 @@ class Draft:
         if self.state is DraftState.FAILED and not self.sequence:
             self.file.keep_on_disk()
         self.saves += 1
-        return self.record()
+        record = self.record()
+        if self.base is None or record.pages or record.parts or record.spills:
+            self._journaled_end = max(self._journaled_end, self.size)
+        return record
 
     def load(self, record: DraftRecord, staged_bytes: int) -> None:
         """Restore what another daemon journaled. ``staged_bytes`` is the length of the staging file.
@@ -907,9 +944,12 @@ class Draft:
         self.pages.load(record.pages)
         self.spills.load(record.spills, record.spilled)
         writing, layout = record.state is DraftState.WRITING, self.layout
-        self.parts = Parts(layout, (part for part in record.parts if not part.staged or not writing))
         if writing and self.base is None:
             self.size = max(self.size, staged_bytes)
+        self._journaled_end, count = self.size, layout.count(self.size)
+        kept = (part for part in record.parts if not (part.staged and writing) and part.index < count)
+        self.parts = Parts(layout, kept)
+        if writing and self.base is None:
             for index in range(layout.count(self.size)):
                 if self.parts.is_dropped(index):
                     continue

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import trio
 
-from lakefs_fuse.errors import CacheError, StagingFull
+from lakefs_fuse.errors import CacheError, CacheFull, StagingFull
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, SpilledPart, decode, encode
 from lakefs_fuse.staging.part_layout import STAGING_PARTS_MIN, PartLayout
 from lakefs_fuse.upload.draft import Draft
@@ -130,3 +130,74 @@ async def test_record_that_makes_no_draft_lets_no_writer_wait_for_room(tmp_path:
 def test_a_record_without_the_size_of_parts_is_read() -> None:
     record = DraftRecord(id="a", key="b", state=DraftState.WRITING, created_ns=0, size=0)
     assert decode(encode(record)).part_bytes_max == 0
+
+
+def as_after_a_crash(b: Bench, draft: Draft) -> Draft:
+    draft.close(unlink=False, leave=True)
+    return restore_draft(b.uploader, decode(encode(b.saved[draft.id])), b.describe)
+
+
+async def test_restore_after_truncate_of_a_changed_file_has_no_zeros_nobody_wrote(tmp_path: Path) -> None:
+    """The record of the last uploaded part has pages that the truncation took."""
+    old, new = noise("old", 10 * PART), noise("new", 4 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft(base=b.give("file", old))
+        await draft.write(0, new)
+        await b.idle(draft)
+        await draft.truncate(PART // 2)
+        again = as_after_a_crash(b, draft)
+        again.count_staged()
+        assert bytes(await again.read(0, 10 * PART)) == new[: PART // 2]
+        await b.publish(again)
+        assert b.store.data("file") == new[: PART // 2]
+        again.close(unlink=True)
+
+
+async def test_restore_after_truncate_through_dropped_parts_has_zeros_in_their_place(tmp_path: Path) -> None:
+    data = noise("new", 8 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        await b.idle(draft)
+        assert draft.drop_uploaded(keep_recent=False)
+        await draft.truncate(PART)
+        await draft.write(3 * PART, b"end")
+        again = as_after_a_crash(b, draft)
+        again.count_staged()
+        assert bytes(await again.read(0, 10 * PART)) == data[:PART] + bytes(2 * PART) + b"end"
+        await b.publish(again)
+        assert b.store.data("file") == data[:PART] + bytes(2 * PART) + b"end"
+        again.close(unlink=True)
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+async def test_truncate_that_cannot_be_journaled_changes_nothing(tmp_path: Path, has_base: bool) -> None:
+    data = noise("new", 4 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft(base=b.give("file", noise("old", PART)) if has_base else None)
+        await draft.write(0, data)
+        await b.idle(draft)
+        save = b.uploader.save
+
+        def fail(record: DraftRecord, sync: bool) -> None:
+            raise CacheFull("no room for the journal")
+
+        b.uploader.save = fail
+        with pytest.raises(CacheFull):
+            await draft.truncate(PART + 10)
+        b.uploader.save = save
+        assert bytes(await draft.read(0, len(data))) == data
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        draft.close(unlink=True)
+
+
+async def test_truncate_where_the_journal_names_no_bytes_costs_no_record(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        draft = b.draft(base=b.give("file", noise("old", PART)))
+        draft.save()
+        await draft.write(0, noise("new", PART))
+        saves = draft.saves
+        await draft.truncate(10)
+        assert draft.saves == saves
+        draft.close(unlink=True)
