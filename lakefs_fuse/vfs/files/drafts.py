@@ -1,8 +1,9 @@
 """Begins, and throws away, versions of files in use: which draft a write goes to, and what the journal has of it.
 
-What always holds: a file has at most one draft that is written to; a draft whose bytes may be acknowledged is in the
-journal before its first byte is (`begin`), but that of a new file, whose row and record the caller commits together
-(`add_new`). A crash leaves the record, from which the next mount makes an orphan. Trio thread only.
+What always holds: a file has at most one draft that is written to; a draft becomes its file's newest version when the
+journal has it (`begin`), and not at all where the journal cannot take it, for a call that fails changes nothing. A new
+file's row and record are committed together by the caller (`add_new`). A crash leaves the record, from which the next
+mount makes an orphan. Trio thread only.
 """
 
 from __future__ import annotations
@@ -31,23 +32,40 @@ class Drafts:
         self._writeback = writeback
 
     def draft(self, file: OpenFile, *, is_emptied: bool = False) -> Draft:
-        """The file's draft, begun now where it has none; ``is_emptied`` where nothing of the old version counts."""
-        return file.draft or self.begin(file, self._new_draft(file, is_emptied=is_emptied))
+        """The draft to change. One begins now where the file has none, or (``is_emptied``: nothing of the version
+        before counts) where it was acknowledged. Raises LakeError; then the file is as it was."""
+        if file.draft is not None and not (is_emptied and file.draft.sequence):
+            return file.draft
+        draft = self._new_draft(file, is_emptied=is_emptied)
+        try:
+            self.begin(file, draft)
+        except BaseException:
+            draft.close(unlink=True)
+            raise
+        if draft.base is None:
+            self.announce_emptied(file)
+        return draft
 
     def add_new(self, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
-        """A file that was just created, with its first handle. Its record is the caller's to journal."""
+        """A file that was just created, with its first handle. Its record is the caller's to journal, and then that it
+        is empty to announce."""
         file = OpenFile(entry, key, None, if_absent=if_absent)
-        self._begin(file, self._new_draft(file, is_emptied=True))
+        draft = self._new_draft(file, is_emptied=True)
+        self._prepare(file, draft)
+        file.begin(draft)
         self.files.add(file)
         return file
 
+    def announce_emptied(self, file: OpenFile) -> None:
+        """The journal has that nothing of an earlier version of the file counts."""
+        for listener in self.files.events.file_emptied:
+            listener(file.key)
+
     def _new_draft(self, file: OpenFile, *, is_emptied: bool) -> Draft:
-        draft_id, if_absent = self.new_id(), file.if_absent and not file.behind
+        has_earlier = bool(file.behind or file.draft is not None)
+        draft_id, if_absent = self.new_id(), file.if_absent and not has_earlier
         target = DraftTarget(file.key, file.describe, replaces=file.replaces, if_absent=if_absent)
-        base = None if is_emptied or file.behind else file.extent
-        if base is None:
-            for listener in self.files.events.file_emptied:
-                listener(file.key)
+        base = None if is_emptied or has_earlier else file.extent
         return Draft(self.services, draft_id, target, base=base, file=self._staged_in_memory(draft_id, file.key))
 
     def new_copy(self, file: OpenFile, size: int) -> Draft:
@@ -61,18 +79,31 @@ class Drafts:
         """For a file that may be acknowledged; None where it is to have a staging file from the beginning."""
         return StagedFile(self.services.staging, draft_id, key) if self._writeback.is_for(key) else None
 
-    def begin(self, file: OpenFile, draft: Draft) -> Draft:
-        """Make the draft the file's newest version, and journal it."""
-        self._begin(file, draft)
-        draft.save()
-        return draft
+    def begin(self, file: OpenFile, draft: Draft) -> None:
+        """Journal the draft, and make it the file's newest version; an acknowledged one is left behind. Raises
+        LakeError; then the file is as it was, and the draft the caller's to end."""
+        self._prepare(file, draft)
+        file.refused.move_to(draft.refused)
+        try:
+            draft.save()
+        except BaseException:
+            draft.refused.move_to(file.refused)
+            raise
+        if file.draft is not None:
+            self._leave_behind(file)
+        file.begin(draft)
 
-    def _begin(self, file: OpenFile, draft: Draft) -> None:
+    def _prepare(self, file: OpenFile, draft: Draft) -> None:
         self.files.aim(file, draft.id, draft.target)
         deferred, unlinked = self._writeback.is_for(file.key), self.files.is_nameless(file)
         draft.begin(self._writeback.sequence, deferred=deferred, unlinked=unlinked)
-        file.begin(draft)
-        file.refused.move_to(draft.refused)
+
+    def _leave_behind(self, file: OpenFile) -> None:
+        """Another version than the acknowledged one begins. One that was unlinked meanwhile is discarded."""
+        earlier = file.leave_behind()
+        if file.unlinked and earlier.draft is not None:
+            file.behind.remove(earlier)
+            self._writeback.discard(earlier.draft)
 
     async def discard(self, file: OpenFile) -> None:
         """Throw away what is being written to a file that was removed: behind the caller's back where an attempt to

@@ -20,7 +20,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag, kept_ns
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.files.drafts import Drafts
-from lakefs_fuse.vfs.files.open_file import OpenState
+from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS, without_privileges
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -157,15 +157,24 @@ class Attributes:
             if changed != file.entry:
                 kept = file.draft is None or self._is_chosen(change)
                 flags = changed.flags | (Flag.MTIME_KEPT if kept else 0)
-                file.entry = msgspec.structs.replace(changed, flags=flags, ctime_ns=self._ctime_ns(change))
-                draft = self._drafts.draft(file)
-                if draft.sequence:
-                    draft.save(sync=True)
+                changed = msgspec.structs.replace(changed, flags=flags, ctime_ns=self._ctime_ns(change))
+                self._change_draft(file, changed)
             if file.draft is not None and not file.writers:
                 await self._io.close(file)
         finally:
             await self._io.release(file, writer=False)
         return file.current
+
+    def _change_draft(self, file: OpenFile, changed: Entry) -> None:
+        """Attributes of a version that is not stored yet. Raises LakeError; then they are as they were."""
+        before, file.entry = file.entry, changed
+        try:
+            draft = self._drafts.draft(file)
+            if draft.sequence:
+                draft.save(sync=True)
+        except BaseException:
+            file.entry = before
+            raise
 
     def _without_privileges(self, entry: Entry, change: AttributeChange) -> AttributeChange:
         if (change.chowned_by, change.uid, change.gid) == (None, None, None) and not change.kills_privileges:

@@ -111,6 +111,7 @@ class NewFiles:
         except CacheError:
             self._drop(file)
             raise
+        self._drafts.announce_emptied(file)
         return file
 
     def _insert(
@@ -176,6 +177,9 @@ class NewFiles:
         for file in (*(closing.file for closing in closings), *(file for file, _ in waiting)):
             file.handles -= 1
             file.writers -= 1
+        for file in taken:
+            if isinstance(file, OpenFile):
+                self._drafts.announce_emptied(file)
         for file, answer in waiting:
             self._services.nursery.start_soon(self._close_patiently, file, answer)
         return taken

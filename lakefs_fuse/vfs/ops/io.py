@@ -186,11 +186,8 @@ class FileIO:
 
     async def truncate(self, file: OpenFile, size: int) -> None:
         while True:
-            if file.draft is not None and file.draft.sequence:
-                if size == 0:
-                    self._publisher.leave_behind(file)
-                else:
-                    await self._publisher.begin_next(file, file.draft)
+            if size and file.draft is not None and file.draft.sequence:
+                await self._publisher.begin_next(file, file.draft)
             try:
                 await self._drafts.draft(file, is_emptied=size == 0).truncate(size)
                 file.count_truncated(size)

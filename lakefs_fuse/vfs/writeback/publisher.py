@@ -878,8 +878,11 @@ class Publisher:
         # Meanwhile a version before may have been stored, or the file renamed.
         before = acknowledged.target
         copy.retarget(DraftTarget(file.key, file.describe, replaces=before.replaces, copied_from=before.copied_from))
-        self.leave_behind(file)
-        self._drafts.begin(file, copy)
+        try:
+            self._drafts.begin(file, copy)
+        except BaseException:
+            await copy.discard()
+            raise
 
     async def _wait_durable(self, file: OpenFile, acknowledged: Draft) -> None:
         while file.draft is acknowledged and not file.unlinked:
@@ -894,13 +897,6 @@ class Publisher:
         """What write-back acknowledged of the file, and before it in its directory, is durable. Raises LakeError."""
         held = self._writer.are_names_held
         await self._queue.drain(self._queue.before(file.key, are_names_held=held))
-
-    def leave_behind(self, file: OpenFile) -> None:
-        """Another version than the acknowledged one may begin. One that was unlinked meanwhile is discarded."""
-        earlier = file.leave_behind()
-        if file.unlinked and earlier.draft is not None:
-            file.behind.remove(earlier)
-            self._queue.discard(earlier.draft)
 
 
 def _owner(file: OpenFile, draft: Draft) -> OpenFile | None:
