@@ -11,30 +11,34 @@ from pathlib import Path
 import pytest
 import trio.testing
 
-from lakefs_fuse.errors import CacheFull, LakeError
+from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.staging.staging_area import StagedFile
+from lakefs_fuse.vfs.ops import io
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
-from tests.vfs.lakes import Lake, lake
-from tests.vfs.writing_back import Outage, stored, until, writing_back
+from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import NEVER_S, Outage, stored, told, until, writing_back
 
-OLD = noise("old", 800)
+OLD, NEWER = noise("old", 800), noise("newer", 900)
 
 
 @contextmanager
-def failing_commit() -> Iterator[None]:
-    """The first write to the metadata cache in the block fails for want of room."""
-    commit, failures = Database.commit, [CacheFull("the disk is full")]
+def failing_commit(*, after: int = 0) -> Iterator[None]:
+    """A write to the metadata cache in the block, ``after`` so many others, fails for want of room."""
+    commit, count = Database.commit, 0
 
-    def fail_first(database: Database, *arguments: object, **named: object) -> None:
-        if failures:
-            raise failures.pop()
+    def fail_once(database: Database, *arguments: object, **named: object) -> None:
+        nonlocal count
+        count += 1
+        if count == after + 1:
+            raise CacheFull("the disk is full")
         commit(database, *arguments, **named)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Database, "commit", fail_first)
+        patch.setattr(Database, "commit", fail_once)
         yield
-        assert not failures, "the call wrote nothing"
+        assert count > after, "the call wrote too little"
 
 
 async def open_emptied(m: Lake, path: str) -> None:
@@ -90,15 +94,14 @@ async def test_change_that_cannot_be_journaled_leaves_the_stored_file(
 @pytest.mark.parametrize("change", CHANGES)
 async def test_change_that_cannot_be_journaled_leaves_the_acknowledged_file(tmp_path: Path, change: Change) -> None:
     store = MemoryStore()
-    async with writing_back(store, tmp_path) as m:
-        outage = Outage(store)
+    async with writing_back(store, tmp_path, delay_s=NEVER_S) as m:
         await m.write("f", OLD)
         with failing_commit(), pytest.raises(LakeError):
             await change(m, "f")
         await trio.testing.wait_all_tasks_blocked()
         assert await m.read("f") == OLD
-        outage.away = False
-        await stored(m)
+        assert told(m)["accepted"] == 1
+        await m.fs.make_durable()
         assert await m.read("f") == store.data("f") == OLD
 
 
@@ -124,3 +127,109 @@ async def test_orphan_is_dropped_only_by_an_emptying_that_succeeds(tmp_path: Pat
         await change(m, "f")
         assert emptied == ["f"]
         await until(lambda: "orphan" not in [each.state for each in m.fs.unfinished()])
+
+
+async def store_in_turn(one: Lake, two: Lake) -> None:
+    """The first node does not know of the version of the second."""
+    for m, data in ((one, OLD), (two, NEWER)):
+        await m.write("f", data)
+        await m.fs.make_durable()
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_truncate_beyond_the_largest_size_leaves_what_another_node_stored(
+    tmp_path: Path, durability: str
+) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never", durability=durability) as (one, two):
+        await store_in_turn(one, two)
+        with pytest.raises(LakeError) as raised:
+            await one.setattr("f", size=1 << 50)
+        assert raised.value.errno == errno.EFBIG
+        await trio.testing.wait_all_tasks_blocked()
+        assert one.fs.statistics()["files"] == {"in_use": 0}
+        await one.fs.make_durable()
+        assert store.data("f") == NEWER
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_truncate_that_staging_refuses_leaves_what_another_node_stored(tmp_path: Path, durability: str) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never", durability=durability) as (one, two):
+        await store_in_turn(one, two)
+
+        async def fails(file: StagedFile, size: int) -> None:
+            raise CacheError("the staging disk fails")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StagedFile, "cut", fails)
+            handle = await one.open("f", os.O_WRONLY)
+            with pytest.raises(LakeError, match="the staging disk fails"):
+                await one.setattr("f", size=10)
+            await one.close(handle)
+        assert one.fs.statistics()["files"] == {"in_use": 0}
+        assert not one.fs.unfinished()
+        await one.fs.make_durable()
+        assert store.data("f") == NEWER
+        await one.setattr("f", size=10)
+        await one.fs.make_durable()
+        assert store.data("f") == OLD[:10]
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_truncate_to_the_size_that_a_file_has_stores_nothing(tmp_path: Path, durability: str) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, pack="never", durability=durability, clock=clock) as m:
+        await m.write("f", OLD)
+        await m.fs.make_durable()
+        before, since = await m.getattr("f"), len(store.requests)
+        clock.advance(50)
+        assert await m.setattr("f", size=len(OLD)) == before
+        await m.fs.make_durable()
+        assert not [request for request in store.requests[since:] if request.what != "list"]
+        assert await m.getattr("f") == before
+
+
+async def test_truncate_to_the_size_that_an_acknowledged_file_has_begins_no_version(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path) as m:
+        outage = Outage(store)
+        await m.write("f", OLD)
+        await m.setattr("f", size=len(OLD))
+        assert told(m)["accepted"] == 1
+        outage.away = False
+        await stored(m)
+        assert store.data("f") == OLD
+
+
+async def test_copy_that_is_refused_begins_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "COPIED_BYTES_MIN", 1)
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="never") as m:
+        await m.write("source", OLD + NEWER)
+        await m.write("f", NEWER)
+        await m.fs.make_durable()
+        source, target = [(await m.found(path)).inode for path in ("source", "f")]
+        handle, size = await m.open("f", os.O_RDWR), len(NEWER)
+        since = len(store.requests)
+        with pytest.raises(FileError) as raised:
+            await m.fs.copy_range(source, size, target, size, 10)
+        assert raised.value.errno == errno.EOPNOTSUPP
+        await m.close(handle)
+        assert not store.requests[since:]
+        assert store.data("f") == NEWER
+
+
+async def test_copy_that_cannot_be_journaled_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "COPIED_BYTES_MIN", 1)
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="never") as m:
+        await m.write("source", OLD)
+        await m.write("f", b"")
+        await m.fs.make_durable()
+        source, target = [(await m.found(path)).inode for path in ("source", "f")]
+        handle = await m.open("f", os.O_RDWR)
+        with failing_commit(after=1), pytest.raises(LakeError):
+            await m.fs.copy_range(source, 0, target, 0, len(OLD))
+        await m.close(handle)
+        assert await m.read("f") == store.data("f") == b""

@@ -142,6 +142,8 @@ class Attributes:
         if not entry.is_dir:
             change = self._without_privileges(entry, change)
         file = self._files.get(inode)
+        if change.size == entry.size and not entry.is_dir and not self._is_being_written(file):
+            change = msgspec.structs.replace(change, size=None)
         if change.size is None and self.is_unlinked(inode):
             return self._set_unlinked(entry, change)
         if change.size is None and (file is None or file.state is OpenState.CLEAN):
@@ -164,6 +166,11 @@ class Attributes:
         finally:
             await self._io.release(file, writer=False)
         return file.current
+
+    @staticmethod
+    def _is_being_written(file: OpenFile | None) -> bool:
+        """Setting the size that it has may take back writes that were refused beyond it."""
+        return file is not None and (file.is_incomplete or (file.draft is not None and not file.draft.sequence))
 
     def _change_draft(self, file: OpenFile, changed: Entry) -> None:
         """Attributes of a version that is not stored yet. Raises LakeError; then they are as they were."""

@@ -18,7 +18,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -170,8 +171,11 @@ class FileIO:
             there = await client.find(extent.version.key)
             if there is None or there.etag != extent.version.etag:
                 return 0
+        if file.draft is None and (file.refused.ranges or (at and (file.behind or file.extent != extent))):
+            return 0
         try:
-            is_copied = await self._drafts.draft(file).copy_from(extent, offset, end)
+            async with self._changing(file, end) as draft:
+                is_copied = await draft.copy_from(extent, offset, end)
         except DraftEnded:
             return 0
         if not is_copied:
@@ -185,15 +189,50 @@ class FileIO:
         return self._drafts.draft(file)
 
     async def truncate(self, file: OpenFile, size: int) -> None:
+        """Raises LakeError; then the file is as it was."""
         while True:
             if size and file.draft is not None and file.draft.sequence:
+                self._check_size(size)
                 await self._publisher.begin_next(file, file.draft)
             try:
-                await self._drafts.draft(file, is_emptied=size == 0).truncate(size)
+                async with self._changing(file, size, is_emptied=size == 0) as draft:
+                    await draft.truncate(size)
                 file.count_truncated(size)
                 return
             except DraftEnded:
                 await self._wait_published(file)
+
+    def _check_size(self, size: int) -> None:
+        """Raises FileError(EFBIG) where the next version of a file could not be so large."""
+        size_max = self._drafts.services.layout.file_bytes_max
+        if size > size_max:
+            raise FileError(errno.EFBIG, f"a file holds at most {size_max} bytes on this mount")
+
+    @asynccontextmanager
+    async def _changing(self, file: OpenFile, size: int, *, is_emptied: bool = False) -> AsyncIterator[Draft]:
+        """The draft to change, which is to have ``size`` bytes. One that begins here ends where the block fails: a
+        release would publish it, over what other nodes have stored meanwhile."""
+        begins = file.draft is None
+        if begins:
+            self._check_size(size)
+        draft, entry = self._drafts.draft(file, is_emptied=is_emptied), file.entry
+        try:
+            yield draft
+        except LakeError:
+            if begins:
+                await self._end_unchanged(file, draft, entry)
+            raise
+
+    async def _end_unchanged(self, file: OpenFile, draft: Draft, entry: Entry) -> None:
+        """Discard the draft unless another call has changed the file since its entry was this."""
+        async with file.publishing, draft.gate.exclusive():
+            is_changed = file.entry is not entry or draft.sequence or draft.pages.pages or draft.refused.ranges
+            if file.draft is not draft or is_changed or draft.upload_intent_ns:
+                return
+            try:
+                await self._drafts.discard(file)
+            except LakeError as error:  # the journal: the next mount throws it away
+                log.warning("what is staged of %s could not be thrown away: %s", file.key, error)
 
     @staticmethod
     async def _wait_published(file: OpenFile) -> None:
