@@ -272,6 +272,40 @@ async def test_writeback_does_not_accept_an_incomplete_file(tmp_path: Path) -> N
         assert orphan.id not in [each.id for each in m.fs.unfinished()]
 
 
+async def test_close_again_after_a_failed_sync_of_staging_acknowledges_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reports a write-out that failed once: a second sync of the same pages succeeds without them."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path / "cache") as m:
+        outage = Outage(store)
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, noise("new", SIZE))
+        disk = m.parts.staging.disk
+        sync_data, failures = disk.sync_data, [OSError(errno.EIO, "lost page")]
+
+        def fail_once(descriptor: int) -> None:
+            if failures:
+                raise failures.pop()
+            sync_data(descriptor)
+
+        monkeypatch.setattr(disk, "sync_data", fail_once)
+        with pytest.raises(CacheError, match="the staging disk fails"):
+            await m.fs.flush(handle)
+        for _ in range(2):
+            with pytest.raises(FileError, match=f"bytes 0 to {SIZE} were refused"):
+                await m.fs.flush(handle)
+        assert told(m)["accepted"] == 0
+        (item,) = m.fs.unfinished()
+        assert (item.state, item.missing) == ("failed", SIZE)
+        await m.fs.write(handle, 0, noise("again", SIZE))
+        await m.close(handle)
+        assert told(m)["accepted"] == 1
+        outage.away = False
+        await stored(m)
+        assert store.data("f") == noise("again", SIZE)
+
+
 async def test_writeback_keeps_the_accepted_version_before_an_incomplete_one(tmp_path: Path) -> None:
     store = MemoryStore()
     outage = Outage(store)

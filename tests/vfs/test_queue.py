@@ -119,7 +119,7 @@ async def test_many_are_accepted_with_few_syncs(tmp_path: Path, monkeypatch: pyt
         assert len(syncs) < 16
 
 
-async def test_a_failing_disk_is_told_and_the_file_is_as_it_was(
+async def test_a_failing_disk_is_told_and_the_file_is_acknowledged_once_it_was_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(_: int) -> None:
@@ -137,6 +137,7 @@ async def test_a_failing_disk_is_told_and_the_file_is_as_it_was(
                 await m.fs.flush(handle)
         assert told(m)["accepted"] == 1
         assert await m.read("file") == noise(1, LARGE)
+        await m.fs.write(handle, 0, noise(1, LARGE))
         await m.close(handle)
         assert told(m)["accepted"] == 2
         store.hook = lambda _request, _when: None

@@ -1,13 +1,14 @@
 """Group commit of closed files to the local disk: their bytes and their journal records, with one sync, or one of each.
 
 What always holds (*acknowledged is durable here*): a file is acknowledged (its `close()` answers 0) only after its
-staged bytes and its journal record survive a crash of the machine. Bytes of a group of no more than `LOGGED_BYTES_MAX`
-are in the batch of the records, so that one sync makes both durable or neither; they are written to the segment, too,
-and read there, but not synced. Those of a larger group are synced in the segment before there are records. Syncing a
-new file makes its name in the staging directory durable too on ext4, XFS and Btrfs. A group of no more than
-`INLINE_BYTES_MAX` is synced on the trio thread while the disk is prompt, which takes less than waking a thread for it;
-while another is being synced in a thread the next gathers. A crash before the record is there leaves an orphan, after
-it an acknowledged file, whether or not its writer was answered. Trio thread only, but for such syncing.
+staged bytes and its journal record survive a crash of the machine; staged bytes whose sync failed are refused until
+they are written again. Bytes of a group of no more than `LOGGED_BYTES_MAX` are in the batch of the records, so that one
+sync makes both durable or neither; they are written to the segment, too, and read there, but not synced. Those of a
+larger group are synced in the segment before there are records. Syncing a new file makes its name in the staging
+directory durable too on ext4, XFS and Btrfs. A group of no more than `INLINE_BYTES_MAX` is synced on the trio thread
+while the disk is prompt, which takes less than waking a thread for it; while another is being synced in a thread the
+next gathers. A crash before the record is there leaves an orphan, after it an acknowledged file, whether or not its
+writer was answered. Trio thread only, but for such syncing.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class GroupCommit:
 
     async def acknowledge(self, file: OpenFile, draft: Draft) -> None:
         """The draft's bytes are durable here when this returns. The caller holds it alone. Raises LakeError; then the
-        draft is as it was."""
+        draft is as it was, but for bytes that the disk may have lost, which are refused."""
         if not draft.file.is_in_memory:
-            await draft.file.sync()
+            await self._sync_staged(draft)
         ended = trio.Event()
         closing = Closing(file, draft, lambda _: ended.set())
         self.submit([closing])
@@ -97,6 +98,22 @@ class GroupCommit:
             draft.supersede(0)
             self.queue.restore_superseded(file)
         raise closing.error
+
+    @staticmethod
+    async def _sync_staged(draft: Draft) -> None:
+        """Sync a staging file. Linux tells of a failed write-out once, and takes the pages for written from then on: no
+        later sync says that these bytes are on the disk, but one after they were written again. Raises LakeError."""
+        with draft.file.held():
+            assert draft.file.fd >= 0, "opened before the sync: where that fails nothing is lost"
+            try:
+                await draft.file.sync()
+            except LakeError as error:
+                staged = [(start, end) for start, end, is_staged in draft.pages.runs(0, draft.size) if is_staged]
+                for start, end in staged:
+                    draft.refused.add(start, end, error)
+                if staged:
+                    draft.refuse(*staged[-1], error)  # journals all of them
+                raise
 
     def submit(self, closings: Sequence[Closing], rows: Batch | None = None) -> None:
         """Acknowledge files with the next group; where the disk is prompt, new ones before this returns.
