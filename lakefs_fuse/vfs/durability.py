@@ -1,7 +1,7 @@
 """Makes what this node holds durable in the store: files, changes of names, orphans.
 
-What always holds: a call that returns has published everything that was there when it began; one that raises has tried
-all of it, names included, unless the store is away. Trio thread only; a crash leaves what the journal holds.
+What always holds: a call that returns has published what was there when it began; one that raises has tried all of it,
+names included, unless the store is away. Trio thread only; a crash leaves what the journal holds.
 """
 
 from __future__ import annotations
@@ -41,10 +41,20 @@ class Durability:
         self.poll = io.poll
 
     async def sync_directory(self, path: str | None) -> None:
-        """Publish the files below a directory and commit all names; ``path`` is None for one that was removed."""
+        """Publish the files at or below a directory that no program has open for writing, those whose `close()` failed
+        included, and commit all names; ``path`` is None for one that was removed. Raises LakeError for the first that
+        cannot be."""
+        failed: LakeError | None = None
         if path is not None:
-            await self._writeback.drain(self._writeback.below(path))
-        await self.sync_names()
+            self.request_names()
+            failed = await self._publish_below(path, only_closed=True)
+        if not isinstance(failed, Unavailable):
+            try:
+                await self.sync_names()
+            except LakeError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     async def sync_names(self) -> None:
         """Commit every change of a name that was made before. Raises LakeError."""
@@ -82,8 +92,9 @@ class Durability:
         if failed is not None:
             raise failed
 
-    async def _publish_below(self, below: str) -> LakeError | None:
-        """Publish every file at or below a path, empty for the whole lake; answers the first error."""
+    async def _publish_below(self, below: str, *, only_closed: bool = False) -> LakeError | None:
+        """Publish every file at or below a path, empty for the whole lake; answers the first error. ``only_closed``: of
+        one that is open for writing only what write-back acknowledged."""
         failed: LakeError | None = None
         try:
             await self._writeback.drain(self._writeback.below(below))
@@ -91,6 +102,8 @@ class Durability:
             failed = error
         for file in self._files.dirty():
             ours = not below or file.key == below or file.key.startswith(below + "/")
+            if only_closed and file.writers:
+                continue
             if ours and not (failed is not None and file.draft is not None and file.draft.sequence):
                 if file.is_orphaned:
                     await self._io.set_aside(file)

@@ -173,8 +173,9 @@ class Filesystem:
         self._xattrs.set_xattr(await self.getattr(inode), name, value)
 
     async def sync_directory(self, inode: int) -> None:
-        """Every change of a name made before is in the store when this returns, and so is every file that write-back
-        acknowledged at or below the directory. Raises LakeError."""
+        """Every change of a name made before is in the store when this returns, and so is every file at or below the
+        directory that no program has open for writing, and what write-back acknowledged of the others. Raises
+        LakeError."""
         is_unlinked = self.is_unlinked(inode)
         await self._durability.sync_directory(None if is_unlinked else self._ns.prefix(inode).removesuffix("/"))
 

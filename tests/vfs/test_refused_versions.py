@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.errors import FileError, StoreError, Unavailable
+from lakefs_fuse.errors import AccessDenied, FileError, StoreError, Unavailable
 from lakefs_fuse.staging.part_layout import PAGE_BYTES
 from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.upload.drafting import noise
@@ -116,3 +116,42 @@ async def test_restored_file_of_which_the_store_refuses_to_tell_lets_others_into
         assert await files_seen(store, tmp_path) == OTHERS
         await m.fs.make_durable()
     assert await files_seen(store, tmp_path / "2") == OTHERS | {"bad": b"bad"}
+
+
+async def test_sync_of_a_directory_stores_a_file_whose_close_failed_or_fails_itself(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="never") as m:
+        await m.mkdir("d")
+        directory, root = (await m.found("d")).inode, (await m.found("d")).parent
+        await m.fs.make_durable()
+        store.hook = Failures(lambda each: each.what == "put" and each.key == "d/f", AccessDenied("no"), count=2)
+        opened = await m.create("d/open")
+        await m.fs.write(opened, 0, b"not yet")
+        handle = await m.create("d/f")
+        await m.fs.write(handle, 0, b"hello")
+        with pytest.raises(AccessDenied):
+            await m.close(handle)
+        await m.mkdir("d/made")
+        with pytest.raises(AccessDenied):
+            await m.fs.sync_directory(directory)
+        assert await files_seen(store, tmp_path) == {"d": None, "d/made": None}
+        await m.fs.sync_directory(root)
+        assert store.data("d/f") == b"hello"
+        assert "d/open" not in store.objects
+        await m.close(opened)
+
+
+async def test_sync_of_a_directory_fails_for_a_file_of_which_a_write_was_refused(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path, pack="never") as m:
+        await m.mkdir("d")
+        await m.mkdir("other")
+        handle = await m.create("d/f")
+        draft = m.fs.handle(handle).file.draft
+        assert draft is not None
+        draft.refuse(0, 10, StoreError("refused"))
+        reader = await m.open("d/f")
+        await m.fs.release(handle)
+        with pytest.raises(FileError, match="bytes 0 to 10 were refused"):
+            await m.fs.sync_directory((await m.found("d")).inode)
+        await m.fs.sync_directory((await m.found("other")).inode)
+        await m.fs.release(reader)
