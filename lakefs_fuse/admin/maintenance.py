@@ -52,6 +52,8 @@ PATIENCE = 2
 and as long, so that the one that has them folds again, and reads and writes only what changed."""
 TAKES_MAX = 10
 """A collection that takes long is due after ten times as long, so that it takes a tenth of the time at most."""
+PAUSE_DAYS_MAX = 30
+"""And no longer: a collection on a machine that was suspended took days."""
 NS = 1_000_000_000
 
 KEY = f"{RESERVED_PREFIX}last-collection"
@@ -186,12 +188,13 @@ class Inspector:
         fold = is_old or self.backlog > self._backlog_max
         if self.index is None and not self.backlog:
             collection = False  # nothing was ever committed
-        elif last is None:
+        elif last is None or last.time > now_ns + day_ns:  # of a clock that was wrong
             collection = is_old or self.index is not None
         else:
             passed_ns = now_ns - last.time
             has_changed = self._newest > last.newest
-            is_late = passed_ns > max(day_ns, last.took_s * TAKES_MAX * NS)
+            pause_ns = min(last.took_s * TAKES_MAX * NS, PAUSE_DAYS_MAX * day_ns)
+            is_late = passed_ns > max(day_ns, pause_ns)
             collection = is_late and (has_changed or passed_ns > DAYS_MAX * day_ns)
         return Due(fold, collection)
 

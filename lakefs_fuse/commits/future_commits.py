@@ -170,8 +170,8 @@ class Redater:
 
         of_names = [each for each in left if isinstance(each, Put | Symlink | Remove) and not is_of_directory(each)]
         await _for_each(of_names, ask)
-        gone = [each for each in of_names if (each.path, each.hides) in replaced]
-        return [each for each in left if each not in gone] if gone else left
+        gone = {id(each) for each in of_names if (each.path, each.hides) in replaced}
+        return [each for each in left if id(each) not in gone]
 
     def is_superseded(self, operation: Operation, since_ns: int) -> bool:
         """A commit that was read is later, and says what the operation says."""

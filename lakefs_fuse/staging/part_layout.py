@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
-from lakefs_fuse.config import GIB, MIB
+from lakefs_fuse.config import GIB, MIB, TIB
 from lakefs_fuse.store.protocol import PARTS_MAX
 
 SPANS = ((16 * MIB, 1000), (64 * MIB, 1000), (256 * MIB, 2000), (1 * GIB, 6000))
@@ -23,6 +23,8 @@ SPANS = ((16 * MIB, 1000), (64 * MIB, 1000), (256 * MIB, 2000), (1 * GIB, 6000))
 Stored bytes depend on it: records of drafts number their parts by it, and `admin.checkpoint_sums` finds ETags of stored
 objects by it. Other spans need the old ones there, and a version in the record."""
 
+OBJECT_BYTES_MAX = 5 * TIB
+"""S3 holds no larger object."""
 STAGING_PARTS_MIN = 8
 """This many parts of the largest size must fit in staging, or a writer could not go on while parts are uploaded."""
 PAGE_BYTES = 4096
@@ -31,7 +33,7 @@ FULL = -1
 
 
 class PartLayout:
-    """Part ``i`` (from 0) covers bytes ``range(i)``. ``file_bytes_max`` is what fits in 10,000 parts, and
+    """Part ``i`` (from 0) covers bytes ``range(i)``. ``file_bytes_max`` is what fits in 10,000 parts and an object, and
     ``part_bytes_max`` the size of the last ones, which tells layouts of the same spans apart."""
 
     def __init__(self, spans: tuple[tuple[int, int], ...] = SPANS, *, staging_bytes_max: int | None = None) -> None:
@@ -52,7 +54,7 @@ class PartLayout:
             self._first_bytes.append(at)
             part += count
             at += size * count
-        self.file_bytes_max = at
+        self.file_bytes_max = min(at, OBJECT_BYTES_MAX)
         self.single_bytes_max, self.part_bytes_max = self._sizes[0], self._sizes[-1]
 
     def variants(self) -> list[PartLayout]:
@@ -139,14 +141,7 @@ class PageMap:
             begin = self._layout.range(part)[0]
             mask = (1 << count) - 1
             window = (bits >> first) & mask
-            if window in (0, mask):
-                pieces = [(0, window != 0)]
-            else:
-                pieces = [
-                    (page, bool(window >> page & 1))
-                    for page in range(count)
-                    if page == 0 or (window >> page & 1) != (window >> (page - 1) & 1)
-                ]
+            pieces = [(0, window != 0)] if window in (0, mask) else _pieces(window, count)
             for page, local in pieces:
                 if state is not None and local != state:
                     edge = max(start, begin + (first + page) * PAGE_BYTES)
@@ -196,3 +191,19 @@ class PageMap:
         for part, bits in self._bits.items():
             begin, stop = self._layout.range(part)
             self.pages += (stop - begin) // PAGE_BYTES if bits == FULL else bits.bit_count()
+
+
+def _pieces(window: int, count: int) -> list[tuple[int, bool]]:
+    """Where the lowest ``count`` bits change: the first page of each run, and whether it is local. A byte at a time, as
+    each operation on a large integer copies it."""
+    changes = (window ^ (window << 1)) & ((1 << count) - 1) & ~1
+    local = bool(window & 1)
+    pieces = [(0, local)]
+    for number, byte in enumerate(changes.to_bytes((count + 7) // 8, "little")):
+        rest = byte
+        while rest:
+            lowest = rest & -rest
+            rest ^= lowest
+            local = not local
+            pieces.append((8 * number + lowest.bit_length() - 1, local))
+    return pieces

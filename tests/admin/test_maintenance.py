@@ -15,6 +15,7 @@ from lakefs_fuse.admin.maintenance import (
     GRACE_DAYS,
     KEY,
     NAMES_PER_COMMIT,
+    PAUSE_DAYS_MAX,
     TAKES_MAX,
     CollectionRecord,
     Due,
@@ -165,6 +166,9 @@ async def test_what_another_process_folded_is_noticed(store: MemoryStore, clock:
         (CollectionRecord(time=0, newest=9), DAY_S + 1, COLLECTION),
         (CollectionRecord(time=0, newest=9, took_s=int(DAY_S)), TAKES_MAX * DAY_S - 1, NOTHING),
         (CollectionRecord(time=0, newest=9, took_s=int(DAY_S)), TAKES_MAX * DAY_S + 1, COLLECTION),
+        (CollectionRecord(time=0, newest=9, took_s=int(7 * DAY_S)), PAUSE_DAYS_MAX * DAY_S - 1, NOTHING),
+        (CollectionRecord(time=0, newest=9, took_s=int(7 * DAY_S)), PAUSE_DAYS_MAX * DAY_S + 1, COLLECTION),
+        (CollectionRecord(time=int(100 * DAY_S * NS), newest=9), 2 * DAY_S, COLLECTION),
     ],
 )
 async def test_collection_is_due_after_a_day_with_a_change(
