@@ -870,10 +870,10 @@ class Publisher:
         except DraftEnded:
             pass
         except BaseException:
-            await copy.discard()
+            await self._discard_copy(copy)
             raise
         if file.draft is not acknowledged:  # it was published meanwhile, or another writer began
-            await copy.discard()
+            await self._discard_copy(copy)
             return
         # Meanwhile a version before may have been stored, or the file renamed.
         before = acknowledged.target
@@ -881,8 +881,14 @@ class Publisher:
         try:
             self._drafts.begin(file, copy)
         except BaseException:
-            await copy.discard()
+            await self._discard_copy(copy)
             raise
+
+    async def _discard_copy(self, copy: Draft) -> None:
+        """A copy that is not needed: no record of it stays for the next mount."""
+        await copy.discard()
+        if copy.error is None:
+            self._drafts.files.forget_record(copy.id)
 
     async def _wait_durable(self, file: OpenFile, acknowledged: Draft) -> None:
         while file.draft is acknowledged and not file.unlinked:
