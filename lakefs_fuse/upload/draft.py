@@ -41,7 +41,7 @@ from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
-from lakefs_fuse.store.client import REPLACES_METADATA, TOKEN_METADATA
+from lakefs_fuse.store.client import REPLACES_METADATA, TOKEN_METADATA, token_of
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock
@@ -777,11 +777,11 @@ class Draft:
             await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
         await self.abort_lost_upload()
 
-    def forget_upload(self) -> None:
-        """The upload is gone from the store: staged parts can be sent again, reading dropped ones fails. Raises
-        CacheError."""
+    def forget_upload(self, *, is_base: bool = False) -> None:
+        """The upload is gone from the store: staged parts can be sent again, reading dropped ones fails, unless the
+        base is what the upload became. Raises CacheError."""
         self.upload_id, self.upload_intent_ns, self.upload_failed = "", 0, False
-        self.parts.forget_upload()
+        self.parts.forget_upload(is_base=is_base)
         self.save(sync=True)
 
     # -- states and places
@@ -847,18 +847,25 @@ class Draft:
 
     async def reconcile(self, older: ObjectMeta | None) -> None:
         """Take in what became of a failed attempt before changed bytes are published. ``older`` is the object that the
-        attempt did make: its upload is gone, and the object is the draft's to replace. Without it the upload goes on,
-        under the token it began with. Raises LakeError."""
+        attempt did make: it is the draft's to replace, and has the bytes of dropped parts. Without it, or if it is not
+        what the upload with dropped parts became, the upload goes on, under the token it began with. Raises LakeError.
+        """
+        dropped_end = self.parts.dropped_end
+        began_with = self.upload_metadata.get(DRAFT_METADATA, self.token)
         if older is not None:
-            if self.upload_id:
-                await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
-                self.forget_upload()
             self.target.if_absent, self.target.replaces = False, older.etag
-            if self.base is not None:
+            goes_on = dropped_end > 0 and not (token_of(older) == began_with and dropped_end <= older.size)
+            if self.upload_id and not goes_on:
+                await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
+            is_base = dropped_end > 0 and not goes_on
+            if self.base is not None or is_base:
                 self.base = Extent.whole(Version(self.target.key, older.etag, older.size))
-                self.base_limit = min(self.base_limit, older.size)
-        elif self.upload_id:
-            self.token = self.upload_metadata.get(DRAFT_METADATA, self.token)
+                limit = min(self.base_limit, older.size)
+                self.base_limit = max(limit, dropped_end) if is_base else limit
+            if not goes_on and (self.upload_id or is_base):
+                self.forget_upload(is_base=is_base)
+        if self.upload_id:
+            self.token = began_with
         self.recheck = False
 
     # -- the journal

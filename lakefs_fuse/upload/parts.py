@@ -56,7 +56,8 @@ TRANSITIONS = {
     PartState.STALE: {PartState.DIRTY},
     # To UPLOADING and to itself: the file was extended with zeros, and its last part is longer now.
     PartState.CLEAN: {PartState.DIRTY, PartState.UPLOADING, PartState.CLEAN, PartState.DROPPED},
-    # To CLEAN: the staged bytes could not be deleted, or not journaled as dropped. To DIRTY: they were cut off.
+    # To CLEAN: the staged bytes could not be deleted, or not journaled as dropped. To DIRTY: they were cut off,
+    # or the base has them.
     PartState.DROPPED: {PartState.CLEAN, PartState.DIRTY},
 }
 """Where each state leads. `Parts` asserts it."""
@@ -126,12 +127,20 @@ class Parts(dict[int, Part]):
         if self[index].state is PartState.QUEUED:
             self.transition(index, PartState.DIRTY)
 
-    def forget_upload(self) -> None:
-        """The upload is gone from the store: clean parts can be sent again, dropped ones are lost."""
+    def forget_upload(self, *, is_base: bool = False) -> None:
+        """The upload is gone from the store: clean parts can be sent again. Dropped ones are lost, unless the upload
+        became the object that is the draft's base now (``is_base``)."""
         for index, part in self.items():
             part.etag = ""
-            if part.state is PartState.CLEAN:
+            if part.state is PartState.CLEAN or (is_base and part.state is PartState.DROPPED):
                 self.transition(index, PartState.DIRTY)
+
+    @property
+    def dropped_end(self) -> int:
+        """Where the last DROPPED part ends, in bytes; 0 without any. The file was not cut below since."""
+        dropped = (index for index, part in self.items() if part.state is PartState.DROPPED)
+        last = max(dropped, default=None)
+        return 0 if last is None else self._layout.range(last)[1]
 
     def is_dropped(self, index: int) -> bool:
         part = self.get(index)

@@ -13,10 +13,11 @@ import trio
 from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import AccessDenied, FileError, NotCarriedOut, NotFound, StoreError, Superseded, Unavailable
-from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.staging.draft_record import DraftState, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.parts import PartState
+from lakefs_fuse.upload.restore import restore_draft
 from tests.memory_store import START_NS, Failures, Request, When
 from tests.upload.drafting import KIB, PART, Bench, bench, noise
 
@@ -70,6 +71,76 @@ async def test_publish_after_a_short_read_of_staging_stores_every_byte(
         assert list(published.hashes) == [block_hash(data[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)]
         draft.close(unlink=True)
     assert shortened
+
+
+def lost_completion(request: Request, when: When) -> None:
+    """The store completes the upload, and then does not answer."""
+    if (request.what, when) == ("complete_multipart", "after") or request.what == "head":
+        raise Unavailable("no answer")
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+async def test_publish_after_a_lost_answer_and_a_change_takes_dropped_parts_from_the_object(
+    tmp_path: Path, is_cut: bool, dies: bool
+) -> None:
+    """The upload is gone, and only the object that it became has these bytes."""
+    data = bytearray(noise(1, 6 * PART))
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, bytes(data))
+        await b.idle(draft)
+        assert draft.drop_uploaded(keep_recent=False)
+        b.store.hook = lost_completion
+        with pytest.raises(Unavailable):
+            await b.publish(draft)
+        b.store.hook = lambda *_: None
+        assert b.store.data("file") == data
+        if is_cut:  # what was cut off does not come back
+            await draft.truncate(4 * PART)
+            await draft.truncate(7 * PART)
+            data[4 * PART :] = bytes(3 * PART)
+        await draft.write(len(data), b"more")
+        data += b"more"
+        if dies:
+            draft.save(sync=True)
+            draft.close(unlink=False, leave=True)
+            draft = restore_draft(b.uploader, decode(encode(b.synced[draft.id])), b.describe)
+            draft.count_staged()
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
+    assert b.staging.bytes_used == 0
+
+
+async def test_publish_after_a_lost_put_keeps_the_upload_that_has_dropped_parts(tmp_path: Path) -> None:
+    """The object is of an attempt before the upload began."""
+    data = noise(1, 6 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data[:100])
+
+        def lost_put(request: Request, when: When) -> None:
+            if (request.what, when) == ("put", "after") or request.what == "head":
+                raise Unavailable("no answer")
+
+        b.store.hook = lost_put
+        with pytest.raises(Unavailable):
+            await b.publish(draft)
+        b.store.hook = lambda *_: None
+        assert b.store.data("file") == data[:100]
+        await draft.write(100, data[100:])
+        b.store.hook = Failures(what("complete_multipart"), AccessDenied("no"))
+        with pytest.raises(AccessDenied):
+            await b.publish(draft)
+        assert draft.drop_uploaded(keep_recent=False)
+        sent = len(b.store.parts_sent())
+        await draft.write(len(data), b"more")
+        await b.publish(draft)
+        assert b.store.data("file") == data + b"more"
+        assert len(b.store.parts_sent()) == sent + 1
+        draft.close(unlink=True)
 
 
 async def test_an_upload_that_is_gone_begins_anew(tmp_path: Path) -> None:
