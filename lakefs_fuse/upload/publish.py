@@ -314,21 +314,19 @@ async def _send_append(draft: Draft, upload_id: str, append: Append) -> list[Par
         number, (start, end) = part
         async with uploader.slots.slot():
             if (start, end) == append.copied:
-                try:
-                    refs[number] = await uploader.client.upload_part_copy(
-                        key, upload_id, number, base.version.key, base.offset + start, base.offset + end,
-                        etag=base.version.etag,
-                    )  # fmt: skip
+                source = base.version.key, base.offset + start, base.version.etag
+                ref = await _copy_part(draft, number, source, end - start)
+                if ref is not None:
+                    refs[number] = ref
                     uploader.metrics.parts_copied += 1
                     return
-                except (NotFound, PreconditionFailed):  # the store has the base no longer, but the cache may
-                    await draft.fill(start, end)
+                await _fill(draft, start, end)
             with draft.file.held():
                 body = FileSlice(draft.file.fd, start, end - start)
                 refs[number] = await uploader.client.upload_part(key, upload_id, number, body)
             uploader.metrics.parts += 1
 
-    await draft.fill(append.copied[1], draft.size)
+    await _fill(draft, append.copied[1], draft.size)
     parts = list(enumerate((append.copied, *append.sent), append.index + 1))
     await for_each(parts, store, len(parts))
     return [refs[number] for number, _ in parts]
@@ -386,17 +384,41 @@ async def _zeros_copied(draft: Draft, index: int, length: int) -> PartRef:
 
 async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> None:
     source = None if draft.pages.count(start, end) else _copy_source(draft, start, end)
-    if source is None or (end - start < PART_BYTES_MIN and end < draft.size):
-        await draft.fill(start, end)
-        draft.uploader.slots.ready()
-        await draft.upload_part(index)
-        return
-    async with draft.uploader.slots.slot():
-        key, offset, etag = source
-        ref = await draft.uploader.client.upload_part_copy(
-            draft.target.key, draft.upload_id, index + 1, key, offset, offset + end - start, etag=etag
+    if source is not None and (end - start >= PART_BYTES_MIN or end >= draft.size):
+        async with draft.uploader.slots.slot():
+            ref = await _copy_part(draft, index + 1, source, end - start)
+        if ref is not None:
+            draft.copied_part(index, ref, end - start)
+            return
+    await _fill(draft, start, end)
+    draft.uploader.slots.ready()
+    await draft.upload_part(index)
+
+
+async def _copy_part(draft: Draft, number: int, source: tuple[str, int, str], length: int) -> PartRef | None:
+    """Have the store copy a part of the upload from an object (key, offset, ETag). None where it has that no longer,
+    which the cache may have. Raises LakeError: NotFound where the upload is gone."""
+    key, offset, etag = source
+    client = draft.uploader.client
+    try:
+        return await client.upload_part_copy(
+            draft.target.key, draft.upload_id, number, key, offset, offset + length, etag=etag
         )
-        draft.copied_part(index, ref, end - start)
+    except PreconditionFailed:
+        return None
+    except NotFound:
+        there = await client.find(key)
+        if there is not None and there.etag == etag:
+            raise
+        return None
+
+
+async def _fill(draft: Draft, start: int, end: int) -> None:
+    """As `Draft.fill`. Raises FileError(ESTALE) where the bytes are gone: NotFound would be taken for the upload's."""
+    try:
+        await draft.fill(start, end)
+    except (NotFound, PreconditionFailed) as error:
+        raise FileError(errno.ESTALE, f"{draft.target.key} was replaced or removed while it was changed") from error
 
 
 def _copy_source(draft: Draft, start: int, end: int) -> tuple[str, int, str] | None:

@@ -740,3 +740,46 @@ async def test_append_where_parts_cannot_be_copied_sends_the_file(tmp_path: Path
         assert b.store.data("file") == data
         assert b.store.count("create_multipart") == 0
         draft.close(unlink=True)
+
+
+async def test_publish_whose_base_is_gone_keeps_the_upload_and_succeeds_once_it_is_back(tmp_path: Path) -> None:
+    """Parts that were dropped are in the upload only: what is gone is the source of a copy."""
+    part = 5 * MIB
+    old, new = noise("old", 6 * part), noise("new", 4 * part)
+    async with bench(tmp_path, spans=((part, 10_000),)) as b:
+        draft = b.draft(base=b.give("file", old))
+        await draft.write(0, new)
+        await b.idle(draft)
+        assert draft.drop_uploaded(keep_recent=False) == 3 * part
+        kept = b.store.objects["file"]
+        uploads = list(b.store.uploads)
+        b.store.take("file")
+        with pytest.raises(FileError) as caught:
+            await b.publish(draft)
+        assert caught.value.errno == errno.ESTALE
+        assert list(b.store.uploads) == uploads
+        b.store.objects["file"] = kept  # from an older version of the object
+        await b.publish(draft)
+        assert b.store.data("file") == new + old[4 * part :]
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
+
+
+async def test_publish_whose_base_is_gone_sends_unchanged_parts_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = 5 * MIB
+    old = noise("old", 4 * part)
+    async with bench(tmp_path, spans=((part, 10_000),)) as b:
+        draft = b.draft(base=b.give("file", old))
+        await draft.write(0, b"new")
+
+        async def read_cached(version: Version, offset: int, length: int) -> bytes:
+            return old[offset : offset + length]
+
+        monkeypatch.setattr(b.uploader.reader, "read", read_cached)
+        b.store.take("file")
+        await b.publish(draft)
+        assert b.store.data("file") == b"new" + old[3:]
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
