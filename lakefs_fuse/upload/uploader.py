@@ -26,6 +26,9 @@ from lakefs_fuse.upload.zero_objects import ZeroObjects
 
 INTENT_SLACK_NS = 2_000_000_000
 """Stores date uploads to the second, by their own clock."""
+LOST_NS_MAX = 15 * 60 * 1_000_000_000
+"""An upload that began this long after its request, or later, is another client's. An attempt lasts `--retry-timeout`,
+1 minute unless set; of one that lasts longer than this, an upload without parts may be left to `gc`."""
 
 
 class BaseReader(Protocol):
@@ -62,9 +65,10 @@ class Uploader:
         self.nursery.start_soon(task, *arguments)
 
     async def abort_lost_uploads(self, key: str, since_ns: int) -> None:
-        """Abort uploads of ``key`` that began at ``since_ns`` (wall clock) or later. Raises LakeError."""
+        """Abort uploads of ``key`` that began at ``since_ns`` (wall clock) or up to `LOST_NS_MAX` later. Raises
+        LakeError."""
         for upload in await self.client.list_multipart(key):
-            if upload.key == key and upload.started_ns >= since_ns - INTENT_SLACK_NS:
+            if upload.key == key and -INTENT_SLACK_NS <= upload.started_ns - since_ns <= LOST_NS_MAX:
                 await self.client.abort_multipart(key, upload.upload_id)
 
     async def delete_spills(self, draft_id: str) -> None:

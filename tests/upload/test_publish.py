@@ -742,6 +742,27 @@ async def test_append_where_parts_cannot_be_copied_sends_the_file(tmp_path: Path
         draft.close(unlink=True)
 
 
+async def test_publish_after_a_lost_begin_leaves_uploads_that_began_long_after_it(tmp_path: Path) -> None:
+    """They are another client's; one that began with the request is the draft's own."""
+    data = noise(1, 3 * PART)
+    async with bench(tmp_path) as b:
+        now_ns = START_NS
+        b.store.clock = lambda: now_ns
+        b.store.hook = Failures(what("create_multipart"), Unavailable("no answer"), count=1000, when="after")
+        draft = b.draft()
+        await draft.write(0, data)
+        with pytest.raises(Unavailable):
+            await b.publish(draft)
+        assert b.store.uploads
+        b.store.hook = lambda *_: None
+        now_ns += 3600 * 1_000_000_000
+        theirs = b.store.create_multipart("file")
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert list(b.store.uploads) == [theirs]
+        draft.close(unlink=True)
+
+
 async def test_publish_whose_base_is_gone_keeps_the_upload_and_succeeds_once_it_is_back(tmp_path: Path) -> None:
     """Parts that were dropped are in the upload only: what is gone is the source of a copy."""
     part = 5 * MIB
