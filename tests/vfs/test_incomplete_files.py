@@ -272,6 +272,24 @@ async def test_writeback_does_not_accept_an_incomplete_file(tmp_path: Path) -> N
         assert orphan.id not in [each.id for each in m.fs.unfinished()]
 
 
+@pytest.mark.parametrize("flags", [0, os.O_DIRECT])
+async def test_ftruncate_to_the_size_before_takes_a_refused_write_back_unless_the_kernel_may_have_sent_it(
+    tmp_path: Path, flags: int
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="never") as m:
+        handle = await m.create("f", os.O_RDWR | flags)
+        await m.fs.write(handle, 0, noise("new", SIZE))
+        await write_in_vain(m, handle, SIZE + PIECE)
+        await m.setattr("f", size=SIZE)
+        if flags:
+            with pytest.raises(FileError, match="were refused"):
+                await m.fs.flush(handle)
+            await m.setattr("f", size=SIZE)
+        await m.close(handle)
+        assert store.data("f") == noise("new", SIZE)
+
+
 async def test_close_again_after_a_failed_sync_of_staging_acknowledges_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

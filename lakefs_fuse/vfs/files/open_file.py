@@ -76,6 +76,9 @@ class OpenFile:
     """Versions that were acknowledged before ``draft`` began, oldest first, as they were then, with the same lock."""
     refused: RefusedRanges = field(default_factory=RefusedRanges)
     """Writes that were refused before the version that they were for could begin."""
+    is_written_directly: bool = False
+    """It was opened with O_DIRECT: where a direct write beyond the end is refused, the kernel truncates the file to the
+    size that it has. Any other truncation is a program's."""
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""
     lost_name: str = ""

@@ -56,11 +56,12 @@ class Handles:
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
 
-    def _new_handle(self, file: OpenFile, writable: bool, opener: int) -> int:
+    def _new_handle(self, file: OpenFile, writable: bool, opener: int, flags: int) -> int:
         number, self._handle_next = self._handle_next, self._handle_next + 1
         number |= 0 if writable else READING
         handle = self._handles[number] = Handle(file, writable, Readahead(), self._reads_of(file.key), opener)
         handle.is_direct = writable and self._open_publisher.watch(file)
+        file.is_written_directly |= writable and (handle.is_direct or bool(flags & os.O_DIRECT))
         return number
 
     def handle(self, number: int) -> Handle:
@@ -97,7 +98,7 @@ class Handles:
         except BaseException:
             await self._io.release(file, writer=writable)
             raise
-        return self._new_handle(file, writable, opener)
+        return self._new_handle(file, writable, opener, flags)
 
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0, *,
@@ -121,7 +122,7 @@ class Handles:
             return number, self._attributes.entry(known.inode)
         key = self._ns.checked_path(parent, name)  # another node may have renamed the directory meanwhile
         file = self.new_files.make(parent, name, key, mode, uid, gid, exclusive=exclusive)
-        return self._new_handle(file, True, opener), file.entry
+        return self._new_handle(file, True, opener, flags), file.entry
 
     def hold(self, file: OpenFile, number: int, opener: int, *, closed_by_opener: bool = False) -> None:
         """A writer's handle that was given out elsewhere, and is counted already."""

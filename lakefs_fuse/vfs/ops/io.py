@@ -197,6 +197,8 @@ class FileIO:
             try:
                 async with self._changing(file, size, is_emptied=size == 0) as draft:
                     await draft.truncate(size)
+                    if not file.is_written_directly and any(end > size for _, end in draft.refused.ranges):
+                        await draft.truncate(size)  # the first was taken for the kernel's, which it cannot be
                 file.count_truncated(size)
                 return
             except DraftEnded:
