@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import trio.testing
 
-from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError
+from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError, StagingFull
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.vfs.ops import io
 from tests.memory_store import MemoryStore
@@ -233,3 +234,27 @@ async def test_copy_that_cannot_be_journaled_leaves_the_file(tmp_path: Path, mon
             await m.fs.copy_range(source, 0, target, 0, len(OLD))
         await m.close(handle)
         assert await m.read("f") == store.data("f") == b""
+
+
+async def test_copy_of_an_acknowledged_version_that_fails_leaves_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, delay_s=NEVER_S) as m:
+        await m.write("f", OLD)
+        records = [key for key, _ in Journal(m.fs.database).records()]
+        handle = await m.open("f", os.O_RDWR)
+
+        async def fails(count: int) -> None:
+            raise StagingFull("staging is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(m.parts.staging, "reserve", fails)
+            with pytest.raises(StagingFull):
+                await m.fs.write(handle, 0, b"new")
+        assert [key for key, _ in Journal(m.fs.database).records()] == records
+        assert await m.read("f") == OLD
+        await m.fs.write(handle, 0, b"new")
+        await m.close(handle)
+        await m.fs.make_durable()
+        assert store.data("f") == b"new" + OLD[3:]

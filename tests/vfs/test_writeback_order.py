@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ import trio.testing
 from lakefs_fuse.commits import committer
 from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
 from lakefs_fuse.commits.record import Put
-from lakefs_fuse.errors import LakeError, StagingFull, StoreError
-from lakefs_fuse.meta.rows import Journal
+from lakefs_fuse.errors import StoreError
 from lakefs_fuse.vfs.writeback import publisher as newest
 from lakefs_fuse.vfs.writeback import queue as writeback
 from tests.memory_store import MemoryStore, Pause, Request, When
@@ -266,28 +263,3 @@ async def test_rename_of_a_changed_file_twice_shows_no_older_bytes_between(tmp_p
         await m.fs.sync_names()
     async with lake(store, tmp_path / "another") as other:
         assert await other.tree() == {"c": b"after", "x": b""}
-
-
-async def test_a_failed_copy_of_an_acknowledged_version_leaves_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next mount would list it as an orphan, or forget it."""
-    store = MemoryStore()
-    Outage(store)
-    async with writing_back(store, tmp_path) as m:
-        await m.write("f", noise(1, LARGE))
-        handle = await m.open("f", os.O_RDWR)
-        staging = m.fs.handle(handle).file.draft.uploader.staging  # type: ignore[union-attr]
-        records = [key for key, _ in Journal(m.fs.database).records()]
-
-        async def full(_: int) -> None:
-            raise StagingFull("full")
-
-        monkeypatch.setattr(staging, "reserve", full)
-        with pytest.raises(StagingFull):
-            await m.fs.write(handle, 0, b"changed")
-        monkeypatch.undo()
-        assert [key for key, _ in Journal(m.fs.database).records()] == records
-        with suppress(LakeError):
-            await m.close(handle)
-        store.hook = lambda _request, _when: None

@@ -117,6 +117,10 @@ class Drafts:
             draft.save(sync=True)
             self._writeback.discard(draft)
             return
+        await self.drop(draft)
+
+    async def drop(self, draft: Draft) -> None:
+        """Throw away a draft that is no file's version, and what the journal has of it. Raises CacheError."""
         await draft.discard()
         if draft.error is None:
             self.files.forget_record(draft.id)

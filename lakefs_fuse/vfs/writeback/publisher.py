@@ -870,10 +870,10 @@ class Publisher:
         except DraftEnded:
             pass
         except BaseException:
-            await self._discard_copy(copy)
+            await self._drop_copy(copy)
             raise
         if file.draft is not acknowledged:  # it was published meanwhile, or another writer began
-            await self._discard_copy(copy)
+            await self._drop_copy(copy)
             return
         # Meanwhile a version before may have been stored, or the file renamed.
         before = acknowledged.target
@@ -881,14 +881,15 @@ class Publisher:
         try:
             self._drafts.begin(file, copy)
         except BaseException:
-            await self._discard_copy(copy)
+            await self._drop_copy(copy)
             raise
 
-    async def _discard_copy(self, copy: Draft) -> None:
-        """A copy that is not needed: no record of it stays for the next mount."""
-        await copy.discard()
-        if copy.error is None:
-            self._drafts.files.forget_record(copy.id)
+    async def _drop_copy(self, copy: Draft) -> None:
+        """Its record too, which a refused write or an upload has made: the next mount would list an orphan."""
+        try:
+            await self._drafts.drop(copy)
+        except LakeError as error:  # the journal: the next mount throws it away
+            log.warning("the record of a copy of %s stays: %s", copy.target.key, error)
 
     async def _wait_durable(self, file: OpenFile, acknowledged: Draft) -> None:
         while file.draft is acknowledged and not file.unlinked:
