@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import trio.testing
 
-from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError, StagingFull
+from lakefs_fuse.errors import AccessDenied, CacheError, CacheFull, FileError, LakeError, StagingFull
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.vfs.ops import io
-from tests.memory_store import MemoryStore
+from tests.memory_store import Failures, MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import NEVER_S, Outage, stored, told, until, writing_back
@@ -258,3 +258,20 @@ async def test_copy_of_an_acknowledged_version_that_fails_leaves_no_record(
         await m.close(handle)
         await m.fs.make_durable()
         assert store.data("f") == b"new" + OLD[3:]
+
+
+async def test_release_of_an_unlinked_file_that_cannot_be_journaled_gives_its_room_back(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="never") as m:
+        store.hook = Failures(lambda request: request.what == "put" and request.key == "f", AccessDenied("no"), count=1)
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, OLD)
+        with pytest.raises(AccessDenied):
+            await m.fs.flush(handle)
+        await m.unlink("f")
+        with failing_commit():
+            await m.fs.release(handle)
+        assert m.fs.statistics()["files"] == {"in_use": 0}
+        await until(lambda: not m.parts.staging.bytes_used)
+        await until(lambda: not [*Journal(m.fs.database).records()])
+        assert "f" not in store.objects

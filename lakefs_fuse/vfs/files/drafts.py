@@ -107,15 +107,17 @@ class Drafts:
 
     async def discard(self, file: OpenFile) -> None:
         """Throw away what is being written to a file that was removed: behind the caller's back where an attempt to
-        store it may have worked."""
+        store it may have worked. Raises CacheError where the journal does not hear of it; its bytes go all the same."""
         draft = file.draft
         if draft is None:
             return
         file.end_draft()
         if draft.recheck or draft.state is DraftState.FAILED:
             draft.unlink()
-            draft.save(sync=True)
-            self._writeback.discard(draft)
+            try:
+                draft.save(sync=True)
+            finally:
+                self._writeback.discard(draft)
             return
         await self.drop(draft)
 

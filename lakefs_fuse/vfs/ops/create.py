@@ -134,11 +134,7 @@ class NewFiles:
         self._services.nursery.start_soon(self._release, file)
 
     async def _release(self, file: OpenFile) -> None:
-        try:
-            await self._io.release(file, writer=True)
-        except LakeError as error:  # the journal: the next mount throws it away
-            log.warning("what is staged of %s could not be thrown away: %s", file.key, error)
-            self._files.forget_if_idle(file)
+        await self._io.release(file, writer=True)
 
     # -- what was received
 

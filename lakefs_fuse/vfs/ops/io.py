@@ -231,10 +231,14 @@ class FileIO:
             is_changed = file.entry is not entry or draft.sequence or draft.pages.pages or draft.refused.ranges
             if file.draft is not draft or is_changed or draft.upload_intent_ns:
                 return
-            try:
-                await self._drafts.discard(file)
-            except LakeError as error:  # the journal: the next mount throws it away
-                log.warning("what is staged of %s could not be thrown away: %s", file.key, error)
+            await self._discard(file)
+
+    async def _discard(self, file: OpenFile) -> None:
+        """Raises nothing but Cancelled: nobody waits for this, or for another error."""
+        try:
+            await self._drafts.discard(file)
+        except LakeError as error:  # the journal: the next mount throws it away
+            log.warning("what is staged of %s could not be thrown away: %s", file.key, error)
 
     @staticmethod
     async def _wait_published(file: OpenFile) -> None:
@@ -251,7 +255,7 @@ class FileIO:
         file.handles -= 1
         file.writers -= writer
         if not file.handles and file.draft is not None and file.unlinked and not file.is_being_unlinked:
-            await self._drafts.discard(file)
+            await self._discard(file)
         if file.is_orphaned:
             await self.set_aside(file)
         else:
