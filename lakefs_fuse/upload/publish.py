@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 
@@ -315,7 +316,9 @@ async def _send_append(draft: Draft, upload_id: str, append: Append) -> list[Par
         async with uploader.slots.slot():
             if (start, end) == append.copied:
                 source = base.version.key, base.offset + start, base.version.etag
-                ref = await _copy_part(draft, number, source, end - start)
+                ref = None
+                with suppress(PreconditionFailed):  # it was replaced: the cache may have it
+                    ref = await _copy_part(draft, number, source, end - start)
                 if ref is not None:
                     refs[number] = ref
                     uploader.metrics.parts_copied += 1
@@ -396,16 +399,15 @@ async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> 
 
 
 async def _copy_part(draft: Draft, number: int, source: tuple[str, int, str], length: int) -> PartRef | None:
-    """Have the store copy a part of the upload from an object (key, offset, ETag). None where it has that no longer,
-    which the cache may have. Raises LakeError: NotFound where the upload is gone."""
+    """Have the store copy a part of the upload from an object (key, offset, ETag). None where that was removed: the
+    cache may have it. Raises LakeError: NotFound where the upload is gone, PreconditionFailed where the object was
+    replaced."""
     key, offset, etag = source
     client = draft.uploader.client
     try:
         return await client.upload_part_copy(
             draft.target.key, draft.upload_id, number, key, offset, offset + length, etag=etag
         )
-    except PreconditionFailed:
-        return None
     except NotFound:
         there = await client.find(key)
         if there is not None and there.etag == etag:
