@@ -472,7 +472,6 @@ class Draft:
         self._check_alive()
         if self.state is DraftState.FAILED:
             self.transition(DraftState.WRITING)
-            self.error = None  # of the attempt: it would keep the parts from being uploaded, and staging from room
             self.changes += 1
             self.recheck, self.token, self.commit = True, f"{self.id}.{self.changes}", ""
             self.save(sync=True)

@@ -742,23 +742,6 @@ async def test_append_where_parts_cannot_be_copied_sends_the_file(tmp_path: Path
         draft.close(unlink=True)
 
 
-async def test_write_after_a_failed_publish_goes_on_beyond_staging(tmp_path: Path) -> None:
-    """Parts are uploaded again while the file grows, not by the next attempt alone."""
-    data = noise(1, 40 * PART)
-    async with bench(tmp_path, staging_bytes_max=12 * PART) as b:
-        draft = b.draft()
-        await draft.write(0, data[: 4 * PART])
-        await b.idle(draft)
-        b.store.hook = Failures(what("complete_multipart"), AccessDenied("no"))
-        with pytest.raises(AccessDenied):
-            await b.publish(draft)
-        for start in range(4 * PART, len(data), PART):
-            await draft.write(start, data[start : start + PART])
-        await b.publish(draft)
-        assert b.store.data("file") == data
-        draft.close(unlink=True)
-
-
 async def test_publish_after_a_lost_begin_leaves_uploads_that_began_long_after_it(tmp_path: Path) -> None:
     """They are another client's; one that began with the request is the draft's own."""
     data = noise(1, 3 * PART)
