@@ -134,10 +134,15 @@ def end_between_lives(point: str, supervisor: Process, *, lazy: bool) -> None:
     mounted = mount_at(point)
     if mounted is not None and mounted.is_fuse and is_dead(point):
         detach(point, lazy=True)
-    message = (
+    tell_of_dead_daemon(
         f"{point} is unmounted, but its daemon had died and could not be started again: bytes that are not in the "
-        "store are in the cache directory; mount again to store them"
+        "store are in the cache directory; mount again to store them",
+        lazy=lazy,
     )
+
+
+def tell_of_dead_daemon(message: str, *, lazy: bool) -> None:
+    """Raises LakeError unless ``lazy``, because bytes may be left in staging."""
     if not lazy:
         raise LakeError(message)
     click.echo(f"lakefs-fuse: {message}", err=True)
@@ -175,10 +180,8 @@ def clear_dead_mount(point: str, mounted: Mount | None, *, lazy: bool) -> None:
     detach(point, lazy=True)
     for socket in client_socket_paths(point, mounted.owner):
         socket.unlink(missing_ok=True)
-    message = (
+    tell_of_dead_daemon(
         f"the daemon of {point} had died, and the mount is detached. Bytes that are not in the store are in the cache "
-        "directory: mount again to store or list them"
+        "directory: mount again to store or list them",
+        lazy=lazy,
     )
-    if not lazy:
-        raise LakeError(message)
-    click.echo(f"lakefs-fuse: {message}", err=True)
