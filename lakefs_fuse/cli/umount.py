@@ -46,9 +46,9 @@ SUPERVISOR_S_MAX = 20.0
 def umount(mountpoint: str, lazy: bool, timeout: float | None) -> None:
     """Store everything, then unmount.
 
-    If something cannot be stored, the files and the reasons are printed, and the mount stays. A dead mount, whose
-    daemon died, is detached, with exit code 1 unless --lazy is given: bytes may be in the cache directory only. If the
-    daemon is being restarted, the command waits up to 15 s for it before.
+    If something cannot be stored, the files and the reasons are printed, and the mount stays. If the daemon died, the
+    command waits up to 15 s for its restart, and else detaches the mount. It then ends with exit code 1, unless --lazy
+    is given: some bytes may be in the cache directory only.
     """
     point = real_mountpoint(mountpoint)
     mounted = mount_at(point)
