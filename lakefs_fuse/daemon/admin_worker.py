@@ -36,7 +36,7 @@ import trio
 
 from lakefs_fuse import __version__
 from lakefs_fuse.admin.work import Work
-from lakefs_fuse.config import Source
+from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.interrupts import release_interrupts
 from lakefs_fuse.daemon.lake_connection import connect_lake
@@ -161,6 +161,15 @@ class Answers:
             line = line[os.write(self._descriptor, line) :]
 
 
+def _require_lake(config: StoreConfig, node: Node) -> None:
+    """Raises ConfigError where the source is not the root of a lake, and StoreError."""
+    found = search_lake(config, node)
+    if not found.is_recorded:
+        raise ConfigError(NO_LAKE.format(source=config.source))
+    if found.path:
+        raise ConfigError(f"{config.source} is the directory {found.path} of the lake {found.store.source}: name that")
+
+
 async def run_command(request: protocol.Request, answers: Answers, node: Node) -> protocol.Finished:
     """Open the store, run a command, close the store. Raises LakeError, or a group of them."""
     command = COMMANDS[request.command]
@@ -175,6 +184,8 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
         becomes_lake = command.makes_lakes and not found.is_recorded and _is_below_others(config.source)
+    elif command.needs_lake and not (request.mountpoint or request.background):  # --lake names it
+        await trio.to_thread.run_sync(_require_lake, config, node)
     transport = ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max)
     writes, metrics, limit = command.writes(args), Metrics(), request.upload_bytes_s_max
     async with connect_lake(

@@ -211,6 +211,7 @@ def test_command_beside_one_that_changes_the_lake_ends_with_its_holder(s3: Lake)
 
 
 def test_what_cannot_be_done_is_said(s3: Lake) -> None:
+    s3.mount().umount()
     done = admin(s3, "pack", "--lake", s3.source, source=f"{s3.source}/nowhere")
     assert (done.returncode, "nowhere does not exist" in done.stderr) == (1, True)
     done = admin(s3, "gc", "--live-below", "120")

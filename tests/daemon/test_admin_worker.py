@@ -188,13 +188,16 @@ NEEDING_LAKES: dict[str, msgspec.Struct] = {
 }
 
 
+@pytest.mark.parametrize("is_named", [False, True])
 @pytest.mark.parametrize("name", NEEDING_LAKES)
-async def test_command_where_no_lake_is_found_is_refused_and_writes_nothing(tmp_path: Path, name: str) -> None:
-    """As where a prefix is misspelled. A lake that was mounted, and in which nothing is committed, is one."""
+async def test_command_where_no_lake_is_found_is_refused_and_writes_nothing(
+    tmp_path: Path, name: str, is_named: bool
+) -> None:
+    """As where a prefix, or --lake, is misspelled. A lake that was mounted, and has no commit yet, is one."""
     place = tmp_path / "lake"
     (place / "data").mkdir(parents=True)
     args = msgspec.Raw(msgspec.json.encode(NEEDING_LAKES[name]))
-    request = protocol.Request(command=name, store=file_config(place), args=args, find_root=True)
+    request = protocol.Request(command=name, store=file_config(place), args=args, find_root=not is_named)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     answers = offline.Answers(nowhere)
     with pytest.raises(ConfigError, match=r"no lake is here.*check bucket and prefix"):
@@ -214,7 +217,7 @@ async def test_gc_probes_a_store_of_which_nothing_is_known_and_a_dry_run_writes_
     """The lease rests on what the probe finds."""
     (tmp_path / "lake").mkdir()
     args = msgspec.Raw(msgspec.json.encode(protocol.GcArgs(dry_run=is_dry)))
-    request = protocol.Request(command="gc", store=file_config(tmp_path / "lake"), args=args)
+    request = protocol.Request(command="gc", store=file_config(tmp_path / "lake"), args=args, mountpoint="/mnt/lake")
     reading, writing = os.pipe()
     await offline.run_command(request, offline.Answers(writing), Node.of_this_machine())
     os.close(reading)
