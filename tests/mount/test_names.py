@@ -139,7 +139,8 @@ def test_mv_is_one_put(here: Place) -> None:
     written = here.count("store.bytes.written")
     assert cost_of(here, "mv", "file", "other") == {"put": 1}
     assert cost_of(here, "mv", "dir", "renamed") == {"put": 1, "list": 2}
-    assert here.count("store.bytes.written") - written < 10_000
+    # Less than the bytes of either: a bundle of earlier commits may be stored meanwhile.
+    assert here.count("store.bytes.written") - written < 20_000
     assert {entry.name for entry in here.path.iterdir()} == {"other", "renamed"}
     assert error_of(opened(here.path / "file", os.O_RDONLY)) == "ENOENT"
     assert (here.path / "other").read_bytes() == data
