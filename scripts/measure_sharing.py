@@ -732,8 +732,8 @@ ROWS = {
         "`tests/mount/test_writeback.py`: `test_programs_that_make_small_files_cost_a_pack_each`",
     ),
     "tar": Row(
-        "`tar -x` of 2,000 small files",
-        lambda site: tar(site, "close", 2000),
+        "`tar -x` of 8,000 small files",
+        lambda site: tar(site, "close", 8000),
         (
             Aim("puts_per_file", "PUT for each file", 1.05),
             Aim("heads_per_file", "HEAD for each file", 1.0),
