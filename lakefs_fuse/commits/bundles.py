@@ -29,6 +29,7 @@ from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import MALFORMED, AccessDenied, LakeError
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
+from lakefs_fuse.sync.refusal import Refusal
 
 COMMIT_BYTES_MAX = 16 << 10
 """A larger commit is a pack, or tells of hundreds of names: there are few of these, and a GET each pays off."""
@@ -267,8 +268,7 @@ class BundleWriter:
         self._client, self._writer = client, writer
         self._copies: dict[str, Copy] = {}
         self._bytes, self._has_new = 0, False
-        self.is_refused = False
-        """This mount may not write bundles."""
+        self._refusal = Refusal()
         self.written = 0
         """Bundles that are in the store."""
         self.keys: deque[str] = deque(maxlen=KEYS_MAX)
@@ -278,6 +278,11 @@ class BundleWriter:
     def commits(self) -> int:
         """How many were gathered."""
         return len(self._copies)
+
+    @property
+    def is_refused(self) -> bool:
+        """This mount may not write bundles, as far as it knows."""
+        return self._refusal.is_in_effect
 
     @property
     def is_full(self) -> bool:
@@ -327,8 +332,8 @@ class BundleWriter:
             self.written += 1
             return key
         except AccessDenied as error:
-            log.info("no bundles are written: %s", error)
-            self.is_refused = True
+            log.info("no bundles are written for an hour: %s", error)
+            self._refusal.note()
         except LakeError as error:
             log.info("a bundle of %d commits is not written: %s", len(copies), error)
         return ""

@@ -27,6 +27,7 @@ from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import MALFORMED, AccessDenied, LakeError
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.refusal import Refusal
 
 BUCKET_BITS = 28
 """Nanoseconds of a bucket, as a power of two: 0.27 s, so that 500 commits a second are 134 in a bucket."""
@@ -135,14 +136,14 @@ class DigestStore:
     """Reads digests of others, and writes this mount's."""
 
     def __init__(self, client: StoreClient, writer: str, *, is_read_only: bool) -> None:
-        self._client, self._writer, self._is_refused = client, writer, is_read_only
+        self._client, self._writer, self._is_read_only, self._refusal = client, writer, is_read_only, Refusal()
         self.written = 0
         """Digests that are in the store."""
 
     @property
     def is_writable(self) -> bool:
         """Digests of this mount are stored."""
-        return not self._is_refused
+        return not (self._is_read_only or self._refusal.is_in_effect)
 
     async def read(self, name: DigestName) -> Digest | None:
         """None for one that is gone, damaged, or has too much."""
@@ -156,14 +157,14 @@ class DigestStore:
 
     async def write(self, time: int, newest: int, first: int, digest: Digest) -> None:
         """Raises nothing: others list for themselves then."""
-        if self._is_refused or not 0 < len(digest.counts) <= BUCKETS_MAX:
+        if not self.is_writable or not 0 < len(digest.counts) <= BUCKETS_MAX:
             return
         try:
             await self._client.put(digest_key(time, self._writer, newest, first), msgspec.msgpack.encode(digest))
             self.written += 1
         except AccessDenied as error:
-            log.info("no digests are written: %s", error)
-            self._is_refused = True
+            log.info("no digests are written for an hour: %s", error)
+            self._refusal.note()
         except LakeError as error:
             log.info("a digest is not written: %s", error)
 

@@ -31,6 +31,7 @@ from lakefs_fuse.commits.poller import GETS_FOR_A_BUNDLE
 from lakefs_fuse.commits.record import COMMITS, Mkdir
 from lakefs_fuse.errors import AccessDenied
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.refusal import REFUSED_S
 from tests.commits.committing import Site, until
 from tests.fakes import store_client
 from tests.memory_store import Failures, MemoryStore
@@ -195,7 +196,9 @@ async def test_read_only_mount_writes_no_bundle(tmp_path: Path, monkeypatch: pyt
     assert store.count("put") == puts
 
 
-async def test_writer_that_may_not_put_bundles_goes_on_without() -> None:
+async def test_writer_that_may_not_put_bundles_goes_on_without_for_an_hour(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     store = MemoryStore()
     writer = BundleWriter(store_client(store, store.capabilities), MIXED)
     metas = [store.give(f"{COMMITS}{number:016x}-00000001.zip", b"commit") for number in range(6)]
@@ -206,6 +209,11 @@ async def test_writer_that_may_not_put_bundles_goes_on_without() -> None:
         await writer.write()
     assert bundles_of(store) == []
     assert store.count("put") == 1
+    await trio.sleep(REFUSED_S)
+    for meta in metas:
+        writer.add(meta, b"commit")
+    await writer.write()
+    assert len(bundles_of(store)) == 1
 
 
 async def test_large_commits_are_in_no_bundle() -> None:

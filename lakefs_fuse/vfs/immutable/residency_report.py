@@ -24,6 +24,7 @@ from lakefs_fuse.commits.index.node_records import RENEW_S, RESIDENCY, NodeRecor
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import AccessDenied, LakeError
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.sync.refusal import Refusal
 from lakefs_fuse.vfs.residency.residency import Residency
 
 REPORT_S = 60.0
@@ -70,14 +71,14 @@ class ResidencyReport:
         self._written: NodeRecord | None = None
         """None where the store has none, or may have another one."""
         self._written_s = 0.0
-        self._has_failed = self._is_refused = False
+        self._has_failed, self._refusal = False, Refusal()
 
     async def run(self) -> None:
-        """Until cancelled, or refused; then the last record is written."""
+        """Until cancelled; then the last record is written."""
         try:
-            while not self._is_refused:
+            while True:
                 began_s, is_counted = trio.current_time(), self._cache.counted
-                if is_counted:
+                if is_counted and not self._refusal.is_in_effect:
                     await self._attempt()
                 pause_s = max(REPORT_S, PAUSE_SHARE * (trio.current_time() - began_s))
                 await trio.sleep(pause_s if is_counted else COUNTED_S)
@@ -112,9 +113,11 @@ class ResidencyReport:
             await put_record(self._client, self._key, record)
         except LakeError as error:
             self._written = None
-            self._is_refused = isinstance(error, AccessDenied)
+            is_refused = isinstance(error, AccessDenied)
+            if is_refused:
+                self._refusal.note()
             if not self._has_failed:
-                why = f": allow s3:PutObject below {RESIDENCY}" if self._is_refused else ""
+                why = f": allow s3:PutObject below {RESIDENCY}" if is_refused else ""
                 log.warning("`dataset status` does not show this node, as the store does not take %s (%s)%s",
                             self._key, error, why)  # fmt: skip
             self._has_failed = True
