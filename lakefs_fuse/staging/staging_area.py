@@ -52,7 +52,9 @@ WAIT_S_MAX = 1.0
 WRITE_OUTS_MAX = 8
 """At once, of parts of all files: each holds a descriptor while a busy disk holds it up."""
 MEMORY_BYTES_MAX = 256 << 10
-"""What is written to a file that is kept in memory until it is acknowledged; few are open at a time."""
+"""What is written to a file that is kept in memory until it is acknowledged."""
+FILES_IN_MEMORY_MAX = 512
+"""Others get a staging file at once: thousands of files may be open for writing, with a few KiB in each."""
 THREAD_BYTES_MIN = 64 << 10
 """Reads and writes from this size on are worth a worker thread."""
 READS_MAX = 4
@@ -141,6 +143,7 @@ class Staging:
         self.disk, self.threads = disk, threads
         self.segments = Segments(directory, disk)
         self.descriptors = DescriptorPool(disk.descriptors_max)
+        self.files_in_memory = 0
         self.write_outs = trio.CapacityLimiter(WRITE_OUTS_MAX)
         self.bytes_max = bytes_max
         self.bytes_used = 0
@@ -201,6 +204,15 @@ class Staging:
             return StagingFull(f"the disk of {self.directory} is full: free some space or use another --cache-dir")
         self.state = StagingState.FAILED
         return CacheError(f"the staging disk fails ({os.strerror(error.errno or errno.EIO)}): {self.directory}")
+
+    def count_in_memory(self, files: int) -> None:
+        """So many more files are in memory, or so many less."""
+        self.files_in_memory += files
+
+    @property
+    def takes_file_in_memory(self) -> bool:
+        """One file more may be kept in memory."""
+        return self.files_in_memory < FILES_IN_MEMORY_MAX
 
     @property
     def is_half_full(self) -> bool:
@@ -355,8 +367,9 @@ class StagedFile:
         self._fd = fd
         self.spot = spot
         """Its place in a segment, if its bytes are there."""
-        self._memory = None if has_file or spot is not None else bytearray()
         self._staging = staging
+        self._memory = None if has_file or spot is not None else bytearray()
+        staging.count_in_memory(self._memory is not None)
         self._draft_id, self._key = draft_id, key
         self._has_file, self._parked = has_file, has_file and fd == NO_FILE
         self._holders = 0
@@ -429,7 +442,8 @@ class StagedFile:
             os.close(fd)
             self._staging.path(self._draft_id).unlink(missing_ok=True)
             raise self._staging.translate(error) from error
-        self._fd, self._memory, self._has_file = fd, None, True
+        self._leave_memory()
+        self._fd, self._has_file = fd, True
 
     def keep_on_disk(self) -> None:
         """Bytes in memory get a staging file, which outlives this daemon. Raises StagingFull or
@@ -446,7 +460,12 @@ class StagedFile:
 
     def keep_in(self, spot: Spot) -> None:
         """The bytes are safe in a segment now."""
-        self.spot, self._memory = spot, None
+        self._leave_memory()
+        self.spot = spot
+
+    def _leave_memory(self) -> None:
+        self._staging.count_in_memory(-(self._memory is not None))
+        self._memory = None
 
     def park(self) -> None:
         """Close the descriptor for now, unless it is `held`."""
@@ -465,7 +484,7 @@ class StagedFile:
             self._close()
 
     def _close(self) -> None:
-        self._memory = None
+        self._leave_memory()
         if self.spot is not None:
             if not self._leave:
                 self._staging.segments.release(self.spot)

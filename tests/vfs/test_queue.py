@@ -22,6 +22,7 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, S
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.staging import staging_area as staging
+from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -680,6 +681,48 @@ async def test_writers_at_once_begin_with_one_copy(tmp_path: Path, monkeypatch: 
         outage.away = False
         await stored(m)
         assert store.data("file") == expected
+
+
+async def test_few_open_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are open for writing, the daemon's memory has a bound."""
+    monkeypatch.setattr(staging, "FILES_IN_MEMORY_MAX", 2)
+    store = MemoryStore()
+    Outage(store)
+    async with writing_back(store, tmp_path) as m:
+        handles = {name: await m.create(name) for name in "abcd"}
+        for name, handle in handles.items():
+            await m.fs.write(handle, 0, noise(name, 100))
+        assert [m.fs.handle(handle).file.draft.file.is_in_memory for handle in handles.values()] == [1, 1, 0, 0]
+        for handle in handles.values():
+            await m.close(handle)
+        assert m.parts.staging.files_in_memory == 0
+        assert [await m.read(name) for name in "abcd"] == [noise(name, 100) for name in "abcd"]
+
+
+async def test_copy_of_an_acknowledged_version_is_sent_to_the_name_that_its_file_has_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With staging half full, parts are sent while they are written."""
+    store, intents = MemoryStore(), list[int]()
+    outage, begin = Outage(store), Drafts.begin
+    monkeypatch.setattr(Staging, "is_half_full", property(lambda area: True))
+    monkeypatch.setattr(publisher, "COPY_STEP_BYTES", PART)
+
+    def noted(drafts: Drafts, file: OpenFile, draft: Draft) -> None:
+        intents.append(draft.upload_intent_ns)
+        begin(drafts, file, draft)
+
+    async with writing_back(store, tmp_path) as m:
+        await m.write("file", noise(1, LARGE))
+        monkeypatch.setattr(Drafts, "begin", noted)
+        handle = await m.open("file", os.O_RDWR)
+        await m.fs.write(handle, 0, b"new")
+        assert intents == [0]
+        await m.rename("file", "renamed")
+        await m.close(handle)
+        outage.away = False
+        await stored(m)
+        assert await m.read("renamed") == b"new" + noise(1, LARGE)[3:]
 
 
 async def test_a_change_in_place_of_a_large_file_waits_for_the_store(

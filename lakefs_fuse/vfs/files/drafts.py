@@ -73,11 +73,15 @@ class Drafts:
         StagingFull, CacheError and FileError(EMFILE)."""
         draft_id, target = self.new_id(), DraftTarget(file.key, file.describe)
         small = self._staged_in_memory(draft_id, file.key) if size <= MEMORY_BYTES_MAX else None
-        return Draft(self.services, draft_id, target, file=small, deferred=True)
+        draft = Draft(self.services, draft_id, target, file=small, deferred=True)
+        draft.unlink()  # until it begins: nothing is sent to a key that may not be its file's by then
+        return draft
 
     def _staged_in_memory(self, draft_id: str, key: str) -> StagedFile | None:
         """For a file that may be acknowledged; None where it is to have a staging file from the beginning."""
-        return StagedFile(self.services.staging, draft_id, key) if self._writeback.is_for(key) else None
+        staging = self.services.staging
+        is_small = self._writeback.is_for(key) and staging.takes_file_in_memory
+        return StagedFile(staging, draft_id, key) if is_small else None
 
     def begin(self, file: OpenFile, draft: Draft) -> None:
         """Journal the draft, and make it the file's newest version; an acknowledged one is left behind. Raises
