@@ -35,7 +35,7 @@ import trio
 from lakefs_fuse.blockcache.cache_file import hash_blocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
-from lakefs_fuse.errors import FileError, KeyConflict, LakeError, Overtaken, StagingFull, Unavailable
+from lakefs_fuse.errors import FileError, KeyConflict, LakeError, NotFound, Overtaken, StagingFull, Unavailable
 from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
 from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
@@ -276,13 +276,18 @@ class Draft:
     # -- reading and writing
 
     async def read(self, offset: int, length: int) -> Buffer:
-        """Bytes [offset, offset + length), cut at the draft's size. Raises DraftEnded once it is closed, StagingFull
-        for dropped parts, and LakeError."""
+        """Bytes [offset, offset + length), cut at the draft's size. Raises DraftEnded once it is closed, or published
+        without these bytes staged, else StagingFull for dropped parts, and LakeError."""
         end = min(offset + length, self.size)
         if self.file.is_closed:
             raise DraftEnded
-        with self.file.held(), self._uses.using(offset, end):
-            return await self._read(offset, end)
+        try:
+            with self.file.held(), self._uses.using(offset, end):
+                return await self._read(offset, end)
+        except (NotFound, StagingFull):
+            if self.state is DraftState.PUBLISHED:
+                raise DraftEnded from None
+            raise
 
     async def _read(self, offset: int, end: int) -> Buffer:
         if offset >= end:
@@ -437,8 +442,8 @@ class Draft:
         except LakeError:  # a write that failed half-way leaves no bytes in pages that count as zeros
             end = offset + len(data)
             for begin, upto, local in list(self.pages.runs(offset - offset % PAGE_BYTES, end + -end % PAGE_BYTES)):
-                if not local:
-                    self.file.punch(begin, upto)
+                if not local:  # another write may be staging the rest of such a page
+                    self.file.punch(max(begin, offset), min(upto, end))
             raise
 
     async def _fill_edges(self, offset: int, end: int) -> None:
@@ -750,10 +755,9 @@ class Draft:
 
     async def begin_upload(self) -> str:
         """The id of the multipart upload, begun now where there is none. The journal has the intent before the store is
-        asked. Raises LakeError."""
+        asked. One whose answer is lost has no parts, and is left to `gc`. Raises LakeError."""
         async with self._beginning_upload.exclusive():
             if not self.upload_id:
-                await self.abort_lost_upload()
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
                 history = describe_history(self.uploader, self.target.key, self.target.replaces)
                 self.upload_metadata = {**self.target.describe()[1], DRAFT_METADATA: self.token, **history}
@@ -765,17 +769,10 @@ class Draft:
                 self.save(sync=True)
             return self.upload_id
 
-    async def abort_lost_upload(self) -> None:
-        """Abort the upload that was asked for and whose id was never learnt, if any. Raises LakeError."""
-        if self.upload_intent_ns and not self.upload_id:
-            await self.uploader.abort_lost_uploads(self.target.key, self.upload_intent_ns)
-            self.upload_intent_ns = 0
-
     async def abort_upload(self) -> None:
-        """Abort the multipart upload, if there is or may be one. Raises LakeError."""
+        """Abort the multipart upload, if there is one. Raises LakeError."""
         if self.upload_id:
             await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
-        await self.abort_lost_upload()
 
     def forget_upload(self, *, is_base: bool = False) -> None:
         """The upload is gone from the store: staged parts can be sent again, reading dropped ones fails, unless the
@@ -985,7 +982,6 @@ class Draft:
         """Delete the spilled parts: the draft is published or discarded. Raises LakeError."""
         if self.spills.used:
             await self.uploader.delete_spills(self.id)
-            self.spills = Spills(self.layout)
 
     def close(self, *, unlink: bool, leave: bool = False) -> None:
         """Give back the descriptor and the room. ``unlink`` is false where the file became cache; ``leave`` leaves the

@@ -95,7 +95,10 @@ async def publish(draft: Draft) -> Published:
     except BaseException as error:
         if draft.fail_publish(error, "publishing").errno in LOST:
             await _leave_key(draft)
-        draft.save(sync=True)
+        try:
+            draft.save(sync=True)
+        except LakeError as unsaved:  # who waits is told why the attempt failed
+            log.error("that %s is not stored could not be journaled: %s", draft.target.key, unsaved)
         raise
     draft.end_publish()
     draft.uploader.metrics.publishes += 1

@@ -1,8 +1,8 @@
 """What all drafts of a mount upload through: store, staging, slots, journal, and the objects beside the files.
 
 What always holds (*bounded uploads*): at most ``uploads_max`` requests of drafts are under way, first come first
-served. Trio thread only. A crash leaves uploads whose ids were never learned (`abort_lost_uploads`) and spilled parts
-(`delete_spills`): the journal record of their draft says that there may be some.
+served. Trio thread only. A crash leaves spilled parts (`delete_spills`): the journal record of their draft says that
+there may be some.
 """
 
 from __future__ import annotations
@@ -23,12 +23,6 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.upload.spilled_parts import SPILLED
 from lakefs_fuse.upload.zero_objects import ZeroObjects
-
-INTENT_SLACK_NS = 2_000_000_000
-"""Stores date uploads to the second, by their own clock."""
-LOST_NS_MAX = 15 * 60 * 1_000_000_000
-"""An upload that began this long after its request, or later, is another client's. An attempt lasts `--retry-timeout`,
-1 minute unless set; of one that lasts longer than this, an upload without parts may be left to `gc`."""
 
 
 class BaseReader(Protocol):
@@ -63,13 +57,6 @@ class Uploader:
     def start(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
         """Run a task for as long as the mount lives."""
         self.nursery.start_soon(task, *arguments)
-
-    async def abort_lost_uploads(self, key: str, since_ns: int) -> None:
-        """Abort uploads of ``key`` that began at ``since_ns`` (wall clock) or up to `LOST_NS_MAX` later. Raises
-        LakeError."""
-        for upload in await self.client.list_multipart(key):
-            if upload.key == key and -INTENT_SLACK_NS <= upload.started_ns - since_ns <= LOST_NS_MAX:
-                await self.client.abort_multipart(key, upload.upload_id)
 
     async def delete_spills(self, draft_id: str) -> None:
         """Delete all spilled parts of a draft. Raises LakeError, also where the store refuses some of them."""

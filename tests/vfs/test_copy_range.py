@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.ops import io
-from tests.memory_store import MemoryStore
+from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import rewrite
 
@@ -153,4 +153,15 @@ async def test_store_that_cannot_copy_parts_leaves_it_to_the_kernel(tmp_path: Pa
         await m.write("f", SOURCE)
         handle = await m.create("g")
         assert not await copy(m, "f", "g", 0, 10)
+        await m.close(handle)
+
+
+async def test_file_is_copied_by_the_kernel_while_the_store_is_away(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path, retry_timeout_s=0) as m:
+        await m.write("f", SOURCE)
+        handle = await m.create("g")
+        store.hook = Failures(lambda request: request.what == "head", Unavailable("the store is away"), count=100)
+        assert await copy(m, "f", "g", 0, len(SOURCE)) == 0
+        store.hook = lambda request, when: None
         await m.close(handle)

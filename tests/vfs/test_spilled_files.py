@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.upload import draft as drafts
 from lakefs_fuse.upload.spilled_parts import SPILLED
-from tests.memory_store import MemoryStore
+from tests.memory_store import WAIT_S_MAX, MemoryStore, Pause
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Lake, lake
 from tests.vfs.writing_back import die
@@ -58,6 +59,29 @@ async def test_spilled_file_is_read_stored_and_leaves_no_hidden_objects(tmp_path
         await m.close(handle)
         assert hidden(store) == []
     assert store.uploads == {}
+
+
+async def test_file_is_read_while_its_hidden_objects_are_deleted(tmp_path: Path) -> None:
+    """The new version is visible then, and not recorded here yet."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", staging_bytes_max=10 * PART) as m:
+        handle, expected = await write_halves(m, "f")
+        last = max(hidden(store))
+        pause = store.hook = Pause(lambda request: request.what == "delete" and request.key == last, "after")
+        found: list[bytes] = []
+
+        async def read() -> None:
+            found.append(await m.read_handle(handle))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.flush, handle)
+            await trio.to_thread.run_sync(pause.reached.wait, WAIT_S_MAX)
+            assert len(hidden(store)) < COUNT
+            nursery.start_soon(read)
+            await trio.sleep(0.2)
+            pause.resume()
+        assert found == [expected]
+        await m.close(handle)
 
 
 @pytest.mark.parametrize("how", ["finish", "abort"])

@@ -92,8 +92,8 @@ class FileIO:
             try:
                 data = await file.draft.read(offset, length)
             except DraftEnded:
-                await self._wait_published(file)
-                continue
+                async with file.publishing:
+                    continue
             reads.waited_disk_s += trio.current_time() - began_s
             reads.bytes_of_disk += len(data)
             return data
@@ -167,10 +167,8 @@ class FileIO:
         end = min(offset + length, offset + COPIED_BYTES_MAX, extent.size)
         if extent.size < COPIED_BYTES_MIN or end <= offset:
             return 0
-        if not offset:  # else it is known already
-            there = await client.find(extent.version.key)
-            if there is None or there.etag != extent.version.etag:
-                return 0
+        if not offset and not await self._is_in_place(extent.version):  # else it is known already
+            return 0
         if file.draft is None and (file.refused.ranges or (at and (file.behind or file.extent != extent))):
             return 0
         try:
@@ -182,6 +180,15 @@ class FileIO:
             return 0
         self._files.add_copy(file)
         return end - offset
+
+    async def _is_in_place(self, version: Version) -> bool:
+        """The store says that it has the version; False where it does not answer."""
+        try:
+            there = await self._drafts.services.client.find(version.key)
+        except LakeError as error:
+            log.info("%s is copied by reading and writing it: %s", version.key, error)
+            return False
+        return there is not None and there.etag == version.etag
 
     async def _draft_to_change(self, file: OpenFile) -> Draft:
         if file.draft is not None and file.draft.sequence:

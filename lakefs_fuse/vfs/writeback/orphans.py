@@ -89,9 +89,9 @@ class Recovery:
                 if not self._read_only:
                     self._forget(draft_id)
                 continue
-            record = self._with_mark(record)
+            record = self._with_upload(self._with_mark(record))
             self._drop_kept_name(path_of(record))
-            if self._path(draft_id).exists() or record.upload_intent_ns or record.segment:
+            if self._path(draft_id).exists() or record.upload_id or record.spilled or record.segment:
                 self.orphans[draft_id] = record
             elif not self._read_only:
                 self._forget(draft_id)
@@ -117,6 +117,12 @@ class Recovery:
             return record
         size = max(record.size, self._path(record.id).stat().st_size, 1)
         return msgspec.structs.replace(record, refused=[(0, size)], refused_errno=errno.ENOSPC, refused_why=UNKNOWN)
+
+    def _with_upload(self, record: DraftRecord) -> DraftRecord:
+        """The record may be older than the staging file's own mark, where the database was repaired."""
+        if record.upload_id or not record.upload_intent_ns:
+            return record
+        return msgspec.structs.replace(record, upload_id=_attribute(str(self._path(record.id)), UPLOAD_XATTR))
 
     def adopt(self, record: DraftRecord) -> None:
         """A file of this daemon without open handles that cannot be published as it is."""
@@ -332,8 +338,6 @@ class Recovery:
             await self._services.client.abort_multipart(record.key, record.upload_id)
         if record.spilled:
             await self._services.delete_spills(record.id)
-        if record.upload_intent_ns and not record.upload_id:  # the daemon died before it learnt the id
-            await self._services.abort_lost_uploads(record.key, record.upload_intent_ns)
 
 
 def _unpack(staging: Staging, raw: bytes, data: bytes) -> None:
