@@ -692,7 +692,8 @@ async def test_few_open_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.
         handles = {name: await m.create(name) for name in "abcd"}
         for name, handle in handles.items():
             await m.fs.write(handle, 0, noise(name, 100))
-        assert [m.fs.handle(handle).file.draft.file.is_in_memory for handle in handles.values()] == [1, 1, 0, 0]
+        drafts = [m.fs.handle(handle).file.draft for handle in handles.values()]
+        assert [draft is not None and draft.file.is_in_memory for draft in drafts] == [True, True, False, False]
         for handle in handles.values():
             await m.close(handle)
         assert m.parts.staging.files_in_memory == 0
