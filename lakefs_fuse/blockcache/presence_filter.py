@@ -1,8 +1,8 @@
 """A filter in memory of the versions that have a file in the block cache, so that a miss costs no disk access.
 
 What always holds (*no false negatives*): a version with a file is never reported absent. One without may be reported
-present, more often the more files were made since the directory was last scanned: 1 in 16 after a million.
-The filter has a fixed size.
+present, more often the more files were made since the directory was last scanned: 1 in 16 after a million. So is one
+whose file was evicted: who has to know asks the disk. The filter has a fixed size.
 
 Names of files are hashes already, so their own bits tell them apart. `add` is called under a lock, `may_have` from any
 thread.

@@ -194,19 +194,16 @@ class BlockReader:
         blocks[0] = blocks[0][offset - first * BLOCK_BYTES :]
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
-    def may_have(self, version: Version) -> bool:
-        """Whether the first block is in memory, or some block may be on disk."""
-        return (version, 0) in self._recent or self._cache.may_have(version)
+    async def has_first_block(self, version: Version) -> bool:
+        """The first block is in memory, or on the cache disk by the index of its file."""
+        return (version, 0) in self._recent or all(await self._disk.has_blocks(version, 0, 1))
 
     async def is_local(self, extent: Extent) -> bool:
-        """All bytes of it are in memory or on the cache disk, or some are on their way. Once all files of
-        the cache are counted, their names are known: for an object of one block none is opened, at up to 1 ms."""
+        """All bytes of it are in memory or on the cache disk, or some are on their way."""
         version, first = extent.version, extent.offset // BLOCK_BYTES
         stop = -(-(extent.offset + extent.size) // BLOCK_BYTES)
         if self._is_at_hand(version, first, stop) or self._recent.get(version, ~extent.offset) is not None:
             return True
-        if version.blocks == 1 and self._cache.counted:
-            return self._cache.may_have(version)
         return all(await self._disk.has_blocks(version, first, stop))
 
     async def is_fetched_by_block(self, version: Version, index: int) -> bool:

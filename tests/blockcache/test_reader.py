@@ -143,6 +143,19 @@ async def test_small_objects_are_not_taken_for_local_before_the_files_are_counte
             lake.cache.scan()
 
 
+async def test_small_object_that_was_evicted_is_not_taken_for_local(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        version = lake.store.put("small", b"x" * 1000)
+        await lake.reader.read(version, 0, 1000)
+        await lake.idle()
+        lake.restart()
+        for is_here in (True, False):
+            assert await lake.reader.is_local(Extent.whole(version)) == is_here
+            assert await lake.reader.has_first_block(version) == is_here
+            lake.cache.drop([(version, 1)])
+        assert lake.cache.may_have(version)
+
+
 async def test_adjacent_blocks_are_one_get_up_to_a_bound(tmp_path: Path) -> None:
     async with lake_at(tmp_path) as lake:
         assert await lake.read(0, len(DATA)) == DATA

@@ -315,7 +315,7 @@ class FileIO:
 
     async def _is_current(self, entry: Entry, reads: ReadMetrics) -> bool:
         """False only where the store said so."""
-        if self._is_worth_a_get(entry):
+        if await self._is_worth_a_get(entry):
             opening = ReadMetrics()
             try:
                 with trio.move_on_after(WAIT_S_MAX):
@@ -350,13 +350,13 @@ class FileIO:
             del self._replaced_in[next(iter(self._replaced_in))]
         return now
 
-    def _is_worth_a_get(self, entry: Entry) -> bool:
+    async def _is_worth_a_get(self, entry: Entry) -> bool:
         """Any first read of the file takes the same GET, or that is likely and a replaced version is, too."""
         if not entry.is_plain or not entry.size:
             return False
         if entry.size > WHOLE_BYTES_MAX and entry.parent not in self._replaced_in:
             return False
-        return not self._reader.may_have(self._version(entry))
+        return not await self._reader.has_first_block(self._version(entry))
 
     def _version(self, entry: Entry) -> Version:
         extent = self._ns.extent(entry)
