@@ -12,12 +12,12 @@ import os
 import stat
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.health import FAILED_RETRY_S
 from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX
 from lakefs_fuse.commits.index.index import load_newest_index, require_all_names
 from lakefs_fuse.config import MIB, MountConfig
@@ -129,9 +129,18 @@ async def opened_cache(config: MountConfig, metrics: Metrics, node: Node) -> Asy
 
 
 def begin_counting(cache: BlockCache, nursery: trio.Nursery, threads: Threads) -> None:
-    """Count what the cache has in the background, unless the daemon before left the numbers."""
+    """Count what the cache has in the background, unless the daemon before left the numbers. Where the disk fails, it
+    is counted again later: until then the cache has no bound of its own."""
     if not cache.counted:
-        nursery.start_soon(partial(threads.run, cache.scan, abandon_on_cancel=True))
+        nursery.start_soon(_count, cache, threads)
+
+
+async def _count(cache: BlockCache, threads: Threads) -> None:
+    while True:
+        await threads.run(cache.scan, abandon_on_cancel=True)
+        if cache.counted:
+            return
+        await trio.sleep(FAILED_RETRY_S)
 
 
 def identity(config: MountConfig) -> str:

@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version
 from lakefs_fuse.blockcache.cache_directory import SCAN_DIRECTORIES
 from lakefs_fuse.blockcache.cache_file import name_digest
 from lakefs_fuse.blockcache.presence_filter import BITS, PresenceFilter
+from lakefs_fuse.environment.threads import WorkerThreads
+from lakefs_fuse.vfs import open as opening
+from lakefs_fuse.vfs.open import begin_counting
 from tests.blockcache.reading import MIB, cache_files, content, make_cache, read_block, write_block
 
 
@@ -173,6 +177,28 @@ def test_a_scan_that_failed_is_not_believed_at_the_next_start(tmp_path: Path, mo
     assert not again.counted
     again.close()
     assert not make_cache(tmp_path, scanned=False).counted
+
+
+async def test_scan_that_failed_is_repeated_until_all_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(make_cache(tmp_path), 0)
+    cache, calls = make_cache(tmp_path, scanned=False), list[None]()
+    directories_from = eviction.directories_from
+
+    def fail_twice(root: str, first: int, count: int) -> list[tuple[int, str]]:
+        calls.append(None)
+        if len(calls) <= 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return directories_from(root, first, count)
+
+    monkeypatch.setattr(eviction, "directories_from", fail_twice)
+    monkeypatch.setattr(opening, "FAILED_RETRY_S", 0.01)
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            begin_counting(cache, nursery, WorkerThreads())
+    assert cache.counted
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > 0
 
 
 def test_scan_lists_the_root_once_for_some_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
