@@ -8,9 +8,9 @@ What always holds:
 * files of pinned (open) versions are not evicted, nor blocks that are kept.
 
 Calls block and are for worker threads, many at once; `pin`, `unpin`, `reading_now` and the gauges are quick enough for
-the trio thread. Two locks, always taken in this order: ``_files_lock`` (creating, replacing, removing files; held
-during such disk operations), then ``_lock`` (what is in memory; held for a stat, by `scan` for the stats of 1/256 of
-the files). Block data moves under neither.
+the trio thread. Two locks, always taken in this order: ``_files_lock`` (opening, creating, replacing, removing files;
+held during such disk operations, and by `scan` for the stats of 1/256 of the files), then ``_lock`` (what is in memory;
+held for one stat at most). Block data moves under neither.
 Errors of the disk are raised as OSError.
 
 A crash leaves the files as they are. Only the count of the space is lost, and counted again by `scan`.
@@ -56,7 +56,7 @@ EVICTIONS_MAX = 3
 KEPT_EXAMINED_MAX = 256
 """Files with kept blocks whose others are looked for at a time: about 10 ms."""
 SCAN_DIRECTORIES = 16
-"""Counted under one hold of the locks; of those that exist."""
+"""Counted under one hold of the files lock; of those that exist."""
 _USAGE_NAME, _PRESENCE_NAME = "usage", "presence"
 
 
@@ -450,19 +450,25 @@ class CacheDirectory:
                 return
             self._counted_up_to = self._bytes_used = 0
         while self._counted_up_to < eviction.FAN_OUT:
-            with self._files_lock, self._lock:
+            with self._files_lock:
                 if self.closed:
                     return
                 some = eviction.directories_from(self._root, self._counted_up_to, SCAN_DIRECTORIES)
                 for number, path in some:
-                    for found in eviction.files(path, number):
-                        self._bytes_used += found.allocated_bytes
-                        self._presence.add(found.digest)
-                        file = self._open.get(found.digest)
-                        if file is not None:
-                            file.set_allocated(found.allocated_bytes)
-                self._counted_up_to = some[-1][0] + 1 if len(some) == SCAN_DIRECTORIES else eviction.FAN_OUT
+                    self._add_found(list(eviction.files(path, number)), number + 1)
+                if len(some) < SCAN_DIRECTORIES:
+                    self._add_found([], eviction.FAN_OUT)
         eviction.remove_earlier(self._root)
+
+    def _add_found(self, files: Sequence[eviction.Candidate], counted_up_to: int) -> None:
+        """Count files, under the files lock, so that none has come, gone or been opened since they were found. What
+        an open one has grown by since then counts already, or will when its writer ends."""
+        with self._lock:
+            for found in files:
+                file = self._open.get(found.digest)
+                self._bytes_used += found.allocated_bytes if file is None else file.accounted_bytes
+                self._presence.add(found.digest)
+            self._counted_up_to = counted_up_to
 
     def _load_usage(self) -> None:
         path = Path(self._root, _USAGE_NAME)

@@ -201,6 +201,34 @@ async def test_scan_that_failed_is_repeated_until_all_is_counted(
     assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > 0
 
 
+def test_scan_lets_others_pin_and_write_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(make_cache(tmp_path), 0)
+    large, ended = Version("large", "e", 2 * MIB), list[bool]()
+    cache = make_cache(tmp_path, scanned=False)
+    write_block(cache, large, 0, bytes(MIB))
+    files = eviction.files
+
+    def pin_and_write(number: int) -> None:
+        cache.pin(large)
+        cache.unpin(large)
+        if number == number_of(large):
+            write_block(cache, large, 1, bytes(MIB))
+
+    def found(path: str, number: int) -> list[eviction.Candidate]:
+        some = list(files(path, number))
+        thread = threading.Thread(target=pin_and_write, args=(number,))
+        thread.start()
+        thread.join(2)
+        ended.append(not thread.is_alive())
+        return some
+
+    monkeypatch.setattr(eviction, "files", found)
+    cache.scan()
+    assert len(ended) == 2
+    assert all(ended)
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > 2 * MIB
+
+
 def test_scan_lists_the_root_once_for_some_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(SCAN_DIRECTORIES + 1):
         (tmp_path / f"{number * 200:03x}").mkdir()
