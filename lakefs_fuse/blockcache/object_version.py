@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeAlias
 
 import msgspec
@@ -46,11 +45,14 @@ class Extent(msgspec.Struct, frozen=True):
 
     def bytes_in(self, blocks: BlockSet) -> int:
         """How many of the bytes these blocks have."""
-        first, missing = self.offset // BLOCK_BYTES, self.block_set & ~blocks
-        end, absent = self.offset + self.size, 0
-        for index in indexes(missing >> first):
-            at = (first + index) * BLOCK_BYTES
-            absent += min(end, at + BLOCK_BYTES) - max(self.offset, at)
+        missing, end = self.block_set & ~blocks, self.offset + self.size
+        if not missing:
+            return self.size
+        absent = missing.bit_count() * BLOCK_BYTES
+        if missing >> (self.offset // BLOCK_BYTES) & 1:
+            absent -= self.offset % BLOCK_BYTES
+        if missing >> ((end - 1) // BLOCK_BYTES) & 1:
+            absent -= -end % BLOCK_BYTES
         return self.size - absent
 
 
@@ -61,15 +63,6 @@ BlockSet: TypeAlias = int
 def block_range(first: int, stop: int) -> BlockSet:
     """Blocks [first, stop)."""
     return (1 << stop) - (1 << first)
-
-
-def indexes(blocks: BlockSet) -> Iterator[int]:
-    """Of the blocks of a set, in ascending order."""
-    digits = f"{blocks:b}"[::-1]
-    at = digits.find("1")
-    while at >= 0:
-        yield at
-        at = digits.find("1", at + 1)
 
 
 def set_bytes(version: Version, blocks: BlockSet) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.blockcache.object_version import Extent, Version, block_range, indexes, set_bytes
+from lakefs_fuse.blockcache.object_version import Extent, Version, block_range, set_bytes
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.blockcache.warmer import Warmer, blocks_at_once, with_rest_of_packs
 from lakefs_fuse.errors import CacheError, Unavailable
@@ -57,15 +59,30 @@ def whole(version: Version) -> dict[Version, int]:
 
 def test_sets_of_blocks() -> None:
     version = Version("k", "e", 3 * MIB + 7)
-    assert list(indexes(0b1011)) == [0, 1, 3]
-    assert list(indexes(0)) == []
     assert set_bytes(version, 0b1111) == version.size
     assert set_bytes(version, 0b0101) == 2 * MIB
     extent = Extent(version, MIB - 10, 20)
     assert extent.block_set == 0b11
     assert [extent.bytes_in(blocks) for blocks in (0, 0b01, 0b10, 0b1111)] == [0, 10, 10, 20]
     assert Extent(version, 5, 0).block_set == 0
+    assert Extent(version, 0, 0).bytes_in(0) == Extent(version, 5, 0).bytes_in(1) == 0
     assert Extent.whole(version).bytes_in(0b0111) == 3 * MIB
+
+
+def test_bytes_of_an_extent_in_any_blocks_are_those_that_a_walk_finds() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        offset, size = rng.choice((0, MIB, rng.randrange(5 * MIB))), rng.choice((1, MIB, rng.randrange(4 * MIB)))
+        extent, blocks = Extent(Version("k", "e", 10 * MIB), offset, size), rng.randrange(1 << 10)
+        parts = [range(max(offset, at * MIB), min(offset + size, (at + 1) * MIB)) for at in range(10)]
+        assert extent.bytes_in(blocks) == sum(len(part) for at, part in enumerate(parts) if blocks >> at & 1)
+
+
+def test_bytes_of_the_largest_object_in_no_block_take_no_walk() -> None:
+    extent = Extent.whole(Version("k", "e", 5 << 40))
+    began_s = time.thread_time()
+    assert extent.bytes_in(0) == 0
+    assert time.thread_time() - began_s < 0.5
 
 
 def test_most_of_a_pack_is_all_of_it() -> None:
