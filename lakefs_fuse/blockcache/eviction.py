@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from lakefs_fuse.blockcache.cache_file import DamagedFile, punch, read_hashes, read_layout
 from lakefs_fuse.blockcache.fetches import runs
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet, block_range
 from lakefs_fuse.environment import local_disk as disk
 
 FAN_OUT = 1 << 12
@@ -144,7 +144,8 @@ def punch_blocks(path: str, blocks: BlockSet) -> bool:
     try:
         layout, _ = read_layout(fd)
         here = [expected != 0 for expected in read_hashes(fd, layout, 0, layout.blocks)]
-        gone = [is_here and blocks >> index & 1 == 1 for index, is_here in enumerate(here)]
+        digits = f"{blocks & block_range(0, layout.blocks):0{layout.blocks}b}"  # the last one is of block 0
+        gone = [is_here and digit == "1" for is_here, digit in zip(here, reversed(digits), strict=True)]
         if gone == here:
             return False
         for first, stop in runs(0, gone, layout.blocks):

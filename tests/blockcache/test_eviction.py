@@ -1,6 +1,7 @@
 """The cache stays within its bounds, and what goes is what was used longest ago and is not open."""
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version
-from lakefs_fuse.blockcache.cache_file import name_digest
+from lakefs_fuse.blockcache.cache_file import name_digest, read_layout
 from lakefs_fuse.metrics import CacheMetrics
 from tests.blockcache.reading import (
     MIB,
@@ -157,6 +158,20 @@ def test_large_files_lose_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
     assert cache_files(tmp_path) == []
     assert cache.bytes_used == 0
+
+
+def test_drop_of_blocks_of_a_very_large_file_is_linear(tmp_path: Path) -> None:
+    cache, large = make_cache(tmp_path), Version("large", "e", 1 << 40)
+    write_block(cache, large, 0, content("large", MIB))
+    path = eviction.file_path(str(tmp_path), name_digest(large))
+    with open(path, "r+b") as file:
+        layout, _ = read_layout(file.fileno())
+        os.pwrite(file.fileno(), b"x" * (8 * large.blocks), layout.hash_at(0))
+    began_s = time.thread_time()
+    cache.drop([(large, 1 | 1 << (large.blocks - 1))])
+    assert time.thread_time() - began_s < 3
+    assert cache.has_blocks(large, 0, 2) == [False, True]
+    assert cache.has_blocks(large, large.blocks - 2, large.blocks) == [True, False]
 
 
 def test_large_files_go_whole_where_there_are_no_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
