@@ -41,7 +41,7 @@ class Promptness:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Time the block, which is one read or sync."""
+        """Time the block, which is one read or sync that may wait for the disk."""
         began_s = self._clock.mono_s()
         try:
             yield

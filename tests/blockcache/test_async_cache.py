@@ -12,8 +12,11 @@ import trio.testing
 from lakefs_fuse.blockcache import async_cache
 from lakefs_fuse.blockcache.async_cache import SMALL_WRITE_BYTES_MAX, AsyncBlockCache
 from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.disk_latency import PAUSE_S_FIRST, SLOW_S, WEIGHT
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.environment.threads import WorkerThreads
 from tests.blockcache.reading import content, for_tasks, make_cache, read_block
+from tests.fakes import FakeClock
 
 FILES = 30
 
@@ -51,6 +54,22 @@ async def test_small_ones_share_a_thread(tmp_path: Path, steps: list[int]) -> No
     for number in range(FILES):
         version, data = small(number)
         assert read_block(cache, version, 0) == data
+
+
+async def test_read_that_waits_for_nothing_does_not_shorten_the_pause_of_a_slow_disk(tmp_path: Path) -> None:
+    cache, clock, version = make_cache(tmp_path), FakeClock(), Version("large", "e", 2 * BLOCK_BYTES)
+    cache.write_runs([(version, 0, [content("large", BLOCK_BYTES)])])
+    async with trio.open_nursery() as nursery:
+        behind = AsyncBlockCache(cache, nursery, WorkerThreads(), clock)
+        for pauses in (1, 2):
+            with behind.latency.timed():
+                clock.advance(2 * SLOW_S)
+            for _ in range(2 * WEIGHT):
+                assert await behind.read_part(version, 0, 100) is not None
+            clock.advance(PAUSE_S_FIRST / 2)
+            assert not behind.latency.is_prompt
+            clock.advance(PAUSE_S_FIRST)
+            assert behind.latency.is_prompt == (pauses == 1)
 
 
 async def test_they_do_not_wait_for_more_than_is_worth_it(
