@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import CacheError, ConfigError, FileError
+from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import Warming
 from lakefs_fuse.vfs.residency import pins as pins_module
@@ -18,7 +18,7 @@ from lakefs_fuse.vfs.residency.pins import PinFile, Pins
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.residency.selection import Names
 from tests.fakes import FakeDisk
-from tests.memory_store import MemoryStore
+from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import Lake, lake, two_lakes
 
 MIB = 1 << 20
@@ -191,6 +191,34 @@ async def test_pin_that_leaves_less_than_a_quarter_is_refused(tmp_path: Path) ->
         with pytest.raises(CacheError, match="do not fit"):
             await node.fs.residency.warm([("d", "")], WarmOptions())
         assert await local(node, "d") == (40 * MIB, "partly")
+
+
+async def test_names_that_the_store_refuses_keep_no_other_from_being_pinned_or_evicted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore(page_keys_max=1)  # so that no LIST answers for several directories
+    for path in ("d/file", "d/secret/file", "e", "other", "secret/file"):
+        store.give(path, data(len(path)))
+    PinFile(tmp_path / "pins", FakeDisk()).save(["secret/file", "d", "e"])
+    store.hook = Failures(
+        lambda each: each.what == "list" and "secret/" in each.key, AccessDenied("no s3:ListBucket"), count=1000
+    )
+    async with lake(store, tmp_path) as node:
+        statistics = node.fs.residency.statistics
+        await until(lambda: statistics()["finished"] == 1)
+        assert node.fs.residency.pins.statistics()["files"] == 2
+        await node.read("other")
+        with trio.fail_after(10):
+            while not await evict_all(node):
+                await trio.sleep(0.01)
+        assert await local(node, "d/file") == await local(node, "e") == (4 * MIB, "yes")
+        assert caplog.text.count("kept as far as their names are known: no s3:ListBucket; no s3:ListBucket") == 1
+        with pytest.raises(AccessDenied):
+            await pin(node, "secret")
+        assert node.fs.residency.pins.paths == ["secret/file", "d", "e"]
+        store.hook = lambda _request, _when: None
+        node.fs.residency.pins.mark_stale()
+        await until(lambda: node.fs.residency.pins.statistics()["files"] == 4)
 
 
 async def test_directory_that_outgrows_the_limit_is_kept_in_part(tmp_path: Path) -> None:

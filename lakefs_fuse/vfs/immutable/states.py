@@ -44,6 +44,7 @@ from lakefs_fuse.vfs.changed_names import ChangedNames
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
+from lakefs_fuse.vfs.residency.selection import Refused
 from lakefs_fuse.vfs.wiring import Assembly, Ground
 
 NEVER_S = 10 * 365 * 86400.0
@@ -109,7 +110,7 @@ class StateNames:
     def is_ready(self, directory: Entry) -> bool:
         return True
 
-    async def prepare(self, directory: Entry) -> None:
+    async def prepare(self, directory: Entry, refused: Refused | None = None) -> None:
         """A state has all names."""
 
     def size(self, entry: Entry) -> int:

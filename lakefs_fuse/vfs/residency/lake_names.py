@@ -13,7 +13,7 @@ from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.tree_walk import LISTINGS_AT_ONCE
-from lakefs_fuse.vfs.residency.selection import pages
+from lakefs_fuse.vfs.residency.selection import Refused, pages, passing_over
 
 
 class LakeNames:
@@ -45,7 +45,7 @@ class LakeNames:
             return self._ns.fresh_s(inode) > 0
         return self.tree.listing(inode) is not None
 
-    async def prepare(self, directory: Entry) -> None:
+    async def prepare(self, directory: Entry, refused: Refused | None = None) -> None:
         """One level of directories after another; memory holds the numbers of one level."""
         level = array("Q", [directory.inode])
         while level:
@@ -53,7 +53,8 @@ class LakeNames:
 
             async def list_one(inode: int, below: array[int] = below) -> None:
                 if not self._is_listed(inode):
-                    await self._ns.ensure_listed(inode, strictly=False)
+                    with passing_over(refused):
+                        await self._ns.ensure_listed(inode, strictly=False)
                 for page in pages(lambda: self.tree, inode):
                     below.extend(child.inode for child in page if child.is_dir)
                     await trio.lowlevel.checkpoint()

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,15 +30,16 @@ from lakefs_fuse.blockcache.cache_file import name_digest
 from lakefs_fuse.blockcache.object_version import BlockSet, Extent, Version
 from lakefs_fuse.blockcache.warmer import disk_bytes
 from lakefs_fuse.environment.disk import Disk
-from lakefs_fuse.errors import CacheError, ConfigError, FileError, LakeError
+from lakefs_fuse.errors import CacheError, ConfigError, FileError, LakeError, StoreError
 from lakefs_fuse.path_rules import translate
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, find, visit_files
+from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, find, passing_over, visit_files
 
 SHARE_MAX = 0.75
 """Of the cache: the rest serves what is not pinned."""
 OBJECTS_MAX = 1 << 17
 PATHS_MAX = 10_000
+REFUSED_SHOWN_MAX = 10
 log = logging.getLogger(__name__)
 
 
@@ -103,6 +104,14 @@ class _Plan:
     limit_bytes: int
     kept: dict[bytes, BlockSet] = field(default_factory=dict)
     found: PinStatistics = field(default_factory=PinStatistics)
+    unreadable: dict[str, None] = field(default_factory=dict)
+    """Pinned paths that the store refuses to look up."""
+    refused: list[str] = field(default_factory=list)
+    """Why directories cannot be listed, or pinned paths not be looked up: of the first REFUSED_SHOWN_MAX."""
+
+    def refuse(self, error: StoreError) -> None:
+        if len(self.refused) < REFUSED_SHOWN_MAX:
+            self.refused.append(str(error))
 
     def add(self, extent: Extent) -> None:
         digest = name_digest(extent.version)
@@ -129,7 +138,8 @@ class Pins:
         self._stale, self._planning = trio.Event(), trio.Lock()
         self.changed = list[Callable[[], object]]()
         """Listeners, called when the paths are others."""
-        self._found = PinStatistics(paths=len(self._paths))
+        self._found, self._refused = PinStatistics(paths=len(self._paths)), list[str]()
+        self._unreadable = dict[str, None]()
         if self._paths:
             cache.files.spare_since(0)  # all of it, until `reconcile` has found what is pinned
             self.mark_stale()
@@ -154,6 +164,11 @@ class Pins:
     def statistics(self) -> dict[str, int]:
         """Nested plain values; names are final once released."""
         return {**asdict(self._found), "paths": len(self._paths), "limit_bytes": self.limit_bytes}
+
+    @property
+    def readable_paths(self) -> Sequence[str]:
+        """Without those that the store refused to look up when `reconcile` ran last."""
+        return [path for path in self._paths if path not in self._unreadable]
 
     def blocks_of(self, version: Version) -> BlockSet:
         """The pinned blocks of a version."""
@@ -192,7 +207,7 @@ class Pins:
         if len(self._paths) + len(added) > PATHS_MAX:
             raise CacheError(f"a mount has {PATHS_MAX} pins at most: pin the directories of these files")
         async with self._planning:
-            plan = await self._plan([*self._paths, *added])
+            plan = await self._plan([*self._paths, *added], strictly=set(added))
             if plan.found.refused_bytes:
                 self._refuse(plan)
             self._save([*self._paths, *added])  # without what was unpinned meanwhile, whose `reconcile` is next
@@ -245,10 +260,12 @@ class Pins:
         return [path for path in below if pattern.fullmatch(path.removeprefix(selected.path).lstrip("/"))]
 
     async def reconcile(self, names: Names | None = None) -> None:
-        """Keep what the pinned paths mean now, and nothing else; ``names`` may ask the store what that is. Raises
-        LakeError; then what was kept stays."""
+        """Keep what the pinned paths mean now, and nothing else; ``names`` may ask the store what that is. What the
+        store refuses to list is kept as far as it is known. Raises LakeError; then what was kept stays."""
         async with self._planning:
             plan = await self._plan(list(self._paths), names)
+            if len(plan.refused) > len(self._refused):
+                log.warning("pinned files are kept as far as their names are known: %s", "; ".join(plan.refused))
             if plan.found.refused_bytes > self._found.refused_bytes:
                 log.warning(
                     "%d bytes of pinned paths are not kept: pins may take up %d MiB, three quarters of the cache",
@@ -258,9 +275,10 @@ class Pins:
 
     def _apply(self, plan: _Plan) -> None:
         self._cache.files.keep(plan.kept)
-        self._found = plan.found
+        self._found, self._unreadable, self._refused = plan.found, plan.unreadable, plan.refused
 
-    async def _plan(self, paths: Iterable[str], names: Names | None = None) -> _Plan:
+    async def _plan(self, paths: Iterable[str], names: Names | None = None, strictly: Collection[str] = ()) -> _Plan:
+        """Raises LakeError: of what the store refuses only at and below the paths of ``strictly``."""
         plan, names = _Plan(self.limit_bytes), names or self.names
 
         def see(found: Found) -> None:
@@ -275,9 +293,12 @@ class Pins:
         for path in pinned:
             if any(above in pinned for above in _above(path)):
                 continue  # its files are counted with that
-            entry = await find(names, path)
-            if entry is not None:
-                await visit_files(names, Found(path, entry), see)
+            refused, plan.unreadable[path] = None if path in strictly else plan.refuse, None
+            with passing_over(refused):
+                entry = await find(names, path)
+                del plan.unreadable[path]
+                if entry is not None:
+                    await visit_files(names, Found(path, entry), see, refused)
         return plan
 
 

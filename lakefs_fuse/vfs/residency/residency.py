@@ -32,6 +32,7 @@ from lakefs_fuse.vfs.residency.pins import Pins
 from lakefs_fuse.vfs.residency.selection import (
     Found,
     Names,
+    Refused,
     Selected,
     find,
     visit_files,
@@ -300,7 +301,9 @@ class Residency:
     async def _visit_batches(self, job: _Job, see: Callable[[_Batch], Awaitable[None]], *, strictly: bool) -> None:
         """The stored bytes of the selection, OBJECTS_AT_ONCE objects at a time. Raises LakeError; ``strictly``, where
         some of it does not exist."""
-        batch, names = _Batch(), self.pins.names if job.options.is_for_pins else self._names
+        batch, is_for_pins = _Batch(), job.options.is_for_pins
+        names = self.pins.names if is_for_pins else self._names
+        refused: Refused | None = (lambda _: None) if is_for_pins else None  # `reconcile` has named it
 
         def add(found: Found) -> Awaitable[None] | None:
             nonlocal batch
@@ -313,7 +316,7 @@ class Residency:
             full, batch = batch, _Batch()
             return see(full)
 
-        await visit_matches(names, job.selection, lambda top: visit_files(names, top, add), strictly=strictly)
+        await visit_matches(names, job.selection, lambda top: visit_files(names, top, add, refused), strictly=strictly)
         if batch.shares:
             await see(batch)
 
@@ -468,7 +471,8 @@ class Residency:
 
     async def _keep(self, is_changed: bool) -> None:
         await self.pins.reconcile(self._names if is_changed else None)
-        await self.warm([(path, "") for path in self.pins.paths], WarmOptions(is_partial=True, is_for_pins=True))
+        paths = [(path, "") for path in self.pins.readable_paths]
+        await self.warm(paths, WarmOptions(is_partial=True, is_for_pins=True))
 
     async def _attempt(self, call: Callable[[], Awaitable[object]]) -> bool:
         """False where it is to be tried again."""

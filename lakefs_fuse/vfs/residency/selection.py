@@ -13,6 +13,7 @@ import enum
 import errno
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -20,7 +21,7 @@ from typing import NamedTuple, Protocol
 import trio
 
 from lakefs_fuse.blockcache.object_version import Extent
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import FileError, StoreError, Unavailable
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.path_rules import translate
@@ -40,6 +41,21 @@ class Selected(NamedTuple):
         return "/".join(filter(None, self))
 
 
+Refused = Callable[[StoreError], object]
+"""Called for each directory that the store refuses to list; not while it is away."""
+
+
+@contextmanager
+def passing_over(refused: Refused | None) -> Iterator[None]:
+    """Give what the store refuses in the block to ``refused``, if there is one."""
+    try:
+        yield
+    except StoreError as error:
+        if refused is None or isinstance(error, Unavailable):
+            raise
+        refused(error)
+
+
 class Names(Protocol):
     """The names of a mount."""
 
@@ -55,8 +71,9 @@ class Names(Protocol):
     def is_ready(self, directory: Entry) -> bool:
         """The names in the directory are in the tree."""
 
-    async def prepare(self, directory: Entry) -> None:
-        """It and all directories below it are ready when this returns. Raises LakeError."""
+    async def prepare(self, directory: Entry, refused: Refused | None = None) -> None:
+        """It and all directories below it are ready when this returns. Raises LakeError: also where the store refuses
+        to list one, unless ``refused`` takes that."""
 
     def size(self, entry: Entry) -> int:
         """Of a file as it is now, also where it is being written."""
@@ -142,9 +159,12 @@ async def visit_matches(
         raise FileError(errno.ENOENT, ", ".join(missing[:MISSING_SHOWN_MAX]) + more)
 
 
-async def visit_files(names: Names, top: Found, see: Callable[[Found], Awaitable[object] | None]) -> None:
-    """Call ``see`` with each file at and below a name, and await what it answers. Raises LakeError."""
-    await _visit(names, top.entry, _files(names, top), see)
+async def visit_files(
+    names: Names, top: Found, see: Callable[[Found], Awaitable[object] | None], refused: Refused | None = None
+) -> None:
+    """Call ``see`` with each file at and below a name, and await what it answers. Raises LakeError; with ``refused``
+    (see `Names.prepare`) the files of a directory that cannot be listed are those that are known."""
+    await _visit(names, top.entry, _files(names, top), see, refused)
 
 
 class _Pause(Enum):
@@ -159,7 +179,10 @@ class _Pause(Enum):
 _Walk = Iterator[Found | _Pause]
 
 
-async def _visit(names: Names, top: Entry, walk: _Walk, see: Callable[[Found], Awaitable[object] | None]) -> int:
+async def _visit(
+    names: Names, top: Entry, walk: _Walk, see: Callable[[Found], Awaitable[object] | None],
+    refused: Refused | None = None,
+) -> int:  # fmt: skip
     """The number of names in the walk."""
     count, is_prepared = 0, False
     for found in walk:
@@ -169,7 +192,7 @@ async def _visit(names: Names, top: Entry, walk: _Walk, see: Callable[[Found], A
                 await waiting
         elif found is _Pause.PREPARE and not is_prepared:
             is_prepared = True
-            await names.prepare(top)
+            await names.prepare(top, refused)
         else:
             await trio.lowlevel.checkpoint()
     return count
