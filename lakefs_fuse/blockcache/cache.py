@@ -15,6 +15,7 @@ A crash leaves the files as they are; torn blocks are found by their hashes and 
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -259,7 +260,7 @@ class BlockCache:
             self._health.write_worked()
         except OSError as error:
             self._health.failed(error)
-            if self._health.state is CacheState.FULL:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not EFBIG, for which no room will do
                 self.evict(wanted)  # a quota, which free space does not show: make room for the next attempt
         return True
 

@@ -278,6 +278,19 @@ def test_a_full_disk_stops_writes_not_reads_and_is_tried_again(tmp_path: Path, m
     assert read_block(cache, VERSION, 1) == block_of(DATA, 1)
 
 
+def test_file_that_is_too_large_for_the_disk_costs_no_other_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache(tmp_path)
+    write_block(cache, VERSION, 0, block_of(DATA, 0))
+    with monkeypatch.context() as patch:
+        failing(patch, "ftruncate", errno.EFBIG)
+        write_block(cache, Version("large", "e", 1 << 40), 0, bytes(MIB))
+    assert cache.state is CacheState.FULL
+    assert cache.statistics().last_error == "File too large"
+    assert read_block(cache, VERSION, 0) == block_of(DATA, 0)
+
+
 WHOLE = Version("small", "etag", MIB + 777)
 BOTH = [block_of(DATA, 0), block_of(DATA, 1)[:777]]
 
