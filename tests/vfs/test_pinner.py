@@ -8,6 +8,8 @@ import pytest
 import trio
 
 from lakefs_fuse.config import KIB, MIB, Rule
+from lakefs_fuse.meta import tree
+from lakefs_fuse.vfs.pinning import pinner
 from lakefs_fuse.vfs.pinning.pinner import Pinner, Unit, Units
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
@@ -239,6 +241,39 @@ async def test_at_most_the_bound_and_the_newest_first(tmp_path: Path, caplog: py
         assert f"{SIZE} bytes of the newest checkpoints are not kept" in caplog.text
         paths = [f"ckpt/{step}.pt" for step in range(3)]
         assert await survivors(mounted, *paths) == paths[1:]
+
+
+async def test_files_beyond_the_bound_count_as_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinner, "FILES_MAX", 2)
+    async with lake(MemoryStore(), tmp_path, rules=keep("ckpt/**")) as mounted:
+        await mounted.mkdir("ckpt")
+        await mounted.mkdir("ckpt/s1")
+        for rank in range(3):
+            await save(mounted, f"ckpt/s1/{rank}", rank)
+        told = await kept(mounted)
+        assert (told["files"], told["refused_bytes"]) == (2, SIZE)
+
+
+async def test_walk_of_a_checkpoint_lets_other_tasks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "CHILDREN_AT_ONCE", 2)
+    async with lake(MemoryStore(), tmp_path, rules=keep("ckpt/**")) as mounted:
+        await mounted.mkdir("ckpt")
+        await mounted.mkdir("ckpt/s1")
+        for rank in range(12):
+            await save(mounted, f"ckpt/s1/{rank}", rank, 10)
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            await keeper(mounted).reconcile(measure=False)
+            nursery.cancel_scope.cancel()
+        assert turns >= 3
 
 
 async def test_bytes_that_are_not_in_the_cache_are_said(tmp_path: Path) -> None:

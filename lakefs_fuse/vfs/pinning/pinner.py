@@ -22,7 +22,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 
 import msgspec
 import trio
@@ -48,7 +47,6 @@ RECHECK_S = 60.0
 DEBOUNCE_S = 0.05
 PAUSE_SHARE = 10
 """After a walk nothing is walked for this many times as long: many files that become durable one by one cost little."""
-ROWS_BETWEEN_PAUSES = 256
 log = logging.getLogger(__name__)
 
 
@@ -336,18 +334,15 @@ class Pinner:
         """Of all files at and below a path that have bytes in the store."""
         top = self._ns.at(path)
         waiting = [top] if top is not None else []
-        seen = 0
         while waiting:
             entry = waiting.pop()
-            below = list(islice(self._ns.tree.children(entry.inode), FILES_MAX)) if entry.is_dir else [entry]
-            for child in below:
-                seen += 1
-                if seen % ROWS_BETWEEN_PAUSES == 0:
-                    await trio.lowlevel.checkpoint()
-                if child.is_dir:
-                    waiting.append(child)
-                elif (extent := self._extent(child)) is not None and extent.size:
-                    yield extent
+            for some in self._ns.tree.children_in_steps(entry.inode) if entry.is_dir else ([entry],):
+                for child in some:
+                    if child.is_dir:
+                        waiting.append(child)
+                    elif (extent := self._extent(child)) is not None and extent.size:
+                        yield extent
+                await trio.lowlevel.checkpoint()
 
     def _extent(self, entry: Entry) -> Extent | None:
         try:
