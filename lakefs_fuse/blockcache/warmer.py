@@ -30,7 +30,8 @@ from lakefs_fuse.sync.nursery import for_each
 
 GETS_AT_ONCE = 48
 """Enough for small objects at 15 ms of latency to come at 1,000 a second: each waits as long again until it is written
-together with others. A part of the requests that a client makes at a time is left to readers."""
+together with others. So readers have a part of the 32 requests that a client makes at a time by default, unless the
+latency is above 50 ms or so: then a GET of theirs waits behind 16 others at most."""
 MOST_OF_PACK = 0.75
 """Of the blocks of an object that is not here: if this many are wanted, the others come with them."""
 PACES_S = 4
