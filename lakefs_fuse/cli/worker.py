@@ -66,8 +66,9 @@ def find_place(path: str, options: Options, lake: str | None = None, *, is_lake:
             f"URL, {known.store.source}"
         )
     if known.find_root:
-        return Place(store=place_below(known.store, inside), find_root=True, mountpoint=mountpoint)
-    return Place(store=known.store, path=inside, mountpoint=mountpoint)
+        store = place_below(known.store, inside)
+        return Place(store=store, find_root=True, mountpoint=mountpoint, lake_id=known.lake_id)
+    return Place(store=known.store, path=inside, mountpoint=mountpoint, lake_id=known.lake_id)
 
 
 def place_below(store: StoreConfig, path: str) -> StoreConfig:

@@ -186,11 +186,12 @@ class StoreOf(msgspec.Struct, frozen=True, tag="store"):
     """The mounted lake, and how its store is reached; nothing secret.
 
     With ``find_root`` the source is a place in a lake, whose root is there or above. Where a ``dataset`` is shown,
-    paths in the mount are not those of the lake."""
+    paths in the mount are not those of the lake. ``lake_id``: of its lake record, empty without one."""
 
     store: StoreConfig
     find_root: bool = False
     dataset: str = ""
+    lake_id: str = ""
 
 
 class Statistics(msgspec.Struct, frozen=True, tag="statistics"):

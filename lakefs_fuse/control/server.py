@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +49,14 @@ log = logging.getLogger(__name__)
 
 
 Paths = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLake:
+    """The lake of a mount: the ``id`` of its record, empty without one, and what its store can do."""
+
+    id: str
+    capabilities: dict[str, object]
 
 
 class CacheView(Protocol):
@@ -112,7 +121,7 @@ class ControlServer:
         fs: FilesystemView,
         config: MountConfig,
         *,
-        capabilities: dict[str, object],
+        lake: ServedLake,
         request_unmount: Callable[[], None],
         clock: Callable[[], float],
         restarts: int = 0,
@@ -121,7 +130,7 @@ class ControlServer:
     ) -> None:
         self._fs = fs
         self._config = config
-        self._capabilities = capabilities
+        self._lake = lake
         self._request_unmount = request_unmount
         self._clock = clock
         self._restarts = restarts
@@ -238,7 +247,7 @@ class ControlServer:
                 return protocol.Statistics(self.statistics())
             case protocol.GetStore():
                 config = self._config
-                return protocol.StoreOf(config.store, find_root=config.immutable, dataset=config.dataset)
+                return protocol.StoreOf(config.store, config.immutable, config.dataset, self._lake.id)
             case protocol.ListUnfinished(orphans, skip):
                 files = [file for file in self._fs.unfinished() if file.state == "orphan" or not orphans]
                 return protocol.UnfinishedFiles(wire_files(files[max(0, skip) :]), len(files))
@@ -281,7 +290,7 @@ class ControlServer:
                 "log_file": config.log_file or "",
                 "read_only": config.read_only,
             },
-            "capabilities": self._capabilities,
+            "capabilities": self._lake.capabilities,
             "unfinished": [msgspec.to_builtins(file) for file in wire_files(self._fs.unfinished())],
         }
 

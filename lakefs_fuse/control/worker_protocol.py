@@ -33,6 +33,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     place itself; ``path`` is relative to that root."""
     mountpoint: str = ""
     """Of the mount that the place was named by; empty for a URL."""
+    lake_id: str = ""
+    """Of the lake of that mount; empty where it has no lake record."""
 
 
 class Request(Place, frozen=True, kw_only=True):

@@ -184,7 +184,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
         becomes_lake = command.makes_lakes and not found.is_recorded and _is_below_others(config.source)
-    elif command.needs_lake and not (request.mountpoint or request.background):  # --lake names it
+    elif command.needs_lake and not (request.lake_id or request.background):  # --lake names it, or a mount without id
         await trio.to_thread.run_sync(_require_lake, config, node)
     transport = ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max)
     writes, metrics, limit = command.writes(args), Metrics(), request.upload_bytes_s_max
@@ -199,6 +199,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
         if connection.opened.unknown and writes:
             named = ", ".join(connection.opened.unknown)
             raise ConfigError(
+        lake_id=request.lake_id if request.mountpoint else None,
                 f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer version"
             )
         if becomes_lake and writes:

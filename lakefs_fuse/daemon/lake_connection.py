@@ -14,12 +14,18 @@ import trio
 
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.node import Node
+from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient, ThreadTransport
-from lakefs_fuse.store.lake_record import OpenedLake, open_record
+from lakefs_fuse.store.lake_record import OpenedLake, open_record, read_record
 from lakefs_fuse.store.open import open_store, require_root
 from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.store.rate_limit import RateLimiter
+
+OTHER_LAKE = (
+    "{source} as this shell reaches it is not the lake of the mount: set AWS_ENDPOINT_URL and AWS_PROFILE as the mount "
+    "has them, or name the lake by its URL; if it was made anew, mount it again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +48,18 @@ async def connect_lake(
     limiter: RateLimiter | None = None,
     abandon: bool = False,
     is_root: bool = False,
+    lake_id: str | None = None,
 ) -> AsyncIterator[Connection]:
     """``may_write``: probe the store and write the lake record where needed; ``abandon``: cancelling does not wait;
-    ``is_root``: the place is to be a lake of its own (`require_root`).
+    ``is_root``: the place is to be a lake of its own (`require_root`); ``lake_id``: of a mount (`require_lake_id`).
 
     Raises StoreError, ConfigError, MountError."""
     store = await trio.to_thread.run_sync(open_store, config, node, limiter, abandon_on_cancel=abandon)
     try:
         if is_root:
             await trio.to_thread.run_sync(require_root, store, config, node, abandon_on_cancel=abandon)
+        if lake_id is not None:
+            await trio.to_thread.run_sync(require_lake_id, store, config, node, lake_id, abandon_on_cancel=abandon)
         open_it = partial(open_record, store, config, node.random.stream("probe"), node.clock, may_write=may_write)
         opened = await trio.to_thread.run_sync(open_it, abandon_on_cancel=abandon)
         client = StoreClient(
@@ -66,3 +75,10 @@ async def connect_lake(
         yield Connection(store, opened, client)
     finally:
         store.close()
+
+
+def require_lake_id(store: ObjectStore, config: StoreConfig, node: Node, lake_id: str) -> None:
+    """Raises ConfigError unless the lake record has the id ``lake_id``; an empty one stands for no record."""
+    record, _ = read_record(store, node.clock)
+    if (record.id if record is not None else "") != lake_id:
+        raise ConfigError(OTHER_LAKE.format(source=config.source))

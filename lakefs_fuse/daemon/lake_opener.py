@@ -19,6 +19,7 @@ from msgspec import structs
 from lakefs_fuse.admin import maintenance
 from lakefs_fuse.admin.fold_database import FoldDatabase
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.control.server import ServedLake
 from lakefs_fuse.daemon.background_worker import BackgroundWorker
 from lakefs_fuse.daemon.lake_connection import connect_lake
 from lakefs_fuse.daemon.maintenance import Maintenance
@@ -43,8 +44,8 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def open_lake(
     config: MountConfig,
-) -> AsyncIterator[tuple[Filesystem | ImmutableFilesystem, dict[str, object], Callable[[], Awaitable[None]]]]:
-    """The filesystem, what the probe found about its store, and the task of maintenance, to run while it is mounted.
+) -> AsyncIterator[tuple[Filesystem | ImmutableFilesystem, ServedLake, Callable[[], Awaitable[None]]]]:
+    """The filesystem, its lake, and the task of maintenance, to run while it is mounted.
 
     Raises StoreError, CacheError, MountError."""
     node = Node.of_this_machine()
@@ -77,14 +78,15 @@ async def open_lake(
             log.warning("%s", note)
             config = structs.replace(config, read_only=True)
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
+        lake_id = opened.record.id if opened.record is not None else ""
+        lake = ServedLake(lake_id, dataclasses.asdict(capabilities))
         if config.immutable:
             config = structs.replace(config, records_residency=config.records_residency and not opened.unknown)
             machine = os.uname().nodename
             host = Host(os.environ.get(NODE_NAME_VARIABLE) or machine, machine)
             async with open_immutable(config, client, metrics, path=path, host=host, node=node) as immutable:
-                yield immutable, dataclasses.asdict(capabilities), _no_maintenance
+                yield immutable, lake, _no_maintenance
         else:
-            lake_id = opened.record.id if opened.record is not None else ""
             hints = _open_hints(config, opened)
             async with assembled(config, client, metrics, node=node, hints=hints, lake_id=lake_id) as parts:
                 fs = parts.filesystem
@@ -95,7 +97,7 @@ async def open_lake(
                 else:
                     await trio.to_thread.run_sync(_fold_database_of(config).remove)
                 fs.events.statistics_requested.append(lambda: {"maintenance": section()})
-                yield fs, dataclasses.asdict(capabilities), maintain
+                yield fs, lake, maintain
 
 
 def _open_hints(config: MountConfig, opened: OpenedLake) -> HintChannel | None:

@@ -36,7 +36,7 @@ from lakefs_fuse import __version__
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.mounts import detach, is_dead, mount_at
 from lakefs_fuse.control.runtime import server_socket_path
-from lakefs_fuse.control.server import ControlServer, FilesystemView, not_durable, serve_control
+from lakefs_fuse.control.server import ControlServer, FilesystemView, ServedLake, not_durable, serve_control
 from lakefs_fuse.control.supervision import Answer, read_config
 from lakefs_fuse.daemon import sd_notify as notify
 from lakefs_fuse.daemon.logs import open_logs
@@ -78,10 +78,10 @@ class Serve(Protocol[Fs_contra]):
 
 @dataclass(frozen=True, slots=True)
 class Parts(Generic[Fs]):
-    """The parts of a daemon, for tests to replace. A lake opens as (filesystem, capabilities, maintenance); the last is
+    """The parts of a daemon, for tests to replace. A lake opens as (filesystem, lake, maintenance); the last is
     a task, which is cancelled when the mount ends."""
 
-    open_lake: Callable[[MountConfig], AbstractAsyncContextManager[tuple[Fs, dict[str, object], Task]]]
+    open_lake: Callable[[MountConfig], AbstractAsyncContextManager[tuple[Fs, ServedLake, Task]]]
     serve: Serve[Fs]
     request_unmount: Callable[[], None]
 
@@ -183,11 +183,11 @@ class Daemon(Generic[Fs]):
 
     async def _serve_lake(self) -> int:
         path = server_socket_path(self._config.mountpoint)
-        async with self._parts.open_lake(self._config) as (fs, capabilities, maintain):
+        async with self._parts.open_lake(self._config) as (fs, lake, maintain):
             server = ControlServer(
                 fs,
                 self._config,
-                capabilities=capabilities,
+                lake=lake,
                 request_unmount=self._parts.request_unmount,
                 clock=time.monotonic,
                 restarts=self._succession.restarts,

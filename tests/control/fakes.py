@@ -13,7 +13,7 @@ from pathlib import Path
 import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
-from lakefs_fuse.control.server import ControlServer, serve_control
+from lakefs_fuse.control.server import ControlServer, ServedLake, serve_control
 from lakefs_fuse.errors import FileError, LakeError, NotFound
 from lakefs_fuse.metrics import Unfinished, Warming
 
@@ -199,7 +199,7 @@ def make_server(
     return ControlServer(
         fs,
         mount_config(mountpoint),
-        capabilities={"name": "fake", "notes": ["ranges answered with 200"]},
+        lake=ServedLake("0123abcd", {"name": "fake", "notes": ["ranges answered with 200"]}),
         request_unmount=request_unmount,
         clock=trio.current_time,
         allowed_uids=allowed_uids,

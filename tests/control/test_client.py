@@ -42,7 +42,7 @@ def test_calls_and_progress(runtime_dir: Path) -> None:
         with client:
             assert (client.pid, client.uid) == (os.getpid(), os.geteuid())
             assert client.hello().mountpoint == "/mnt/lake"
-            assert client.store() == protocol.StoreOf(mount_config("/mnt/lake").store)
+            assert client.store() == protocol.StoreOf(mount_config("/mnt/lake").store, lake_id="0123abcd")
             assert [file.id for file in client.unfinished().files] == ["1", "2"]
             *progress, last = client.follow(protocol.MakeDurable())
             assert progress

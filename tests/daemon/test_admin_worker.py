@@ -210,6 +210,37 @@ async def test_command_where_no_lake_is_found_is_refused_and_writes_nothing(
     assert finished.exit_code == 0
 
 
+@pytest.mark.parametrize("name", [*NEEDING_LAKES, "ingest"])
+async def test_command_on_a_mount_whose_lake_is_another_one_is_refused_and_writes_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    """As where the environment of the shell names another endpoint than that of the mount."""
+    place = tmp_path / "lake"
+    (place / ".lakefs").mkdir(parents=True)
+    (place / KEY).write_bytes(msgspec.json.encode(LakeRecord(id="2" * 32)))
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a").write_text("a")
+    args = msgspec.Raw(msgspec.json.encode(NEEDING_LAKES.get(name, protocol.IngestArgs(source=f"{tmp_path}/src"))))
+    request = protocol.Request(command=name, store=file_config(place), args=args, mountpoint="/mnt/lake")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    answers, node = offline.Answers(nowhere), Node.of_this_machine()
+    before = (place / KEY).read_bytes()
+    for lake_id in ("1" * 32, ""):  # the latter of a mount without lake record
+        with pytest.raises(ConfigError, match="is not the lake of the mount: set AWS_ENDPOINT_URL"):
+            await offline.run_command(msgspec.structs.replace(request, lake_id=lake_id), answers, node)
+        assert [each.name for each in place.iterdir()] == [".lakefs"]
+        assert [each.name for each in (place / ".lakefs").iterdir()] == ["lake"]
+        assert (place / KEY).read_bytes() == before
+    (place / KEY).unlink()
+    with pytest.raises(ConfigError, match="is not the lake of the mount"):
+        await offline.run_command(msgspec.structs.replace(request, lake_id="1" * 32), answers, node)
+    assert not list((place / ".lakefs").iterdir())
+    (place / KEY).write_bytes(before)
+    finished = await offline.run_command(msgspec.structs.replace(request, lake_id="2" * 32), answers, node)
+    os.close(nowhere)
+    assert finished.exit_code == 0
+
+
 @pytest.mark.parametrize("is_dry", [True, False])
 async def test_gc_probes_a_store_of_which_nothing_is_known_and_a_dry_run_writes_nothing(
     tmp_path: Path, is_dry: bool
@@ -217,7 +248,7 @@ async def test_gc_probes_a_store_of_which_nothing_is_known_and_a_dry_run_writes_
     """The lease rests on what the probe finds."""
     (tmp_path / "lake").mkdir()
     args = msgspec.Raw(msgspec.json.encode(protocol.GcArgs(dry_run=is_dry)))
-    request = protocol.Request(command="gc", store=file_config(tmp_path / "lake"), args=args, mountpoint="/mnt/lake")
+    request = protocol.Request(command="gc", store=file_config(tmp_path / "lake"), args=args, background=True)
     reading, writing = os.pipe()
     await offline.run_command(request, offline.Answers(writing), Node.of_this_machine())
     os.close(reading)

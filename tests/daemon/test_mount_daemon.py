@@ -20,6 +20,7 @@ from trio.testing import MockClock
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control.mounts import Mount
+from lakefs_fuse.control.server import ServedLake
 from lakefs_fuse.control.supervision import Answer
 from lakefs_fuse.daemon import mount_daemon as daemon_module
 from lakefs_fuse.daemon.mount_daemon import Daemon, Parts, Readiness, Succession, Task
@@ -57,13 +58,13 @@ class Lake:
             self.is_maintained = False
 
     @asynccontextmanager
-    async def open(self, config: MountConfig) -> AsyncIterator[tuple[FakeFilesystem, dict[str, object], Task]]:
+    async def open(self, config: MountConfig) -> AsyncIterator[tuple[FakeFilesystem, ServedLake, Task]]:
         if self.error is not None:
             raise self.error
         if self.hangs:
             await trio.sleep_forever()
         try:
-            yield self.fs, {"name": "fake"}, self.maintain
+            yield self.fs, ServedLake("", {"name": "fake"}), self.maintain
         finally:
             self.closed = True
 
