@@ -220,7 +220,7 @@ async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
         done = await checker.run()
         if args.repair and done.problems and not done.names_missing:
             await fsck_repair.repair(lake, checker)
-        return work.finished({**done.summary(), "dry_run": False}, done.describe(), failed=bool(done.problems))
+        return work.finished({**done.summary(), "dry_run": False}, done.describe(), failed=not done.is_clean)
 
 
 async def _rebind(work: Work, args: protocol.FsckArgs) -> protocol.Finished:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 from lakefs_fuse.admin.lake_view import LakeView, scratch_directory
@@ -57,6 +58,8 @@ from lakefs_fuse.sync.nursery import for_each
 AUDITS_AT_ONCE = 4
 """Each holds a window of 8 MiB."""
 RECORDS_AT_ONCE = 16
+PATHS_SHOWN_MAX = 1000
+"""Names of one problem in the text of the result; its summary has all."""
 ROUNDS_MAX = 10
 """Rounds of confirmation. A lake that changes so fast that no two rounds agree has to be checked again."""
 
@@ -134,6 +137,11 @@ class Checked:
     """Commits were collected, and no index that has them can be used."""
     problems: list[Problem] = field(default_factory=list)
 
+    @property
+    def is_clean(self) -> bool:
+        """Everything was checked, and nothing is damaged."""
+        return not self.problems and not self.unsettled
+
     def summary(self) -> dict[str, object]:
         """The result for scripts; names are final."""
         return {
@@ -148,11 +156,13 @@ class Checked:
         }
 
     def describe(self) -> str:
-        """The result as text for users, with every affected name."""
+        """The result as text for users, with the first PATHS_SHOWN_MAX affected names of each problem."""
         lines: list[str] = []
         for problem in self.problems:
             lines.append(f"{problem.key}: {problem.kind}: {problem.text}")
-            lines += [f"    {path}" for path in problem.paths]
+            lines += [f"    {path}" for path in islice(problem.paths, PATHS_SHOWN_MAX)]
+            if len(problem.paths) > PATHS_SHOWN_MAX:
+                lines.append(f"    … and {len(problem.paths) - PATHS_SHOWN_MAX:,} more, which --json names")
             if problem.repair:
                 lines.append(f"  {problem.repair}")
         hurt = counted(len({path for problem in self.problems for path in problem.paths}), "file")
@@ -160,7 +170,7 @@ class Checked:
         verdict = f"{found}, {hurt} hurt, and names may be missing" if self.names_missing else f"{found}, {hurt} hurt"
         lines.append(
             f"{counted(self.commits, 'commit')} ({counted(self.bytes_read, 'byte')} read) and "
-            f"{counted(self.files, 'file')} checked: {verdict if self.problems else 'clean'}"
+            f"{counted(self.files, 'file')} checked: {'clean' if self.is_clean else verdict}"
         )
         if self.names_missing:
             lines.append(WAYS_OUT)

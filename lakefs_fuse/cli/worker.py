@@ -192,8 +192,9 @@ def _interrupts_passed_on(child: subprocess.Popen[bytes]) -> Iterator[list[signa
 
 
 def _answers(stream: IO[bytes]) -> Iterator[protocol.Answer]:
-    """Raises LakeError for a line that is no answer."""
-    while (line := stream.readline(protocol.LINE_BYTES_MAX)).endswith(b"\n"):
+    """Until the last whole line; one of any length, as the worker holds it, too. Raises LakeError for a line that is no
+    answer."""
+    while (line := stream.readline()).endswith(b"\n"):
         try:
             yield protocol.decode_answer(line)
         except MALFORMED as error:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lakefs_fuse.admin import fsck_repair
-from lakefs_fuse.admin.fsck import Checked, Checker, Kind
+from lakefs_fuse.admin.commands import run_fsck
+from lakefs_fuse.admin.fsck import PATHS_SHOWN_MAX, Checked, Checker, Kind, Problem
 from lakefs_fuse.commits.archive import build, commit_key
 from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate, Remove, encode
+from lakefs_fuse.control.worker_protocol import FsckArgs
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.meta.entry import Entry
-from tests.admin.lakes import WRITER, commits, dataset, fold_all, give_commit, give_pack, headless, record, silent
+from tests.admin.lakes import (
+    WRITER,
+    commits,
+    dataset,
+    fold_all,
+    give_commit,
+    give_pack,
+    headless,
+    record,
+    silent,
+    work_of,
+)
 from tests.admin.test_repack import pack
 from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import Clock, lake
@@ -82,6 +96,33 @@ async def test_a_sound_lake_is_clean(store: MemoryStore, clock: Clock, quick: bo
     assert (done.problems, done.commits, done.files, done.gone) == ([], 3, 20, 0)
     assert bool(done.bytes_read) == (not quick)
     assert "clean" in done.describe()
+
+
+def test_result_with_objects_that_could_not_be_checked_is_not_clean() -> None:
+    text = Checked(unsettled=2).describe()
+    assert "clean" not in text
+    assert "2 objects were written too fast to be checked: run fsck again" in text
+
+
+async def test_fsck_of_a_lake_that_could_not_be_checked_fails(
+    store: MemoryStore, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(checker: Checker) -> Checked:
+        return Checked(unsettled=unsettled)
+
+    monkeypatch.setattr(Checker, "run", run)
+    for unsettled in (0, 1):
+        assert (await run_fsck(work_of(store, clock, tmp_path), FsckArgs())).exit_code == unsettled
+
+
+def test_text_of_a_result_has_first_names_of_each_problem_and_summary_all() -> None:
+    paths = dict.fromkeys(f"data/{number:06d}" for number in range(PATHS_SHOWN_MAX + 2000))
+    done = Checked(problems=[Problem("key", Kind.MISSING, "it is gone", paths), Problem("other", Kind.LATE, "late")])
+    text = done.describe()
+    assert (text.count("    data/"), "    … and 2,000 more, which --json names" in text) == (PATHS_SHOWN_MAX, True)
+    assert "2 problems, 3,000 files hurt" in text
+    summary = msgspec.to_builtins(done.summary())
+    assert [len(problem["paths"]) for problem in summary["problems"]] == [3000, 0]
 
 
 async def test_a_flipped_byte_hurts_the_names_that_have_it_now(store: MemoryStore, clock: Clock) -> None:

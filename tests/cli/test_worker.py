@@ -259,6 +259,12 @@ def test_text_of_a_result_is_shown_without_what_a_terminal_obeys(
     assert capfd.readouterr().out == "first \\x1b[2J\nsecond\n"
 
 
+def test_answer_of_any_length_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As that of `fsck` of a lake in which many names are hurt."""
+    assert run(tmp_path, 'say(type="finished", summary={}, text="x" * (17 << 20))') == 0
+    assert len(capfd.readouterr().out) == (17 << 20) + 1
+
+
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_note_is_one_line_without_what_a_terminal_obeys(
     is_watched: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
