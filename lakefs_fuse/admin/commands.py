@@ -52,6 +52,7 @@ async def open_view(
             cache_dir=cache_dir,
             lists=lists,
             folds=folds,
+            lake_id=work.lake_id,
             may_lack_names=may_lack_names,
         ) as lake,
     ):

@@ -177,9 +177,9 @@ async def open_lake_view(
     ``scratch`` is a directory for temporary files, ``cache_dir`` the cache directory of a node, which is kept. Without
     ``lists``, directories keep their listings, of whatever age, and are not listed again. A view that ``folds`` writes
     levels of the index, in a lake that has the feature; a cache directory with which it did so is for such views alone.
-    Names in ``cache_dir`` that are not of the lake with the id ``lake_id`` are dropped.
-    Raises LakeError: CacheError where the cache directory is in use; and, unless the view ``may_lack_names``, where
-    names may be missing (`require_all_names`).
+    Names in ``cache_dir`` that are not of the lake with the id ``lake_id`` are dropped by a view that ``folds``.
+    Raises LakeError: CacheError where the cache directory is in use, or its names are of another lake; and, unless the
+    view ``may_lack_names``, where names may be missing (`require_all_names`).
     """
     metrics = Metrics()
     temporary = nullcontext(cache_dir) if cache_dir is not None else scratch_directory(node, scratch)
@@ -195,7 +195,7 @@ async def open_lake_view(
             refresh_s=NEVER_S,
             folds=folds,
         )
-        async with assembled(config, client, metrics, node=node, lake_id=lake_id) as parts:
+        async with assembled(config, client, metrics, node=node, lake_id=lake_id, keeps_other_lake=not folds) as parts:
             fs = parts.filesystem
             if not may_lack_names:
                 require_all_names(fs.database)

@@ -159,9 +159,11 @@ async def assembled(
     spans: tuple[tuple[int, int], ...] = SPANS,
     hints: HintChannel | None = None,
     lake_id: str = "",
+    keeps_other_lake: bool = False,
 ) -> AsyncIterator[Assembly]:
     """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says. ``hints`` of commits
-    go over this channel. ``lake_id`` is that of the lake record, if there is one.
+    go over this channel. ``lake_id`` is that of the lake record, if there is one: names of another lake are dropped, or
+    with ``keeps_other_lake`` refused.
 
     Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk), and, unless it is read-only,
     LakeError where names may be missing (`require_all_names`). On leaving, what is not durable stays in staging with
@@ -177,6 +179,8 @@ async def assembled(
         try:
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
+                if keeps_other_lake:
+                    _require_lake(database, lake_id)
                 await _drop_wrong_names(database, client, node.clock, lake_id)
                 await load_newest_index(database, client, node.threads, directory / "index", folds=config.folds)
                 metrics.commits.names_missing = int(missing_before(database) > 0)
@@ -198,6 +202,19 @@ async def assembled(
             database.close()
 
 
+def _is_of_other_lake(database: Database, lake_id: str) -> bool:
+    return bool(lake_id) and lake_of(database) not in ("", lake_id)
+
+
+def _require_lake(database: Database, lake_id: str) -> None:
+    """Raises CacheError where the names are those of another lake."""
+    if _is_of_other_lake(database, lake_id):
+        raise CacheError(
+            f"the names in the cache directory are of the lake {lake_of(database)}, and this is the lake {lake_id}: "
+            "give --cache-dir the directory of a node of this one"
+        )
+
+
 async def _drop_wrong_names(database: Database, client: StoreClient, clock: Clock, lake_id: str) -> None:
     """Drop all names where some are dated too far ahead, which would hide what others commit, where the daemon before
     found that they may be outdated, or where they are those of a lake that was at this place before. Raises
@@ -209,7 +226,7 @@ async def _drop_wrong_names(database: Database, client: StoreClient, clock: Cloc
             is_ahead = newest > await client.time_ns() + AHEAD_NS_MAX
         except Unsupported:
             pass  # then this machine's clock is what there is
-    is_other = bool(lake_id) and lake_of(database) not in ("", lake_id)
+    is_other = _is_of_other_lake(database, lake_id)
     if is_ahead or is_other or are_names_outdated(database):
         why = "are dated in the future" if is_ahead else "are of another lake" if is_other else "may be outdated"
         log.warning("names in the cache directory %s: all names are read again", why)

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.admin.commands import run_snapshot
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, Manifest, manifests
 from lakefs_fuse.commits.record import COMMITS, Mkdir, Remove, Symlink
-from lakefs_fuse.errors import LakeError, NotFound, StoreError
+from lakefs_fuse.control.worker_protocol import SnapshotArgs
+from lakefs_fuse.errors import CacheError, LakeError, NotFound, StoreError
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.tree import Tree
-from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
+from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent, work_of
 from tests.memory_store import Failures, MemoryStore, Request
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 
@@ -85,6 +87,23 @@ async def test_a_fresh_mount_shows_what_the_lake_holds(store: MemoryStore, clock
         assert await node.xattrs("data/link") == {"user.x": b"y"}
     async with lake(store, tmp_path / "with", clock=clock) as node:
         assert await node.tree() == expected
+
+
+async def test_snapshot_from_cache_directory_of_another_lake_is_refused(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    """As where the lake was emptied, and made anew: the packs that those names are in are gone."""
+    args, other = SnapshotArgs(cache_dir=str(tmp_path / "cache")), MemoryStore()
+    other.clock = clock
+    for _ in range(2):
+        assert (await run_snapshot(work_of(store, clock, tmp_path, lake_id="1" * 32), args)).exit_code == 0
+        clock.advance(100)
+    give_pack(other, clock, {"new": b"new"})
+    with pytest.raises(CacheError, match=r"of the lake 1{32}, and this is the lake 2{32}: give --cache-dir"):
+        await run_snapshot(work_of(other, clock, tmp_path, lake_id="2" * 32), args)
+    assert requests(other, "put", INDEX) == []
+    names = (await run_snapshot(work_of(store, clock, tmp_path, lake_id="1" * 32), args)).summary["names"]
+    assert names == 71
 
 
 async def test_what_is_newer_than_the_index_is_seen(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
