@@ -66,7 +66,9 @@ def owner_of(mounted: Mount | None) -> int:
 
 def locate(path: str) -> tuple[str, str]:
     """The mountpoint that ``path`` lies in, and the path relative to it. Raises LakeError for a path in no mount."""
-    real = os.path.realpath(path)
+    absolute = os.path.abspath(path)
+    # A mountpoint is found without a request to its daemon, which may hang.
+    real = absolute if mount_at(absolute) is not None else os.path.realpath(path)
     mounted = mount_of(real)
     if mounted is None or not mounted.is_fuse:
         raise LakeError(f"{path} is not inside a mount of this program: name a file or directory in one")

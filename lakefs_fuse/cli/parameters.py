@@ -38,11 +38,13 @@ class Quantity(_Type):
 
 class LocalPath(click.Path):
     """A path of this machine. An empty one, such as that of a variable that is not set, is refused: it would be the
-    working directory."""
+    working directory. With ``readable=False`` alone nothing is asked of the filesystem, whose daemon may hang."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not os.fspath(value):
             self.fail("the path is empty", param, ctx)
+        if not (self.exists or self.readable or self.writable or not self.dir_okay or not self.file_okay):
+            return self.coerce_path_result(value)  # the base class calls stat(2) all the same
         return super().convert(value, param, ctx)
 
 

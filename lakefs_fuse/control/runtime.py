@@ -20,6 +20,7 @@ from lakefs_fuse.errors import MountError
 from lakefs_fuse.product import PROGRAM
 
 SOCKET_PATH_BYTES_MAX = 107
+from lakefs_fuse.control.mounts import mount_at
 """sun_path of struct sockaddr_un, less its NUL."""
 
 ROOT_DIRECTORY = Path("/run") / PROGRAM
@@ -27,11 +28,11 @@ ROOT_DIRECTORY = Path("/run") / PROGRAM
 
 def real_mountpoint(mountpoint: str) -> str:
     """The path of a mountpoint with symlinks resolved, without a request to the mount, which may be dead or hang."""
-    absolute = os.path.abspath(mountpoint)
-    if os.path.islink(absolute):
-        return os.path.realpath(absolute)
-    parent, name = os.path.split(absolute)
-    return os.path.join(os.path.realpath(parent), name)
+    parent, name = os.path.split(os.path.abspath(mountpoint))
+    point = os.path.join(os.path.realpath(parent), name)
+    if mount_at(point) is None and os.path.islink(point):
+        return os.path.realpath(point)
+    return point
 
 
 def socket_name(mountpoint: str) -> str:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 import pytest
 
-from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, SIZE, default_text, format_bytes, format_duration
+from lakefs_fuse.cli.parameters import (
+    DURATION,
+    OCTAL_MODE,
+    SIZE,
+    LocalPath,
+    default_text,
+    format_bytes,
+    format_duration,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +66,25 @@ def test_modes(text: str, expected: int) -> None:
 def test_what_is_no_mode(text: str) -> None:
     with pytest.raises(click.BadParameter):
         OCTAL_MODE.convert(text, None, None)
+
+
+def test_path_of_which_nothing_is_to_be_true_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a mountpoint whose daemon hangs."""
+
+    stated: list[object] = []
+
+    def stat(path: object) -> os.stat_result:
+        stated.append(path)
+        raise FileNotFoundError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stat)
+        assert LocalPath(readable=False).convert("/mnt/lake", None, None) == "/mnt/lake"
+        assert "/mnt/lake" not in stated
+        LocalPath(readable=False, dir_okay=False).convert("/mnt/lake", None, None)
+        assert "/mnt/lake" in stated
+    with pytest.raises(click.BadParameter):
+        LocalPath(readable=False).convert("", None, None)
 
 
 def test_what_people_read() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lakefs_fuse.cli import run, umount
-from lakefs_fuse.cli.daemons import follow
+from lakefs_fuse.cli import daemons, run, umount
+from lakefs_fuse.cli.daemons import connect_to_owner, follow
 from lakefs_fuse.control import protocol, runtime
-from lakefs_fuse.control.mounts import mount_at
+from lakefs_fuse.control.client import ControlClient
+from lakefs_fuse.control.mounts import Mount, mount_at
 from lakefs_fuse.errors import LakeError
 
 SERVER = """
@@ -178,6 +180,41 @@ def test_lazy_does_not_wait_an_hour_for_a_store_that_is_away(
 
 
 def test_umount_of_a_mount_in_use(daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]) -> None:
+def test_lazy_umount_of_a_mount_whose_daemon_hangs_detaches_it(
+    daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = daemon(files=[DIRTY])
+    assert mounted.control is not None
+
+    def impatient(point: str, mount: Mount | None, **_: object) -> ControlClient | None:
+        return connect_to_owner(point, mount, silence_s_max=0.3)
+
+    for module in (daemons, umount):
+        monkeypatch.setattr(module, "connect_to_owner", impatient)
+    hung = (mounted.rclone, mounted.control)
+    for process in hung:
+        process.send_signal(signal.SIGSTOP)
+
+    def revive() -> None:
+        for process in hung:
+            process.send_signal(signal.SIGCONT)
+
+    revived = threading.Timer(30, revive)  # else a request to the mount would never end
+    revived.start()
+    time.sleep(1.5)  # then the kernel does not know the attributes of the mountpoint any more
+    began_s = time.monotonic()
+    try:
+        for command in (["orphans"], ["stats"], ["flush"]):
+            assert run([*command, str(mounted.point)]) == 1
+            assert "has not answered for" in capsys.readouterr().err
+        assert run(["umount", "--lazy", str(mounted.point)]) == 0
+        assert time.monotonic() - began_s < 20
+    finally:
+        revived.cancel()
+    assert not is_mounted(mounted.point)
+    assert "is detached; its daemon" in capsys.readouterr().err
+
+
     mounted = daemon()
     with open(mounted.point / "file", "rb") as held:
         assert run(["umount", str(mounted.point)]) == 1

@@ -178,6 +178,15 @@ def test_selection_of_many_paths_is_sent_in_bounded_lines(runtime_dir: Path) -> 
             assert reply == protocol.Statistics({"files": 2000, "partial": True, "background": False})
             assert fs.residency.warmed == paths
             client.select([("a", "*.bin")])
+def test_mountpoint_is_named_without_a_request_to_its_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object) -> bool:
+        raise AssertionError(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os.path, "islink", refuse)
+        assert runtime.real_mountpoint("/proc/") == "/proc"
+
+
             *_, reply = client.follow(protocol.ListCache())
             assert reply == protocol.Statistics({"paths": [{"path": "a"}], "pinned": False})
             requests: list[tuple[protocol.CacheRequest, str]] = [
