@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,8 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import Unfinished
 
 CONNECT_S_MAX = 5.0
+CONNECT_CHECK_S = 0.02
+"""Time between two tries while the queue of connections is full."""
 SILENCE_S_MAX = 30.0
 """A working daemon sends a line a second or more; one that is silent for this time hangs."""
 
@@ -188,7 +191,7 @@ def _connect_one(path: Path, mountpoint: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(CONNECT_S_MAX)
     try:
-        connection.connect(os.fspath(path))
+        _wait_connected(connection, path)
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
         return None
@@ -202,3 +205,18 @@ def _connect_one(path: Path, mountpoint: str) -> socket.socket | None:
         connection.close()
         raise LakeError(f"control socket {path}: {error.strerror or error}") from error
     return connection
+
+
+def _wait_connected(connection: socket.socket, path: Path) -> None:
+    """Connect. Raises TimeoutError, also where the queue of connections stays full, which connect(2) does not wait for,
+    and OSError."""
+    deadline_s = time.monotonic() + CONNECT_S_MAX
+    while True:
+        try:
+            connection.connect(os.fspath(path))
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError from None
+        else:
+            return
+        time.sleep(CONNECT_CHECK_S)

@@ -526,7 +526,7 @@ def listen(path: Path) -> socket.socket:
         listener.bind(str(path))
         # Between bind and here the directory's mode 0700 keeps others out.
         path.chmod(0o600)
-        listener.listen(CLIENTS_MAX)
+        listener.listen(WAITS_MAX + CLIENTS_MAX)
     except OSError as error:
         listener.close()
         raise MountError(f"control socket {path}: {error.strerror or error}") from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from lakefs_fuse.control import protocol, runtime
+from lakefs_fuse.control import client as client_module
 from lakefs_fuse.control.client import ControlClient, connect
 from lakefs_fuse.errors import LakeError, MountError
 from tests.control.fakes import FakeFile, FakeFilesystem, mount_config, serving_in_thread
@@ -35,6 +37,29 @@ def test_a_socket_nobody_answers_on_is_no_daemon(runtime_dir: Path) -> None:
 
 
 def test_calls_and_progress(runtime_dir: Path) -> None:
+def test_connect_waits_for_room_in_a_full_queue(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """connect(2) does not: it fails at once."""
+    accepted: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as stack:
+        listener.bind(str(runtime.server_socket_path("/mnt/lake")))
+        listener.listen(0)
+        accepting = threading.Timer(0.2, lambda: accepted.extend(listener.accept()[0] for _ in range(3)))
+        accepting.start()
+        for _ in range(3):
+            client = connect("/mnt/lake")
+            assert client is not None
+            stack.enter_context(client)
+        accepting.join()
+        for each in accepted:
+            each.close()
+        monkeypatch.setattr(client_module, "CONNECT_S_MAX", 0.1)
+        with pytest.raises(LakeError, match="accepts no control connection: `lakefs-fuse umount --lazy /mnt/lake`"):
+            for _ in range(3):
+                client = connect("/mnt/lake")
+                assert client is not None
+                stack.enter_context(client)
+
+
     fs = FakeFilesystem([FakeFile("1", "a"), FakeFile("2", "b", state="orphan")])
     with serving_in_thread(fs, runtime.server_socket_path("/mnt/lake")):
         client = connect("/mnt/lake")
