@@ -3,7 +3,8 @@
 The child reads its request from an inherited descriptor and writes answers, JSON lines, to a pipe; it inherits standard
 input only for a command that reads it. Credentials are only in the environment. The child is a session of its own, so
 Ctrl-C reaches it through this process alone: the first one cancels the command, as soon as the child can handle it
-(`control.interrupts`), a second one kills it.
+(`control.interrupts`), a second one kills it. When this process ends, however it does, nothing reads the answers any
+more, and the child ends.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Request(Place, frozen=True, kw_only=True):
     scratch: str = ""
     """Directory for temporary files; empty: that of the environment (TMPDIR)."""
     background: bool = False
-    """Run at the lowest priority, and end with standard input, which the starter holds open for as long as it lives."""
+    """Run at the lowest priority."""
 
 
 class IngestArgs(msgspec.Struct, frozen=True, kw_only=True):

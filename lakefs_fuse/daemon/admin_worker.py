@@ -11,8 +11,8 @@ the user should see immediately. To add one: a struct for its arguments in `work
 whose module is imported when the command runs, and a command in `cli.lake_commands`, which calls `run_offline`: that
 shows progress, prints the result and returns the exit code.
 
-SIGINT and SIGTERM cancel the command, which cleans up; a second one ends it at once. So does the end of standard input
-where the request says `background`: the kernel closes that pipe when the daemon that started the command dies. Each
+SIGINT and SIGTERM cancel the command, which cleans up; a second one ends it at once. The end of who reads the answers
+cancels it, too: the kernel closes that pipe when the command line, or the daemon that started the command, dies. Each
 engine documents what a crash leaves.
 """
 
@@ -147,6 +147,10 @@ class Answers:
             self._held = None
         self._write(answer)
 
+    async def wait_unread(self) -> None:
+        """Return when no process can read answers any more. The descriptor is of a pipe."""
+        await trio.lowlevel.wait_readable(self._descriptor)  # of the end that is written to, this is its error
+
     def finish(self, last: protocol.Finished | protocol.Failed) -> int:
         """Write the last answer, whether or not it is read, and return its exit code."""
         try:
@@ -195,11 +199,11 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
         transport=transport,
         may_write=command.probes and writes,
         limiter=RateLimiter(limit, metrics.upload, node.clock) if limit else None,
+        lake_id=request.lake_id if request.mountpoint else None,
     ) as connection:
         if connection.opened.unknown and writes:
             named = ", ".join(connection.opened.unknown)
             raise ConfigError(
-        lake_id=request.lake_id if request.mountpoint else None,
                 f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer version"
             )
         if becomes_lake and writes:
@@ -227,11 +231,11 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
 
 
 async def serve(request: protocol.Request, answers: Answers, node: Node) -> protocol.Finished | protocol.Failed:
-    """Run a command until it ends or a signal cancels it; the last answer."""
+    """Run a command until it ends, or a signal or the end of its reader cancels it; the last answer."""
     finished: protocol.Finished | None = None
 
     async def watch_starter() -> None:
-        await trio.lowlevel.wait_readable(0)  # nothing is ever sent, so this is the end of the file
+        await answers.wait_unread()
         working.cancel()
 
     async def watch_signals(task_status: trio.TaskStatus[None]) -> None:
@@ -248,8 +252,7 @@ async def serve(request: protocol.Request, answers: Answers, node: Node) -> prot
     async with trio.open_nursery() as nursery:
         working = trio.CancelScope()
         await nursery.start(watch_signals)
-        if request.background:
-            nursery.start_soon(watch_starter)
+        nursery.start_soon(watch_starter)
         with working:
             finished = await run_command(request, answers, node)
         nursery.cancel_scope.cancel()

@@ -2,8 +2,8 @@
 
 What always holds:
 
-* *ends with its daemon*: the daemon holds the standard input of the worker open and never writes to it. When the daemon
-  dies, the kernel closes that pipe, and the worker cancels its command;
+* *ends with its daemon*: the daemon alone can read the answers of the worker. When it dies, the kernel closes that
+  pipe, and the worker cancels its command;
 * *bounded disk*: temporary files are in one directory, which exists only while the worker runs. A worker that leaves
   the disk less room than the mount is to leave free is ended;
 * *no secrets*: the request comes by a descriptor, and credentials are in the environment only.
@@ -120,7 +120,7 @@ class BackgroundWorker:
         try:
             process = await trio.lowlevel.open_process(
                 [*self._program, "--request-fd", str(descriptor)],
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[descriptor],
@@ -200,7 +200,7 @@ async def _end(process: trio.Process) -> None:
         await process.wait()
     process.kill()
     await process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
+    for stream in (process.stdout, process.stderr):
         if stream is not None:
             with contextlib.suppress(trio.BrokenResourceError):
                 await stream.aclose()

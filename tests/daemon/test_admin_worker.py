@@ -326,6 +326,24 @@ def test_the_process_says_what_failed(tmp_path: Path) -> None:
     assert (child.returncode, errors) == (last.exit_code, b"")
 
 
+def test_it_ends_when_nobody_can_read_its_answers_any_more(tmp_path: Path) -> None:
+    """As where the command line was killed, by the end of its terminal: though it has nothing to say for long."""
+    (tmp_path / "lake" / ".lakefs" / "commits").mkdir(parents=True)
+    args = msgspec.Raw(msgspec.json.encode(protocol.LogArgs(follow=True, refresh_s=600)))
+    child = start(protocol.Request(command="log", store=file_config(tmp_path / "lake"), args=args))
+    assert child.stdout is not None
+    assert isinstance(protocol.decode_answer(child.stdout.readline()), protocol.LogStart)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(1)
+    child.stdout.close()
+    assert child.wait(20) == protocol.EXIT_INTERRUPTED
+    assert child.stderr is not None
+    assert child.stdin is not None
+    assert child.stderr.read() == b""
+    for pipe in (child.stdin, child.stderr):
+        pipe.close()
+
+
 def test_interrupted_it_ends_at_once_and_what_was_stored_stays(tmp_path: Path) -> None:
     (tmp_path / "lake").mkdir()
     child = start(request_for(file_config(tmp_path / "lake"), "-"))
