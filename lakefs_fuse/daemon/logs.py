@@ -24,12 +24,20 @@ from lakefs_fuse.errors import MountError
 
 LOG_BYTES_MAX = 10 * MIB
 LOG_FILES_KEPT = 3
+STDERR = 2
 
 _SIGNED = re.compile(
     r"(X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s'\"]+|(Authorization['\"]?: )[^\r\n]+", re.I
 )
 _SECRET_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", PASSWORD)
-_LINE_BREAKS: dict[int, str] = {**{code: f"\\x{code:02x}" for code in range(32)}, 10: "\\n", 13: "\\r", 9: "\t"}
+_ESCAPES: dict[int, str] = {
+    **{code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0))},
+    **{code: f"\\u{code:04x}" for code in (0x2028, 0x2029)},
+    10: "\\n",
+    13: "\\r",
+    9: "\t",
+}
+"""Control characters, which a terminal obeys, and line ends."""
 
 
 class PlainLine(logging.Formatter):
@@ -43,12 +51,12 @@ class PlainLine(logging.Formatter):
         self._secrets = [value for name in _SECRET_VARIABLES if len(value := os.environ.get(name, "")) >= 8]
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        record.message = record.message.translate(_LINE_BREAKS)
+        record.message = record.message.translate(_ESCAPES)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         text = super().formatException(ei)
-        return "\n".join("  " + line.translate(_LINE_BREAKS) for line in text.split("\n"))
+        return "\n".join("  " + line.translate(_ESCAPES) for line in text.split("\n"))
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, with ``***`` in place of signatures and of secrets from the environment."""
@@ -59,11 +67,25 @@ class PlainLine(logging.Formatter):
 
 
 class _PrivateFile(logging.FileHandler):
-    """A log file that only its owner may read."""
+    """A log file that only its owner may read. Standard error, if it is that file at first, goes with it: what a crash
+    prints is in the log, and not in a file that rotation has deleted."""
+
+    _has_stderr: bool | None = None
 
     def _open(self) -> io.TextIOWrapper:
         descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if self._has_stderr is None:
+            self._has_stderr = _is_stderr(descriptor)
+        elif self._has_stderr:
+            os.dup2(descriptor, STDERR)
         return io.TextIOWrapper(io.FileIO(descriptor, "a"), encoding="utf-8", write_through=True)
+
+
+def _is_stderr(descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.fstat(STDERR))
+    except OSError:  # standard error is closed
+        return False
 
 
 class PrivateRotatingFile(_PrivateFile, logging.handlers.RotatingFileHandler):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +43,12 @@ def test_a_file_name_cannot_forge_a_line(log_file: Path) -> None:
     lines = log_file.read_text().splitlines()
     assert len(lines) == 1
     assert lines[0].endswith(r"INFO lake: stored a\n2026-01-01T00:00:00.000Z ERROR root: forged\x1b[2J")
+
+
+def test_a_file_name_has_no_line_end_and_nothing_that_a_terminal_obeys(log_file: Path) -> None:
+    logging.getLogger("lake").info("stored %s", "tab\tcsi\x9b2J nel\x85 del\x7f ls\u2028 ps\u2029 ü€")
+    (line,) = log_file.read_text().splitlines()
+    assert line.endswith("stored tab\tcsi\\x9b2J nel\\x85 del\\x7f ls\\u2028 ps\\u2029 ü€")
 
 
 def test_a_file_name_in_an_exception_cannot_forge_a_line(log_file: Path) -> None:
@@ -86,6 +94,30 @@ def test_the_log_is_private_and_bounded(log_file: Path) -> None:
     assert len(files) == 1 + logs.LOG_FILES_KEPT
     assert all(file.stat().st_size <= 1000 and stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
     assert "line 199" in log_file.read_text()
+
+
+@pytest.mark.parametrize("kind", ["PrivateRotatingFile", "PrivateWatchedFile"])
+@pytest.mark.parametrize("is_log", [True, False])
+def test_stderr_that_is_the_log_stays_so_when_that_is_rotated(tmp_path: Path, kind: str, is_log: bool) -> None:
+    """In a process of its own, for its standard error."""
+    program = """
+import logging, os, sys
+from lakefs_fuse.daemon import logs
+path, kind = sys.argv[1:]
+more = {"maxBytes": 100, "backupCount": logs.LOG_FILES_KEPT} if kind == "PrivateRotatingFile" else {}
+handler = getattr(logs, kind)(path, **more)
+logging.basicConfig(handlers=[handler])
+for number in range(2 + logs.LOG_FILES_KEPT):
+    if not more:
+        os.rename(path, f"{path}.{number}")
+    logging.error("x" * 80)
+os.write(2, b"crashed")
+"""
+    log, other = tmp_path / "log", tmp_path / "other"
+    with open(log if is_log else other, "ab") as stderr:
+        subprocess.run([sys.executable, "-c", program, log, kind], stderr=stderr, check=True)
+    assert log.read_bytes().endswith(b"crashed") == is_log
+    assert other.exists() == (not is_log)
 
 
 def test_restarted_daemon_goes_on_without_a_log_that_cannot_be_opened(tmp_path: Path) -> None:
