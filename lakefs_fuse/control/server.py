@@ -53,10 +53,12 @@ Paths = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class ServedLake:
-    """The lake of a mount: the ``id`` of its record, empty without one, and what its store can do."""
+    """The lake of a mount: the ``id`` of its record, empty without one, and what its store can do. ``sent_bytes`` is a
+    number that grows while uploads send."""
 
     id: str
     capabilities: dict[str, object]
+    sent_bytes: Callable[[], int] = lambda: 0
 
 
 class CacheView(Protocol):

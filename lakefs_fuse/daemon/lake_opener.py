@@ -54,7 +54,7 @@ async def open_lake(
         found, path = await trio.to_thread.run_sync(find_lake, config.store, node, abandon_on_cancel=True)
         config = structs.replace(config, store=found)
     metrics = Metrics()
-    limit = config.upload_bytes_s_max
+    limiter = RateLimiter(config.upload_bytes_s_max, metrics.upload, node.clock)
     connecting = connect_lake(
         config.store,
         node,
@@ -65,7 +65,7 @@ async def open_lake(
             uploads_max=descriptor_limit.requests_max(config.uploads_max),
         ),
         may_write=not config.read_only,
-        limiter=RateLimiter(limit, metrics.upload, node.clock) if limit else None,
+        limiter=limiter,
         abandon=True,
         is_root=not config.immutable,
     )
@@ -79,7 +79,7 @@ async def open_lake(
             config = structs.replace(config, read_only=True)
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         lake_id = opened.record.id if opened.record is not None else ""
-        lake = ServedLake(lake_id, dataclasses.asdict(capabilities))
+        lake = ServedLake(lake_id, dataclasses.asdict(capabilities), lambda: limiter.sent_bytes)
         if config.immutable:
             config = structs.replace(config, records_residency=config.records_residency and not opened.unknown)
             machine = os.uname().nodename

@@ -47,7 +47,7 @@ from lakefs_fuse.quantity import counted
 DRAIN_S_MAX = 3600.0
 """Maximum time for uploads after unmounting, in all."""
 DRAIN_STALL_S_MAX = 180.0
-"""Maximum time for them without one more byte stored."""
+"""Maximum time for them without one more byte sent."""
 DRAIN_CHECK_S = 1.0
 STOP_AGAIN_S_MIN = 1.0
 """A service manager signals a daemon and its supervisor, which forwards the signal: within this time that is one."""
@@ -207,7 +207,7 @@ class Daemon(Generic[Fs]):
                 server.begin_draining()
                 self._readiness.end_serving()
                 log.info("unmounted")
-                error = await self._drain(fs)
+                error = await self._drain(fs, lake)
                 await server.end(error)
         log.info("closed")
         return EXIT_FAILURE if error else 0
@@ -235,13 +235,13 @@ class Daemon(Generic[Fs]):
         log.info("%s is mounted at %s", self._config.store.source, self._config.mountpoint)
         self._readiness.report_ready()
 
-    async def _drain(self, fs: FilesystemView) -> str:
+    async def _drain(self, fs: FilesystemView, lake: ServedLake) -> str:
         """Store everything within bounds; the error, or an empty text. Files that are left are named in the log."""
-        error = f"draining took longer than {DRAIN_S_MAX:g} s, or stored nothing for {DRAIN_STALL_S_MAX:g} s"
+        error = f"draining took longer than {DRAIN_S_MAX:g} s, or sent nothing for {DRAIN_STALL_S_MAX:g} s"
         with self._draining:
             try:
                 with trio.fail_after(DRAIN_S_MAX):
-                    async with stall_guard(fs):
+                    async with stall_guard(fs, lake.sent_bytes):
                         await fs.make_durable()
                 return ""
             except* LakeError as errors:
@@ -268,15 +268,15 @@ async def _run_in(scope: trio.CancelScope, task: Task) -> None:
 
 
 @asynccontextmanager
-async def stall_guard(fs: FilesystemView) -> AsyncIterator[None]:
-    """Raises trio.TooSlowError (in a group) in the body when nothing was stored for DRAIN_STALL_S_MAX."""
+async def stall_guard(fs: FilesystemView, sent_bytes: Callable[[], int]) -> AsyncIterator[None]:
+    """Raises trio.TooSlowError (in a group) in the body when nothing was sent or stored for DRAIN_STALL_S_MAX."""
 
     async def watch() -> None:
-        last, since = -1, trio.current_time()
+        last, since = (-1, -1), trio.current_time()
         while True:
-            left = sum(file.bytes - file.bytes_done + 1 for file in not_durable(fs))
-            if left != last:
-                last, since = left, trio.current_time()
+            progress = sum(file.bytes - file.bytes_done + 1 for file in not_durable(fs)), sent_bytes()
+            if progress != last:
+                last, since = progress, trio.current_time()
             elif trio.current_time() - since > DRAIN_STALL_S_MAX:
                 raise trio.TooSlowError
             await trio.sleep(DRAIN_CHECK_S)

@@ -1,4 +1,4 @@
-"""The rate limit of uploads: how many bytes all of them together send in a second.
+"""The rate limit of uploads: how many bytes all of them together send in a second. It counts them, limited or not.
 
 What always holds (*upload rate*): in any second at most the limit is sent, and a twentieth of it on top. Uploads are
 served in the order in which they ask, so they share the limit evenly, and each sends something every second or so,
@@ -37,7 +37,7 @@ def raise_if_cancelled() -> None:
 
 
 class RateLimiter:
-    """Delays uploads so that together they keep a rate. Called from any thread."""
+    """Delays uploads so that together they keep a rate, if there is one. Called from any thread."""
 
     def __init__(
         self,
@@ -46,9 +46,13 @@ class RateLimiter:
         clock: Clock,
         check: Callable[[], None] = raise_if_cancelled,
     ) -> None:
-        """``bytes_s_max`` is at least 1; ``check`` raises what ends a wait early."""
+        """``bytes_s_max`` 0 is no limit; ``check`` raises what ends a wait early."""
         self.bytes_s_max = metrics.bytes_s_max = bytes_s_max
-        self.piece_bytes = max(PIECE_BYTES_MIN, min(PIECE_BYTES_MAX, bytes_s_max // PIECES_S))
+        limited_bytes = max(PIECE_BYTES_MIN, min(PIECE_BYTES_MAX, bytes_s_max // PIECES_S))
+        self.piece_bytes = limited_bytes if bytes_s_max else PIECE_BYTES_MAX
+        self.sent_bytes = 0
+        """Of the pieces that were let through. Without a limit, bodies in memory are not cut into pieces, and not
+        counted."""
         self._metrics = metrics
         self._clock = clock
         self._check = check
@@ -57,11 +61,16 @@ class RateLimiter:
 
     def wait(self, count: int) -> None:
         """Block until ``count`` more bytes, `piece_bytes` at most, may be sent. Raises what ``check`` raises."""
+        if not self.bytes_s_max:
+            with self._lock:
+                self.sent_bytes += count
+            return
         self._check()
         began = self._clock.mono_s()
         with self._lock:
             due = max(self._free_at, began - CREDIT_S)
             self._free_at = due + count / self.bytes_s_max
+            self.sent_bytes += count
         now = began
         try:
             while now < due:

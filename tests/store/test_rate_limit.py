@@ -81,6 +81,16 @@ def test_uploads_share_it() -> None:
     assert max(sent) - min(sent) <= 3 * pace.piece_bytes
     assert metrics.throttled_s > 6
     assert metrics.bytes_s_max == 4 * MIB
+    assert pace.sent_bytes == sum(sent)
+
+
+def test_pieces_are_counted_without_a_limit_and_never_wait() -> None:
+    clock = FakeClock()
+    pace = RateLimiter(0, UploadMetrics(), clock, check=lambda: None)
+    began_s = clock.mono_s()
+    for _ in range(100):
+        pace.wait(pace.piece_bytes)
+    assert (pace.sent_bytes, clock.mono_s()) == (100 * MIB, began_s)
 
 
 @pytest.fixture(params=["local", "seaweedfs"])

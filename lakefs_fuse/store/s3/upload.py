@@ -86,7 +86,7 @@ Outgoing = bytes | BodyReader
 
 def outgoing(body: Body, *, digest: bool, limiter: RateLimiter | None = None) -> Outgoing:
     """The body as botocore takes it."""
-    if isinstance(body, bytes) and (limiter is None or not body):
+    if isinstance(body, bytes) and (limiter is None or not limiter.bytes_s_max or not body):
         return body
     return BodyReader(body, digest=digest, limiter=limiter)
 
@@ -162,7 +162,8 @@ class S3Sender:
     def allows_fast_path(self, size: int) -> bool:
         """Whether the fast path may send a body of ``size`` bytes: it need not be cut for the rate limiter, and its
         ETag proves as much as a checksum."""
-        return (self._limiter is None or size <= self._limiter.piece_bytes) and (
+        limiter = self._limiter
+        return (limiter is None or not limiter.bytes_s_max or size <= limiter.piece_bytes) and (
             self.compares_md5 or not self._sends_sums
         )
 
