@@ -64,7 +64,7 @@ ExecStart={start}
 # Stores everything, then unmounts. If that fails, SIGTERM unmounts, and the bytes stay in staging.
 ExecStop=-{stop}
 KillMode=mixed
-TimeoutStartSec=15min
+TimeoutStartSec=65min
 TimeoutStopSec=65min
 Restart=on-failure
 RestartSec=5

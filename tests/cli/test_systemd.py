@@ -67,6 +67,8 @@ def test_the_service_mounts_what_the_command_line_would() -> None:
     program, command, *arguments = words(start)
     assert (program, command, arguments[-1]) == (*PROGRAM, "mount", "--foreground")
     assert config_of(arguments) == config_of([*ARGUMENTS, "--foreground"])
+    assert unit["TimeoutStartSec"] == ["65min"]
+    assert spawn.STATE_S < 65 * 60, "an immutable mount may list for so long"
     (stop,) = unit["ExecStop"]
     assert words(stop) == ["-" + PROGRAM[0], "umount", "/mnt/my lake"]
     assert unit["Type"] == ["notify"]
