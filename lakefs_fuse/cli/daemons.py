@@ -17,7 +17,7 @@ from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.supervision import supervisor_of
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Unfinished
-from lakefs_fuse.product import PROGRAM
+from lakefs_fuse.product import FUSE_TYPE, PROGRAM
 from lakefs_fuse.quantity import counted
 
 FILES_SHOWN_MAX = 20
@@ -46,7 +46,18 @@ def open_daemon(mountpoint: str, *, silence_s_max: float = SILENCE_S_MAX) -> Con
         raise LakeError(f"nothing is mounted at {point}: name the directory of a mount")
     if mounted.is_fuse and is_dead(point):
         raise LakeError(f"the daemon of {point} is dead: run `lakefs-fuse umount {point}`, then mount again")
-    raise LakeError(f"{point} is a mount of another program ({mounted.source}, {mounted.fstype}): name a lake's mount")
+    raise unreachable(mounted, "name a lake's mount")
+
+
+def unreachable(mounted: Mount, advice: str) -> LakeError:
+    """The error about a live mount whose daemon cannot be asked; ``advice`` is for one of another program."""
+    point = mounted.mountpoint
+    if mounted.fstype == FUSE_TYPE:
+        return LakeError(
+            f"the daemon of {point} cannot be asked, because its control socket is gone, or in another container: "
+            "umount(8), or `fusermount3 -u`, ends the mount, and its daemon stores what is left"
+        )
+    return LakeError(f"{point} is a mount of another program ({mounted.source}, {mounted.fstype}): {advice}")
 
 
 def connect_to_owner(

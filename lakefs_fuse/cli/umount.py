@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import click
 
-from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of
+from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of, unreachable
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, LocalPath
 from lakefs_fuse.cli.terminal import printable
@@ -175,7 +175,7 @@ def clear_dead_mount(point: str, mounted: Mount | None, *, lazy: bool) -> None:
     if mounted is None:
         raise LakeError(f"nothing is mounted at {point}: name the directory of a mount")
     if not mounted.is_fuse or not is_dead(point):
-        raise LakeError(f"{point} is a mount of another program ({mounted.source}, {mounted.fstype}): use umount(8)")
+        raise unreachable(mounted, "use umount(8)")
     # Detaching loses nothing: no process serves the open files.
     detach(point, lazy=True)
     for socket in client_socket_paths(point, mounted.owner):

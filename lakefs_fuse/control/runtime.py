@@ -4,6 +4,9 @@ The name derives from the real path of the mountpoint, so every command finds it
 in /run/lakefs-fuse, those of a user in the first usable of /run/user/UID, $XDG_RUNTIME_DIR and /tmp. Directories that
 do not depend on the environment come first, because it may differ between a shell and a cron job; clients try all.
 
+*Outlives the session*: a daemon goes on when its user logs out, and logind removes /run/user/UID then, unless the user
+lingers (loginctl(1)); for others that directory comes last.
+
 *Private directories*: a directory that is a symlink, belongs to another user or is open to others is never used. A
 crash leaves the socket file; the next server finds that no process answers on it, and removes it.
 """
@@ -12,18 +15,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import stat
 import tempfile
 from pathlib import Path
 
+from lakefs_fuse.control.mounts import mount_at
 from lakefs_fuse.errors import MountError
 from lakefs_fuse.product import PROGRAM
 
 SOCKET_PATH_BYTES_MAX = 107
-from lakefs_fuse.control.mounts import mount_at
 """sun_path of struct sockaddr_un, less its NUL."""
 
 ROOT_DIRECTORY = Path("/run") / PROGRAM
+SESSIONS_DIRECTORY = Path("/run/user")
+LINGER_DIRECTORY = Path("/var/lib/systemd/linger")
+"""A file for each user who lingers."""
 
 
 def real_mountpoint(mountpoint: str) -> str:
@@ -66,7 +73,7 @@ def server_socket_path(mountpoint: str) -> Path:
     """The path on which this process may listen; makes its directory. Raises MountError if none is private."""
     uid = os.geteuid()
     name = socket_name(mountpoint)
-    for directory in candidate_directories(uid):
+    for directory in sorted(candidate_directories(uid), key=lambda each: _ends_with_session(each, uid)):
         path = directory / name
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
             continue
@@ -78,6 +85,15 @@ def server_socket_path(mountpoint: str) -> Path:
             return path
     tried = ", ".join(str(directory) for directory in candidate_directories(uid))
     raise MountError(f"no private directory for the control socket (tried {tried}): make one with mode 0700")
+
+
+def _ends_with_session(directory: Path, uid: int) -> bool:
+    if SESSIONS_DIRECTORY not in directory.parents:
+        return False
+    try:
+        return not (LINGER_DIRECTORY / pwd.getpwuid(uid).pw_name).exists()
+    except (KeyError, OSError):
+        return True
 
 
 def client_socket_paths(mountpoint: str, owner: int) -> list[Path]:

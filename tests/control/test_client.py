@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 import threading
 from contextlib import ExitStack, suppress
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control import client as client_module
+from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control.client import ControlClient, connect
 from lakefs_fuse.errors import LakeError, MountError
 from tests.control.fakes import FakeFile, FakeFilesystem, mount_config, serving_in_thread
@@ -36,7 +37,6 @@ def test_a_socket_nobody_answers_on_is_no_daemon(runtime_dir: Path) -> None:
     assert connect("/mnt/lake") is None
 
 
-def test_calls_and_progress(runtime_dir: Path) -> None:
 def test_connect_waits_for_room_in_a_full_queue(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """connect(2) does not: it fails at once."""
     accepted: list[socket.socket] = []
@@ -60,6 +60,7 @@ def test_connect_waits_for_room_in_a_full_queue(runtime_dir: Path, monkeypatch: 
                 stack.enter_context(client)
 
 
+def test_calls_and_progress(runtime_dir: Path) -> None:
     fs = FakeFilesystem([FakeFile("1", "a"), FakeFile("2", "b", state="orphan")])
     with serving_in_thread(fs, runtime.server_socket_path("/mnt/lake")):
         client = connect("/mnt/lake")
@@ -177,6 +178,15 @@ def test_a_mountpoint_has_one_name_however_it_is_reached(tmp_path: Path) -> None
     assert runtime.real_mountpoint("/") == "/"
 
 
+def test_mountpoint_is_named_without_a_request_to_its_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object) -> bool:
+        raise AssertionError(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os.path, "islink", refuse)
+        assert runtime.real_mountpoint("/proc/") == "/proc"
+
+
 def test_candidates_prefer_what_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     uid = os.getuid()
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/xdg")
@@ -188,6 +198,21 @@ def test_candidates_prefer_what_does_not_depend_on_the_environment(monkeypatch: 
     ]
     assert runtime.candidate_directories(0)[0] == Path("/run/lakefs-fuse")
     assert Path("/xdg/lakefs-fuse") not in runtime.candidate_directories(uid if uid != 1234 else 4321)
+
+
+@pytest.mark.parametrize("lingers", [True, False])
+def test_socket_is_in_the_directory_of_sessions_only_where_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lingers: bool
+) -> None:
+    of_session, other = tmp_path / "run" / "0" / "lakefs-fuse", tmp_path / "other"
+    of_session.parent.mkdir(parents=True)
+    (tmp_path / "linger").mkdir()
+    if lingers:
+        (tmp_path / "linger" / pwd.getpwuid(os.geteuid()).pw_name).touch()
+    monkeypatch.setattr(runtime, "candidate_directories", lambda uid: [of_session, other])
+    monkeypatch.setattr(runtime, "SESSIONS_DIRECTORY", tmp_path / "run")
+    monkeypatch.setattr(runtime, "LINGER_DIRECTORY", tmp_path / "linger")
+    assert runtime.server_socket_path("/mnt/lake").parent == (of_session if lingers else other)
 
 
 def test_selection_of_many_paths_is_sent_in_bounded_lines(runtime_dir: Path) -> None:
@@ -203,15 +228,6 @@ def test_selection_of_many_paths_is_sent_in_bounded_lines(runtime_dir: Path) -> 
             assert reply == protocol.Statistics({"files": 2000, "partial": True, "background": False})
             assert fs.residency.warmed == paths
             client.select([("a", "*.bin")])
-def test_mountpoint_is_named_without_a_request_to_its_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: object) -> bool:
-        raise AssertionError(path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os.path, "islink", refuse)
-        assert runtime.real_mountpoint("/proc/") == "/proc"
-
-
             *_, reply = client.follow(protocol.ListCache())
             assert reply == protocol.Statistics({"paths": [{"path": "a"}], "pinned": False})
             requests: list[tuple[protocol.CacheRequest, str]] = [
