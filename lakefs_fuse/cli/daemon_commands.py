@@ -64,13 +64,15 @@ def flush(path: str, timeout: float, as_json: bool) -> None:
     code 1, too, if PATH does not exist, or was renamed or removed meanwhile.
     """
     reply = store_changes(path, timeout)
-    if not isinstance(reply, protocol.Failed) and is_missing(path):  # an orphan has no name, and is reported as such
-        raise LakeError(f"{path} does not exist: name a file or directory in the mount")
-    files = reply.files if isinstance(reply, protocol.Failed) else ()
+    failed = reply if isinstance(reply, protocol.Failed) else None
+    missing = failed is None and is_missing(path)  # an orphan has no name, and is reported as such
+    files = failed.files if failed is not None else ()
     if as_json:
-        print_json({"path": os.path.abspath(path), "stored": not isinstance(reply, protocol.Failed), "files": files})
-    if isinstance(reply, protocol.Failed):
-        raise LakeError(reply.message if as_json else "\n".join([reply.message, *describe_files(files)]))
+        print_json({"path": os.path.abspath(path), "stored": failed is None and not missing, "files": files})
+    if missing:
+        raise LakeError(f"{path} does not exist: name a file or directory in the mount")
+    if failed is not None:
+        raise LakeError(failed.message if as_json else "\n".join([failed.message, *describe_files(files)]))
 
 
 @click.command("refresh", cls=GroupedCommand, context_settings=SETTINGS)

@@ -76,7 +76,7 @@ def umount(mountpoint: str, lazy: bool, timeout: float | None) -> None:
 
 def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, lazy: bool, deadline_s: float) -> bool:
     """Unmount through the daemon; whether that has ended, which may take longer with --lazy."""
-    with Process(client.pid) as daemon:
+    with _process_of(client, point) as daemon:
         problem = make_durable(client, point, deadline_s)
         if problem and not lazy:
             raise LakeError(f"{problem}; {point} stays mounted (--lazy detaches it and keeps the bytes in staging)")
@@ -100,6 +100,18 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
         if not daemon.wait(max(EXIT_S_MIN, deadline_s - time.monotonic())):
             raise LakeError(f"{point} is unmounted, but its daemon (pid {client.pid}) does not end: its log says why")
         return True
+
+
+def _process_of(client: ControlClient, point: str) -> Process:
+    """The daemon. Raises LakeError where it has ended, or is in another PID namespace."""
+    try:
+        return Process(client.pid)
+    except ProcessLookupError as error:
+        raise LakeError(f"the daemon of {point} (pid {client.pid}) ended just now: run the command again") from error
+    except OSError as error:
+        raise LakeError(
+            f"the daemon of {point} is in another PID namespace, as of another container: run the command there"
+        ) from error
 
 
 def wait_next_life(point: str, mounted: Mount | None, supervisor: Process, deadline_s: float) -> ControlClient | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import time
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +180,6 @@ def test_lazy_does_not_wait_an_hour_for_a_store_that_is_away(
     assert "the bytes stay in staging" in capsys.readouterr().err
 
 
-def test_umount_of_a_mount_in_use(daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]) -> None:
 def test_lazy_umount_of_a_mount_whose_daemon_hangs_detaches_it(
     daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +215,7 @@ def test_lazy_umount_of_a_mount_whose_daemon_hangs_detaches_it(
     assert "is detached; its daemon" in capsys.readouterr().err
 
 
+def test_umount_of_a_mount_in_use(daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]) -> None:
     mounted = daemon()
     with open(mounted.point / "file", "rb") as held:
         assert run(["umount", str(mounted.point)]) == 1
@@ -275,6 +276,27 @@ def test_flush_finds_the_mount_of_a_path(daemon: Callable[..., Mounted], capsys:
     assert run(["flush", str(mounted.point)]) == 0
     assert run(["stats", "--json", str(mounted.point)]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["dirty"] == {"files": 0, "bytes": 0}
+
+
+def test_flush_of_a_path_that_does_not_exist_is_told_in_json(
+    daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = daemon().point / "missing"
+    assert run(["flush", "--json", str(path)]) == 1
+    output, error = capsys.readouterr()
+    assert msgspec.json.decode(output) == {"path": str(path), "stored": False, "files": []}
+    assert "does not exist" in error
+
+
+@pytest.mark.parametrize(("is_ended", "said"), [(True, "ended just now"), (False, "in another PID namespace")])
+def test_umount_of_a_daemon_that_cannot_be_waited_for_is_an_error(is_ended: bool, said: str) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    ours, theirs = socket.socketpair()
+    with theirs, ControlClient(ours, "/mnt/lake") as client:
+        client.pid = ended.pid if is_ended else 0  # the kernel names no process of another namespace
+        with pytest.raises(LakeError, match=said):
+            umount.unmount_served(client, "/mnt/lake", None, lazy=True, deadline_s=0.0)
 
 
 def daemon_restarted(mounted: Mounted, daemon: Callable[..., Mounted], **arguments: object) -> Mounted:
