@@ -47,6 +47,10 @@ class CacheError(LakeError):
     """The cache directory on this node is locked, damaged or belongs to another lake."""
 
 
+class CacheDamaged(CacheError):
+    """A database on this node is damaged, and its caller does without repair."""
+
+
 class CacheFull(CacheError):
     """The disk of the cache directory has no room for what the node has to write there."""
 

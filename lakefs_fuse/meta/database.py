@@ -36,7 +36,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.local_disk import is_out_of_room
 from lakefs_fuse.environment.storage_engine import Engine, Engines, Rows, Step
-from lakefs_fuse.errors import CacheError, CacheFull
+from lakefs_fuse.errors import CacheDamaged, CacheError, CacheFull
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.changed_rows import ChangedRows
 
@@ -213,9 +213,10 @@ class Database:
         *,
         repairs: bool = True,
     ) -> None:
-        """``identity`` names the lake. A damaged database that does not open is repaired, which may lose rows, or begun
-        anew; without ``repairs`` it is an error. Raises CacheError for that, where the database holds another lake's
-        names, and where it cannot be opened even after repair; then nothing in it was changed."""
+        """``identity`` names the lake. A damaged database that does not open is repaired, which may lose rows and bring
+        back old ones, so that its names are outdated; or it is begun anew. Without ``repairs`` it is an error. Raises
+        CacheDamaged for that, CacheError where the database holds another lake's names, and where it cannot be opened
+        even after repair; then nothing in it was changed."""
         self._directory, self.clock, self._disk, self._repairs = directory, clock, disk, repairs
         self._engines = engines or RocksEngines()
         self.writes = 0
@@ -224,15 +225,13 @@ class Database:
         self._found_full = False
         self._recordings: list[Recording] = []
         self._damaged: set[bytes] = set()
-        self._engine, self.lost_rows = self._open_or_repair()
-        """It is new, or was damaged: what it does not tell may have been all the same. Until `end_loss`, also after a
-        restart."""
+        self._engine, is_repaired = self._open_or_repair()
         if not self._is_whole():
             self.close()
             if not repairs:
-                raise CacheError(f"the metadata cache {directory} is damaged")
+                raise CacheDamaged(f"the metadata cache {directory} is damaged")
             self._move_aside()
-            self._engine = self._engines.open(directory)
+            self._engine, is_repaired = self._engines.open(directory), False
         self._write_shares: Callable[[Batch], None] = lambda _: None
         self.reopened: list[Callable[[], None]] = []
         """Called when the database was opened again after a write that failed, of which all may be there, or nothing:
@@ -249,9 +248,13 @@ class Database:
                 f"(schema {schema.VERSION.decode()} wanted): give --cache-dir another directory, or delete this one"
             )
         is_noted = self.get(schema.SINGLE_LOST) is not None
-        self.lost_rows = self.lost_rows or stored is None or is_noted
+        self.lost_rows = is_repaired or stored is None or is_noted
+        """It is new, or was damaged: what it does not tell may have been all the same. Until `end_loss`, also after a
+        restart."""
         if self.lost_rows and not is_noted:
             rows[schema.SINGLE_LOST] = b""
+        if is_repaired:
+            rows[schema.SINGLE_OUTDATED] = b""
         if rows:
             self.commit(Batch(rows), sync=True)
         self._load_inodes()
@@ -507,22 +510,22 @@ class Database:
             log.warning("closing %s: %s", self._directory, error)
 
     def _open_or_repair(self) -> tuple[Engine, bool]:
-        """The engine, and whether rows may be lost. One that does not open is repaired once, if that is wanted; where
-        it fails too it is moved aside, never deleted."""
+        """The engine, and whether it was repaired. One that does not open is, once, if that is wanted; where it fails
+        too it is moved aside, never deleted."""
         try:
             return self._engines.open(self._directory), False
         except CacheError:
             raise
         except Exception as error:
             if not self._repairs:
-                raise CacheError(f"the metadata cache {self._directory} does not open: {error}") from error
+                raise CacheDamaged(f"the metadata cache {self._directory} does not open: {error}") from error
             log.warning("the metadata cache %s does not open, and is repaired: %s", self._directory, error)
         try:
             self._engines.repair(self._directory)
             return self._engines.open(self._directory), True
         except Exception:
             self._move_aside()
-            return self._engines.open(self._directory), True
+            return self._engines.open(self._directory), False
 
     def _move_aside(self) -> None:
         aside = self._directory.with_name(f"{self._directory.name}.damaged-{self.clock.wall_ns()}")

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.storage_engine import Step
-from lakefs_fuse.errors import CacheError, CacheFull
+from lakefs_fuse.errors import CacheDamaged, CacheError, CacheFull
 from lakefs_fuse.meta import database as module
 from lakefs_fuse.meta.database import Batch, Database, RocksEngine, RocksEngines
+from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names
 from tests.fakes import open_database
 from tests.tiers import examples
 
@@ -268,9 +269,45 @@ def test_damaged_database_without_repairs_is_an_error_and_stays(tmp_path: Path, 
     for path in (tmp_path / "meta").glob(lost) if isinstance(lost, str) else ():
         path.write_bytes(b"nonsense")
     for _ in range(2):
-        with pytest.raises(CacheError, match=r"does not open|is damaged"):
+        with pytest.raises(CacheDamaged, match=r"does not open|is damaged"):
             Database(tmp_path / "meta", "lake", node.clock, node.disk, repairs=False)
     assert list(tmp_path.glob("meta.damaged-*")) == []
+
+
+class OpenedAfterRepair(RocksEngines):
+    """A database that does not open before it is repaired."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_repaired = False
+
+    def open(self, directory: Path) -> RocksEngine:
+        if not self._is_repaired:
+            raise RuntimeError("Corruption: a file is missing")
+        return super().open(directory)
+
+    def repair(self, directory: Path) -> None:
+        super().repair(directory)
+        self._is_repaired = True
+
+
+def test_names_of_a_repaired_database_are_outdated_until_they_are_dropped(tmp_path: Path) -> None:
+    """Also after a restart; rows may be lost, and old ones back."""
+    node = Node.of_this_machine()
+    database = open_database(tmp_path / "meta", "lake", node)
+    database.new_inode()
+    put(database, b"Da", b"Ja")
+    assert not are_names_outdated(database)
+    database.close()
+    Database(tmp_path / "meta", "lake", node.clock, node.disk, OpenedAfterRepair()).close()
+    database = open_database(tmp_path / "meta", "lake", node)
+    assert are_names_outdated(database)
+    drop_names(database)
+    database.close()
+    database = open_database(tmp_path / "meta", "lake", node)
+    assert not are_names_outdated(database)
+    assert [database.get(key) for key in (b"Da", b"Ja")] == [None, b"=Ja"]
+    database.close()
 
 
 def test_an_empty_database_is_whole(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.environment.node import Node
+from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.database import RocksEngines
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.vfs.immutable import states
 from lakefs_fuse.vfs.immutable.filesystem import open_immutable
@@ -75,6 +77,38 @@ async def test_state_that_was_not_finished_is_removed_by_the_next_daemon(tmp_pat
     (first,) = states_there.iterdir()
     shutil.copytree(first, states_there / "00000005")  # complete, and newer
     (states_there / "00000007").mkdir()  # without its note
-    (states_there / "00000003.damaged-1790000000000000000").mkdir()  # what could not be repaired
+    (states_there / "00000003.damaged-1790000000000000000").mkdir()  # what is no state
     assert await names() == [b"name"]
     assert [path.name for path in states_there.iterdir()] == ["00000005"]
+
+
+async def test_damaged_state_is_replaced_by_the_next_daemon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A repaired one could have its note without the names."""
+    store, metrics, node = MemoryStore(), Metrics(), Node.of_this_machine()
+    store.put("name", b"x")
+    client = store_client(store, store.capabilities, metrics.store)
+    config = MountConfig(
+        store=StoreConfig(source=Source("file", "/nowhere", "")),
+        mountpoint="/nowhere",
+        cache_dir=str(tmp_path),
+        free_bytes_min=0,
+        immutable=True,
+        mounting="the same mount command",
+    )
+
+    async def names() -> list[bytes]:
+        async with open_immutable(config, client, metrics, node=node) as fs:
+            return [entry.name for entry in fs.readdir(fs.top, 0)]
+
+    assert await names() == [b"name"]
+    (state,) = (tmp_path / "states").iterdir()
+    files_of_names = list(state.glob("*.sst"))
+    engine = RocksEngines().open(state)
+    engine.write([({schema.SINGLE_STATE: engine.get(schema.SINGLE_STATE)}, b"", b"")], sync=True)
+    engine.close()
+    assert len(list(state.glob("*.sst"))) > len(files_of_names) > 0
+    for path in files_of_names:
+        path.unlink()
+    assert await names() == [b"name"]
+    assert "state 1 is removed" in caplog.text
+    assert len(list((tmp_path / "states").iterdir())) == 1

@@ -527,6 +527,38 @@ async def test_a_database_that_is_damaged(tmp_path: Path, pattern: str, flush: b
     assert store.data("fresh") == b"y"
 
 
+async def test_database_that_lost_a_file_of_rows_shows_every_name(tmp_path: Path) -> None:
+    """What says which commits were applied is in another file."""
+    store, cache, clock = MemoryStore(), tmp_path / "cache", Clock()
+
+    def files() -> set[Path]:
+        return set((cache / "meta").glob("*.sst"))
+
+    async def rename_new(name: str) -> set[Path]:
+        """The files in which the rows of this are."""
+        before = files()
+        async with lake(store, cache, clock=clock) as m:
+            await m.write(f"{name}.tmp", name.encode())
+            await m.rename(f"{name}.tmp", name)
+            await m.fs.look_again()
+        clock.advance(86400)  # later polls do not ask for its commit any more
+        return files() - before
+
+    async with lake(store, cache, clock=clock) as m:
+        assert await m.names() == []
+    lost = await rename_new("first")
+    assert await rename_new("second")
+    assert lost
+    assert lost <= files()
+    for path in lost:
+        path.unlink()
+    for _ in range(2):
+        async with lake(store, cache, clock=clock) as m:
+            assert await m.names() == ["first", "second"]
+            assert await m.read("first") == b"first"
+    assert list(tmp_path.rglob("meta.damaged-*")) == []
+
+
 async def test_another_lakes_cache_is_refused(tmp_path: Path) -> None:
     async with lake(MemoryStore(), tmp_path):
         pass

@@ -2,8 +2,9 @@
 
 What always holds: a state that is there is complete. All that was committed was applied and every directory was listed
 between its beginning and its end, or it was taken from a named snapshot; then its note is written, synced, and nothing
-in it changes any more. A state that is made from an earlier one keeps inode numbers of what did not change, and never
-gives one of them to anything else, so what the kernel remembers of an inode is right in both.
+in it changes any more; one with a damaged database is removed, never repaired. A state that is made from an earlier one
+keeps inode numbers of what did not change, and never gives one of them to anything else, so what the kernel remembers
+of an inode is right in both.
 
 `states/<number>` in the cache directory is one. Trio thread only. A crash while one is made leaves a directory without
 a note, which the next daemon removes.
@@ -29,7 +30,7 @@ from lakefs_fuse.commits.index.index import Manifest, collected_before, load_new
 from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import CacheError, FileError, LakeError, MountError
+from lakefs_fuse.errors import CacheDamaged, CacheError, FileError, LakeError, MountError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database, RocksEngines
@@ -149,12 +150,18 @@ class States:
     def _open_database(self, path: Path) -> Database:
         node = self._lake.node
         engines = node.engines or RocksEngines(shares_of(self._lake.config.memory_bytes_max).database // 2)
-        return Database(path, self._lake.identity, node.clock, node.disk, engines)
+        return Database(path, self._lake.identity, node.clock, node.disk, engines, repairs=False)
 
     def resume(self) -> State | None:
-        """Open the newest complete state that an earlier daemon left, and remove the others. Raises CacheError."""
+        """Open the newest complete state that an earlier daemon left, and remove the others, damaged ones among them.
+        Raises CacheError."""
         for number in reversed(self._numbers()):
-            database = self._open_database(self._path(number))
+            try:
+                database = self._open_database(self._path(number))
+            except CacheDamaged as error:
+                log.warning("state %d is removed: %s", number, error)
+                self._remove(number)
+                continue
             note = _note_row(database).get()
             if note is not None:
                 self.keep_only(number)
@@ -164,7 +171,7 @@ class States:
         return None
 
     def keep_only(self, number: int) -> None:
-        """Remove every other state, and what was set aside because it was damaged."""
+        """Remove everything but this state."""
         kept = self._path(number)
         for other in kept.parent.iterdir():
             if other != kept:
