@@ -124,8 +124,8 @@ class Operations(pyfuse3.Operations):
         self.barrier = fs.namespace.tree.barrier
         self.idleness: Sleeper = fs.namespace.idleness
         self._metrics = fs.metrics.namespace
-        self._renumbered = set[int]()
-        """Files that show the number of another, or did when they were shown last."""
+        self._renumbered = dict[int, None]()
+        """Files that show the number of another, or did when they were shown last, the oldest first."""
         self.invalidations = Invalidations(self._count_invalidations, fs.config.cache_dir)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
         fs.events.kernel_told.append(self.invalidations.wait_notified)
@@ -169,14 +169,23 @@ class Operations(pyfuse3.Operations):
         return attributes
 
     def _show_number(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """A linked file shows the inode number of its source while both are unchanged, which is asked each time."""
+        """A linked file shows the inode number of its source while both are unchanged, which is asked each time. Those
+        that were shown longest ago, some of which were removed since, make room for it in the library."""
         number = self.fs.shown_number(entry)
-        if number != entry.inode and hooks.show_number(entry.inode, number):
-            self._renumbered.add(entry.inode)
+        if number == entry.inode:
+            if entry.inode in self._renumbered:
+                self._show_own_number(entry.inode)
+            return
+        self._renumbered.pop(entry.inode, None)
+        while not (is_shown := hooks.show_number(entry.inode, number)) and self._renumbered:
+            self._show_own_number(next(iter(self._renumbered)))
+        if is_shown:
+            self._renumbered[entry.inode] = None
             attributes.attr_timeout = 0
-        elif number == entry.inode and entry.inode in self._renumbered:
-            self._renumbered.discard(entry.inode)
-            hooks.show_number(entry.inode, 0)
+
+    def _show_own_number(self, inode: int) -> None:
+        del self._renumbered[inode]
+        hooks.show_number(inode, 0)
 
     @upcall("lookup", about=About.NAME)
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:

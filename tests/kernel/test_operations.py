@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lakefs_fuse.kernel.operations import Operations, Sleeper, upcall  # isort: skip  (before pyfuse3)
 import pyfuse3
@@ -18,7 +19,7 @@ from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.kernel.native.hooks import CopyRequest, Feature
 from lakefs_fuse.kernel.reply import size_reply
 from lakefs_fuse.meta.barrier import Barrier
-from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.vfs.lake_size import LakeSize
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import TTL_S, Clock, lake
@@ -67,6 +68,35 @@ def test_total_of_an_empty_mount_is_not_zero() -> None:
     """df(1) leaves out what has none."""
     answer = size_reply(LakeSize(0, 0))
     assert (answer.f_blocks, answer.f_bfree) == (1, 0)
+
+
+async def test_linked_file_shows_the_number_of_its_source_whatever_was_linked_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those linked before were removed since, or nobody asks for their attributes any more."""
+    if hooks.library() is None:
+        pytest.skip("the library is not built here")
+    store = MemoryStore()
+    store.give("source")
+    linked = range(1 << 20, (1 << 20) + 6000)
+    async with lake(store, tmp_path) as m:
+        operations = Operations(m.fs, KernelFeatures(Feature(0), writeback_cache=True, background_max=0))
+        source = await m.found("source")
+
+        async def lookup(_: int, name: bytes) -> tuple[Entry, float]:
+            return replace(source, inode=int(name)), TTL_S
+
+        async def shows_number(inode: int) -> bool:
+            """Its attributes are not cached then."""
+            return not (await operations.lookup(ROOT_INODE, b"%d" % inode)).attr_timeout
+
+        monkeypatch.setattr(m.fs, "lookup", lookup)
+        assert not await shows_number(linked[0])
+        monkeypatch.setattr(m.fs, "shown_number", lambda entry: source.inode)
+        assert [inode for inode in linked if not await shows_number(inode)] == []
+        assert await shows_number(linked[0]), "it is shown again"
+        monkeypatch.setattr(m.fs, "shown_number", lambda entry: entry.inode)
+        assert [inode for inode in linked if await shows_number(inode)] == []
 
 
 class Idleness:
