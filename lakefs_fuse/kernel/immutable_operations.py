@@ -19,6 +19,7 @@ from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfus
 import pyfuse3
 import trio
 
+from lakefs_fuse.errors import CacheError
 from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.invalidation import notify_kernel
 from lakefs_fuse.kernel.native.hooks import Feature
@@ -72,14 +73,23 @@ class ImmutableOperations(pyfuse3.Operations):
         return {"kernel": self._kernel.describe(), "pushing": self.page_cache_push.describe()}
 
     async def _invalidate_names(self, changed: ChangedNames) -> None:
-        """In a thread: the kernel may make it wait for a request that is being served."""
-        self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
+        """In a thread: the kernel may make it wait for a request that is being served. Raises CacheError where the
+        local disk lost some of the names."""
+        try:
+            self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
+        except OSError as error:
+            message = "the local disk failed, so programs may see names as they were before: unmount, and mount again"
+            log.error("%s (%s)", message, error)
+            raise CacheError(message) from error
 
     def _invalidate(self, changed: ChangedNames) -> int:
+        """Names before the listing that they are in: the kernel drops a name when no READDIR is under way any more, so
+        that none can bring the old listing back."""
         known = 0
         named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed.names())
         for parent, names in groupby(named, key=itemgetter(0)):
-            known += notify_kernel((parent,), names)
+            known += notify_kernel((), names)
+            known += notify_kernel((parent,), ())
         return known
 
     # -- names and attributes
