@@ -46,6 +46,7 @@ from lakefs_fuse.store.s3.fast_path import is_expressible
 from lakefs_fuse.store.s3.list_pages import parse_page
 from lakefs_fuse.store.s3.store import S3Store
 from lakefs_fuse.store.s3.upload import BodyReader, etag_of
+from tests import recorded
 from tests.faults import Faults
 from tests.servers import Server, s3_client
 from tests.store.lakes import s3_config
@@ -423,6 +424,21 @@ def test_range_that_is_not_the_one_asked_for_is_unavailable(
     with contextlib.closing(answering(monkeypatch, answer)) as store:
         with pytest.raises(Unavailable, match="were due"):
             store.get("not//expressible", 0, 5)
+
+
+@pytest.mark.parametrize("key", ["key", "not//expressible"])
+def test_range_that_is_answered_with_the_whole_object_is_cut_out_of_it(key: str) -> None:
+    """By a server that answered the probe with 206."""
+    answer = recorded.Answer(200, "0123456789", {"ETag": '"e"', "Last-Modified": "Mon, 01 Sep 2025 00:00:00 GMT"})
+    with recorded.answering(answer) as port:
+        config = s3_config(Server("nobody", f"http://127.0.0.1:{port}"), "bucket")
+        with contextlib.closing(opened(config)) as store:
+            store.adapt(Capabilities(name="s3"))
+            for start, end, data in ((0, 10, b"0123456789"), (0, 100, b"0123456789"), (2, 5, b"234"), (20, 30, b"")):
+                fetched = store.get(key, start, end, etag="e")
+                assert (bytes(fetched.data), fetched.meta.size) == (data, 10)
+            with pytest.raises(PreconditionFailed):
+                store.get(key, 0, 10, etag="other")
 
 
 def test_keys_that_may_be_deleted_later_are_unavailable_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from lakefs_fuse.errors import (
     LakeError,
     NoSuchBucket,
     NotCarriedOut,
+    NotFound,
+    PreconditionFailed,
     StoreError,
     StoreFull,
     Unavailable,
@@ -300,6 +302,44 @@ def test_recorded_answer_becomes_one_sentence_that_says_what_to_do(name: str) ->
         for operation in case.operations.split():
             error = failure_at_mount(config_of(port)) if operation == "mount" else failure_of(operation, store)
             check(error, case.kind, case.errno, case.advice)
+
+
+ODD_NAMES = (
+    "status code: 503.log",
+    "status code: 412 <Code>AccessDenied</Code>",
+    "kind: Connect",
+    "4",
+    "404",
+    "s",
+    "a b",
+)
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Answer(404), NotFound),
+        (s3(404, "NoSuchKey", "The specified key does not exist."), NotFound),
+        (s3(412, "PreconditionFailed", "At least one of the pre-conditions did not hold"), PreconditionFailed),
+        (s3(403, "InvalidObjectState", "The operation is not valid for the object's storage class"), StoreError),
+        (Answer(503), Unavailable),
+    ],
+)
+def test_key_that_looks_like_an_answer_changes_no_error(name: str, answer: Answer, kind: type[LakeError]) -> None:
+    requests: dict[str, Callable[[S3Store], object]] = {
+        "head": lambda store: store.head(name),
+        "get": lambda store: store.get(name, 0, 1),
+        "put": lambda store: store.put(name, b"x", if_absent=True),
+    }
+    bucket = Source.parse("s3://bucket")
+    with answering(answer) as port, opened(config_of(port, source=bucket)) as store:
+        for operation, request in requests.items():
+            with pytest.raises(StoreError) as caught:
+                request(store)
+            if answer.body and operation == "head":
+                continue  # without its body an answer may be less
+            assert type(caught.value) is kind, (operation, str(caught.value))
 
 
 # -- failures without an answer --------------------------------------------------------------------------------------

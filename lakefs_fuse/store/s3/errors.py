@@ -51,6 +51,10 @@ class RangeNotSatisfiable(StoreError):
     """The object ends before the range starts; `S3Store.get` finds out why."""
 
 
+class RangeIgnored(Unavailable):
+    """The whole object came where a range was asked for; `S3Store.get` asks in a way that takes that."""
+
+
 class SumRefused(NotCarriedOut):
     """A body did not match its checksum when it arrived; sending it again is the cure."""
 
@@ -170,6 +174,9 @@ _OBSTORE_KINDS: _Kinds = (
 )
 
 # What obstore says is text only; these are what object_store and S3 put into it.
+_OBSTORE_DETAILS = "\n\nDebug source:"
+"""Between what it says and the same as a data structure, in which no line break is part of a name."""
+_OBSTORE_NOT_PARTIAL = "Received non-partial response when range requested"
 _OBSTORE_NO_ANSWER = re.compile(r"\bkind: \w+")
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
 _XML_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
@@ -266,18 +273,26 @@ def from_boto(what: str, error: Exception, *, signed: bool = True) -> StoreError
     return _from_table(_BOTO_KINDS, what, error)
 
 
-def from_obstore(what: str, error: Exception, *, signed: bool = True) -> StoreError:
-    """The error of an obstore call."""
+def from_obstore(what: str, error: Exception, path: str, *, signed: bool = True) -> StoreError:
+    """The error of an obstore call about the object at ``path``, prefix included."""
     text = str(error)
-    status = _OBSTORE_STATUS.search(text)
+    said = _without_path(text.rpartition(_OBSTORE_DETAILS)[0] or text, path)
+    status = _OBSTORE_STATUS.search(said)
     if status is not None:
-        return from_xml(what, int(status[1]), text.encode("utf-8", "replace"), signed=signed)
+        return from_xml(what, int(status[1]), said.encode("utf-8", "replace"), signed=signed)
+    if _OBSTORE_NOT_PARTIAL in said:
+        return RangeIgnored(f"{what}: the whole object came where a range was asked for")
     if isinstance(error, obs.PermissionDeniedError | obs.UnauthenticatedError):
         return AccessDenied(f"{what}: {advice.denied(what, '', signed=signed)}")
     if _OBSTORE_NO_ANSWER.search(text):
         is_begun, sentence = advice.of_connection(text)
         return _unanswered(what, error, sentence, is_begun=is_begun)
     return _from_table(_OBSTORE_KINDS, what, error)
+
+
+def _without_path(said: str, path: str) -> str:
+    """What obstore says, less the path, which may look like any answer. It is percent-encoded in the URL."""
+    return said.replace(f" location {path} ", " ").replace(f" path {path}: ", ": ")
 
 
 def _unanswered(what: str, error: Exception, sentence: str, *, is_begun: bool) -> StoreError:

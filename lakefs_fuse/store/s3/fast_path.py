@@ -95,18 +95,21 @@ class S3FastPath:
             ) from None
 
     def get(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
-        """Bytes [start, end) of a store that answers ranges with 206. The caller compares ETags."""
+        """Bytes [start, end) of a store that answers ranges with 206; raises RangeIgnored where it does not. The caller
+        compares ETags."""
         options: dict[str, object] = {"range": (start, end)}
         if etag is not None:
             options["if_match"] = f'"{etag}"'
 
+        path = self._prefix + key
+
         def fetch() -> tuple[tuple[int, int], memoryview, ObjectMeta]:
-            result = obstore.get(self._store, self._prefix + key, options=cast(Any, options))
+            result = obstore.get(self._store, path, options=cast(Any, options))
             given, meta = result.range, _meta(key, result)
             return given, memoryview(cast(Any, result.bytes())), meta
 
         what = f"get {key!r}"
-        given, data, meta = self._translated(what, fetch)
+        given, data, meta = self._translated(what, path, fetch)
         due = start, min(end, meta.size)
         if given != due or len(data) != due[1] - start:
             raise Unavailable(f"{what}: {len(data)} bytes came where {due[1] - start} were due")
@@ -116,7 +119,7 @@ class S3FastPath:
         """With metadata, but for metadata named like a header."""
         options = cast(Any, {"head": True})
         path = self._prefix + key
-        result = self._translated(f"head {key!r}", lambda: obstore.get(self._store, path, options=options))
+        result = self._translated(f"head {key!r}", path, lambda: obstore.get(self._store, path, options=options))
         return _meta(key, result)
 
     def can_put(self, size: int, metadata: Mapping[str, str] | None) -> bool:
@@ -131,11 +134,13 @@ class S3FastPath:
         attributes = dict(metadata or {})
         if storage_class:
             attributes["Storage-Class"] = storage_class
+        path = self._prefix + key
         answer = self._translated(
             f"put {key!r}",
+            path,
             lambda: obstore.put(
                 self._store,
-                self._prefix + key,
+                path,
                 body,
                 attributes=cast(Any, attributes),
                 mode="create" if if_absent else "overwrite",
@@ -144,15 +149,15 @@ class S3FastPath:
         )
         return ObjectMeta(key, len(body), read_etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
 
-    def _translated(self, what: str, call: Callable[[], T]) -> T:
-        """The answer of an obstore call, or its error translated, unless it is a StoreError; the original is not
-        chained."""
+    def _translated(self, what: str, path: str, call: Callable[[], T]) -> T:
+        """The answer of an obstore call about ``path``, or its error translated, unless it is a StoreError; the
+        original is not chained."""
         try:
             return call()
         except StoreError:
             raise
         except Exception as error:
-            failure = from_obstore(what, error, signed=self._signed)
+            failure = from_obstore(what, error, path, signed=self._signed)
         raise failure
 
 

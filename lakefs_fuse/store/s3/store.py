@@ -55,6 +55,7 @@ from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.access import S3Access, connect
 from lakefs_fuse.store.s3.errors import (
     RAISED_BY_BOTO,
+    RangeIgnored,
     RangeNotSatisfiable,
     WrongRegion,
     from_answer,
@@ -106,10 +107,7 @@ class S3Store:
         """See `ObjectStore.get`. Raises Unavailable where the answer was not whole."""
         self._refuse_marker(key, NotFound)
         try:
-            if self.capabilities.partial_status and is_expressible(key):
-                fetched = self._fast.get(key, start, end, etag if self.capabilities.get_if_match else None)
-            else:
-                fetched = self._get_with_boto(key, start, end, etag)
+            fetched = self._get(key, start, end, etag if self.capabilities.get_if_match else None)
         except RangeNotSatisfiable:
             meta = self.head(key)
             if etag is not None and meta.etag != etag:
@@ -121,8 +119,13 @@ class S3Store:
             raise PreconditionFailed(f"{key!r} is another version now")
         return fetched
 
-    def _get_with_boto(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
-        answer = self._get_object(key, start, end, etag if self.capabilities.get_if_match else None)
+    def _get(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
+        if self.capabilities.partial_status and is_expressible(key):
+            try:
+                return self._fast.get(key, start, end, etag)
+            except RangeIgnored:
+                pass  # a server may answer so where the range is all of the object
+        answer = self._get_object(key, start, end, etag)
         try:
             data, size = range_from_answer(answer, start, end)
         except StoreError:
