@@ -5,8 +5,9 @@ of a file that is not at the version that was read, and never names a plain obje
 time (the objects are listed again after the time was taken, so whatever replaces one later is dated later, and wins).
 Callers delete what a commit supersedes, after it.
 
-A crash before a PUT leaves nothing; after it, a commit that is in effect. A commit that took long to store is named by
-another, small one, because mounts look for new commits among those of the last two minutes. Tasks of one trio loop.
+A crash before a PUT leaves nothing; after it, a commit that is in effect. A commit that is in the store late after its
+time, by LATE_NS, is named by another, small one, and so on until one is in time, because mounts look for new commits
+among those of the last two minutes. Tasks of one trio loop.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-import trio
-
 from lakefs_fuse.admin.extent_reader import ExtentReader, Moving, chunks
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, fd_sink
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
+from lakefs_fuse.commits.committer import LATE_NS
 from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Operation, Record, Relocate
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import LakeError, NotFound
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.store.protocol import FileSlice
+from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.namespace.attributes import learn
 
 PACK_BYTES = 64 * MIB
 PACK_FILES_MAX = OPERATIONS_AT_ONCE
-SLOW_S = 60.0
+LISTINGS_AT_ONCE = 16
+"""Of the directories of a pack's files, between the time of its commit and the PUT."""
 
 
 @dataclass(slots=True)
@@ -185,22 +187,23 @@ class Relocator:
             return
         record = RelocationBuilder().add_all(pack.moved, THIS).record(lake, time_ns)
         size = await self._lake.node.threads.run(lambda: pack.builder.finish(lake.log.encode(record)))
-        began = trio.current_time()
         meta = await lake.log.put(time_ns, FileSlice(pack.file.fileno(), 0, size))
-        if trio.current_time() - began > SLOW_S:
-            await self._commit_again(pack, ObjectRef(meta.key, meta.etag, size))
+        while lake.clock.wall_ns() - time_ns > LATE_NS:
+            time_ns = await self._commit_again(pack, ObjectRef(meta.key, meta.etag, size))
         await lake.refresh()
         self.done.packs += 1
         self.done.bytes_written += size
         self.done.files += len(pack.moved)
         self.done.bytes += sum(file.source.size for file, _ in pack.moved)
 
-    async def _commit_again(self, pack: _Pack, ref: ObjectRef) -> None:
+    async def _commit_again(self, pack: _Pack, ref: ObjectRef) -> int:
+        """Name the pack in another commit; returns the time of that."""
         builder = RelocationBuilder()
         target = builder.index(ref)
         time_ns = await self._lake.log.latest_time()
         record = builder.add_all(await self._unchanged(pack.moved), target).record(self._lake, time_ns)
         await self._lake.log.put_record(record)
+        return time_ns
 
     async def _unchanged(self, moved: list[tuple[Moving, int]]) -> list[tuple[Moving, int]]:
         """The files whose plain object is still at the version that was read; one LIST for each directory."""
@@ -210,8 +213,11 @@ class Relocator:
                 prefix = file.path[: file.path.rfind("/") + 1]
                 wanted.setdefault(prefix, {})[file.path] = file.source.version.etag
         changed: set[str] = set()
-        for prefix, etags in wanted.items():
-            changed |= await self._changed(prefix, etags)
+
+        async def check(directory: tuple[str, dict[str, str]]) -> None:
+            changed.update(await self._changed(*directory))
+
+        await for_each(wanted.items(), check, LISTINGS_AT_ONCE)
         return [each for each in moved if each[0].path not in changed]
 
     async def _changed(self, prefix: str, etags: dict[str, str]) -> set[str]:

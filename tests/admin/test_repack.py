@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zipfile
 from collections.abc import Callable
 from io import BytesIO
@@ -13,14 +14,16 @@ import trio
 from lakefs_fuse.admin import repack
 from lakefs_fuse.admin.repack import Packed, Unpacked
 from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.commits.committer import LATE_NS
+from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.record import OBJECTS
+from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.product import RESERVED_PREFIX
-from tests.admin.lakes import commits, dataset, give_pack, headless, plain, silent
+from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, plain, silent
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.tiers import sized
-from tests.vfs.lakes import TTL_S, Clock, Lake, lake
+from tests.vfs.lakes import NS, TTL_S, Clock, Lake, lake
 from tests.vfs.writing_back import until
 
 FILES = dataset(30) | dataset(10, "data/deep/er") | {"top": b"at the top", "data/empty": b""}
@@ -193,6 +196,58 @@ async def test_an_object_in_place_of_packed_bytes_waits_for_its_commit(
     assert (await pack(store, clock, "data/deep")).moved.files == 1
     assert (await fresh(store, clock, tmp_path))["data/deep/new"] == b"of another program"
     assert "data/deep/new" not in plain(store)
+
+
+class ChecksBeforeCommit:
+    """A hook that calls ``act`` with each LIST of a directory that is to be packed, after its files were read."""
+
+    def __init__(self, act: Callable[[Request], object]) -> None:
+        self._act, self._is_reading = act, False
+
+    def __call__(self, request: Request, when: str) -> None:
+        is_plain = not request.key.startswith(RESERVED_PREFIX)
+        self._is_reading |= request.what == "get" and is_plain
+        if self._is_reading and (request.what, when) == ("list", "before") and is_plain and request.key:
+            self._act(request)
+
+
+@pytest.mark.parametrize("late_commits", [1, 2])
+async def test_commit_that_checks_made_late_is_repeated_until_one_is_in_time(
+    store: MemoryStore, clock: Clock, tmp_path: Path, late_commits: int
+) -> None:
+    """Another node commits meanwhile, and polls of a mount are past the times of the first ones."""
+    late: list[str] = []
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        assert await contents(mounted) == FILES
+        token = trio.lowlevel.current_trio_token()
+
+        def pass_time(request: Request) -> None:
+            if request.key == "data/deep/er/" and len(late) < late_commits:
+                late.append(request.key)
+                clock.advance((WINDOW_NS + LATE_NS) / NS)
+                give_commit(store, clock, Remove("nothing"), writer="0badcaff")
+                trio.from_thread.run(mounted.poll, trio_token=token)
+
+        store.hook = ChecksBeforeCommit(pass_time)
+        done = await pack(store, clock)
+        store.hook = lambda _request, _when: None
+        assert len(late) == late_commits
+        assert (done.moved.files, done.moved.packs, plain(store)) == (len(FILES), 1, [])
+        assert len(commits(store)) == late_commits + 1 + late_commits
+        await mounted.poll()
+        clock.advance(TTL_S + 1)
+        assert await contents(mounted) == FILES
+    assert await fresh(store, clock, tmp_path) == FILES
+
+
+async def test_directories_are_listed_concurrently_before_a_commit(clock: Clock) -> None:
+    store, directories = MemoryStore(), 8
+    for number in range(directories):
+        store.give(f"sample-{number}/meta.json", b"{}")
+    clock.advance(60)
+    both = threading.Barrier(2)
+    store.hook = ChecksBeforeCommit(lambda _: both.wait(5))
+    assert (await pack(store, clock)).moved.files == directories
 
 
 async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
