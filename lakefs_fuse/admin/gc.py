@@ -47,7 +47,14 @@ from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.bundles import parse_bundle
-from lakefs_fuse.commits.gc_record import UNREFERENCED_MAX, GcRecord, deletion_refused, read_gc_record, write_gc_record
+from lakefs_fuse.commits.gc_record import (
+    DEAD_MAX,
+    UNREFERENCED_MAX,
+    GcRecord,
+    GcRecordReader,
+    deletion_refused,
+    write_gc_record,
+)
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import UNFINISHED_NS, Manifest, manifests
@@ -182,7 +189,9 @@ class Collector:
         self._late: set[str] = set()
         self._kept = snapshots.KeptObjects(lake.client)
         """Objects that named snapshots refer to."""
+        self._gc_records = GcRecordReader(lake.client)
         self._recorded: dict[str, int] = {}
+        """`GcRecord.dead`, as of the last check."""
         self._known: dict[str, tuple[str, int]] = {}
         self._found: dict[str, tuple[str, int]] = {}
         """`GcRecord.unreferenced`, as the last search left it, and as this one does."""
@@ -193,7 +202,8 @@ class Collector:
     async def run(self) -> Collected:
         """Collect, and return what was done. Raises LakeError; what was done before stays done."""
         options, began_s = self._options, self._lake.node.clock.mono_s()
-        old = await read_gc_record(self._lake.client)
+        old = await self._gc_records.read()
+        self._recorded = old.dead
         self._contained.update(old.dead)
         await self._kept.refresh()
         named = {row.key for row in self._lake.tree.objects.rows() if row.is_pack and row.entries > 0}
@@ -275,20 +285,24 @@ class Collector:
     # -- what is dead
 
     async def _find_dead(self) -> list[ObjectMeta]:
-        """Commit objects that no name has bytes in, after all commits were applied."""
+        """Commit objects that no name has bytes in, after all commits were applied: those of the gc record first, then
+        the oldest, DEAD_MAX at most."""
         lake = self._lake
-        commits = await lake.list_commits()
+        commits = sorted(await lake.list_commits(), key=self._order)
         await lake.refresh()
         await self._kept.refresh()
         dead: list[ObjectMeta] = []
 
         async def check(meta: ObjectMeta) -> None:
-            if self._is_unreferenced(meta) and await self._is_contained(meta):
+            if len(dead) < DEAD_MAX and self._is_unreferenced(meta) and await self._is_contained(meta):
                 dead.append(meta)
 
         await for_each(commits, check, RECORDS_AT_ONCE)
         self.done.unreadable = max(self.done.unreadable, lake.refused)
-        return [] if self.done.unreadable else sorted(dead, key=lambda meta: meta.key)
+        return [] if self.done.unreadable else sorted(dead, key=self._order)[:DEAD_MAX]
+
+    def _order(self, meta: ObjectMeta) -> tuple[bool, str]:
+        return meta.key not in self._recorded, meta.key
 
     async def _is_contained(self, meta: ObjectMeta) -> bool:
         """Whether every change of a commit, or a later one, is in the view, so that an index contains it.
@@ -416,8 +430,7 @@ class Collector:
 
     async def _read_references(self) -> None:
         """Read what other processes wrote: commits, snapshots, gc records, the newest index. Raises LakeError."""
-        client = self._lake.client
-        self._recorded = (await read_gc_record(client)).dead
+        self._recorded = (await self._gc_records.read()).dead
         newest = await self._newest_index()
         self._horizon = 0 if newest is None else newest.horizon
         await self._kept.refresh()

@@ -24,9 +24,11 @@ from lakefs_fuse.store.protocol import ObjectMeta
 
 RECORDS = f"{RESERVED_PREFIX}gc/"
 FORMAT = 1
-RECORD_BYTES_MAX = 256 << 20
+RECORD_BYTES_MAX = 384 << 20
+DEAD_MAX = 2_000_000
+"""Commits in a record, 112 MB; the grace periods of others begin in a later run."""
 UNREFERENCED_MAX = 200_000
-"""Objects in a record, 210 MB with the longest keys; the grace periods of others begin in a later run."""
+"""As DEAD_MAX, of other objects: 215 MB with the longest keys."""
 
 _KEY = re.compile(re.escape(RECORDS) + r"[0-9a-f]{16}-([0-9a-f]{16})")
 
@@ -50,21 +52,40 @@ async def read_horizon(client: StoreClient) -> int:
 
 
 async def read_gc_record(client: StoreClient) -> GcRecord:
-    """The newest readable record, with the highest horizon of all; an empty one where there is none. Raises
-    LakeError."""
-    metas = await _list_records(client)
-    horizon = _horizon_of(metas)
-    for meta in reversed(metas):
-        if not 0 < meta.size <= RECORD_BYTES_MAX:
-            continue
-        try:
-            raw = bytes((await client.get(meta.key, 0, meta.size, etag=meta.etag)).data)
-            record = msgspec.msgpack.decode(raw, type=GcRecord)
-        except (NotFound, PreconditionFailed, *MALFORMED):
-            continue
-        if record.format == FORMAT:
-            return msgspec.structs.replace(record, horizon=max(record.horizon, horizon))
-    return GcRecord(horizon=horizon)
+    """As `GcRecordReader.read`, once."""
+    return await GcRecordReader(client).read()
+
+
+class GcRecordReader:
+    """Reads the record again and again, and fetches it where it is another one than before. For one task."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+        self._key, self._etag, self._record = "", "", GcRecord()
+
+    async def read(self) -> GcRecord:
+        """The newest readable record, with the highest horizon of all; an empty one where there is none. Raises
+        LakeError."""
+        metas = await _list_records(self._client)
+        horizon = _horizon_of(metas)
+        for meta in reversed(metas):
+            is_known = (meta.key, meta.etag) == (self._key, self._etag)
+            record = self._record if is_known else await _fetch_record(self._client, meta)
+            if record is not None:
+                self._key, self._etag, self._record = meta.key, meta.etag, record
+                return msgspec.structs.replace(record, horizon=max(record.horizon, horizon))
+        return GcRecord(horizon=horizon)
+
+
+async def _fetch_record(client: StoreClient, meta: ObjectMeta) -> GcRecord | None:
+    if not 0 < meta.size <= RECORD_BYTES_MAX:
+        return None
+    try:
+        raw = bytes((await client.get(meta.key, 0, meta.size, etag=meta.etag)).data)
+        record = msgspec.msgpack.decode(raw, type=GcRecord)
+    except (NotFound, PreconditionFailed, *MALFORMED):
+        return None
+    return record if record.format == FORMAT else None
 
 
 async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -> None:

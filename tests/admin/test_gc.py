@@ -10,11 +10,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lakefs_fuse.admin import gc
 from lakefs_fuse.admin.commands import run_gc, run_snapshot
 from lakefs_fuse.admin.gc import Collected, Collector
 from lakefs_fuse.admin.maintenance import KEY as LAST_COLLECTION
+from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.bundles import MIXED, SUFFIX, Copy, bundle_key
-from lakefs_fuse.commits.gc_record import RECORDS, GcRecord, read_gc_record, read_horizon, write_gc_record
+from lakefs_fuse.commits.gc_record import (
+    DEAD_MAX,
+    RECORD_BYTES_MAX,
+    RECORDS,
+    UNREFERENCED_MAX,
+    GcRecord,
+    read_gc_record,
+    read_horizon,
+    write_gc_record,
+)
 from lakefs_fuse.commits.listing_digest import SUFFIX as DIGEST_SUFFIX
 from lakefs_fuse.commits.listing_digest import digest_key
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
@@ -362,6 +373,51 @@ async def test_the_note_of_the_last_run_is_read(store: MemoryStore, clock: Clock
         key = next(key for key in store.objects if key.startswith(RECORDS))
         store.give(key, b"\xff damaged")
         assert await read_gc_record(view.client) == GcRecord(horizon=note.horizon)
+
+
+def test_note_with_as_much_as_it_may_have_can_be_read() -> None:
+    def size_of_each(make: Callable[[int], GcRecord]) -> float:
+        return (len(msgspec.msgpack.encode(make(1001))) - len(msgspec.msgpack.encode(make(1)))) / 1000
+
+    dead = size_of_each(lambda count: GcRecord(dead={commit_key(2**60 + n, "0badcafe"): 2**60 for n in range(count)}))
+    unreferenced = size_of_each(
+        lambda count: GcRecord(unreferenced={f"{n:01024}": ("0" * 36, 2**60) for n in range(count)})
+    )
+    assert DEAD_MAX * dead + UNREFERENCED_MAX * unreferenced < RECORD_BYTES_MAX - 1000
+
+
+async def test_more_dead_commits_than_a_note_has_room_for_are_deleted_by_later_runs(
+    store: MemoryStore, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have waited for a part of their grace period go on waiting, also where older ones die."""
+    hour, oldest = GcArgs(grace_s=3600, live_below=0), commits(store)[0]
+    monkeypatch.setattr(gc, "DEAD_MAX", 2)
+    give_commit(store, clock, *(Remove(path) for path in list(FILES)[20:]))
+    clock.advance(600)
+    assert (await collect(store, clock, hour)).commits_deleted == 0
+    async with headless(store, clock) as view:
+        first = (await read_gc_record(view.client)).dead
+    assert len(first) == 2
+    assert oldest not in first
+    give_commit(store, clock, *(Remove(path) for path in list(FILES)[:20]), writer="0badcaff")
+    for expected in (0, 2, 0, 2, 0, 2):
+        assert (await collect(store, clock, hour)).commits_deleted == expected
+        clock.advance(3601)
+    assert not set(first) & set(store.objects)
+    assert commits(store) == []
+    assert await fresh(store, clock, tmp_path) == {}
+
+
+async def test_note_is_fetched_once_for_all_batches(
+    store: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "DELETE_KEYS_MAX", 1)
+    await collect(store, clock, GcArgs(grace_s=3600))
+    clock.advance(3601)
+    store.requests.clear()
+    assert (await collect(store, clock, GcArgs(grace_s=3600))).commits_deleted == 4
+    fetched = [request.key for request in store.requests if request.what == "get" and request.key.startswith(RECORDS)]
+    assert len(fetched) == len(set(fetched)) <= 2
 
 
 async def test_note_whose_older_one_may_not_be_deleted_names_the_permission(store: MemoryStore, clock: Clock) -> None:
