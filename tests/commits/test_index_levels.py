@@ -9,9 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 from rocksdict import SstFileWriter
 
-from lakefs_fuse.commits.index import levels
+from lakefs_fuse.commits.index import index, levels
 from lakefs_fuse.commits.index.index import (
     FORMAT,
     FORMAT_LEVELS,
@@ -39,7 +40,7 @@ from lakefs_fuse.meta.sorted_tables import DumpOfChanges
 from lakefs_fuse.meta.tree import Tree
 from tests.commits.archives import client_of
 from tests.fakes import open_database
-from tests.memory_store import START_NS, Failures, MemoryStore, When
+from tests.memory_store import START_NS, Failures, MemoryStore, Request, When
 from tests.tiers import sized
 
 PACK = ".lakefs/commits/0000000000000001-0badcafe.zip"
@@ -597,3 +598,37 @@ async def test_index_that_is_removed_while_it_is_read_is_followed_by_a_newer_one
     assert isinstance(raised.value, NotFound) or raised.group_contains(NotFound)
     assert await fresh.load() is not None
     assert fresh.rows() == folder.rows()
+
+
+async def test_index_that_is_replaced_with_every_try_to_read_it_is_taken_in_the_end(
+    opener: Opener, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fold replaces the last increment. It is fetched first, so nothing of the base is fetched in vain."""
+    monkeypatch.setattr(levels, "INCREMENTS_MAX", 1)
+    monkeypatch.setattr(index, "FILES_AT_ONCE", 1)
+    folder, fresh = opener("folder"), opener("fresh")
+    folder.fill(b"data", 5000)
+    first = await folder.fold()
+    base = {first.key_of(file) for file in first.files}
+    token, left = trio.lowlevel.current_trio_token(), 4
+
+    async def fold_twice() -> None:
+        for _ in range(2):
+            folder.touch(b"data", [left])
+            await folder.fold()
+
+    def replace(request: Request, when: When) -> None:
+        nonlocal left
+        is_increment = request.what == "get" and request.key.endswith(".sst") and request.key not in base
+        if when == "before" and is_increment and left:
+            left -= 1
+            trio.from_thread.run(fold_twice, trio_token=token)
+
+    await fold_twice()
+    store.requests.clear()
+    store.hook = replace
+    assert await fresh.load() is not None
+    assert left == 0
+    assert fresh.rows() == folder.rows()
+    assert all(store.count("get", key) == 1 for key in base)
+    assert tables.missing_before(fresh.database) == 0

@@ -51,7 +51,7 @@ from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import collecting, for_each
 
 INDEX = f"{RESERVED_PREFIX}index/"
 """Where indexes lie."""
@@ -285,20 +285,17 @@ async def fetch_files(
     """All files of an index, compared with the manifest and tried, in the order in which to take them in; or those of
     the increments from that on which continues the index of the time ``since``. ``prefix`` is where they are, if not at
     the index's own. Raises DamagedCommit, NotFound, CacheError."""
-    few = trio.CapacityLimiter(FILES_AT_ONCE)
     increments = [each for each in manifest.increments if each.since >= since]
     files = msgspec.structs.replace(manifest, files=[] if since else manifest.files, increments=increments).all_files()
     paths = {file.name: directory / file.name.replace("/", "-") for file in files}
 
     async def fetch(file: IndexFile) -> None:
-        async with few:
-            key = prefix + file.name if prefix else manifest.key_of(file)
-            fetch_once = partial(_fetch_file, client, threads, key, file, paths[file.name])
-            paths[file.name] = await fetch_undamaged(fetch_once)
+        key = prefix + file.name if prefix else manifest.key_of(file)
+        fetch_once = partial(_fetch_file, client, threads, key, file, paths[file.name])
+        paths[file.name] = await fetch_undamaged(fetch_once)
 
-    async with collecting() as nursery:
-        for file in files:
-            nursery.start_soon(fetch, file)
+    # The last ones first: each fold may replace the last increments, and the more rarely the earlier a file is.
+    await for_each(reversed(files), fetch, FILES_AT_ONCE)
     return [paths[file.name] for file in files]
 
 
@@ -343,15 +340,7 @@ async def load_newest_index(
     answer.
     """
     horizon = await read_horizon(client)  # first: the index that has those commits was there before
-    for last in (False, True):  # an index may be removed while it is read; then there are two newer ones
-        search = _IndexSearch(database, client, threads, directory, folds, horizon)
-        for time in (await find(client))[:CANDIDATES_MAX]:
-            if await search.try_index(time):
-                return search.taken
-        if last or not search.vanished:
-            break
-    search.give_up()
-    return None
+    return await _IndexSearch(database, client, threads, directory, folds, horizon).run()
 
 
 class _IndexSearch:
@@ -367,15 +356,28 @@ class _IndexSearch:
         self._missing = tables.missing_before(database)
         self._needed = max(self._missing, horizon)
         """Commits before this time may be gone: by the record of gc, and by every manifest that can be read."""
-        self.vanished = False
-        self.taken: Manifest | None = None
+        self._vanished = 0
+        """Time of the newest index of which a file was not there: it was removed while it was read, or is lost."""
+        self._taken: Manifest | None = None
+
+    async def run(self) -> Manifest | None:
+        """Which index was taken. One that is removed while it is read is followed by newer ones: as long as these are
+        removed, too, the search goes on."""
+        before = -1
+        while self._vanished > before:
+            before = self._vanished
+            for time in (await find(self._client))[:CANDIDATES_MAX]:
+                if await self._try_index(time):
+                    return self._taken
+        self._give_up()
+        return None
 
     def _lacks(self, newest: int) -> bool:
         """Names whose newest commit is of this time lack some that were collected: all of them are older than the
         horizon, and the newest of them may be the newest of all."""
         return newest + 1 < self._needed
 
-    async def try_index(self, time: int) -> bool:
+    async def _try_index(self, time: int) -> bool:
         """Try one index, newest first; True ends the search."""
         try:
             manifest = await fetch_manifest(self._client, time)
@@ -397,13 +399,13 @@ class _IndexSearch:
             else:
                 await self._take(manifest)
         except NotFound as error:
-            self.vanished = True
+            self._vanished = max(self._vanished, time)
             log.warning("the index %016x is not used, a file of it is missing: %s", time, error)
             return False
         except DamagedCommit as error:
             log.warning("the index %016x is not used: %s", time, error)
             return False
-        self.taken = manifest
+        self._taken = manifest
         return True
 
     def _can_continue(self, manifest: Manifest, folded: int) -> bool:
@@ -443,7 +445,7 @@ class _IndexSearch:
         tables.set_missing_before(self._db, self._needed)
         log.error("%s", describe_loss(self._needed))
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         """No index could be used."""
         if self._missing or self._lacks(self._known):
             self._note_missing()
