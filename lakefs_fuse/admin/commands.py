@@ -15,13 +15,13 @@ from pathlib import Path
 from lakefs_fuse.admin import fsck, fsck_repair, gc, rebind, repack
 from lakefs_fuse.admin.fold_database import FoldDatabase, open_fold_view
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
-from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, Inspector
+from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, UNREADABLE, Inspector
 from lakefs_fuse.admin.snapshot import accept_loss, fold
 from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.index import datasets, snapshots
 from lakefs_fuse.config import DatasetName
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, DamagedCommit, NotFound, Unsupported
+from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, DamagedCommit, LakeError, NotFound, Unsupported
 from lakefs_fuse.quantity import counted
 from lakefs_fuse.store import lake_record
 from lakefs_fuse.store.client import StoreClient
@@ -124,12 +124,22 @@ async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protoco
         collects = due.collection and args.may_delete
         if not due.fold and not collects:
             return work.finished({"folded": False, "collected": False}, "the lake is due for nothing")
+        if inspector.is_refused:
+            return work.finished({"folded": False, "collected": False}, f"maintenance was refused lately: {UNREADABLE}")
+        began_s = clock.mono_s()
         async with open_fold_view(client, work, database) as lake:
-            if not collects:
-                await fold(lake, list_all=False, is_new=True, known=inspector.index, report=work.report)
-                return work.finished({"folded": True, "collected": False}, "an index was written")
-            options = protocol.GcArgs(grace_s=args.interval_s * INTERVALS_PER_DAY * GRACE_DAYS)
-            done = await _collect(work, lake, options, always_folds=due.fold)
+            try:
+                if not collects:
+                    await fold(lake, list_all=False, is_new=True, known=inspector.index, report=work.report)
+                    return work.finished({"folded": True, "collected": False}, "an index was written")
+                options = protocol.GcArgs(grace_s=args.interval_s * INTERVALS_PER_DAY * GRACE_DAYS)
+                done = await _collect(work, lake, options, always_folds=due.fold)
+            except LakeError:
+                if lake.refused:
+                    await inspector.record_refusal(int(clock.mono_s() - began_s))
+                raise
+            if done.unreadable:
+                await inspector.record_refusal(int(clock.mono_s() - began_s))
         return work.finished(
             {**done.summary(), "collected": not done.unreadable},
             done.describe(dry_run=False),

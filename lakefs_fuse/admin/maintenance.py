@@ -2,13 +2,14 @@
 
 A lake is due for a fold when many commits are newer than its newest index, or one of them is a day old; and for a
 collection when a day has passed since the last one and there is a newer commit, or a week in any case. A collection
-leaves the time of its end in the object `.lakefs/last-collection` (`docs/format.md`), for all who ask.
+leaves the time of its end in the object `.lakefs/last-collection` (`docs/format.md`), for all who ask. So does a run
+that is refused because commits cannot be read: the lake stays due, and no process tries again before `is_refused` ends.
 
 What always holds (*cost follows the change*): an inspection lists the commits that are newer than the index that it
 knows, BACKLOG_MAX of them and a page at most. Index and last collection are read again only where those that are known
 make the lake due for something, because another process may have done it.
 
-Tasks of one trio loop. It changes nothing; `gc` writes the object at the end of a run.
+Tasks of one trio loop. `gc` writes the object at the end of a run; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from lakefs_fuse.admin.fold_database import FoldDatabase
 from lakefs_fuse.commits.archive import parse_commit_key
@@ -54,6 +56,8 @@ TAKES_MAX = 10
 """A collection that takes long is due after ten times as long, so that it takes a tenth of the time at most."""
 PAUSE_DAYS_MAX = 30
 """And no longer: a collection on a machine that was suspended took days."""
+UNREADABLE = "commits cannot be read, or lie in the future: run fsck"
+"""Why maintenance was refused."""
 NS = 1_000_000_000
 
 KEY = f"{RESERVED_PREFIX}last-collection"
@@ -65,12 +69,14 @@ ABSENT = f"{COMMITS}absent"
 
 class CollectionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the object. ``time`` of the end of the last collection, by the store's clock, and ``newest``, of the
-    newest commit that it knew, in ns since 1970; ``took_s`` is how long it ran."""
+    newest commit that it knew, in ns since 1970, both 0 for none; ``took_s`` is how long it ran. ``refused`` is the
+    time of the last run since that was refused; ``took_s`` is of that where it is more."""
 
     format: int = FORMAT
     time: int
     newest: int
     took_s: int = 0
+    refused: int = 0
 
 
 async def read_collection(client: StoreClient) -> CollectionRecord | None:
@@ -197,6 +203,22 @@ class Inspector:
             is_late = passed_ns > max(day_ns, pause_ns)
             collection = is_late and (has_changed or passed_ns > DAYS_MAX * day_ns)
         return Due(fold, collection)
+
+    @property
+    def is_refused(self) -> bool:
+        """A run was refused so lately that none is to begin: ten times as long ago as it took, an hour at least and a
+        day at most."""
+        last = self.collection
+        if last is None:
+            return False
+        pause_ns = min(max(int(self.interval_s * NS), last.took_s * TAKES_MAX * NS), self.day_ns)
+        return 0 <= self.now_ns() - last.refused < pause_ns
+
+    async def record_refusal(self, took_s: int) -> None:
+        """A run of this process was refused after so long. Raises StoreError kinds."""
+        last = self.collection or CollectionRecord(time=0, newest=0)
+        self.collection = replace(last, took_s=max(last.took_s, took_s), refused=self.now_ns())
+        await write_collection(self._client, self.collection)
 
     def now_ns(self) -> int:
         """The store's time, in ns since 1970."""

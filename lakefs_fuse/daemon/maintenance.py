@@ -9,7 +9,7 @@ What always holds:
 * *one at a time*: the worker holds the maintenance lease, and finds out again what is due when it has it;
 * *the mount never waits*: what is more than a few requests happens in another process, at the lowest priority;
 * *no failure is repeated every hour*: the next run is due after twice as long each time, a day at most, and of a row of
-  failures the first is logged;
+  failures the first is logged. Where commits cannot be read, no other mount tries for a while, either;
 * *bounded disk*: what the worker keeps for the next fold (`admin.fold_database`), about the size of the index, goes
   where the disk has no room for it, and where another mount has folded for a week.
 
@@ -27,7 +27,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.admin.fold_database import FoldDatabase
-from lakefs_fuse.admin.maintenance import DAYS_MAX, INTERVALS_PER_DAY, Due, Inspector
+from lakefs_fuse.admin.maintenance import DAYS_MAX, INTERVALS_PER_DAY, UNREADABLE, Due, Inspector
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import EXIT_BUSY, EXIT_INTERRUPTED, CacheError, LakeError
@@ -110,7 +110,7 @@ class Maintenance:
             await self._drop_outdated()
             if not self._due:
                 self._error, self._failures = "", 0
-            elif self._inspector.now_ns() >= self._not_before_ns:
+            elif self._inspector.now_ns() >= self._not_before_ns and not self._inspector.is_refused:
                 await self._do_due()
         except LakeError as error:
             self._record_error(str(error))
@@ -212,6 +212,8 @@ class Maintenance:
             return self._error
         if self._holder:
             return f"held by {self._holder}"
+        if self._inspector.is_refused:
+            return UNREADABLE
         return "these credentials may not delete" if self._refused_until_ns > self._inspector.now_ns() else ""
 
     def statistics(self) -> dict[str, object]:
@@ -222,7 +224,7 @@ class Maintenance:
             "mode": "auto",
             "inspected_s": self._inspected_ns / NS if self._inspected_ns is not None else None,
             "last_fold_s": index.time / NS if index is not None else None,
-            "last_collection_s": collection.time / NS if collection is not None else None,
+            "last_collection_s": collection.time / NS if collection and collection.time else None,
             "backlog": inspector.backlog if is_known else None,
             "due": self._wanted,
             "due_for_s": round(self._due_s, 3),

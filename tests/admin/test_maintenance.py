@@ -27,7 +27,7 @@ from lakefs_fuse.commits.index.index import INDEX, Manifest
 from lakefs_fuse.commits.poller import ABSENCE_S_MAX
 from lakefs_fuse.commits.record import COMMITS, TIME_NS_MAX, Remove
 from lakefs_fuse.control.worker_protocol import GcArgs, MaintenanceArgs, SnapshotArgs
-from lakefs_fuse.errors import AccessDenied, LeaseHeld, Unavailable
+from lakefs_fuse.errors import AccessDenied, LakeError, LeaseHeld, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, work_of
 from tests.fakes import store_client
@@ -304,6 +304,62 @@ async def test_mount_that_may_not_delete_folds_only(store: MemoryStore, clock: C
     assert KEY not in store.objects
     store.hook = lambda _request, _when: None
     assert (await maintain(store, clock, tmp_path))["collected"], "by one that may"
+
+
+@pytest.mark.parametrize("days", [0, 2])
+async def test_lake_with_an_unreadable_commit_is_tried_once_an_hour_by_all_mounts(
+    store: MemoryStore, clock: Clock, tmp_path: Path, days: int
+) -> None:
+    """Be it due for a fold alone or for a collection, too; it stays due."""
+    give_commits(store, clock, COMMITS_MAX + 1)
+    damaged = commits(store)[3]
+    whole = store.data(damaged)
+    store.give(damaged, whole[:-30])
+    clock.advance(days * DAY_S)
+    other = inspector_of(store, clock)
+    for _ in range(2):
+        with pytest.raises(LakeError, match="cannot be read"):
+            await maintain(store, clock, tmp_path)
+        assert (await other.inspect()).fold
+        assert other.is_refused
+        store.requests.clear()
+        assert not (await maintain(store, clock, tmp_path))["folded"]
+        assert COMMITS not in {request.key[: len(COMMITS)] for request in store.requests if request.what == "get"}
+        clock.advance(HOUR_S)
+        assert (await other.inspect()).fold
+        assert not other.is_refused
+    store.give(damaged, whole)
+    assert (await maintain(store, clock, tmp_path))["folded"]
+    await other.read()
+    assert not other.is_refused
+
+
+async def test_refused_collection_is_no_collection(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    give_commits(store, clock, COMMITS_MAX + 1)
+    assert (await maintain(store, clock, tmp_path))["folded"]
+    clock.advance(HOUR_S)
+    give_commits(store, clock, 1)
+    damaged = commits(store)[-1]
+    store.give(damaged, store.data(damaged)[:-30])
+    done = await maintain(store, clock, tmp_path)
+    assert (done["commits_unreadable"], done["collected"]) == (1, False)
+    other = inspector_of(store, clock)
+    assert await other.inspect() == COLLECTION
+    assert other.is_refused
+    assert other.collection is not None
+    assert (other.collection.time, other.collection.refused) == (0, clock())
+
+
+@pytest.mark.parametrize(("took_s", "pause_s"), [(0, HOUR_S), (int(HOUR_S), TAKES_MAX * HOUR_S), (int(DAY_S), DAY_S)])
+async def test_refused_run_is_repeated_after_ten_times_as_long(
+    store: MemoryStore, clock: Clock, took_s: int, pause_s: float
+) -> None:
+    inspector, found = inspector_of(store, clock), list[bool]()
+    await inspector.record_refusal(took_s)
+    for seconds in (pause_s - 1, 1, -pause_s - 1):
+        clock.advance(seconds)
+        found.append(inspector.is_refused)
+    assert found == [True, False, False], "the last one by a clock that was wrong before"
 
 
 async def test_maintenance_leaves_the_lake_to_who_has_the_lease(

@@ -12,7 +12,15 @@ import pytest
 import trio
 
 from lakefs_fuse.admin.fold_database import FoldDatabase
-from lakefs_fuse.admin.maintenance import DAYS_MAX, KEY, PATIENCE, CollectionRecord, Inspector, write_collection
+from lakefs_fuse.admin.maintenance import (
+    DAYS_MAX,
+    KEY,
+    PATIENCE,
+    UNREADABLE,
+    CollectionRecord,
+    Inspector,
+    write_collection,
+)
 from lakefs_fuse.commits.index.index import IndexFile, Manifest, prefix_of
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.control import worker_protocol as protocol
@@ -246,6 +254,20 @@ async def test_worker_that_failed_is_put_off_longer_each_time(
     node.worker.answer = DONE
     clock.advance(DAY_S)
     assert (await node.look())["last_error"] == ""
+
+
+async def test_refusal_of_another_mount_is_shown_and_waited_for(node: Node, store: MemoryStore, clock: Clock) -> None:
+    client = store_client(store, store.capabilities, retry_timeout_s=0)
+    other = Inspector(client, clock, interval_s=HOUR_S, commits_max=COMMITS_MAX)
+    for _ in range(26):
+        await other.record_refusal(60)
+        found = await node.look()
+        clock.advance(HOUR_S - 1)
+    assert (node.worker.asked, found["last_collection_s"], found["last_error"]) == ([], None, "")
+    assert (found["due"], found["overdue_because"]) == ("a fold and a collection", UNREADABLE)
+    clock.advance(2)
+    await node.look()
+    assert len(node.worker.asked) == 1
 
 
 async def test_store_that_is_away_is_logged_once(
