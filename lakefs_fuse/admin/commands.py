@@ -15,7 +15,7 @@ from pathlib import Path
 from lakefs_fuse.admin import fsck, fsck_repair, gc, rebind, repack
 from lakefs_fuse.admin.fold_database import FoldDatabase, open_fold_view
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
-from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, UNREADABLE, Inspector
+from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY, UNREADABLE, UPLOAD_DAYS, Inspector
 from lakefs_fuse.admin.snapshot import accept_loss, fold
 from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.index import datasets, snapshots
@@ -132,7 +132,8 @@ async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protoco
                 if not collects:
                     await fold(lake, list_all=False, is_new=True, known=inspector.index, report=work.report)
                     return work.finished({"folded": True, "collected": False}, "an index was written")
-                options = protocol.GcArgs(grace_s=args.interval_s * INTERVALS_PER_DAY * GRACE_DAYS)
+                day_s = args.interval_s * INTERVALS_PER_DAY
+                options = protocol.GcArgs(grace_s=day_s * GRACE_DAYS, uploads_older_s=day_s * UPLOAD_DAYS)
                 done = await _collect(work, lake, options, always_folds=due.fold)
             except LakeError:
                 if lake.refused:

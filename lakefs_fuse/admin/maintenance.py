@@ -49,6 +49,9 @@ DAYS_MAX = 7
 dead nodes left."""
 GRACE_DAYS = DAYS_MAX
 """As long as a node may be cut off, without missing a commit (`poller.ABSENCE_S_MAX`)."""
+UPLOAD_DAYS = 30
+"""An unfinished upload, or a spilled part, that is older counts as one of a dead node. A file that is open for writing
+for longer, and larger than the staging area, cannot be stored any more."""
 PATIENCE = 2
 """A mount that does not have the names of the newest index (`fold_database`) waits for this many times as many commits,
 and as long, so that the one that has them folds again, and reads and writes only what changed."""

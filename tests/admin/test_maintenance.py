@@ -17,6 +17,7 @@ from lakefs_fuse.admin.maintenance import (
     NAMES_PER_COMMIT,
     PAUSE_DAYS_MAX,
     TAKES_MAX,
+    UPLOAD_DAYS,
     CollectionRecord,
     Due,
     Inspector,
@@ -304,6 +305,18 @@ async def test_mount_that_may_not_delete_folds_only(store: MemoryStore, clock: C
     assert KEY not in store.objects
     store.hook = lambda _request, _when: None
     assert (await maintain(store, clock, tmp_path))["collected"], "by one that may"
+
+
+async def test_uploads_and_spilled_parts_stay_for_a_month(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    """Of files that are open for writing all the time."""
+    upload = store.create_multipart("log")
+    spilled = store.give(".lakefs/staging/0123/4-0", b"spilled").key
+    for days, is_there in ((UPLOAD_DAYS - 1, True), (2, False)):
+        clock.advance(days * DAY_S)
+        give_commits(store, clock, COMMITS_MAX + 1)
+        await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs())
+        assert (await maintain(store, clock, tmp_path))["collected"]
+        assert (upload in store.uploads, spilled in store.objects) == (is_there, is_there)
 
 
 @pytest.mark.parametrize("days", [0, 2])
