@@ -86,6 +86,8 @@ MEMBER_BYTES = 245
 PACK_BYTES = 210
 """Overhead of a pack besides its members. Both as measured, so that what was moved is not moved again."""
 RECORDS_AT_ONCE = 16
+ROWS_AT_ONCE = 10_000
+"""Rows that one batch deletes."""
 CHECK_S_MAX = 60.0
 """Maximum time that the check of a batch may take before its deletion; after it the batch is checked again, as after a
 pause of the process."""
@@ -196,14 +198,14 @@ class Collector:
         self._found: dict[str, tuple[str, int]] = {}
         """`GcRecord.unreferenced`, as the last search left it, and as this one does."""
         self._horizon = 0
-        """Of the newest index, as of the last check."""
+        """Of the gc record at the beginning, then of the newest index as of the last check."""
         self.done = Collected()
 
     async def run(self) -> Collected:
         """Collect, and return what was done. Raises LakeError; what was done before stays done."""
         options, began_s = self._options, self._lake.node.clock.mono_s()
         old = await self._gc_records.read()
-        self._recorded = old.dead
+        self._recorded, self._horizon = old.dead, old.horizon
         self._contained.update(old.dead)
         await self._kept.refresh()
         named = {row.key for row in self._lake.tree.objects.rows() if row.is_pack and row.entries > 0}
@@ -290,6 +292,8 @@ class Collector:
         lake = self._lake
         commits = sorted(await lake.list_commits(), key=self._order)
         await lake.refresh()
+        if not self._options.dry_run:
+            self._forget_deleted({meta.key for meta in commits})
         await self._kept.refresh()
         dead: list[ObjectMeta] = []
 
@@ -303,6 +307,17 @@ class Collector:
 
     def _order(self, meta: ObjectMeta) -> tuple[bool, str]:
         return meta.key not in self._recorded, meta.key
+
+    def _forget_deleted(self, commits: Collection[str]) -> None:
+        """Drop the rows of packs that earlier runs deleted: the next index has none of them."""
+        objects = self._lake.tree.objects
+        gone = [
+            row
+            for row in objects.rows()
+            if row.is_pack and row.entries <= 0 and row.key not in commits and _time_of(row.key) < self._horizon
+        ]
+        for at in range(0, len(gone), ROWS_AT_ONCE):
+            objects.forget_packs(gone[at : at + ROWS_AT_ONCE])
 
     async def _is_contained(self, meta: ObjectMeta) -> bool:
         """Whether every change of a commit, or a later one, is in the view, so that an index contains it.

@@ -3,7 +3,8 @@
 Entries name an object by number, so that a row stays small. What always holds (*counted shares*): a row counts the
 entries that have bytes in its object, and those bytes; `Batch.shares` changes both in the batch that writes the entry.
 The row of a plain object goes with its last entry; its key is remembered in memory (`is_reserved`). The row of a pack
-stays, as its dead bytes decide on its repacking. Trio thread only; a crash leaves rows and counts of whole batches.
+stays, as its dead bytes decide on its repacking; `gc` drops it in the view that it folds, once the pack is deleted.
+Trio thread only; a crash leaves rows and counts of whole batches.
 """
 
 from __future__ import annotations
@@ -187,12 +188,12 @@ class Objects:
         self._put(batch, msgspec.structs.replace(row, etag=etag))
 
     def _changed(self, rows: Sequence[tuple[ObjectRow, ObjectRow | None]]) -> None:
-        """Rows as they were, and as they are, or None for a plain object that is gone."""
+        """Rows as they were, and as they are, or None for an object that is gone."""
         for before, after in rows:
             self._count(before, -1)
             if after is not None:
                 self._count(after, 1)
-        self._note_named(before.key for before, after in rows if after is None)
+        self._note_named(before.key for before, after in rows if after is None and not before.is_pack)
 
     def _write_shares(self, batch: Batch) -> None:
         changes: dict[int, tuple[int, int]] = {}
@@ -212,6 +213,14 @@ class Objects:
             self._put(batch, changed)
             rows.append((row, changed))
         batch.committed.append(partial(self._changed, rows))
+
+    def forget_packs(self, rows: Sequence[ObjectRow]) -> None:
+        """Drop the rows of packs that are gone from the store, and that no entry has bytes in. Raises CacheError."""
+        batch = Batch()
+        for row in rows:
+            batch.rows[_number_key(row.number)] = batch.rows[_name_key(row.key, row.etag)] = None
+        batch.committed.append(partial(self._changed, [(row, None) for row in rows]))
+        self._db.commit(batch)
 
     def rows(self) -> Iterator[ObjectRow]:
         for key, raw in self._db.scan(schema.OBJECT, schema.end_of(schema.OBJECT)):

@@ -420,6 +420,21 @@ async def test_note_is_fetched_once_for_all_batches(
     assert len(fetched) == len(set(fetched)) <= 2
 
 
+async def test_index_after_packs_were_deleted_has_no_rows_of_them(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    await collect(store, clock)
+    for _ in range(2):
+        clock.advance(60)
+        give_commit(store, clock, Remove("nothing"))
+        assert (await collect(store, clock)).folded
+    (left,) = commits(store)
+    async with headless(store, clock, lists=False) as view:
+        assert [row.key for row in view.tree.objects.rows()] == [left]
+        assert view.tree.objects.packs == 1
+    assert await fresh(store, clock, tmp_path) == LEFT
+
+
 async def test_note_whose_older_one_may_not_be_deleted_names_the_permission(store: MemoryStore, clock: Clock) -> None:
     async with headless(store, clock) as view:
         await write_gc_record(view.client, GcRecord(horizon=1), 1)
