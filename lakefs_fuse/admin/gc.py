@@ -349,7 +349,7 @@ class Collector:
             return True
         slash = b"/" if isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory) else b""
         tombstone = self._lake.tree.tombstones.get(operation.path.encode() + slash)
-        if tombstone is not None and tombstone.newest >= time_ns:
+        if tombstone is not None and max(tombstone.newest, tombstone.unlisted[1]) >= time_ns:
             return True
         entry = self._lake.find(operation.path, slash)
         if entry is None:

@@ -48,6 +48,7 @@ GRACE_S = 30.0
 CLOCK_S = 0.1
 """Maximum difference of two clocks over one grace period."""
 PUTS_AT_ONCE = 8
+HEADS_AT_ONCE = 16
 BATCH_FILES = 1000
 ELSEWHERE_MAX = 100_000
 """Objects of renamed files that one run deletes; `gc` finds the others."""
@@ -150,17 +151,18 @@ async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept
     """Delete the old objects of renamed files, if they are unreferenced now."""
     doomed: list[ObjectMeta] = []
     kept: Container[str] = await snapshots.kept_objects(lake.client) if objects else ()
-    for meta in objects:
+
+    async def check(meta: ObjectMeta) -> None:
         if meta.key in kept or lake.references(meta.key, meta.etag):
-            continue
+            return
         entry = lake.entry_at(meta.key)
         if entry is not None and entry.is_plain and entry.etag == meta.etag:
-            continue
-        try:
-            if (await lake.client.head(meta.key)).etag == meta.etag:
-                doomed.append(meta)
-        except NotFound:
-            pass
+            return
+        there = await lake.client.find(meta.key)
+        if there is not None and there.etag == meta.etag:
+            doomed.append(meta)
+
+    await for_each(objects, check, HEADS_AT_ONCE)
     await delete(lake, doomed, swept, dry_run=False)
 
 

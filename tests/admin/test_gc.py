@@ -34,7 +34,7 @@ from lakefs_fuse.errors import AccessDenied, LakeError, StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent, work_of
 from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.tiers import sized
-from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.vfs.lakes import NS, Clock, Lake, lake, two_lakes
 
 NOW = GcArgs(grace_s=0)
 FILES = dataset(60)
@@ -311,6 +311,28 @@ async def test_commits_that_came_too_late_stay(store: MemoryStore, clock: Clock)
     done = await collect(store, clock)
     assert (done.commits_deleted, done.late) == (4, 2)
     assert keys < set(commits(store))
+
+
+async def test_removal_of_bytes_that_were_put_again_and_deleted_by_another_client_is_collected(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    store.equal_bytes_have_equal_etags = True
+    etag = store.give("again", b"bytes").etag
+    clock.advance(10)
+    removal = give_commit(store, clock, Remove("again", hides=etag), writer="0badcaff")
+    clock.advance(10)
+    store.give("again", b"bytes")
+    put = Put("again", OWN, 0, 5, 0o600, 0, 0, 0, hides=etag, dated_s=clock() // NS)
+    clock.advance(1)
+    give_commit(store, clock, put, writer="0badcafd")
+    clock.advance(60)
+    await run_snapshot(work_of(store, clock, tmp_path, seed=1), SnapshotArgs())
+    store.take("again")
+    clock.advance(60)
+    await run_snapshot(work_of(store, clock, tmp_path, seed=2), SnapshotArgs())
+    assert (await collect(store, clock)).late == 0
+    assert removal not in store.objects
+    assert await fresh(store, clock, tmp_path) == LEFT
 
 
 async def test_a_damaged_file_stays_where_it_is(store: MemoryStore, clock: Clock) -> None:

@@ -301,6 +301,26 @@ async def test_renamed_objects_are_packed_and_theirs_deleted(store: MemoryStore,
     assert await fresh(store, clock, tmp_path) == expected
 
 
+async def test_old_objects_of_renamed_files_are_looked_at_concurrently(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        await mounted.rename("data/deep", "moved")
+        await mounted.sync()
+    clock.advance(5)
+    both, looked = threading.Barrier(2), list[str]()
+
+    def hook(request: Request, when: str) -> None:
+        if (request.what, when) == ("head", "before") and request.key.startswith("data/deep/") and len(looked) < 10:
+            looked.append(request.key)
+            both.wait(5)
+
+    store.hook = hook
+    await pack(store, clock)
+    assert len(looked) == 10
+    assert plain(store) == []
+
+
 async def test_pack_leaves_an_object_of_ours_that_a_snapshot_keeps(
     store: MemoryStore, clock: Clock, tmp_path: Path
 ) -> None:
