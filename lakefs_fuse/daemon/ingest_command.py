@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.ingest.ingest import Ingest, open_source
+from lakefs_fuse.ingest.ingest import Ingest, IsReserved, open_source
 from lakefs_fuse.ingest.pack_filler import Packer, Totals
 
 
@@ -27,6 +31,28 @@ async def run_ingest(work: Work, args: protocol.IngestArgs) -> protocol.Finished
         prefix_bytes=len(work.store.source.prefix.encode()),
         directory=work.scratch,
     )
-    ingest = Ingest(work.client, packer, work.node, uploads_max=work.uploads_max, report=report, note=work.note)
+    ingest = Ingest(
+        work.client,
+        packer,
+        work.node,
+        open_names=partial(_open_names, work),
+        uploads_max=work.uploads_max,
+        report=report,
+        note=work.note,
+    )
     done = await ingest.run(count=args.count)
     return work.finished(done.summary(), done.describe(), failed=bool(done.refused))
+
+
+@asynccontextmanager
+async def _open_names(work: Work) -> AsyncIterator[IsReserved]:
+    """Opens a view of the lake, as mounts see it. Raises LakeError."""
+    from lakefs_fuse.admin.commands import open_view  # and the filesystem, which few runs need
+
+    async with open_view(work, command="ingest", changes=False, lists=False) as lake:
+
+        async def is_reserved(key: str) -> bool:
+            await lake.refresh()
+            return lake.tree.objects.is_reserved(key)
+
+        yield is_reserved

@@ -4,11 +4,13 @@ What always holds:
 
 * *whole packs*: every pack is a commit of its own, visible to mounts once it is stored; no partial file is visible;
 * *bounded memory*: at most ``uploads_max`` packs are uploaded while one more is filled, whatever the source holds;
-* *last one wins*: a later item replaces an earlier one of the same path, as in tar.
+* *last one wins*: a later item replaces an earlier one of the same path, as in tar;
+* *no object of another name is replaced*: a large file at whose key another name has its bytes, after a rename, gets a
+  key below `.lakefs/objects/`. A rename between the last look and the end of the upload is not seen.
 
-A crash or an interruption leaves the commits stored so far, which are whole; perhaps an unfinished multipart upload,
-which `gc` aborts, or a plain object whose attributes no commit has yet. A second run does all of it again, with the
-same result.
+A crash or an interruption leaves the commits stored so far, which are whole; perhaps an unfinished multipart upload, or
+an object below `.lakefs/objects/` that no commit names, which `gc` removes, or a plain object whose attributes no
+commit has yet. A second run does all of it again, with the same result.
 
 A mount lists commits of the last two minutes before the newest it knows. A pack whose upload takes longer than SLOW_S
 is named by another, small commit of the present time, so that no mount misses it.
@@ -21,8 +23,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import TypeVar
 
 import trio
@@ -30,12 +32,12 @@ from msgspec import structs
 
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
-from lakefs_fuse.commits.record import THIS, UNSET, ObjectRef, Operation, Put, Record
+from lakefs_fuse.commits.record import OBJECTS, THIS, UNSET, ObjectRef, Operation, Put, Record
 from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Unsupported, sole_error
+from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Overtaken, Unsupported, sole_error
 from lakefs_fuse.ingest.pack_filler import CopyOf, Full, NeedsStored, Pack, Packer, Totals
 from lakefs_fuse.ingest.source import Attributes, Changed, File, Refused, Source, SourceError
 from lakefs_fuse.ingest.tar_source import TarSource
@@ -49,6 +51,8 @@ PARTS_BYTES_MAX = 64 * MIB
 COPY_BYTES_MAX = 5 * GIB
 COPY_PART_BYTES = 1 * GIB
 SLOW_S = 60.0
+ID_BITS = 128
+"""Of the random number in a key below `OBJECTS`."""
 NOTES_MAX = 20
 """Refused names that get a line each; the others are counted."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_./=-]+")
@@ -57,6 +61,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_./=-]+")
 T = TypeVar("T")
 Report = Callable[[Totals, Totals | None], None]
 """Reports what is done, and the totals where they are known."""
+IsReserved = Callable[[str], Awaitable[bool]]
+"""Whether another name has, or lately had, its bytes at this key. Raises LakeError."""
 
 
 class Ingest:
@@ -68,15 +74,20 @@ class Ingest:
         packer: Packer,
         node: Node,
         *,
+        open_names: Callable[[], AbstractAsyncContextManager[IsReserved]],
         uploads_max: int = 3,
         report: Report,
         note: Callable[[str], None],
     ) -> None:
+        """``open_names`` opens the names of the lake, where a large file meets an object at its key."""
         self._client, self._packer, self._threads = client, packer, node.threads
         self._source = packer.source
-        self._report, self._note = report, note
+        self._open_names, self._report, self._note = open_names, report, note
+        self._names = AsyncExitStack()
+        self._is_reserved: IsReserved | None = None
         self._clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
         writer = f"{node.random.stream('writer').getrandbits(32):08x}"
+        self._ids = node.random.stream("object-ids")
         self._log = CommitLog(client, self._clock, node.threads, writer=writer)
         self._slots = trio.Semaphore(uploads_max)
         self._in_flight = 0
@@ -95,7 +106,8 @@ class Ingest:
                 await nursery.start(self._interrupt_when_cancelled, watching)
                 if count:
                     nursery.start_soon(self._count, counting)
-                await self._work(nursery)
+                async with self._names:
+                    await self._work(nursery)
                 counting.cancel()
                 watching.cancel()
         finally:
@@ -194,20 +206,32 @@ class Ingest:
     async def _upload_large(self, step: File) -> None:
         """Upload a file while the source waits. An error of this file alone is reported, and the rest goes on."""
         try:
-            meta = await self._upload(step)
-        except (Changed, KeyRefused) as error:
+            key, hides = await self._choose_key(step.path)
+            meta = await self._upload(step, key)
+        except (Changed, KeyRefused, Overtaken) as error:
             self._packer.refused.append(Refused(step.path, str(error)))
         except OSError as error:
             self._packer.refused.append(Refused(step.path, f"cannot be read: {error.strerror}"))
         else:
-            self._packer.add_object(step, meta.etag, meta.size)
+            self._packer.add_object(step, ObjectRef(key, meta.etag, meta.size), hides)
             self._count_object()
         finally:
             step.content.close()
         self._report_refused()
 
-    async def _upload(self, step: File) -> ObjectMeta:
-        client, key, size = self._client, step.path, step.content.size
+    async def _choose_key(self, path: str) -> tuple[str, str]:
+        """The key for a large file: its own, unless another name has its bytes there. Then also the ETag of those."""
+        there = await self._client.find(path)
+        if there is None:
+            return path, ""
+        if self._is_reserved is None:
+            self._is_reserved = await self._names.enter_async_context(self._open_names())
+        if not await self._is_reserved(path):
+            return path, ""
+        return f"{OBJECTS}{self._ids.getrandbits(ID_BITS):032x}", there.etag
+
+    async def _upload(self, step: File, key: str) -> ObjectMeta:
+        client, size = self._client, step.content.size
         part_bytes = max(PART_BYTES, -(-size // (PARTS_MAX * MIB)) * MIB)
         room = trio.Semaphore(max(1, PARTS_BYTES_MAX // part_bytes))
         parts: dict[int, PartRef] = {}
@@ -221,7 +245,7 @@ class Ingest:
             self._report(self.done, self._total)
             room.release()
 
-        async with self._multipart(step) as upload_id:
+        async with self._multipart(step, key) as upload_id:
             try:
                 async with trio.open_nursery() as nursery:
                     for number, start in enumerate(range(0, size, part_bytes), 1):
@@ -230,7 +254,7 @@ class Ingest:
                         body = await self._blocking(step.content.read, start, length)
                         nursery.start_soon(send, upload_id, number, body)
                 await self._threads.run(step.content.check)
-                meta = await self._complete(step, upload_id, [parts[number] for number in sorted(parts)], size)
+                meta = await self._complete(step, key, upload_id, [parts[number] for number in sorted(parts)], size)
                 await self._check_name(key)
                 return meta
             except BaseException as error:
@@ -238,22 +262,26 @@ class Ingest:
                 raise sole_error(error) from None
 
     @asynccontextmanager
-    async def _multipart(self, step: File | CopyOf) -> AsyncIterator[str]:
-        """A multipart upload to the key of ``step``, which is aborted if the body fails."""
-        upload_id = await self._client.create_multipart(step.path, metadata=_metadata(step.attributes))
+    async def _multipart(self, step: File | CopyOf, key: str) -> AsyncIterator[str]:
+        """A multipart upload for ``step``, which is aborted if the body fails."""
+        upload_id = await self._client.create_multipart(key, metadata=_metadata(step.attributes))
         try:
             yield upload_id
         except BaseException:
             with trio.CancelScope(shield=True), suppress(LakeError):  # `gc` aborts what is left
-                await self._client.abort_multipart(step.path, upload_id)
+                await self._client.abort_multipart(key, upload_id)
             raise
 
-    async def _complete(self, step: File | CopyOf, upload_id: str, parts: list[PartRef], size: int) -> ObjectMeta:
+    async def _complete(
+        self, step: File | CopyOf, key: str, upload_id: str, parts: list[PartRef], size: int
+    ) -> ObjectMeta:
+        if key == step.path and (await self._choose_key(key))[0] != key:
+            raise Overtaken("the object at its key was given to another name meanwhile: run this again")
         try:
-            return await self._client.complete_multipart(step.path, upload_id, parts)
+            return await self._client.complete_multipart(key, upload_id, parts)
         except NotFound:
             # Perhaps it was completed, and the answer was lost; an earlier object has another time.
-            meta = await self._client.head(step.path)
+            meta = await self._client.head(key)
             sent, found = _metadata(step.attributes), meta.metadata or {}
             if meta.size != size or any(found.get(name) != value for name, value in sent.items()):
                 raise
@@ -270,27 +298,28 @@ class Ingest:
 
     async def _copy_linked(self, step: CopyOf) -> None:
         try:
-            meta = await self._copy(step)
-        except (Unsupported, KeyRefused, NotFound) as error:
+            key, hides = await self._choose_key(step.path)
+            meta = await self._copy(step, key)
+        except (Unsupported, KeyRefused, NotFound, Overtaken) as error:
             self._packer.refused.append(Refused(step.path, f"a hard link to {step.source}: {error}"))
             self._report_refused()
             return
-        self._packer.add_object(step, meta.etag, step.size)
+        self._packer.add_object(step, ObjectRef(key, meta.etag, step.size), hides)
         self._count_object()
 
-    async def _copy(self, step: CopyOf) -> ObjectMeta:
+    async def _copy(self, step: CopyOf, key: str) -> ObjectMeta:
         """A copy that the store makes."""
         client = self._client
         if step.size <= COPY_BYTES_MAX:
-            return await client.copy(step.source, step.path, etag=step.etag)
+            return await client.copy(step.source, key, etag=step.etag)
         parts: list[PartRef] = []
-        async with self._multipart(step) as upload_id:
+        async with self._multipart(step, key) as upload_id:
             for number, start in enumerate(range(0, step.size, COPY_PART_BYTES), 1):
                 end = min(start + COPY_PART_BYTES, step.size)
                 parts.append(
-                    await client.upload_part_copy(step.path, upload_id, number, step.source, start, end, etag=step.etag)
+                    await client.upload_part_copy(key, upload_id, number, step.source, start, end, etag=step.etag)
                 )
-            return await self._complete(step, upload_id, parts, step.size)
+            return await self._complete(step, key, upload_id, parts, step.size)
 
     def _count_object(self) -> None:
         self.done.files += 1

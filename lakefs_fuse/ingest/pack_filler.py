@@ -98,7 +98,7 @@ class Pack:
     operations: list[Operation] = field(default_factory=list)
     objects: list[ObjectRef] = field(default_factory=lambda: [ObjectRef()])
     indexes: dict[int, int] = field(default_factory=dict)
-    """Number of another pack → its index in ``objects``."""
+    """Number of another pack, or of an object that is not at its own key → its index in ``objects``."""
     totals: Totals = field(default_factory=Totals)
     size: int = 0
 
@@ -178,8 +178,9 @@ class Packer:
         self._disk, self._directory = disk, directory
         self._places = Places() if source.links else None
         self._stored: dict[int, ObjectRef] = {}
+        """By number: packs, for hard links, and objects that are not at their own keys."""
         self._plain: dict[str, str] = {}
-        """ETags of plain objects of this run, which later files of the same name hide."""
+        """ETags of plain objects at the keys of large files of this run, which later files of the same name hide."""
         self._pack: Pack | None = None
         self._packs = 0
         self.refused: list[Refused] = []
@@ -217,14 +218,22 @@ class Packer:
         pack, self._pack = self._pack, None
         return pack
 
-    def add_object(self, step: File | CopyOf, etag: str, size: int) -> None:
-        """Record a plain object at its own key: the next commit has its attributes."""
+    def add_object(self, step: File | CopyOf, ref: ObjectRef, hides: str) -> None:
+        """Record a plain object: the next commit has its attributes. Where its key is not its own, ``hides`` is the
+        ETag of what is there."""
         pack, about = self._current(), step.attributes
-        self._plain[step.path] = etag
+        number, index = LARGE, OWN
+        if ref.key == step.path:
+            hides = ref.etag
+        else:
+            number, self._packs = self._packs, self._packs + 1
+            self._stored[number] = ref
+            index = self._index(pack, number)
+        self._plain[step.path] = hides
         pack.operations.append(
-            Put(step.path, OWN, 0, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=etag)
+            Put(step.path, index, 0, ref.size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
         )
-        self._remember(step.path, LARGE, 0, size, etag)
+        self._remember(step.path, number, 0, ref.size, hides)
 
     def set_stored(self, pack: Pack, ref: ObjectRef) -> None:
         """Record that the store holds a pack. Any time."""
@@ -333,10 +342,7 @@ class Packer:
             if number not in self._stored:
                 self._held = item
                 return NeedsStored()
-            if number not in pack.indexes:
-                pack.indexes[number] = len(pack.objects)
-                pack.objects.append(self._stored[number])
-            index = pack.indexes[number]
+            index = self._index(pack, number)
         hides = self._plain.get(path, "")
         pack.operations.append(
             Put(path, index, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
@@ -344,6 +350,13 @@ class Packer:
         pack.totals.files += 1
         self._remember(path, number, offset, size, "")
         return None
+
+    def _index(self, pack: Pack, number: int) -> int:
+        """The index of another object in the record of a pack."""
+        if number not in pack.indexes:
+            pack.indexes[number] = len(pack.objects)
+            pack.objects.append(self._stored[number])
+        return pack.indexes[number]
 
     def _remember(self, path: str, pack: int | None, offset: int, size: int, text: str) -> None:
         if self._places is not None:

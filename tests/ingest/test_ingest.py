@@ -13,8 +13,8 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from lakefs_fuse.errors import LakeError, NotFound, StoreFull
 from lakefs_fuse.ingest import ingest as ingest_module
 from lakefs_fuse.ingest import pack_filler as ingest_pack
 from lakefs_fuse.ingest import tree_source
-from lakefs_fuse.ingest.ingest import Ingest, open_source
+from lakefs_fuse.ingest.ingest import Ingest, IsReserved, open_source
 from lakefs_fuse.ingest.pack_filler import Packer, Totals
 from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes
 from lakefs_fuse.ingest.tar_source import TarSource
@@ -76,11 +76,21 @@ class Lake:
                 directory=tempfile.gettempdir(),
             ),
             self.node,
+            open_names=self.open_names,
             uploads_max=uploads_max,
             report=lambda done, total: self.reports.append((done.files, None if total is None else total.files)),
             note=self.notes.append,
         )
         return await run.run(count=count)
+
+    @asynccontextmanager
+    async def open_names(self) -> AsyncIterator[IsReserved]:
+        """Names that have their bytes at no other key."""
+
+        async def is_reserved(key: str) -> bool:
+            return False
+
+        yield is_reserved
 
     def commits(self) -> list[tuple[str, Record]]:
         """Keys and records, in the order of LIST."""
@@ -573,7 +583,10 @@ def run_of(lake: Lake, store: object, source: Source, **more: Any) -> Ingest:
     )  # fmt: skip
     node = Node.of_this_machine()
     packer = Packer(source, node.disk, path="x", prefix_bytes=0, directory=tempfile.gettempdir())
-    return Ingest(client, packer, node, report=lambda done, total: None, note=lake.notes.append, **more)
+    return Ingest(
+        client, packer, node, open_names=lake.open_names, report=lambda done, total: None, note=lake.notes.append,
+        **more,
+    )  # fmt: skip
 
 
 async def test_twenty_thousand_small_files_are_a_handful_of_requests(local: Lake) -> None:
