@@ -1,23 +1,28 @@
 """A tar stream as a source of `ingest`: in any compression that Python's tarfile reads, never sought in.
 
 What always holds (*no silent end*): a stream that is cut short is an error, also between two members, which tarfile
-itself takes for the end. Memory holds one file of up to `pack_filler.PACK_BYTES`, or a part of a larger one.
+itself takes for the end; and so is one whose compressed bytes do not match their checksum, which tarfile does not
+compare for gzip. That shows at the end of what was compressed, when packs of it may be stored. Memory holds one file of
+up to `pack_filler.PACK_BYTES`, or a part of a larger one.
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import lzma
 import math
 import os
+import re
 import select
 import stat
 import tarfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from decimal import Decimal, InvalidOperation
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal
 
 from lakefs_fuse.ingest.source import (
     Attributes,
@@ -39,7 +44,15 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 READ_BYTES = 1 << 20
+MAGIC_BYTES = 10
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_READERS: tuple[tuple[re.Pattern[bytes], Callable[[IO[bytes]], io.BufferedIOBase]], ...] = (
+    (re.compile(rb"\x1f\x8b\x08"), gzip.open),
+    (re.compile(rb"BZh.1AY&SY", re.DOTALL), bz2.open),
+    (re.compile(rb"\xfd7zXZ|\x5d\x00\x00\x80"), lzma.open),
+)
+"""How a compressed stream begins, and what reads it: all its members, of which there may be several, with their
+checksums. `tarfile` itself reads one, and compares no checksum of gzip."""
 NS = 1_000_000_000
 
 
@@ -105,16 +118,27 @@ class TarSource(Source):
 
     def items(self) -> Iterator[Item]:
         with _damage(self._name):
-            start = self._stream.peek(len(ZSTD_MAGIC))
+            start = self._raw.peek(MAGIC_BYTES)
         if start.startswith(ZSTD_MAGIC) and not hasattr(tarfile.TarFile, "zstopen"):
             raise SourceError(
                 f"{self._name} is compressed with zstd, which this Python cannot read: pipe it in, "
                 "`zstd -dc FILE | lakefs-fuse ingest - PATH`"
             )
+        for begin, open_compressed in _READERS:
+            if begin.match(start):
+                with closing(open_compressed(self._stream)) as stream:
+                    yield from self._members(stream, "r|")
+                    with _damage(self._name):
+                        while stream.read(READ_BYTES):  # the checksum is at the end
+                            pass
+                return
+        yield from self._members(self._stream, "r|*")
+
+    def _members(self, stream: io.BufferedIOBase, mode: Literal["r|", "r|*"]) -> Iterator[Item]:
         with _damage(self._name):
             archive = tarfile.open(  # noqa: SIM115  # closed below
-                fileobj=self._stream,
-                mode="r|*",
+                fileobj=stream,
+                mode=mode,
                 bufsize=READ_BYTES,
                 tarinfo=_Info,
                 encoding="utf-8",
@@ -166,11 +190,27 @@ class _Interruptible(io.RawIOBase):
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._woken = os.eventfd(0, os.EFD_CLOEXEC)
+        self._peeked = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
+        if self._peeked:
+            target = memoryview(buffer)
+            piece, self._peeked = self._peeked[: len(target)], self._peeked[len(target) :]
+            target[: len(piece)] = piece
+            return len(piece)
+        return self._receive(buffer)
+
+    def peek(self, size: int) -> bytes:
+        """The first bytes of the stream, which are read again later; fewer where it ends before."""
+        data = bytearray(size)
+        while len(self._peeked) < size and (count := self._receive(memoryview(data)[len(self._peeked) :])):
+            self._peeked = bytes(data[: len(self._peeked) + count])
+        return self._peeked
+
+    def _receive(self, buffer: WriteableBuffer) -> int:
         waiting = select.poll()
         waiting.register(self._fd, select.POLLIN)
         waiting.register(self._woken, select.POLLIN)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
 import io
 import itertools
+import lzma
 import os
 import random
 import stat
@@ -499,6 +502,60 @@ async def test_a_tar_that_is_cut_short_is_an_error_wherever_it_is_cut(local: Lak
     short.write_bytes(whole[:cut])
     with pytest.RaisesGroup(pytest.RaisesExc(SourceError, match="short.tar")):
         await local.ingest(short)
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+async def test_compressed_tar_with_a_flipped_bit_is_an_error(local: Lake, tmp_path: Path, mode: str) -> None:
+    root = tmp_path / "src"
+    root.mkdir()
+    (root / "a").write_bytes(random.Random(1).randbytes(100_000))
+    data = bytearray(tar_of(root, tmp_path / "a.tar", mode).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "a.tar").write_bytes(data)
+    with pytest.RaisesGroup(pytest.RaisesExc(SourceError, match="damaged")):
+        await local.ingest(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+async def test_tar_that_is_compressed_in_several_streams_arrives_whole(
+    local: Lake, tmp_path: Path, src: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    """As pbzip2 and bgzip write it."""
+    whole = tar_of(src, tmp_path / "a.tar").read_bytes()
+    pieces = [whole[at : at + 200_000] for at in range(0, len(whole), 200_000)]
+    assert len(pieces) > 2
+    (tmp_path / "a.tar").write_bytes(b"".join(map(compress, pieces)))
+    await local.ingest(tmp_path / "a.tar")
+    found, wanted = local.tree(), expected(src, "")
+    assert {name: value[0] for name, value in found.items()} == {name: value[0] for name, value in wanted.items()}
+
+
+def test_tar_stream_is_recognized_that_comes_byte_by_byte(tmp_path: Path, src: Path) -> None:
+    data = tar_of(src, tmp_path / "a.tar", "w:gz").read_bytes()
+    reading, writing = os.pipe()
+
+    def send() -> None:
+        for at in range(20):
+            os.write(writing, data[at : at + 1])
+            time.sleep(0.002)
+        with open(writing, "wb") as rest:
+            rest.write(data[20:])
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    source = TarSource(reading, "pipe")
+    found = {item.path: item.content.size for item in source.items() if isinstance(item, File)}
+    sender.join()
+    source.close()
+    assert found == {"middle": 700_000, "none": 0, "run.sh": 10, "sub/ünï cödé": 9}
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8, 20])
+async def test_gzip_stream_without_its_end_is_an_error(local: Lake, tmp_path: Path, src: Path, cut: int) -> None:
+    data = tar_of(src, tmp_path / "a.tar", "w:gz").read_bytes()
+    (tmp_path / "a.tar").write_bytes(data[:-cut])
+    with pytest.RaisesGroup(pytest.RaisesExc(SourceError, match="a.tar")):
+        await local.ingest(tmp_path / "a.tar")
 
 
 async def test_what_is_no_tar_or_cannot_be_read(local: Lake, tmp_path: Path) -> None:
