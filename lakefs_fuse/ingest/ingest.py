@@ -13,7 +13,8 @@ an object below `.lakefs/objects/` that no commit names, which `gc` removes, or 
 commit has yet. A second run does all of it again, with the same result.
 
 A mount lists commits of the last two minutes before the newest it knows. A pack whose upload takes longer than SLOW_S
-is named by another, small commit of the present time, so that no mount misses it.
+is repeated by another, small commit of the present time, so that no mount misses it: what it says of names of which no
+later commit speaks, nor a pack of this run that was sealed since.
 
 For tasks of one trio loop; what blocks is in `pack_filler` and the sources, and runs in threads.
 """
@@ -31,8 +32,9 @@ import trio
 from msgspec import structs
 
 from lakefs_fuse.commits.commit_log import CommitLog
+from lakefs_fuse.commits.future_commits import linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import HybridClock
-from lakefs_fuse.commits.record import OBJECTS, THIS, UNSET, ObjectRef, Operation, Put, Record
+from lakefs_fuse.commits.record import OBJECTS, UNSET, Mkdir, ObjectRef, Operation, Record
 from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.node import Node
@@ -90,7 +92,9 @@ class Ingest:
         self._ids = node.random.stream("object-ids")
         self._log = CommitLog(client, self._clock, node.threads, writer=writer)
         self._slots = trio.Semaphore(uploads_max)
-        self._in_flight = 0
+        self._in_flight: dict[int, list[Operation]] = {}
+        """Of each pack that is sealed, and not stored or not repeated yet: what it says of names of which no pack
+        speaks that was sealed since."""
         self._landed = trio.Event()
         self._total: Totals | None = None
         self.done = Totals()
@@ -172,34 +176,41 @@ class Ingest:
             # Not a moment earlier: mounts look for new commits among those of the last minutes.
             time = self._clock.now()
             record = Record(writer=self._log.writer, time=time, objects=pack.objects, operations=pack.operations)
+            named = set(map(_named, pack.operations))
+            for number, operations in self._in_flight.items():
+                self._in_flight[number] = [each for each in operations if _named(each) not in named]
+            self._in_flight[pack.number] = pack.operations
             await self._threads.run(self._packer.seal, pack, self._log.encode(record))
         except BaseException:
             pack.file.close()
             raise
-        self._in_flight += 1
-        nursery.start_soon(self._store, pack, time)
+        nursery.start_soon(self._store, pack, record)
 
-    async def _store(self, pack: Pack, time: int) -> None:
+    async def _store(self, pack: Pack, record: Record) -> None:
         began = trio.current_time()
         with pack.file:
-            meta = await self._log.put(time, pack.body())
+            meta = await self._log.put(record.time, pack.body())
         ref = ObjectRef(meta.key, meta.etag, pack.size)
         if trio.current_time() - began > SLOW_S:
-            await self._commit_again(pack, ref)
+            await self._repeat_commit(pack, record, ref)
         self._packer.set_stored(pack, ref)
         pack.totals.packs = 1
         self.done.add(pack.totals)
         self._report(self.done, self._total)
-        self._in_flight -= 1
+        del self._in_flight[pack.number]
         self._slots.release()
         self._landed.set()
 
-    async def _commit_again(self, pack: Pack, ref: ObjectRef) -> None:
-        """Store the same operations in a small commit of the present time, which refers to the pack."""
-        objects = [*pack.objects, ref]
-        operations = [_pointing(operation, len(objects) - 1) for operation in pack.operations]
-        record = Record(writer=self._log.writer, time=self._clock.now(), objects=objects, operations=operations)
-        await self._log.put_record(record)
+    async def _repeat_commit(self, pack: Pack, record: Record, ref: ObjectRef) -> None:
+        """Store the operations that are still the newest in a small commit of the present time, which refers to the
+        pack. Raises LakeError."""
+        newest = set(map(id, await still_newest(self._log, record)))
+        change = linked(ref, record, [each for each in self._in_flight[pack.number] if id(each) in newest])
+        if change.operations:
+            again = structs.replace(
+                record, time=self._clock.now(), objects=change.objects, operations=change.operations
+            )
+            await self._log.put_record(again)
 
     # -- plain objects
 
@@ -361,11 +372,9 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")[:300]
 
 
-def _pointing(operation: Operation, index: int) -> Operation:
-    """An operation on a member of its own pack, with the pack as its object."""
-    if isinstance(operation, Put) and operation.object == THIS:
-        return structs.replace(operation, object=index)
-    return operation
+def _named(operation: Operation) -> tuple[str, bool]:
+    """The name that an operation speaks of: files and directories are separate ones."""
+    return operation.path, isinstance(operation, Mkdir)
 
 
 def _metadata(about: Attributes) -> Mapping[str, str]:

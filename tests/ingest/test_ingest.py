@@ -26,7 +26,8 @@ from typing import Any, BinaryIO, cast
 import pytest
 import trio
 
-from lakefs_fuse.commits.record import OWN, THIS, Mkdir, Put, Record, Symlink, decode
+from lakefs_fuse.commits.archive import build, commit_key
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, Put, Record, Symlink, decode, encode
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.disk import LocalDisk
@@ -609,6 +610,78 @@ class Wrapped:
         etag: str | None = None,
     ) -> ObjectMeta:  # fmt: skip
         return self._put(key, body)
+
+
+class Twice(Source):
+    """One name in two packs, and another in the first alone. The second is full ``pause_s`` after the first."""
+
+    links = False
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+
+    def items(self) -> Iterator[Item]:
+        for path, data in (("other", b"other"), ("same", b"first" * 150_000), ("same", b"second" * 150_000)):
+            yield File(path, attributes(0o644, 0, 0, 0), Bytes(data))
+        time.sleep(self._pause_s)
+
+    def interrupt(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("is_last_first", [False, True])
+async def test_slow_pack_does_not_bring_back_what_a_later_pack_replaced(
+    local: Lake, monkeypatch: pytest.MonkeyPatch, is_last_first: bool
+) -> None:
+    """Whether or not the later pack is in the store when the slow one is repeated."""
+    monkeypatch.setattr(ingest_module, "SLOW_S", -1.0 if is_last_first else 0.5)
+    monkeypatch.setattr(ingest_pack, "PACK_BYTES", MIB)
+    second_stored, first_repeated = threading.Event(), threading.Event()
+
+    def put(key: str, body: Body) -> ObjectMeta:
+        is_pack = isinstance(body, FileSlice)
+        is_second = is_pack and b"secondsecond" in b"".join(cast(FileSlice, body).pieces())
+        if is_last_first and is_pack and not is_second:
+            assert second_stored.wait(10)
+        elif is_pack and not is_second:
+            time.sleep(0.6)
+        elif not is_last_first and is_second:
+            assert first_repeated.wait(10)
+        meta = local.store.put(key, body)
+        if is_second:
+            second_stored.set()
+        elif not is_pack:
+            first_repeated.set()
+        return meta
+
+    source = Twice(0.0 if is_last_first else 0.4)
+    await run_of(local, Wrapped(local.store, put), source, uploads_max=2).run()
+    tree = local.tree()
+    assert (tree["x/other"][0], tree["x/same"][0]) == (b"other", b"second" * 150_000)
+
+
+async def test_slow_pack_does_not_bring_back_what_another_node_replaced(
+    local: Lake, src: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest_module, "SLOW_S", -1.0)
+
+    def put(key: str, body: Body) -> ObjectMeta:
+        if not local.commits():
+            time_ns = int(key.removeprefix(".lakefs/commits/")[:16], 16) + 1000
+            link = Symlink("x/middle", "elsewhere", 0, 0, 0)
+            record = Record(writer="0badcafe", time=time_ns, operations=[link])
+            local.store.put(commit_key(time_ns, "0badcafe"), build((), lambda _: encode(record)))
+        return local.store.put(key, body)
+
+    source = open_source(str(src), SystemClock(), WorkerThreads())
+    await run_of(local, Wrapped(local.store, put), source).run()
+    tree = local.tree()
+    assert tree["x/middle"] == ("link", "elsewhere")
+    assert tree["x/run.sh"][0] == b"#!/bin/sh\n"
+    assert len(local.commits()) == 3
 
 
 class Synthetic:
