@@ -434,6 +434,8 @@ class Verifier:
         ours = bool(token_of(meta))
         etag = etag_check(version.etag, size, ours=ours)
         checks: list[Check] = [etag] if etag is not None else []
+        if not size:
+            checks += await self._checks(job, b"", partial(self._fetch, job.file.source))
         at = 0
         while at < size:
             datas = await self._windows(job.file.source, at, min(size, at + WINDOWS * WINDOW_BYTES))

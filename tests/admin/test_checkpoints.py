@@ -1,0 +1,59 @@
+"""`checkpoint` without a mount, on a store in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.admin.checkpoints import run_verify
+from lakefs_fuse.admin.work import Work
+from lakefs_fuse.control.worker_protocol import VerifyArgs
+from tests.admin.lakes import work_of
+from tests.memory_store import MemoryStore
+from tests.vfs.lakes import Clock
+
+URL = "s3://bucket/ckpt"
+SUM = hashlib.sha256(b"weights").hexdigest()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> MemoryStore:
+    made = MemoryStore()
+    made.clock = clock
+    made.equal_bytes_have_equal_etags = True
+    return made
+
+
+@pytest.fixture
+async def work(store: MemoryStore, clock: Clock, tmp_path: Path) -> Work:
+    return replace(work_of(store, clock, tmp_path), path="ckpt")
+
+
+async def verify(work: Work, *names: str) -> dict[str, str]:
+    """The problems of all checkpoints, by path."""
+    done = await run_verify(work, VerifyArgs(url=URL, names=names, md5_etags=True))
+    checkpoints = done.summary["checkpoints"]
+    assert isinstance(checkpoints, list)
+    found = {each["path"]: each["problem"] for checked in checkpoints for each in checked["problems"]}
+    assert done.exit_code == bool(found)
+    return found
+
+
+async def test_verify_of_an_emptied_file_finds_it_by_its_sum_and_header(store: MemoryStore, work: Work) -> None:
+    store.give("ckpt/step1/weights.bin", b"weights")
+    store.give("ckpt/step1/SHA256SUMS", f"{SUM}  weights.bin\n".encode())
+    assert await verify(work) == {}
+    store.give("ckpt/step1/weights.bin", b"")
+    store.give("ckpt/step1/model.safetensors", b"")
+    assert await verify(work) == {
+        "weights.bin": "its SHA-256 is not the one in SHA256SUMS",
+        "model.safetensors": "the length of its safetensors header is wrong",
+    }
