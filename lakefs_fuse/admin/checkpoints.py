@@ -33,6 +33,7 @@ from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.checkpoints.model import Listing, Seen, is_checkpoint, make_listing, marker_names
+from lakefs_fuse.checkpoints.names import linked_names
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.control import worker_protocol as protocol
@@ -99,6 +100,7 @@ async def find_checkpoints(lake: LakeView, work: Work, url: str, marker: str | N
     """Find the checkpoints in ``work.path``. Raises LakeError."""
     asked = marker_names(marker)
     above = work.path + "/" if work.path else ""
+    here = f"/{work.path}"
     found: dict[str, Found] = {}
     linked: set[str] = set()
     sums: Entry | None = None
@@ -108,7 +110,7 @@ async def find_checkpoints(lake: LakeView, work: Work, url: str, marker: str | N
         name, slash, inside = path[len(above) :].partition("/")
         if entry.is_symlink:
             if not slash:
-                linked.add(lake.tree.target(entry.inode).decode("utf-8", "replace").rstrip("/").rpartition("/")[2])
+                linked |= linked_names(here, lake.tree.target(entry.inode).decode("utf-8", "replace"))
             continue
         if name == SUMS_NAME and not slash:
             sums = entry

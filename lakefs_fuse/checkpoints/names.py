@@ -5,6 +5,7 @@ Pure functions. The command line, the commands beside the mounts and the filesys
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Sequence
 
@@ -37,6 +38,15 @@ def looks_temporary(name: str) -> bool:
 def is_checkpoint_file(name: str) -> bool:
     """Whether a regular file of this name counts as a checkpoint, finished or not."""
     return _suffix(_finished(name)) in FILE_SUFFIXES
+
+
+def linked_names(directory: str, target: str) -> set[str]:
+    """What a symbolic link in ``directory``, an absolute path, may lead to: the last component of its target, and the
+    name in the directory that the target is, or is below."""
+    directory = directory.rstrip("/") + "/"
+    whole = os.path.normpath(os.path.join(directory, target))
+    inside = whole.removeprefix(directory).partition("/")[0] if whole.startswith(directory) else ""
+    return {os.path.basename(os.path.normpath(target)), inside} - {""}
 
 
 def _finished(name: str) -> str:

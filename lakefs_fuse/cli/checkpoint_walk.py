@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from lakefs_fuse.checkpoints.model import DURABLE, Checkpoint, Listing, Seen, is_checkpoint, make_listing, marker_names
-from lakefs_fuse.checkpoints.names import PRUNED_PREFIX
+from lakefs_fuse.checkpoints.names import PRUNED_PREFIX, linked_names
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.product import XATTR_STATE
 
@@ -25,9 +25,10 @@ def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Lis
     linked: set[str] = set()
     found: list[Seen] = []
     try:
+        places = {path, os.path.realpath(path)}
         for entry in _entries(path):
             if entry.is_symlink():
-                linked.add(os.path.basename(os.path.normpath(os.readlink(entry.path))))
+                linked.update(*(linked_names(place, os.readlink(entry.path)) for place in places))
                 continue
             is_dir = entry.is_dir(follow_symlinks=False)
             if is_checkpoint(entry.name, match, is_dir=is_dir) and (is_dir or entry.is_file(follow_symlinks=False)):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.admin.checkpoints import run_verify
+from lakefs_fuse.admin.checkpoints import run_checkpoint, run_verify
 from lakefs_fuse.admin.work import Work
-from lakefs_fuse.control.worker_protocol import VerifyArgs
-from tests.admin.lakes import work_of
+from lakefs_fuse.commits.record import Symlink
+from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
+from tests.admin.lakes import give_commit, work_of
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import Clock
 
@@ -57,3 +58,16 @@ async def test_verify_of_an_emptied_file_finds_it_by_its_sum_and_header(store: M
         "weights.bin": "its SHA-256 is not the one in SHA256SUMS",
         "model.safetensors": "the length of its safetensors header is wrong",
     }
+
+
+@pytest.mark.parametrize("target", ["step1", "step1/deep/a.bin", "../ckpt/step1/deep/a.bin", "/mnt/ckpt/step1"])
+async def test_listing_shows_into_which_checkpoint_a_link_leads(
+    store: MemoryStore, clock: Clock, work: Work, target: str
+) -> None:
+    for step in (1, 2):
+        store.give(f"ckpt/step{step}/deep/a.bin", b"weights")
+    give_commit(store, clock, Symlink("ckpt/best", target, 0, 0, 0))
+    done = await run_checkpoint(work, CheckpointArgs(action="ls", url=URL))
+    checkpoints = done.summary["checkpoints"]
+    assert isinstance(checkpoints, list)
+    assert [each["name"] for each in checkpoints if each["linked"]] == ["step1"]
