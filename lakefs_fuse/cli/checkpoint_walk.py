@@ -12,11 +12,15 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 from lakefs_fuse.checkpoints.model import DURABLE, Checkpoint, Listing, Seen, is_checkpoint, make_listing, marker_names
 from lakefs_fuse.checkpoints.names import PRUNED_PREFIX, linked_names
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.product import XATTR_STATE
+
+LABEL_BYTES_MAX = 200
+"""Of the name of a checkpoint in the temporary one."""
 
 
 def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Listing:
@@ -95,7 +99,8 @@ def delete(directory: str, checkpoint: Checkpoint) -> None:
             os.unlink(path)
             return
         if not checkpoint.name.startswith(PRUNED_PREFIX):
-            aside = os.path.join(directory, f"{PRUNED_PREFIX}{checkpoint.name[:200]}-{secrets.token_hex(4)}")
+            label = os.fsencode(checkpoint.name)[:LABEL_BYTES_MAX].decode("utf-8", "ignore")
+            aside = os.path.join(directory, f"{PRUNED_PREFIX}{label}-{secrets.token_hex(4)}")
             os.rename(path, aside)
             path = aside
         _delete_tree(path)
@@ -104,13 +109,19 @@ def delete(directory: str, checkpoint: Checkpoint) -> None:
 
 
 def _delete_tree(path: str) -> None:
-    """Delete a directory and its contents. Not shutil.rmtree: this follows no link, and asks for names only."""
-    for entry in list(_entries(path)):
+    """Delete a directory and its contents, of which another run may delete some. Not shutil.rmtree: this follows no
+    link, and asks for names only."""
+    entries: list[os.DirEntry[str]] = []
+    with suppress(FileNotFoundError):
+        entries = list(_entries(path))
+    for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             _delete_tree(entry.path)
         else:
-            os.unlink(entry.path)
-    os.rmdir(path)
+            with suppress(FileNotFoundError):
+                os.unlink(entry.path)
+    with suppress(FileNotFoundError):
+        os.rmdir(path)
 
 
 def is_directory(path: str) -> bool:

@@ -48,6 +48,19 @@ def test_files_and_directories_of_shards(tmp_path: Path) -> None:
     assert [made.name for made in look(tmp_path, match="*.json").checkpoints] == ["config.json"]
 
 
+@pytest.mark.parametrize(
+    "target", ["step1/deep/a.pt", "./step1", "../ckpt/step1/deep/a.pt", "REAL/step1/deep", "LINK/step1/deep"]
+)
+def test_checkpoint_into_which_a_link_leads_is_linked(tmp_path: Path, target: str) -> None:
+    put(tmp_path / "ckpt" / "step1" / "deep" / "a.pt")
+    put(tmp_path / "ckpt" / "step2" / "deep" / "a.pt")
+    (tmp_path / "place").symlink_to("ckpt")
+    real, link = str(tmp_path / "ckpt"), str(tmp_path / "place")
+    (tmp_path / "ckpt" / "best.pt").symlink_to(target.replace("REAL", real).replace("LINK", link))
+    found = look(tmp_path / "place")
+    assert [made.name for made in found.checkpoints if made.linked] == ["step1"]
+
+
 def test_markers_lie_directly_in_the_directory(tmp_path: Path) -> None:
     put(tmp_path / "1" / "a")
     put(tmp_path / "1" / "_SUCCESS", 0)
@@ -83,6 +96,33 @@ def test_deleting(tmp_path: Path) -> None:
         delete(str(tmp_path), made)  # gone already
     assert list(tmp_path.iterdir()) == []
     assert (outside / "kept").exists()
+
+
+def test_deleting_beside_another_run_deletes_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("1/a", "1/b", "1/below/c", "1/below/deep/d"):
+        put(tmp_path / name)
+    unlink, rmdir = os.unlink, os.rmdir
+
+    def unlink_late(path: str) -> None:
+        unlink(path)
+        raise FileNotFoundError(path)
+
+    def rmdir_late(path: str) -> None:
+        rmdir(path)
+        raise FileNotFoundError(path)
+
+    made = item(look(tmp_path), "1")
+    monkeypatch.setattr(os, "unlink", unlink_late)
+    monkeypatch.setattr(os, "rmdir", rmdir_late)
+    delete(str(tmp_path), made)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_deleting_a_directory_with_a_long_name(tmp_path: Path) -> None:
+    put(tmp_path / ("あ" * 85) / "a")
+    (made,) = look(tmp_path).checkpoints
+    delete(str(tmp_path), made)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_is_half_deleted_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
