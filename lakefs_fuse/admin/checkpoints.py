@@ -53,6 +53,7 @@ DIRECTORY_BYTES_MAX = 256 * MIB
 SUMS_NAME = "SHA256SUMS"
 SUMS_BYTES_MAX = 64 * MIB
 INDEX_SUFFIX = ".index.json"
+NO_CHECKPOINT = "no checkpoint of this name is in the store: name one that `checkpoint ls` shows, or give --match"
 PROBLEMS_SHOWN_MAX = 20
 """Of one checkpoint, in the text for people."""
 
@@ -62,10 +63,12 @@ Fetch = Callable[[int, int], Awaitable[bytes]]
 
 @dataclass(slots=True)
 class Found:
-    """A checkpoint in the store; ``files`` by their paths in it, a checkpoint that is a file by its own name."""
+    """A checkpoint in the store; ``files`` by their paths in it, a checkpoint that is a file by its own name. ``links``
+    are paths of symbolic links in it, which are not followed."""
 
     seen: Seen
     files: dict[str, Entry] = field(default_factory=dict)
+    links: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -103,13 +106,16 @@ async def find_checkpoints(lake: LakeView, work: Work, url: str, marker: str | N
     here = f"/{work.path}"
     found: dict[str, Found] = {}
     linked: set[str] = set()
+    links: dict[str, set[str]] = {}
     sums: Entry | None = None
     async for path, entry in lake.listed_files(work.path):
         if path == work.path:
             raise LakeError(f"{url} is not a directory: give the one that holds the checkpoints")
         name, slash, inside = path[len(above) :].partition("/")
         if entry.is_symlink:
-            if not slash:
+            if slash:
+                links.setdefault(name, set()).add(inside)
+            else:
                 linked |= linked_names(here, lake.tree.target(entry.inode).decode("utf-8", "replace"))
             continue
         if name == SUMS_NAME and not slash:
@@ -123,6 +129,8 @@ async def find_checkpoints(lake: LakeView, work: Work, url: str, marker: str | N
             item.seen.markers.add(inside)
     for name in linked & found.keys():
         found[name].seen.linked = True
+    for name in links.keys() & found.keys():
+        found[name].links = frozenset(links[name])
     listing = make_listing(url, [item.seen for item in found.values()], marker=marker, now_ns=work.node.clock.wall_ns())
     return Place(listing, found, sums)
 
@@ -317,7 +325,7 @@ async def _jobs(lake: LakeView, place: Place, args: protocol.VerifyArgs, report:
         if name in args.not_stored:
             checked.problem(name, "not all of it is in the store yet")
         if found is None:
-            checked.problem(name, "not in the store")
+            checked.problem(name, NO_CHECKPOINT)
             continue
         if not found.complete:
             checked.problem(name, f"incomplete: {found.reason}")
@@ -330,12 +338,12 @@ async def _jobs_of(lake: LakeView, found: Found, outer: dict[str, str], checked:
     sums = {path: outer[name] for path in files if (name := f"{seen.name}/{path}" if seen.is_dir else path) in outer}
     if seen.is_dir:
         inner = await _read_sums(lake, files.get(SUMS_NAME))
-        for path in inner.keys() - files.keys():
+        for path in inner.keys() - files.keys() - found.links:
             checked.problem(path, f"missing, though {SUMS_NAME} has it")
         sums |= inner
         for index in [path for path in files if path.endswith(INDEX_SUFFIX) and "/" not in path]:
             for shard in await _shards(lake, files[index]):
-                if shard not in files:
+                if shard not in files and shard not in found.links:
                     checked.problem(shard, f"missing, though {index} names it")
     jobs = []
     for path, entry in files.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.admin.checkpoints import run_checkpoint, run_verify
+from lakefs_fuse.admin.checkpoints import NO_CHECKPOINT, run_checkpoint, run_verify
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.record import Symlink
 from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
@@ -58,6 +59,28 @@ async def test_verify_of_an_emptied_file_finds_it_by_its_sum_and_header(store: M
         "weights.bin": "its SHA-256 is not the one in SHA256SUMS",
         "model.safetensors": "the length of its safetensors header is wrong",
     }
+
+
+async def test_verify_takes_links_that_lists_name_as_there(store: MemoryStore, clock: Clock, work: Work) -> None:
+    store.give("blobs/1", b"weights")
+    store.give("ckpt/step1/config.json", b"{}")
+    store.give("ckpt/step1/SHA256SUMS", f"{SUM}  weights.bin\n{SUM}  gone.bin\n".encode())
+    shards = {"weight_map": {"a": "weights.bin", "b": "lost.bin"}}
+    store.give("ckpt/step1/model.safetensors.index.json", json.dumps(shards).encode())
+    give_commit(store, clock, Symlink("ckpt/step1/weights.bin", "../../blobs/1", 0, 0, 0))
+    assert await verify(work) == {
+        "gone.bin": "missing, though SHA256SUMS has it",
+        "lost.bin": "missing, though model.safetensors.index.json names it",
+    }
+
+
+@pytest.mark.parametrize("name", ["ckpt/step1", "notes.txt", "step7"])
+async def test_verify_of_a_name_that_is_no_checkpoint_says_how_to_find_one(
+    store: MemoryStore, work: Work, name: str
+) -> None:
+    store.give("ckpt/step1/a.bin", b"weights")
+    store.give("ckpt/notes.txt", b"notes")
+    assert await verify(work, name) == {name: NO_CHECKPOINT}
 
 
 @pytest.mark.parametrize("target", ["step1", "step1/deep/a.bin", "../ckpt/step1/deep/a.bin", "/mnt/ckpt/step1"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.admin.checkpoints import NO_CHECKPOINT
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import MIB, Lake, eventually, noise
@@ -147,9 +148,7 @@ def test_verifying_reads_the_store(s3: Lake) -> None:
 
     s3.outside.replace("ckpt/step1/b.pt", data[:-100])
     assert "cut short" in problems(ask(s3, "verify", place, "step1", code=1), "step1")[0]["problem"]
-    assert problems(ask(s3, "verify", place, "step7", code=1), "step7") == [
-        {"path": "step7", "problem": "not in the store"}
-    ]
+    assert problems(ask(s3, "verify", place, "step7", code=1), "step7") == [{"path": "step7", "problem": NO_CHECKPOINT}]
 
 
 def test_verifying_by_lists_of_sums_and_of_shards(s3: Lake) -> None:
