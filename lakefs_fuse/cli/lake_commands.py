@@ -58,6 +58,8 @@ def ingest(src: str, path: str, lake: str | None, uploads: int, as_json: bool, *
     """
     place = find_place(path, options, lake)
     _check_source(src, place)
+    if place.mountpoint:
+        _check_target(path)
     exit_code = run_offline(
         "ingest",
         place,
@@ -87,6 +89,16 @@ def _check_source(src: str, place: Place) -> None:
             raise ConfigError(f"{src} contains the mount {place.mountpoint}: ingest the directories beside it")
         if os.statvfs(place.mountpoint).f_flag & os.ST_RDONLY:
             raise LakeError(f"{place.mountpoint} is mounted read-only: name the lake by its URL instead")
+
+
+def _check_target(path: str) -> None:
+    """Raises ConfigError where ``path``, in a mount, is a file or below one, which a directory of its name would
+    hide."""
+    real = os.path.realpath(path)
+    while not os.path.lexists(real):
+        real = os.path.dirname(real)
+    if not os.path.isdir(real):
+        raise ConfigError(f"{real} is not a directory: name a directory, or a name that is not taken")
 
 
 def _find_whole_lake(source: str, options: dict[str, Any]) -> Place:

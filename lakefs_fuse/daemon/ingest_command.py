@@ -8,11 +8,15 @@ from functools import partial
 
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.ingest.ingest import Ingest, IsReserved, open_source
 from lakefs_fuse.ingest.pack_filler import Packer, Totals
 
 
 async def run_ingest(work: Work, args: protocol.IngestArgs) -> protocol.Finished:
+    """Raises LakeError."""
+    await _check_target(work)
+
     def report(done: Totals, total: Totals | None) -> None:
         work.progress(
             protocol.Progress(
@@ -42,6 +46,14 @@ async def run_ingest(work: Work, args: protocol.IngestArgs) -> protocol.Finished
     )
     done = await ingest.run(count=args.count)
     return work.finished(done.summary(), done.describe(), failed=bool(done.refused))
+
+
+async def _check_target(work: Work) -> None:
+    """Raises ConfigError where the directory is a plain object, which it would hide. A file in a pack is not seen."""
+    if work.path and await work.client.find(work.path):
+        page = await work.client.list_page(f"{work.path}/", keys_max=1)
+        if not page.objects:
+            raise ConfigError(f"{work.path} is a file in the lake: name a directory, or a name that is not taken")
 
 
 @asynccontextmanager

@@ -84,6 +84,15 @@ def test_a_stream_into_a_lake_that_is_named(lake: Path, src: Path) -> None:
     assert sorted(members(lake)) == ["in/a", "in/sub/b"]
 
 
+def test_url_of_a_file_is_refused_unless_a_directory_hides_it(lake: Path, src: Path) -> None:
+    assert lakefs("ingest", src, f"file://{lake}/in", "--lake", f"file://{lake}").returncode == 0
+    (lake / "file").write_text("text")
+    done = lakefs("ingest", src, f"file://{lake}/file", "--lake", f"file://{lake}")
+    assert done.returncode == 2
+    assert b"file is a file in the lake: name a directory" in done.stderr
+    assert sorted(members(lake)) == ["in/a", "in/sub/b"]
+
+
 def test_what_is_left_out_is_named_and_makes_the_exit_code_1(lake: Path, src: Path) -> None:
     (src / ".lakefs").mkdir()
     done = lakefs("ingest", src, f"file://{lake}")
@@ -140,6 +149,11 @@ def test_a_path_in_a_mount_needs_no_options(lake: Path, src: Path, point: Path) 
     assert (done.returncode, done.stderr) == (0, b"")
     assert sorted(each.name for each in (point / "new/place").iterdir()) == ["a", "sub"]
     assert members(lake) == ["new/place/a", "new/place/sub/b"]
+    for taken in ("new/place/a", "new/place/a/below/it"):
+        onto_file = lakefs("ingest", src, point / taken)
+        assert onto_file.returncode == 2
+        assert onto_file.stderr.decode().startswith(f"lakefs-fuse: {point}/new/place/a is not a directory")
+    assert (point / "new/place/a").read_text() == "a"
     itself = lakefs("ingest", point.parent, point / "x")
     assert itself.returncode == 2
     assert b"contains the mount" in itself.stderr
