@@ -4,8 +4,10 @@ The caller's thread reads the files while that is fast, as from the page cache a
 between threads costs half as much again. Where reading is slow, threads read ahead for a while.
 
 A directory comes before its contents, names in order (of each CHUNK names, so that a directory of millions is never in
-memory as a whole). Symbolic links are not followed, except for the root. A file that vanishes or cannot be read is
-refused by name.
+memory as a whole). A file that vanishes or cannot be read is refused by name.
+
+What always holds (*no link followed*): everything is opened by its name in an open directory, so nothing outside the
+root is read, whatever others make of the tree meanwhile. The root itself may be a symbolic link.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class TreeSource(Source):
 
     def count(self) -> tuple[int, int] | None:
         files = size = 0
-        for _, entry in _walk(self._root):
+        for _, entry, _ in _walk(self._root):
             try:
                 if isinstance(entry, os.DirEntry) and entry.is_file(follow_symlinks=False):
                     files, size = files + 1, size + entry.stat(follow_symlinks=False).st_size
@@ -160,8 +162,18 @@ class TreeSource(Source):
         return answer
 
 
-Found = tuple[str, "os.DirEntry[str] | str"]
-"""A path, and its entry or the reason why it cannot be read."""
+class _OpenDirectory:
+    """A directory, which is closed when nothing refers to it any more."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+Found = tuple[str, "os.DirEntry[str] | str", _OpenDirectory | None]
+"""A path, its entry or the reason why it cannot be read, and the directory that the entry is in."""
 
 
 def _walk(root: str) -> Iterator[Found]:
@@ -172,56 +184,62 @@ def _walk(root: str) -> Iterator[Found]:
         if found is None:
             stack.pop()
             continue
-        path, entry = found
+        path, entry, directory = found
         if isinstance(entry, str):
             yield found
             continue
         try:
             is_dir = entry.is_dir(follow_symlinks=False)  # asks the disk where listings do not tell
         except OSError as error:
-            yield path, f"cannot be read: {error.strerror}"
+            yield path, f"cannot be read: {error.strerror}", None
             continue
         yield found
         if is_dir and not refusal(path):
-            stack.append(_names(path, entry.path))
+            stack.append(_names(path, entry.name, directory))
 
 
-def _names(path: str, directory: str) -> Iterator[Found]:
+def _names(path: str, name: str, above: _OpenDirectory | None = None) -> Iterator[Found]:
+    """What is in the directory ``name``, of the directory ``above`` where that is given."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
-        with os.scandir(directory) as entries:
+        if above is None:
+            directory = _OpenDirectory(os.open(name, flags))
+        else:
+            directory = _OpenDirectory(os.open(name, flags | os.O_NOFOLLOW, dir_fd=above.fd))
+        with os.scandir(directory.fd) as entries:
             while chunk := sorted(islice(entries, CHUNK), key=lambda entry: entry.name):
                 for entry in chunk:
-                    yield (f"{path}/{entry.name}" if path else entry.name), entry
+                    yield (f"{path}/{entry.name}" if path else entry.name), entry, directory
     except OSError as error:
-        yield path or ".", f"cannot be listed: {error.strerror}"
+        yield path or ".", f"cannot be listed: {error.strerror}", None
 
 
 def _read_batch(batch: list[Found]) -> list[Item]:
     items: list[Item] = []
     try:
-        for path, entry in batch:
-            items.append(_read(path, entry))
+        for path, entry, directory in batch:
+            items.append(_read(path, entry, directory))
     except BaseException:
         _close_all(items)
         raise
     return items
 
 
-def _read(path: str, entry: os.DirEntry[str] | str) -> Item:
-    if isinstance(entry, str):
-        return Refused(path, entry)
+def _read(path: str, entry: os.DirEntry[str] | str, directory: _OpenDirectory | None) -> Item:
+    if isinstance(entry, str) or directory is None:
+        return Refused(path, str(entry))
     try:
         is_dir = entry.is_dir(follow_symlinks=False)
         if why := refusal(path):
             return Refused(path, why + (", left out with all below it" if is_dir else ""))
         if entry.is_file(follow_symlinks=False):
-            return _read_file(path, entry.path)
+            return _read_file(path, entry.name, directory)
         status = entry.stat(follow_symlinks=False)
         if is_dir:
             return Directory(path, _attributes(status))
         if not stat.S_ISLNK(status.st_mode):
             return Refused(path, "neither a file, a directory nor a symbolic link", special=True)
-        target = os.readlink(entry.path)
+        target = os.readlink(entry.name, dir_fd=directory.fd)
         return Refused(path, why) if (why := link_refusal(target)) else Link(path, _attributes(status), target)
     except Changed as error:
         return Refused(path, str(error))
@@ -229,9 +247,9 @@ def _read(path: str, entry: os.DirEntry[str] | str) -> Item:
         return Refused(path, f"cannot be read: {error.strerror}")
 
 
-def _read_file(path: str, local: str) -> File:
+def _read_file(path: str, name: str, directory: _OpenDirectory) -> File:
     # Not blocking, should a fifo have taken the file's place.
-    fd = os.open(local, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory.fd)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -84,7 +84,7 @@ def test_a_stream_into_a_lake_that_is_named(lake: Path, src: Path) -> None:
     assert sorted(members(lake)) == ["in/a", "in/sub/b"]
 
 
-def test_url_of_a_file_is_refused_unless_a_directory_hides_it(lake: Path, src: Path) -> None:
+def test_url_of_a_file_is_refused(lake: Path, src: Path) -> None:
     assert lakefs("ingest", src, f"file://{lake}/in", "--lake", f"file://{lake}").returncode == 0
     (lake / "file").write_text("text")
     done = lakefs("ingest", src, f"file://{lake}/file", "--lake", f"file://{lake}")

@@ -39,7 +39,7 @@ from lakefs_fuse.ingest import pack_filler as ingest_pack
 from lakefs_fuse.ingest import tree_source
 from lakefs_fuse.ingest.ingest import Ingest, IsReserved, open_source
 from lakefs_fuse.ingest.pack_filler import Packer, Totals
-from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes
+from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes, refusal
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
 from lakefs_fuse.metrics import Metrics
@@ -444,7 +444,7 @@ async def test_entry_of_a_tree_whose_kind_cannot_be_read_is_left_out(
     (root / "next").write_bytes(b"x")
 
     @contextmanager
-    def scan_failing(directory: str) -> Iterator[Iterator[object]]:
+    def scan_failing(directory: int) -> Iterator[Iterator[object]]:
         with scandir(directory) as entries:
             yield (UnknownEntry(each) if each.name == "odd" else each for each in entries)
 
@@ -452,6 +452,31 @@ async def test_entry_of_a_tree_whose_kind_cannot_be_read_is_left_out(
     assert (await local.ingest(root)).refused == 1
     assert local.notes == ["left out: odd: cannot be read: the disk fails"]
     assert set(local.tree()) == {"next"}
+
+
+@pytest.mark.parametrize(("moment", "wanted"), [("sub", None), ("sub/a", b"inside"), ("sub/link", b"inside")])
+async def test_directory_that_becomes_a_link_leads_nowhere(
+    local: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, wanted: bytes | None
+) -> None:
+    """Replaced when it, or what is in it, was listed, and is about to be opened."""
+    root = tmp_path / "src"
+    for directory, text in ((root / "sub", "inside"), (tmp_path / "outside", "secret")):
+        directory.mkdir(parents=True)
+        (directory / "a").write_text(text)
+        (directory / "link").symlink_to(text)
+
+    def replace_before(path: str) -> str:
+        if path == moment and not (root / "sub").is_symlink():
+            (root / "sub").rename(tmp_path / "moved")
+            (root / "sub").symlink_to(tmp_path / "outside")
+        return refusal(path)
+
+    monkeypatch.setattr("lakefs_fuse.ingest.tree_source.refusal", replace_before)
+    await local.ingest(root)
+    tree = local.tree()
+    assert tree.get("sub/a", (None,))[0] == wanted
+    assert tree.get("sub/link", ("link", "inside")) == ("link", "inside")
+    assert [note[:31] for note in local.notes] == ["left out: sub: cannot be listed"] * (wanted is None)
 
 
 async def test_names_of_a_tar_that_lead_out_of_it(local: Lake, tmp_path: Path) -> None:
