@@ -132,7 +132,8 @@ Step = Full | File | CopyOf | NeedsStored
 
 
 class Places:
-    """The places of the files of this run, for hard links: a temporary database, because their number has no bound."""
+    """The places of the files of this run, for hard links: a temporary database, because their number has no bound.
+    Raises sqlite3.Error where the disk of temporary files fails."""
 
     def __init__(self) -> None:
         # The empty name is a database that SQLite keeps in memory while it is small, and removes itself.
@@ -325,7 +326,8 @@ class Packer:
 
     def _add_hard_link(self, pack: Pack, path: str, item: HardLink) -> Step | None:
         target = "/".join(part for part in (self._path, item.target) if part)
-        place = self._places.get(target) if self._places is not None else None
+        with self._building():
+            place = self._places.get(target) if self._places is not None else None
         if place is None:
             self.refused.append(Refused(item.path, f"a hard link to {item.target}, which did not come before it"))
             return None
@@ -360,15 +362,17 @@ class Packer:
 
     def _remember(self, path: str, pack: int | None, offset: int, size: int, text: str) -> None:
         if self._places is not None:
-            self._places.put(path, pack, offset, size, text)
+            with self._building():
+                self._places.put(path, pack, offset, size, text)
 
     @contextmanager
     def _building(self) -> Iterator[None]:
         """Errors of the disk that packs are built on become a LakeError that says so."""
         try:
             yield
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
+            why = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
             raise LakeError(
-                f"packs are built in {self._directory}, which fails ({os.strerror(error.errno or 0)}): "
+                f"packs are built in {self._directory}, which fails ({why}): "
                 f"make room for {PACK_BYTES // MIB} MiB for each upload at once, or set TMPDIR"
             ) from error

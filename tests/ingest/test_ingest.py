@@ -10,6 +10,7 @@ import itertools
 import lzma
 import os
 import random
+import sqlite3
 import stat
 import tarfile
 import tempfile
@@ -38,7 +39,7 @@ from lakefs_fuse.ingest import ingest as ingest_module
 from lakefs_fuse.ingest import pack_filler as ingest_pack
 from lakefs_fuse.ingest import tree_source
 from lakefs_fuse.ingest.ingest import Ingest, IsReserved, open_source
-from lakefs_fuse.ingest.pack_filler import Packer, Totals
+from lakefs_fuse.ingest.pack_filler import Packer, Places, Totals
 from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes, refusal
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
@@ -837,6 +838,20 @@ async def test_packs_need_room_and_say_where(local: Lake, tmp_path: Path, monkey
     disk = FullDisk(random.Random(1), WorkerThreads())
     packer = Packer(Synthetic(1, 10), disk, path="", prefix_bytes=0, directory="/somewhere")
     with pytest.raises(LakeError, match=r"/somewhere.*No space left.*64 MiB.*TMPDIR"):
+        packer.fill()
+    packer.close()
+
+
+async def test_places_of_hard_links_need_room_and_say_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Places, "put", fail)
+    source = Synthetic(1, 10)
+    source.links = True
+    disk = LocalDisk(random.Random(1), WorkerThreads())
+    packer = Packer(source, disk, path="", prefix_bytes=0, directory=tempfile.gettempdir())
+    with pytest.raises(LakeError, match=r"packs are built in .*disk is full.*TMPDIR"):
         packer.fill()
     packer.close()
 
