@@ -50,11 +50,12 @@ class Consolidated:
 
 def consolidate(
     source: Path, target: Path, *, prefix: str = "", tensors_only: bool = False, force: bool = False,
-    begun: Callable[[int], object] = id, advanced: Callable[[int], object] = id,
+    begun: Callable[[int], object] = id, advanced: Callable[[int], object] = id, sync: Callable[[int], object] = id,
 ) -> Consolidated:  # fmt: skip
     """Write ``target`` from the shards in ``source``: for safetensors if its name ends so, else for torch. Of what has
     names that begin with ``prefix``, without it. ``begun`` is told the bytes to come, twice those of the tensors, and
-    ``advanced`` each piece. Raises LakeError."""
+    ``advanced`` each piece. ``sync`` makes an open file, by its descriptor, safe from a power cut where closing it does
+    not. Raises LakeError."""
     is_safetensors = target.suffix == ".safetensors"
     if target.exists() and not force:
         raise LakeError(f"{target} exists: --force replaces it")
@@ -76,6 +77,8 @@ def consolidate(
                     spans = _write_torch(
                         out, checkpoint, tensors, [(e, checkpoint.value(e)) for e in kept], prefix, advanced
                     )
+                out.flush()
+                sync(out.fileno())
             _verify(new, spans, advanced)
             if target.exists() and not force:
                 raise LakeError(f"{target} was made meanwhile: --force replaces it")

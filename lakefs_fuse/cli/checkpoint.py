@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from lakefs_fuse.checkpoints.model import Checkpoint, Listing, Pruning, choose
 from lakefs_fuse.cli.checkpoint_walk import delete, find_checkpoints, is_directory
-from lakefs_fuse.cli.daemons import locate, open_daemon
+from lakefs_fuse.cli.daemons import is_in_mount, locate, open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, Number, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import (
@@ -31,7 +31,7 @@ from lakefs_fuse.cli.store_options import (
     lake_option,
     store_options,
 )
-from lakefs_fuse.cli.terminal import escaped, print_json, print_tables, progress_bar, table_text
+from lakefs_fuse.cli.terminal import escaped, print_json, print_path, print_tables, progress_bar, table_text
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
 from lakefs_fuse.errors import ConfigError, LakeError
@@ -108,7 +108,7 @@ def latest(path: str, marker: str | None, match: str | None, lake: str | None, a
     """
     if "://" in path:
         args = CheckpointArgs(action="latest", url=path, marker=marker, match=match)
-        return run_offline("checkpoint", find_place(path, options, lake), args, as_json=as_json)
+        return run_offline("checkpoint", find_place(path, options, lake), args, as_json=as_json, print_text=print_path)
     listing = _list(path, marker, match, lake, options)
     found = listing.newest
     if found is None:
@@ -119,7 +119,7 @@ def latest(path: str, marker: str | None, match: str | None, lake: str | None, a
     if as_json:
         print_json(found)
     else:
-        click.echo(found.path)
+        print_path(found.path)
     return 0
 
 
@@ -188,7 +188,7 @@ def prune(path: str, marker: str | None, match: str | None, keep: int | None, ol
         })  # fmt: skip
     else:
         for item in deleted:
-            click.echo(f"{'would delete' if dry_run else 'deleted'} {item.path} ({format_bytes(item.bytes)})")
+            click.echo(f"{'would delete' if dry_run else 'deleted'} {escaped(item.path)} ({format_bytes(item.bytes)})")
         if not deleted:
             click.echo("nothing to delete")
     for name, why in failed.items():
@@ -256,7 +256,7 @@ def consolidate_shards(
 
         made = consolidate(
             Path(source), Path(target), prefix=prefix, tensors_only=tensors_only, force=force, begun=begun,
-            advanced=advanced,
+            advanced=advanced, sync=id if is_in_mount(target) else os.fsync,
         )  # fmt: skip
     if as_json:
         print_json(made)

@@ -86,6 +86,12 @@ def locate(path: str) -> tuple[str, str]:
     return mounted.mountpoint, real[len(mounted.mountpoint.rstrip("/")) :].strip("/")
 
 
+def is_in_mount(path: str) -> bool:
+    """Whether ``path`` is inside a mount of this program."""
+    mounted = mount_of(os.path.realpath(path))
+    return mounted is not None and mounted.is_fuse
+
+
 def is_missing(path: str) -> bool:
     """Whether a path that was located in a mount does not exist there, as far as this node knows. False where that
     cannot be told, as while the store is away."""

@@ -46,6 +46,16 @@ def printable(message: str) -> str:
     return "".join(each if each in "\n\\" else escaped(each) for each in message)
 
 
+def print_text(text: str) -> None:
+    """Print lines, `escaped`."""
+    click.echo("\n".join(map(escaped, text.split("\n"))))
+
+
+def print_path(path: str) -> None:
+    """Print a path as it is, for scripts; on a terminal `escaped`."""
+    click.echo(escaped(path) if sys.stdout.isatty() else path)
+
+
 def table_text(text: str) -> Text:
     """A cell with a text that others chose, such as a name in a lake: it is shown `escaped`, and has no markup."""
     from rich.text import Text

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import IO
 
-import click
 import msgspec
 
 from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
 from lakefs_fuse.cli.store_options import Options, any_given, build_store
-from lakefs_fuse.cli.terminal import Bar, escaped, print_json, progress_bar
+from lakefs_fuse.cli.terminal import Bar, print_json, print_text, progress_bar
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.interrupts import held_interrupts
@@ -102,10 +101,12 @@ def run_offline(
     uploads_max: int = 4,
     reads_stdin: bool = False,
     show: Callable[[protocol.Row], None] | None = None,
+    print_text: Callable[[str], None] = print_text,
     program: Sequence[str] = OFFLINE,
 ) -> int:
-    """Run a command in a child, show its progress, print its summary, and return its exit code. With ``show`` that
-    prints the result while it comes, without progress and summary; where it raises, the child is ended.
+    """Run a command in a child, show its progress, have ``print_text`` print its summary, and return its exit code.
+    With ``show`` that prints the result while it comes, without progress and summary; where it raises, the child is
+    ended.
 
     Raises ReportedError, and LakeError where the child ended without an answer.
     """
@@ -119,8 +120,7 @@ def run_offline(
     if as_json:
         print_json(last.summary)
     elif show is None:
-        # Names in it are those that any client of the lake chose.
-        click.echo("\n".join(map(escaped, last.text.split("\n"))))
+        print_text(last.text)  # names in it are those that any client of the lake chose
     return last.exit_code
 
 

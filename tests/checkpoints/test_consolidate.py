@@ -22,6 +22,7 @@ from lakefs_fuse.checkpoints import consolidate as module
 from lakefs_fuse.checkpoints import sharded
 from lakefs_fuse.checkpoints.consolidate import consolidate
 from lakefs_fuse.checkpoints.torch_pickle import DTYPE_BYTES
+from lakefs_fuse.cli import run
 from lakefs_fuse.errors import LakeError
 
 RANKS = """
@@ -270,6 +271,15 @@ def test_command_says_what_it_wrote(tmp_path: Path) -> None:
     done = subprocess.run([*command, "s3://lake/one.pt"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "is a URL" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["one.pt", "one.safetensors"])
+def test_file_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    target, shards = tmp_path / name, save(tmp_path / "shards", {"w": torch.ones(3)})
+    synced: list[tuple[int, bool]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_size, target.exists())))
+    assert run(["checkpoint", "consolidate", str(shards), str(target)]) == 0
+    assert synced == [(target.stat().st_size, False)]
 
 
 def test_target_that_appears_during_the_run_is_kept(tmp_path: Path) -> None:

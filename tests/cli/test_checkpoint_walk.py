@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from lakefs_fuse.checkpoints.model import Checkpoint, Listing
-from lakefs_fuse.cli import run
+from lakefs_fuse.cli import checkpoint, run, worker
 from lakefs_fuse.cli.checkpoint_walk import delete, find_checkpoints
+from lakefs_fuse.control.worker_protocol import Finished
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.product import XATTR_STATE
 
@@ -143,6 +145,32 @@ def test_a_directory_that_is_half_deleted_is_not_complete(tmp_path: Path, monkey
         if made.name != "step2":
             delete(str(tmp_path), made)
     assert [path.name for path in tmp_path.iterdir()] == ["step2"]
+
+
+def test_prune_prints_names_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint, "locate", lambda path: ("/", ""))
+    put(tmp_path / "step1\x1b[2J" / "a")
+    put(tmp_path / "step2" / "a")
+    assert run(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 0
+    assert capsys.readouterr().out == f"deleted {tmp_path}/step1\\x1b[2J (10 B)\n"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_latest_prints_the_path_as_it_is_and_escaped_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    name = "step1\\\u00a0\x1b"
+    put(tmp_path / name / "a")
+    monkeypatch.setattr(checkpoint, "locate", lambda path: ("/", ""))
+    answer = Finished(summary={}, text=f"{tmp_path}/{name}")
+    monkeypatch.setattr(worker, "run_child", lambda *args, **more: answer)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    shown = "step1\\\\\\xa0\\x1b" if is_terminal else name
+    for place in (str(tmp_path), "s3://bucket/ckpt"):
+        assert run(["checkpoint", "latest", place]) == 0
+        assert capsys.readouterr().out == f"{tmp_path}/{shown}\n"
 
 
 def test_what_cannot_be_looked_at(tmp_path: Path) -> None:
