@@ -154,6 +154,9 @@ class Committer:
         """Who committed from this cache directory before."""
         self.unsure: Unsure | None = None
         """A commit that failed, and is perhaps in the store: see `reconcile`."""
+        self._late: tuple[Record, ObjectRef] | None = None
+        """A commit that came so late that polls may be past its time. Another one repeats it before anything else is
+        sent; its `Sending` row stays until then."""
         self._stored: dict[str, None] = {}
         """Paths of plain objects that are not announced yet, the oldest first."""
         self._has_stored = trio.Event()
@@ -370,7 +373,7 @@ class Committer:
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
-            while not self._sendable():
+            while not self._sendable() and self._late is None:
                 await self._acknowledged.progressed.wait()
             await gathering.pause()
             with trio.move_on_after(WITH_PACK_S_MAX):
@@ -482,17 +485,21 @@ class Committer:
         async with self._lock:
             try:
                 await self._redate_if_behind()
-                await self._reconcile_sending()
-                await self._reconcile_unsure()
+                await self._reconcile()
                 made = change() if callable(change) else change
                 if isinstance(made, Awaitable):
                     made = await made
                 committed = await self._send(made, members, before_put, in_steps=in_steps)
                 self.error = None
-                return committed
             except LakeError as error:
                 self.error = error
                 raise
+            if self._late is not None:
+                try:
+                    await self._reconcile()
+                except LakeError as error:  # the caller's commit is in the store all the same: `run` tries again
+                    logger.warning("commit %s is not repeated yet: %s", committed.ref.key, error)
+            return committed
 
     async def _send(
         self, change: Change | None, members: Sequence[Member], before_put: BeforeSending | None, *, in_steps: bool
@@ -536,14 +543,13 @@ class Committer:
             self._announce_again(stored)
             raise
         reached("commit.sent")
-        is_late = self._clock.wall_ns() - time > LATE_NS
         self._metrics.count_commit(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
+        if self._clock.wall_ns() - time > LATE_NS:
+            self._announce_again(stored)
+            self._set_late(records[0], this)
         with trio.CancelScope(shield=True):  # or the caller would not learn of a commit that is in the store
             await self._record_commit(sending, journaled, doomed, records[0], this, in_steps=in_steps)
-        if is_late:
-            self._announce_again(stored)
-            await self._repeat_commit(replace(records[0], stored=[]), this)
         return Committed(this, body, places)
 
     async def _put(self, time: int, body: bytes, unsure: Unsure) -> ObjectMeta:
@@ -568,14 +574,23 @@ class Committer:
             raise
 
     async def reconcile(self) -> None:
-        """No commit that failed is in the store without being in effect here. Raises LakeError."""
-        if self.unsure is not None:
+        """No commit that failed is in the store without being in effect here, and none came so late that others miss
+        it. Raises LakeError."""
+        if self.unsure is not None or self._late is not None:
             async with self._lock:
-                await self._reconcile_sending()
-                await self._reconcile_unsure()
+                await self._reconcile()
+
+    async def _reconcile(self) -> None:
+        """As `reconcile`; what comes next builds on that. The caller holds the lock."""
+        await self._reconcile_sending()
+        await self._reconcile_unsure()
+        if self._late is not None:
+            while self._late is not None:
+                self._late = await self._repeat_commit(*self._late)
+            self.journal.end_sending()
 
     async def _reconcile_unsure(self) -> None:
-        """An earlier commit failed, and the store did not say whether it has it: what comes next builds on that."""
+        """An earlier commit failed, and the store did not say whether it has it."""
         if self.unsure is None:
             return
         record = self.unsure.record
@@ -584,21 +599,49 @@ class Committer:
         except NotFound:
             self.unsure = None
             return
+        this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, self.writer):
-            self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size))
+            self._applier.apply(record, this)
         for doomed in self.unsure.doomed:
             self._deletions.schedule(doomed)
+        if self._late is not None:
+            self._end_sending(Sending(record.time, this.key))
         self.unsure = None
 
-    async def _repeat_commit(self, record: Record, this: ObjectRef) -> None:
+    def _found(self, record: Record, meta: ObjectMeta) -> ObjectRef:
+        """The store has a commit of which no answer came; by its date it may have come late."""
+        this = ObjectRef(meta.key, meta.etag, meta.size)
+        if meta.mtime_ns - record.time > LATE_NS:
+            self._set_late(record, this)
+        return this
+
+    def _set_late(self, record: Record, this: ObjectRef) -> None:
+        self._late = record, this
+        self._acknowledged.progressed.wake_all()
+
+    def _end_sending(self, sent: Sending) -> None:
+        """The commit is in the store, and in effect here. The row of a late one stays until another has repeated it.
+        Raises CacheError."""
+        if self._late is None:
+            self.journal.end_sending()
+        elif self.journal.sending is None:
+            self.journal.begin_sending(sent)
+
+    async def _repeat_commit(self, record: Record, this: ObjectRef) -> tuple[Record, ObjectRef] | None:
         """The PUT took so long that polls may be past the commit's time: another one repeats its operations, but for
-        those on names of which later commits speak, of nodes that saw this one or not. Raises LakeError."""
+        those on names of which later commits speak, of nodes that saw this one or not. Returns that one where it came
+        late, too. Raises LakeError."""
         logger.warning("commit %s took long to store: another commit repeats its changes", this.key)
         change = linked(this, record, await still_newest(self._log, record))
-        if change.operations:
-            time = self._clock.now()
-            again = replace(record, time=time, objects=change.objects, operations=change.operations)
-            self._applier.apply(again, await self._log.put_record(again), own=True)
+        if not change.operations:
+            return None
+        again = replace(
+            record, writer=self.writer, time=self._clock.now(),
+            objects=change.objects, operations=change.operations, stored=[],
+        )  # fmt: skip
+        this = await self._log.put_record(again)
+        self._applier.apply(again, this, own=True)
+        return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
     async def commit_as_of(self, change: Change, time: int) -> None:
         """Commit what belongs to another node's commit of this ``time``: later commits stand above it, heard of or not.
@@ -632,7 +675,7 @@ class Committer:
                 await self._applier.apply_behind_barrier(part, this, own=True, whole=False)
             else:
                 self._applier.apply(part, this, own=True, whole=False)
-            self.journal.end_sending()
+            self._end_sending(sending)
             if doomed:
                 batch = Batch()
                 for each in doomed:
@@ -693,11 +736,11 @@ class Committer:
         }
         self._drop(done, sending.time)
         self._record_passed(sending, record)
+        this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, record.writer):
             self._clock.follow(record.time)
-            this = ObjectRef(meta.key, meta.etag, meta.size)
             self._applier.apply(_own_part(record, sending), this, whole=False)
-        self.journal.end_sending()
+        self._end_sending(sending)
 
 
 def _own_part(record: Record, sending: Sending) -> Record:

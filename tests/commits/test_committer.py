@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from lakefs_fuse.commits import committer
 from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.committer import Gathering
-from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Put, Relocate, Remove, SetAttr, Symlink
+from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable
 from lakefs_fuse.meta.entry import PENDING
 from lakefs_fuse.meta.rows import Deletion
@@ -245,6 +245,100 @@ async def test_a_late_commit_is_not_said_again_over_what_came_after_it(tmp_path:
         await a.poller.poll()
         await b.poller.poll()
         assert sorted(a.shown()) == sorted(b.shown()) == ["g"]
+        assert await seen_by_others(site) == b.shown()
+
+
+LATE_S = 300
+
+
+async def commit_late(
+    site: Site, daemon: Daemon, *operations: Operation, then: Callable[[Request, When], None]
+) -> None:
+    """The PUT takes LATE_S; from its answer on requests meet ``then``."""
+    site.store.hook = pause = Pause(is_put)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(daemon.committer.commit, Change(operations=list(operations)))
+        await reached(pause.reached)
+        site.clock.seconds += LATE_S
+        site.store.hook = then
+        pause.resume()
+    site.store.hook = no_fault
+
+
+async def poll_past(daemon: Daemon) -> None:
+    """Commits of the daemon's own move its polls on: it does not find what is LATE_S older."""
+    await daemon.committer.commit(Change(operations=[link("later")]))
+    assert await daemon.poller.poll() == 0
+
+
+def no_fault(_request: Request, _when: When) -> None: ...
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+async def test_late_commit_whose_repetition_fails_is_repeated_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_itself: bool
+) -> None:
+    monkeypatch.setattr(committer, "PAUSE_S_FIRST", 0.01)
+    site = Site(tmp_path)
+    with site.daemon("a", delay_s=0.01) as a, site.daemon("b") as b:
+        away = Failures(lambda request: request.what in ("list", "head"), Unavailable("away"), count=1000)
+        await commit_late(site, a, link("l"), then=away)
+        assert list(a.shown()) == ["l"]
+        await poll_past(b)
+        if by_itself:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(a.committer.run)
+                await until(lambda: len(site.commits()) == 3)
+                nursery.cancel_scope.cancel()
+        else:
+            await a.committer.flush()
+        await b.poller.poll()
+        assert sorted(b.shown()) == ["l", "later"]
+        await a.committer.flush()
+        assert len(site.commits()) == 3
+
+
+@pytest.mark.parametrize("is_journaled", [False, True])
+async def test_late_commit_that_was_not_repeated_is_repeated_by_the_next_daemon(
+    tmp_path: Path, is_journaled: bool
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            if is_journaled:
+                a.enqueue(link("l"))
+            away = Failures(lambda request: request.what in ("list", "head"), Unavailable("away"), count=1000)
+            await commit_late(site, a, link("m"), then=away)
+            site.kill(a, "dead")
+        await poll_past(b)
+        with site.daemon("dead") as next_one:
+            await next_one.committer.reconcile_journal()
+            assert len(site.commits()) == 2
+            await next_one.committer.flush()
+            await b.poller.poll()
+            assert sorted(b.shown()) == ["l"] * is_journaled + ["later", "m"]
+            site.kill(next_one, "dead again")
+        with site.daemon("dead again") as last:
+            await last.committer.reconcile_journal()
+            await last.committer.flush()
+        assert len(site.commits()) == 3
+
+
+@pytest.mark.parametrize("is_journaled", [False, True])
+async def test_late_commit_whose_answer_is_lost_is_repeated_when_it_is_found(
+    tmp_path: Path, is_journaled: bool
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        if is_journaled:
+            a.enqueue(link("l"))
+        with pytest.RaisesGroup(Unavailable):
+            await commit_late(site, a, link("m"), then=Away(mute=True))
+        site.store.hook = no_fault
+        await poll_past(b)
+        await a.committer.flush()
+        await b.poller.poll()
+        assert sorted(b.shown()) == ["l"] * is_journaled + ["later", "m"]
         assert await seen_by_others(site) == b.shown()
 
 

@@ -172,8 +172,7 @@ class ObjectWriter:
             raise
 
     async def _store(self, file: OpenFile, draft: Draft, *, alone: bool, is_synced: bool) -> StoredVersion:
-        if self._committer.unsure is not None:  # these bytes may hit what a rename that seemed to fail has taken away
-            await self._committer.reconcile()
+        await self._committer.reconcile()  # these bytes may hit what a rename that seemed to fail has taken away
         if self._committer.error is not None:
             for path in list(self._untold):  # which comes before this version
                 await self.commit_location(path)
