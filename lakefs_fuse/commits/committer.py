@@ -157,6 +157,9 @@ class Committer:
         self._late: tuple[Record, ObjectRef] | None = None
         """A commit that came so late that polls may be past its time. Another one repeats it before anything else is
         sent; its `Sending` row stays until then."""
+        self._sent_as_of: set[int] = set()
+        """Times of commits that were sent with a time of the past, also of those that failed and may be in the store
+        later: none has another body under the same key. Older than LATE_NS they are forgotten."""
         self._stored: dict[str, None] = {}
         """Paths of plain objects that are not announced yet, the oldest first."""
         self._has_stored = trio.Event()
@@ -646,15 +649,28 @@ class Committer:
     async def commit_as_of(self, change: Change, time: int) -> None:
         """Commit what belongs to another node's commit of this ``time``: later commits stand above it, heard of or not.
         Where polls may be past that time, and for a pending change, it is a commit of now. Raises LakeError."""
-        if time >= PENDING or self._clock.wall_ns() - time > LATE_NS:
-            await self.commit(lambda: change)
-            return
         async with self._lock:
+            await self._reconcile()
+            if time < PENDING and self._clock.wall_ns() - time <= LATE_NS:
+                await self._send_as_of(change, time)
+                return
+        await self.commit(lambda: change)
+
+    async def _send_as_of(self, change: Change, time: int) -> None:
+        oldest = self._clock.wall_ns() - LATE_NS
+        self._sent_as_of = {each for each in self._sent_as_of if each > oldest}
+        time += 1
+        while time in self._sent_as_of or self._applier.commits.is_applied(time, self.writer):
             time += 1
-            while self._applier.commits.is_applied(time, self.writer):
-                time += 1
-            record = merged([change], self.writer, time, range(1))
-            self._applier.apply(record, await self._log.put_record(record))
+        self._sent_as_of.add(time)
+        record = merged([change], self.writer, time, range(1))
+        body = await self._log.build((), lambda _: record)
+        meta = await self._put(time, body, Unsure(record, []))
+        this = ObjectRef(meta.key, meta.etag, len(body))
+        if self._clock.wall_ns() - time > LATE_NS:
+            self._set_late(record, this)
+        self._applier.apply(record, this)
+        self._end_sending(Sending(time, this.key))
 
     async def _record_commit(
         self,

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import trio
+import trio.testing
 from trio.testing import MockClock
 
 from lakefs_fuse.commits import committer
@@ -339,6 +339,59 @@ async def test_late_commit_whose_answer_is_lost_is_repeated_when_it_is_found(
         await a.committer.flush()
         await b.poller.poll()
         assert sorted(b.shown()) == ["l"] * is_journaled + ["later", "m"]
+        assert await seen_by_others(site) == b.shown()
+
+
+# -- commits that belong to another node's
+
+
+async def time_of_others(site: Site, daemon: Daemon, other: Daemon) -> int:
+    """Of a commit of the other node, which the daemon has heard of."""
+    await other.committer.commit(Change(operations=[link("others")]))
+    await daemon.poller.poll()
+    return daemon.found("others").stamp
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_commit_as_of_after_one_that_failed_has_another_key(tmp_path: Path, is_stored: bool) -> None:
+    """The failed one may be in the store, or come there later."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        time = await time_of_others(site, a, b)
+        site.store.hook = Away(mute=True) if is_stored else Failures(is_put, Unavailable("away"))
+        with pytest.raises(Unavailable):
+            await a.committer.commit_as_of(Change(operations=[link("l")]), time)
+        site.store.hook = no_fault
+        await a.committer.commit_as_of(Change(operations=[link("m")]), time)
+        sent = [request.key for request in site.store.requests if is_put(request)]
+        assert len(sent) == len(set(sent)) == 3
+        await b.poller.poll()
+        assert sorted(b.shown()) == ["l"] * is_stored + ["m", "others"]
+        assert await seen_by_others(site) == b.shown() == a.shown()
+
+
+@pytest.mark.parametrize("waits_for_turn", [False, True])
+async def test_commit_as_of_that_takes_long_is_heard_by_polls_past_its_time(
+    tmp_path: Path, waits_for_turn: bool
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        time = await time_of_others(site, a, b)
+        site.store.hook = pause = Pause(is_put)
+        async with trio.open_nursery() as nursery:
+            if waits_for_turn:
+                nursery.start_soon(a.committer.commit, Change(operations=[link("l")]))
+                await reached(pause.reached)
+            nursery.start_soon(a.committer.commit_as_of, Change(operations=[link("m")]), time)
+            await reached(pause.reached)
+            await trio.testing.wait_all_tasks_blocked()
+            site.store.hook = no_fault
+            site.clock.seconds += LATE_S
+            await poll_past(b)
+            pause.resume()
+        await a.committer.flush()
+        await b.poller.poll()
+        assert sorted(b.shown()) == ["l"] * waits_for_turn + ["later", "m", "others"]
         assert await seen_by_others(site) == b.shown()
 
 
