@@ -146,9 +146,9 @@ class Applier:
                 await trio.lowlevel.checkpoint()
                 self.paths.forget_paths()
 
-    def apply_pending(self, record: Record, stamp: int) -> None:
-        """Merge a change made here that is in no commit yet."""
-        self._run(record, ObjectRef(), stamp, own=True)
+    def apply_pending(self, record: Record, stamp: int, *, quiet: bool = True) -> None:
+        """Merge a change made here that is in no commit yet. ``quiet``: this node's kernel knows of it already."""
+        self._run(record, ObjectRef(), stamp, own=True, quiet=quiet)
 
     def _run(
         self,
@@ -159,11 +159,12 @@ class Applier:
         outdated: Mapping[str, str] = NOTHING,
         *,
         whole: bool = False,
+        quiet: bool = True,
     ) -> None:
         application = Application(
             self.paths, record, this, stamp, self._clock_ns(), own=own, outdated=outdated, whole=whole
         )
-        with self.paths.editing(quiet=own):
+        with self.paths.editing(quiet=own and quiet):
             application.run()
         self._apply_again(application)
 

@@ -7,7 +7,8 @@ What always holds:
   does what was journaled behind it, unless it belongs to one of those files (`Change.ahead`);
 * *in effect*: a journaled change (`enqueue`) is in effect here at once, survives a crash of the daemon, and is in the
   store at most ``delay_s`` later, or when `flush` returns; a committed change (`commit`) is in effect here and
-  everywhere when the call returns, or nowhere;
+  everywhere when the call returns, or nowhere. Where the disk fails between the journal and the names, the change is in
+  effect before it is sent, and before any other is planned;
 * *with the pack*: new directories and attributes of directories alone are not sent while files wait for a pack, but
   with it, `WITH_PACK_S_MAX` later at most (not where hints are used): see ADR 0166;
 * *never twice*: after a PUT whose answer was lost, the store is asked for the commit before anything is sent again;
@@ -154,6 +155,8 @@ class Committer:
         """Who committed from this cache directory before."""
         self.unsure: Unsure | None = None
         """A commit that failed, and is perhaps in the store: see `reconcile`."""
+        self._unapplied = 0
+        """The newest change in the journal where the disk failed before it was in effect, else 0."""
         self._late: tuple[Record, ObjectRef] | None = None
         """A commit that came so late that polls may be past its time. Another one repeats it before anything else is
         sent; its `Sending` row stays until then."""
@@ -286,16 +289,32 @@ class Committer:
     # -- journaled changes
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
-        """Make a change here now, and everywhere within ``delay_s``; journaled with ``batch``. Raises CacheError; then
-        nothing happened."""
+        """Make a change here now, and everywhere within ``delay_s``; journaled with ``batch``. One that is journaled
+        when the disk fails is made all the same: see *in effect*. Raises CacheError; then nothing happened."""
+        if self._unapplied:
+            self._apply_unapplied()
+            raise CacheError("a change of names before this one was not in effect when this one was planned: try again")
         batch = Batch() if batch is None else batch
         if change.ahead:
             sendable = self._sendable()
             passed = [each for each in self.journal.changes if each not in sendable]
             self._supersede(batch, paths_of(change.operations), passed)
         sequence = self.journal.append(change, batch)
-        self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+        try:
+            self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+        except CacheError as error:
+            self._unapplied = sequence
+            logger.warning("%d changes of names are not in effect yet: %s", len(change.operations), error)
         self._acknowledged.progressed.wake_all()
+
+    def _apply_unapplied(self) -> None:
+        """Put the newest change in effect where the disk failed before it was. The kernel may have looked since. Raises
+        CacheError."""
+        if self._unapplied:
+            change = self.journal.changes[self._unapplied]
+            record = merged([change], self.writer, 0)
+            self._applier.apply_pending(record, PENDING | self._unapplied, quiet=False)
+            self._unapplied = 0
 
     def retire(self, doomed: Deletion) -> None:
         """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""
@@ -376,7 +395,7 @@ class Committer:
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
-            while not self._sendable() and self._late is None:
+            while not (self._sendable() or self._late or self._unapplied):
                 await self._acknowledged.progressed.wait()
             await gathering.pause()
             with trio.move_on_after(WITH_PACK_S_MAX):
@@ -507,6 +526,7 @@ class Committer:
     async def _send(
         self, change: Change | None, members: Sequence[Member], before_put: BeforeSending | None, *, in_steps: bool
     ) -> Committed:
+        self._apply_unapplied()
         journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
@@ -577,14 +597,15 @@ class Committer:
             raise
 
     async def reconcile(self) -> None:
-        """No commit that failed is in the store without being in effect here, and none came so late that others miss
-        it. Raises LakeError."""
-        if self.unsure is not None or self._late is not None:
+        """What is journaled is in effect, no commit that failed is in the store without being in effect here, and none
+        came so late that others miss it. Raises LakeError."""
+        if self.unsure is not None or self._late is not None or self._unapplied:
             async with self._lock:
                 await self._reconcile()
 
     async def _reconcile(self) -> None:
         """As `reconcile`; what comes next builds on that. The caller holds the lock."""
+        self._apply_unapplied()
         await self._reconcile_sending()
         await self._reconcile_unsure()
         if self._late is not None:

@@ -16,6 +16,7 @@ from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.committer import Gathering
 from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING
 from lakefs_fuse.meta.rows import Deletion
 from tests.commits.committing import Daemon, Site, until
@@ -673,6 +674,44 @@ def test_a_full_disk_refuses_the_change(tmp_path: Path, monkeypatch: pytest.Monk
         assert (a.shown(), a.committer.journal.operations) == ({}, 0)
         a.enqueue(link("l"))
         assert list(a.shown()) == ["l"]
+
+
+@pytest.mark.parametrize("then", ["enqueue", "commit", "nothing"])
+async def test_change_that_is_journaled_when_the_disk_fails_is_in_effect_before_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Others would have it, and this node would not."""
+    site = Site(tmp_path)
+    with site.daemon("a", delay_s=0.01) as a:
+        a.enqueue(link("l"))
+        await a.committer.flush()
+        commit, writes = a.database.commit, 0
+
+        def fail_second(batch: Batch, *, sync: bool = False) -> None:
+            nonlocal writes
+            writes += 1
+            if writes == 2:
+                raise CacheError("no room")
+            commit(batch, sync=sync)
+
+        monkeypatch.setattr(a.database, "commit", fail_second)
+        a.enqueue(Remove("l"))
+        assert list(a.shown()) == ["l"]
+        a.watcher.told.clear()
+        if then == "enqueue":  # what it says was looked up before
+            with pytest.raises(CacheError):
+                a.enqueue(link("m"))
+        elif then == "commit":
+            await a.committer.commit(lambda: Change(operations=[link("m")] if not a.shown() else []))
+        else:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(a.committer.run)
+                await until(lambda: not a.committer.journal.operations)
+                nursery.cancel_scope.cancel()
+        assert b"l" in a.watcher.told
+        assert list(a.shown()) == ["m"] * (then == "commit")
+        await a.committer.flush()
+        assert await seen_by_others(site) == a.shown()
 
 
 async def test_pauses_of_gathering_grow_while_more_comes_at_once(autojump_clock: MockClock) -> None:

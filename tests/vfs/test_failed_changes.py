@@ -275,3 +275,25 @@ async def test_release_of_an_unlinked_file_that_cannot_be_journaled_gives_its_ro
         await until(lambda: not m.parts.staging.bytes_used)
         await until(lambda: not [*Journal(m.fs.database).records()])
         assert "f" not in store.objects
+
+
+@pytest.mark.parametrize("change", ["unlink", "rename"])
+async def test_change_of_a_name_that_is_journaled_when_the_disk_fails_is_made_on_every_node(
+    tmp_path: Path, change: str
+) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never", durability="writeback") as (one, two):
+        await one.write("f", OLD)
+        await one.fs.make_durable()
+        assert await two.read("f") == OLD
+        await one.found("f")
+        with failing_commit(after=1):
+            if change == "unlink":
+                await one.unlink("f")
+            else:
+                await one.rename("f", "g")
+        await one.fs.make_durable()
+        await two.poll()
+        for m in (one, two):
+            assert await m.lookup("f") is None
+            assert (await m.lookup("g") is not None) == (change == "rename")
