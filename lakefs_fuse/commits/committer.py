@@ -5,6 +5,8 @@ What always holds:
 * *one at a time*: one commit is written at a time, and includes every change journaled before it, in order, but for
   what is held: a change that came after files which write-back acknowledged waits until they are in the store, and so
   does what was journaled behind it, unless it belongs to one of those files (`Change.ahead`);
+* *bounded*: journaled changes of more than OPERATIONS_AT_ONCE operations are sent in several commits, in order. A
+  change with its own turn (`commit`) comes after those, with what was journaled meanwhile;
 * *in effect*: a journaled change (`enqueue`) is in effect here at once, survives a crash of the daemon, and is in the
   store at most ``delay_s`` later, or when `flush` returns; a committed change (`commit`) is in effect here and
   everywhere when the call returns, or nowhere. Where the disk fails between the journal and the names, the change is in
@@ -30,7 +32,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol
 
 import trio
@@ -256,13 +258,35 @@ class Committer:
         return bool(change.after) and not self._acknowledged.is_durable_up_to(change.after)
 
     def _sendable(self) -> dict[int, Change]:
-        found: dict[int, Change] = {}
+        return dict(self._each_sendable())
+
+    def _each_sendable(self) -> Iterator[tuple[int, Change]]:
+        """What is journaled and not held, the oldest first. Not to be kept over an await."""
         held = False
         for sequence, change in self.journal.changes.items():
             held = held or self._is_held(change)
             if not held or (change.ahead and not self._is_held(change)):
-                found[sequence] = change
-        return found
+                yield sequence, change
+
+    def _first_sendable(self) -> dict[int, Change]:
+        """As many as one commit has."""
+        first: dict[int, Change] = {}
+        size = 0
+        for sequence, change in self._each_sendable():
+            size += _size(change)
+            if first and size > OPERATIONS_AT_ONCE:
+                break
+            first[sequence] = change
+        return first
+
+    def _is_more_than_one_commit(self, newest: int) -> bool:
+        """Of what is journaled up to ``newest``, and not held."""
+        sizes = (_size(change) for sequence, change in self._each_sendable() if sequence <= newest)
+        return any(size > OPERATIONS_AT_ONCE for size in accumulate(sizes))
+
+    @property
+    def _has_sendable(self) -> bool:
+        return next(self._each_sendable(), None) is not None
 
     def may_have(self, path: str) -> bool:
         """A commit that names the path may be in the store, and not in effect here."""
@@ -395,7 +419,7 @@ class Committer:
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
-            while not (self._sendable() or self._late or self._unapplied):
+            while not (self._has_sendable or self._late or self._unapplied):
                 await self._acknowledged.progressed.wait()
             await gathering.pause()
             with trio.move_on_after(WITH_PACK_S_MAX):
@@ -417,7 +441,8 @@ class Committer:
         shown with it. Where others hear of a commit at once, they must hear of this, too."""
         if self._log.is_announced or not self._acknowledged.has_files_for_pack:
             return False
-        operations = [each for change in self._sendable().values() for each in change.operations]
+        every = (each for _, change in self._each_sendable() for each in change.operations)
+        operations = list(islice(every, WITH_PACK_OPERATIONS_MAX + 1))
         return 0 < len(operations) <= WITH_PACK_OPERATIONS_MAX and all(isinstance(each, Mkdir) for each in operations)
 
     async def run_announcements(self) -> None:
@@ -443,7 +468,7 @@ class Committer:
         """Everything journaled before the call, and not held, is in the store when this returns. Raises LakeError."""
         await self.reconcile()
         wanted = self.journal.newest
-        while next(iter(self._sendable()), wanted + 1) <= wanted:
+        while next(self._each_sendable(), (wanted + 1, None))[0] <= wanted:
             await self._commit(None, ())
 
     async def flush_announcements(self) -> None:
@@ -508,6 +533,10 @@ class Committer:
             try:
                 await self._redate_if_behind()
                 await self._reconcile()
+                newest = self.journal.newest
+                while change is not None and self._is_more_than_one_commit(newest):
+                    await self._send(None, (), None, in_steps=False)
+                    await self._reconcile()
                 made = change() if callable(change) else change
                 if isinstance(made, Awaitable):
                     made = await made
@@ -527,7 +556,7 @@ class Committer:
         self, change: Change | None, members: Sequence[Member], before_put: BeforeSending | None, *, in_steps: bool
     ) -> Committed:
         self._apply_unapplied()
-        journaled = self._sendable()
+        journaled = self._first_sendable() if change is None else self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
             self._drop(journaled, self._clock.now())
@@ -726,9 +755,10 @@ class Committer:
         no commit yet, stay as they are here. What others committed later, and was polled meanwhile, has met pending
         stamps, which are newer than any commit: it is applied again."""
         self._applier.commits.forget_after(time)
+        is_attributed = any(isinstance(each, SetAttr) for change in journaled.values() for each in change.operations)
         later = {
             each.path: sequence
-            for sequence, change in self.journal.changes.items()
+            for sequence, change in (self.journal.changes.items() if is_attributed else ())
             if sequence not in journaled
             for each in change.operations
             if isinstance(each, SetAttr)
@@ -778,6 +808,11 @@ class Committer:
             self._clock.follow(record.time)
             self._applier.apply(_own_part(record, sending), this, whole=False)
         self._end_sending(sending)
+
+
+def _size(change: Change) -> int:
+    """In operations; a change without any takes its time, too."""
+    return max(1, len(change.operations))
 
 
 def _own_part(record: Record, sending: Sending) -> Record:

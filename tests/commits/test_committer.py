@@ -76,6 +76,40 @@ async def test_what_gathers_is_one_commit_in_order(tmp_path: Path) -> None:
         assert a.tree.target(a.found("l").inode) == b"last"
 
 
+@pytest.mark.parametrize("with_own", [False, True])
+async def test_many_journaled_changes_are_sent_in_order_in_several_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_own: bool
+) -> None:
+    monkeypatch.setattr(committer, "OPERATIONS_AT_ONCE", 10)
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        a.enqueue(*(mkdir(f"d{number}") for number in range(25)))
+        wanted = [f"d{number}" for number in range(25)]
+        for number in range(22):
+            a.enqueue(link("l", str(number)))
+            a.enqueue(link(f"l{number}"), doomed=(Deletion(f"gone{number}", "etag"),))
+            wanted += ["l", f"l{number}"]
+        if with_own:
+            planned: list[int] = []
+
+            def plan() -> Change:
+                planned.append(len(site.commits()))
+                return Change(operations=[link("own")])
+
+            await a.committer.commit(plan)
+            wanted.append("own")
+            assert planned == [5]
+        else:
+            await a.committer.flush()
+        assert a.committer.journal.operations == 0
+        records = [await b.log.fetch(await b.log.head(key)) for key in site.commits()]
+        assert [len(each.operations) for each in records] == [25, 10, 10, 10, 10, 4 + with_own]
+        assert [each.path for record in records for each in record.operations] == wanted
+        assert len(a.doomed()) == 22
+        await b.poller.poll()
+        assert a.shown() == b.shown()
+
+
 async def test_sent_by_itself_after_the_delay(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a", delay_s=0.3) as a:
