@@ -62,8 +62,8 @@ class Applier:
         self, database: Database, tree: Tree, metrics: CommitMetrics, watcher: Watcher, *, clock_ns: Callable[[], int]
     ) -> None:
         self._db, self._tree, self._metrics, self._clock_ns = database, tree, metrics, clock_ns
-        self.paths = PathTree(database, tree, watcher)
         self.commits = CommitRows(database)
+        self.paths = PathTree(database, tree, watcher, self.commits)
 
     # -- applying
 
@@ -131,7 +131,6 @@ class Applier:
                     break
             failpoints.reached("apply.step")
             await pace.rest()
-        self._apply_again(application)
         self._end(record)
 
     async def _raise_barrier(self, record: Record) -> None:
@@ -166,11 +165,6 @@ class Applier:
         )
         with self.paths.editing(quiet=own and quiet):
             application.run()
-        self._apply_again(application)
-
-    def _apply_again(self, application: Application) -> None:
-        for time in application.uncovered:
-            self.commits.forget(time)
 
     def is_in_effect(self, operations: Sequence[Operation], stamp: int) -> bool:
         """Whether `apply_pending` came to the end of these under a stamp; what sets attributes leaves no mark."""

@@ -125,6 +125,8 @@ class _Changes(msgspec.Struct):
     """Names that the kernel may remember wrongly."""
     directories: dict[int, None] = {}
     """Those in which names come or go."""
+    uncovered: set[int] = set()
+    """Times of commits to apply again: a plain object that counted over their files by its date is gone."""
 
 
 class Application:
@@ -156,8 +158,6 @@ class Application:
         self._carried = Carried()
         self._parent: tuple[str, int | None] | None = None
         """The directory that was asked for last, until something is written."""
-        self.uncovered = set[int]()
-        """Times of commits to apply again: a plain object that counted over their files by its date is gone."""
 
     def run(self) -> None:
         for _ in self.steps(len(self._record.operations) + 1):
@@ -291,6 +291,8 @@ class Application:
             self._tree.tombstones.write(changes.batch, changes.tombstones)
         if not self._own:
             self._paths.touch(changes.batch, changes.directories, self._time)
+        for time in changes.uncovered:  # with what covered their files: a crash, or an error, loses neither
+            self._paths.commits.forget_with(changes.batch, time)
         self._paths.database.commit(changes.batch)
         in_use = self._watcher.in_use
         if updated := [entry for entry in changes.updated if entry.inode in in_use]:
@@ -526,7 +528,7 @@ class Application:
         more, and may be there for others."""
         floor = 0 if step.tombstone is None else step.tombstone.floor
         if current.flags & Flag.OVERRIDING and not current.stamp and 0 < floor < PENDING:
-            self.uncovered.add(floor)
+            self._changes.uncovered.add(floor)
 
     def _drop(self, current: Entry) -> None:
         if not self._paths.keeps(current):

@@ -463,6 +463,8 @@ class Committer:
                 await trio.sleep(backoff.next_s())
             except Exception:
                 logger.exception("announcing")
+                self._has_stored.set()
+                await trio.sleep(PAUSE_S_MAX)
 
     async def flush(self) -> None:
         """Everything journaled before the call, and not held, is in the store when this returns. Raises LakeError."""

@@ -19,6 +19,7 @@ from lakefs_fuse.commits.record import THIS, Mkdir, Put, Record, Remove, Symlink
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tombstones import Tombstone, bury
 from lakefs_fuse.meta.tree import Tree
 
@@ -83,8 +84,8 @@ class Watcher:
 class PathTree:
     """See the module's head."""
 
-    def __init__(self, database: Database, tree: Tree, watcher: Watcher) -> None:
-        self.database, self.tree, self.watcher = database, tree, watcher
+    def __init__(self, database: Database, tree: Tree, watcher: Watcher, commits: CommitRows) -> None:
+        self.database, self.tree, self.watcher, self.commits = database, tree, watcher, commits
         self._directories: dict[str, int] = {}
         """Inodes by path; while something is edited, 0 for a directory that is not there."""
         self._is_editing = self._is_quiet = False

@@ -8,6 +8,7 @@ the batches that were committed; what is only here and in no store is synced by 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
@@ -243,12 +244,10 @@ class CommitRows:
         batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
         self._db.commit(batch)
 
-    def forget(self, time: int) -> None:
-        """The next poll applies commits of this time again."""
-        self._forget(time)
-        batch = Batch()
+    def forget_with(self, batch: Batch, time: int) -> None:
+        """Once ``batch`` is committed, the next poll applies commits of this time again."""
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), _commit_key(schema.APPLIED, time + 1, ""))
-        self._db.commit(batch)
+        batch.committed.append(partial(self._forget, time))
 
     def forget_after(self, time: int) -> None:
         """The next poll applies commits again that are newer than this."""

@@ -140,6 +140,20 @@ async def test_objects_stored_within_the_delay_are_announced_in_one_commit(tmp_p
         assert await b.poller.poll() == 1
 
 
+async def test_announcement_that_fails_unexpectedly_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committer, "PAUSE_S_MAX", 0.01)
+    site = Site(tmp_path)
+    with site.daemon("a", delay_s=0.01) as a:
+        site.store.hook = Failures(is_put, RuntimeError("unexpected"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.run_announcements)
+            a.committer.announce_stored("f")
+            await until(lambda: len(site.commits()) == 1)
+            nursery.cancel_scope.cancel()
+
+
 async def test_announcement_under_way_holds_up_no_commit(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:

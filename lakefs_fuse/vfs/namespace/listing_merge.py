@@ -598,7 +598,7 @@ class DirectoryMerge:
 
     def _bury_overridden(self, batch: Batch, entry: Entry) -> None:
         """A file elsewhere is not the file any more. What it hid stays gone: who puts those bytes there again has to
-        say so. Its commit is applied again where the object goes with an older one (`Application.uncovered`)."""
+        say so. Its commit is applied again where the object goes with an older one (`Application`)."""
         path, floor = self._prefix + entry.name, entry.stamp if entry.stamp < PENDING else 0
         tombstone = bury(self._tree.tombstones.get(path), floor=floor, etag=entry.etag, at=entry.stamp)
         self._tree.tombstones.write(batch, {path: tombstone})
