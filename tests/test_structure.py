@@ -12,8 +12,8 @@ from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, s
 CLOSE = 31, 60
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, and for reading staged
 bytes to the end (`local_disk.pread_all`)."""
-RENAME = 39, 279
-"""The last one for the rule which keys are markers of directories."""
+RENAME = 39, 282
+"""The last one for the rule which keys are markers of directories; switches also for the clock of `Poller.heard`."""
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8

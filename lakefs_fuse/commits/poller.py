@@ -402,8 +402,10 @@ class Poller:
         )  # fmt: skip
 
     async def heard(self, within_s: float) -> None:
-        """Every commit that was visible ``within_s`` ago is in effect here when this returns. Raises LakeError."""
-        if trio.current_time() - self._polled_s > within_s:
+        """Every commit that was visible ``within_s`` ago is in effect here when this returns; time for which the
+        machine was suspended counts. Raises LakeError."""
+        is_old = trio.current_time() - self._polled_s > within_s
+        if is_old or self._clock.wall_ns() - self.heard_ns > within_s * NS:
             await self.poll()
 
     async def _look_in_background(self) -> _Look:
@@ -511,6 +513,7 @@ class Poller:
         heard_ns = min(end, name.meta.mtime_ns - digest.took_ns) - 2 * NS  # stores date to the second
         look.past = newest
         look.began_s -= max(0.0, (self._clock.wall_ns() - heard_ns) / NS)
+        look.began_ns = min(look.began_ns, heard_ns)
 
     def _leave_out(self, ahead: Sequence[Found]) -> None:
         """Commits that are dated too far ahead, until their time has come."""

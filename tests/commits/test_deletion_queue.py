@@ -9,13 +9,14 @@ import msgspec
 import pytest
 import trio
 
+from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.objects import deletion_queue as deletions
 from lakefs_fuse.commits.record import OWN, Put, Remove
 from lakefs_fuse.errors import AccessDenied, CacheFull, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.rows import Deletion
 from tests.commits.committing import Daemon, Site, until
-from tests.commits.nodes import at
+from tests.commits.nodes import at, plain
 from tests.fakes import delete_all_due
 from tests.memory_store import Failures, Pause, Request
 from tests.upload.drafting import reached
@@ -84,6 +85,25 @@ async def test_what_another_name_means_stays(tmp_path: Path) -> None:
         doom(a, used)
         await delete_all_due(a.deletions)
         assert (list(site.store.objects), a.deletions.waiting) == (["used"], 0)
+
+
+async def test_object_that_another_node_renamed_while_the_machine_was_suspended_stays(tmp_path: Path) -> None:
+    """The other node had not heard of the removal, and the deletion is due when the machine wakes."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        site.clock.seconds = 10
+        (removed,) = give(site, "f")
+        for node in (a, b):
+            node.list(plain("f", removed.etag, 10), seconds=10)
+        await a.poller.poll()
+        await a.committer.commit(Change(operations=[Remove("f", hides=removed.etag)]))
+        doom(a, msgspec.structs.replace(removed, due_ns=at(300), removed_ns=at(10)))
+        site.clock.seconds = 11
+        await b.committer.commit(b.rename("f", "g"))
+        site.clock.seconds = 3600
+        await a.deletions.delete_due(a.poller.heard)
+        assert "f" in site.store.objects
+        assert a.find("g") is not None
 
 
 async def test_not_before_their_time(tmp_path: Path) -> None:

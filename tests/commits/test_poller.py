@@ -237,6 +237,19 @@ async def test_a_restarted_node_goes_on_where_it_was(tmp_path: Path) -> None:
         assert await a.poller.poll() == 1
 
 
+async def test_heard_after_the_machine_was_suspended_polls(tmp_path: Path) -> None:
+    """The time that timers count stands still meanwhile."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        await a.poller.poll()
+        await a.poller.heard(60.0)
+        assert a.metrics.polls == 1
+        commit(site, 1, "f")
+        site.clock.seconds = HOUR_S
+        await a.poller.heard(60.0)
+        assert list(a.shown()) == ["f"]
+
+
 # -- plain objects that a commit's writer did not know of
 
 

@@ -207,6 +207,27 @@ def test_late_commits_are_found_by_mounts_that_run(
         assert others, "these have compared digests"
 
 
+def test_heard_ns_after_an_equal_digest_is_before_every_commit_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, monkeypatch, writers=20, followers=4)
+    late, missing = dict[str, float](), 0
+
+    async def main() -> None:
+        nonlocal missing
+        await run.go_on(15)
+        for _ in range(24):
+            late[run.writers.commit(run.site.clock.seconds - 70)] = run.site.clock.seconds
+            await run.go_on(REFRESH_S)
+            for follower in run.followers:
+                unknown = [visible_s for key, visible_s in late.items() if key not in follower.applied_s]
+                missing += len(unknown)
+                assert all(follower.poller.heard_ns <= at(visible_s) for visible_s in unknown)
+
+    run.go(main)
+    assert missing
+
+
 def test_commits_within_the_overlap_are_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, writers=20, followers=1)
 
