@@ -138,13 +138,14 @@ class _Listed:
 @dataclass(slots=True)
 class _Look:
     """Commits to apply, the oldest first. ``began_s``: what was visible then is among them or applied, but for a
-    shallow look. ``past``: with what is found in effect, polls are past this time; None where that is not known.
-    ``digest``: what was listed, for others, and the time from which on."""
+    shallow look; polls were past the time ``polled`` then. ``past``: with what is found in effect, polls are past this
+    time; None where that is not known. ``digest``: what was listed, for others, and the time from which on."""
 
     found: list[Found]
     is_deep: bool
     began_s: float
     began_ns: int
+    polled: int
     took_s: float
     past: int | None
     digest: tuple[int, Digest] | None = None
@@ -376,7 +377,8 @@ class Poller:
                 newest = max(newest, found[-1][0])
             if len(found) < len(look.found):  # what is left may be older than what this mount has committed itself
                 newest = min(newest, look.found[len(found)][0])
-            commits.record_polled(newest)
+            if commits.polled() >= look.polled:  # else commits are to be applied again that were not listed
+                commits.record_polled(newest)
             self._polled_s = max(self._polled_s, min(began_s, look.began_s))
             if not math.isinf(began_s):
                 self.heard_ns = look.began_ns
@@ -420,10 +422,10 @@ class Poller:
     async def _look(self, *, is_deep: bool, for_others: bool = False) -> _Look:
         """Commits that are not applied, the oldest first. ``for_others`` a digest says what was listed."""
         self._is_whole = False
-        began_s, newest = trio.current_time(), self._applier.commits.newest()
-        commits = self._applier.commits
+        began_s, commits = trio.current_time(), self._applier.commits
+        newest, polled = commits.newest(), commits.polled()
         ahead_ns = self._ahead_ns = self._clock.ahead_ns()
-        window = max(0, min(commits.polled(), ahead_ns) - WINDOW_NS)
+        window = max(0, min(polled, ahead_ns) - WINDOW_NS)
         if is_deep:
             since = min(window, max(0, newest - DIGEST_SPAN_NS)) if for_others else window
         else:
@@ -439,7 +441,7 @@ class Poller:
         took_s = trio.current_time() - began_s
         self._listing_ns, self._shown_new = int(took_s * NS), listed.newer(self._shown)
         self._shown = max(min(self._shown, wall_ns), min(listed.newest, wall_ns))
-        look = _Look(listed.found, is_deep, began_s, wall_ns, took_s, newest if is_deep else None)
+        look = _Look(listed.found, is_deep, began_s, wall_ns, polled, took_s, newest if is_deep else None)
         if is_deep:
             self._metrics.deep_polls += 1
             self._is_long = listed.pages > 1

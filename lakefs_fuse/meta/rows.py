@@ -184,6 +184,8 @@ def _due_key(deletion: Deletion) -> bytes:
 NEVER_NS = (1 << 63) - 1
 """Later than every commit."""
 _APPLIED_END = schema.end_of(schema.APPLIED)
+AGAIN_NS_MAX = 86400 * 1_000_000_000
+"""Polls go back so far before the newest commit at most to apply commits again: they fetch all since then."""
 
 
 class CommitRows:
@@ -245,17 +247,21 @@ class CommitRows:
         self._db.commit(batch)
 
     def forget_with(self, batch: Batch, time: int) -> None:
-        """Once ``batch`` is committed, the next poll applies commits of this time again."""
+        """Once ``batch`` is committed, the next poll applies commits of this time again, if it asks for
+        them."""
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), _commit_key(schema.APPLIED, time + 1, ""))
         batch.committed.append(partial(self._forget, time))
 
     def forget_after(self, time: int) -> None:
-        """The next poll applies commits again that are newer than this."""
+        """Polls apply commits again that are newer than this, those of the last AGAIN_NS_MAX at least."""
         self._forget(time)
-        newer = _commit_key(schema.APPLIED, time + 1, "")
+        newer, batch = _commit_key(schema.APPLIED, time + 1, ""), Batch()
         if next(self._db.scan(newer, _APPLIED_END), None) is not None:
-            batch = Batch()
             batch.delete_range(newer, _APPLIED_END)
+        since = max(time, self.newest() - AGAIN_NS_MAX)
+        if since < self.polled():
+            batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(since)
+        if batch:
             self._db.commit(batch)
 
     def forget_all(self) -> None:

@@ -18,7 +18,7 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S
 from lakefs_fuse.commits.poller import FETCHED_MAX
-from lakefs_fuse.commits.record import COMMITS, OWN, Operation, Record, Remove, SetAttr
+from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Operation, Record, Remove, SetAttr
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.sorted_tables import are_names_outdated
@@ -127,15 +127,52 @@ async def test_poll_asks_what_a_large_commit_hides_in_short_steps(
 @pytest.mark.parametrize("forget", ["forget_all", "forget_since", "forget_after"])
 async def test_poll_after_rows_were_forgotten_applies_again(tmp_path: Path, forget: str) -> None:
     site = Site(tmp_path)
+    site.clock.seconds = HOUR_S
     with site.daemon("a") as a:
         commit(site, 1, "f")
-        assert [await a.poller.poll() for _ in range(3)] == [1, 0, 0]
+        commit(site, HOUR_S, "g")
+        assert [await a.poller.poll() for _ in range(3)] == [2, 0, 0]
         commits = a.applier.commits
         if forget == "forget_all":
             commits.forget_all()
         else:
             getattr(commits, forget)(at(0))
-        assert [await a.poller.poll() for _ in range(3)] == [1, 0, 0]
+        assert [await a.poller.poll() for _ in range(3)] == [2, 0, 0]
+
+
+async def test_poll_after_rows_were_forgotten_goes_back_for_a_day(tmp_path: Path) -> None:
+    """And not for what may be years of commits."""
+    site = Site(tmp_path)
+    site.clock.seconds = 30 * HOUR_S
+    with site.daemon("a") as a:
+        for hours in range(31):
+            commit(site, hours * HOUR_S, f"f{hours}")
+        assert await a.poller.poll() == 31
+        for _ in range(2):
+            a.applier.commits.forget_after(at(0))
+        assert await a.poller.poll() == 25
+
+
+async def test_poll_during_which_rows_are_forgotten_is_followed_by_one_that_applies_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path)
+    site.clock.seconds = HOUR_S
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        commit(site, HOUR_S - 1, "g")
+        await a.poller.poll()
+        commit(site, HOUR_S, "h")
+        apply = a.applier.apply
+
+        def forget_first(record: Record, this: ObjectRef, **options: object) -> None:
+            a.applier.commits.forget_after(at(0))
+            apply(record, this, **options)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(a.applier, "apply", forget_first)
+            assert await a.poller.poll() == 1
+        assert [await a.poller.poll() for _ in range(2)] == [2, 0]
 
 
 async def test_many_are_fetched_in_pieces_and_listed_in_pages(tmp_path: Path) -> None:

@@ -542,21 +542,21 @@ async def test_a_newer_version_of_somebody_else_is_kept_and_so_is_ours(
         assert (told(m)["replayed"], await m.tree()) == (0, tree)
 
 
-@pytest.mark.parametrize("pack", ["never", "always"])
+@pytest.mark.parametrize(("pack", "away_s"), [("never", 0), ("always", 0), ("always", 3600)])
 @pytest.mark.parametrize("before", [b"", b"before"])
 async def test_extended_attributes_stay_with_the_version_that_they_were_set_on(
-    tmp_path: Path, before: bytes, pack: str
+    tmp_path: Path, before: bytes, pack: str, away_s: int
 ) -> None:
-    """Both versions of a name are kept: each has its own, on all nodes."""
-    store = MemoryStore()
+    """Both versions of a name are kept: each has its own, on all nodes, however long ago others set them."""
+    store, clock = MemoryStore(), Clock()
     outage = Outage(store, away=False)
 
     async def shown(m: Lake, name: str) -> dict[str, bytes]:
         inode = (await m.found(name)).inode
         return {each: m.fs.xattr(inode, each) for each in m.fs.xattr_names(inode)}
 
-    async with lake(store, tmp_path / "theirs", pack=pack) as theirs:
-        async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+    async with lake(store, tmp_path / "theirs", pack=pack, clock=clock) as theirs:
+        async with writing_back(store, tmp_path / "cache", pack=pack, clock=clock) as m:
             if before:
                 await m.write("file", before)
                 await m.fs.make_durable()
@@ -570,15 +570,18 @@ async def test_extended_attributes_stay_with_the_version_that_they_were_set_on(
         await (rewrite(theirs, "file", b"theirs") if before else theirs.write("file", b"theirs"))
         await theirs.fs.set_xattr((await theirs.found("file")).inode, "user.theirs", b"2")
         await theirs.sync()
+        clock.advance(away_s)
+        await theirs.write("later", b"later")
+        await theirs.sync()
         async with (
-            writing_back(store, dead, pack=pack) as m,
-            lake(store, tmp_path / "fresh", pack=pack) as fresh,
+            writing_back(store, dead, pack=pack, clock=clock) as m,
+            lake(store, tmp_path / "fresh", pack=pack, clock=clock) as fresh,
         ):
             await m.fs.make_durable()
             for each in (m, theirs, fresh):
                 await each.poll()
-                (beside,) = [name for name in await each.names() if name != "file"]
-                assert await each.tree() == {"file": b"theirs", beside: b"ours!!"}
+                (beside,) = [name for name in await each.names() if name not in ("file", "later")]
+                assert await each.tree() == {"file": b"theirs", "later": b"later", beside: b"ours!!"}
                 assert await shown(each, "file") == {"user.theirs": b"2"}
                 assert await shown(each, beside) == {"user.ours": b"1"}
 
