@@ -12,8 +12,9 @@ other DEEP_S_MIN to DEEP_S_MAX after the last. A caller that waits for a poll (`
 
 What always holds:
 
-* *whole or left out*: a commit that cannot be read is left out, logged and counted, never applied in part. One that is
-  dated farther ahead of the store's time than COMMIT_AHEAD_MAX_S is left out until its time has come;
+* *whole or left out*: a commit that cannot be read is left out, logged and counted, never applied in part; it is tried
+  again by the next daemon, and each REFUSED_AGAIN_S. One that is dated farther ahead of the store's time than
+  COMMIT_AHEAD_MAX_S is left out until its time has come;
 * *shallow polls promise nothing*: only a deep poll, or one that agreed with a digest, moves what the next deep one
   begins from (`CommitRows.polled`), and counts as having heard of others.
 
@@ -42,7 +43,7 @@ from msgspec.structs import replace
 
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.apply_record import Doubt
-from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, parse_commit_key
+from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
 from lakefs_fuse.commits.bundles import MIXED, OWN_DELAY_S, SUFFIX, Found, parse_bundle
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
@@ -114,6 +115,8 @@ GETS_FOR_A_BUNDLE = 16
 """What one poll fetched with this many GETs is repeated in a bundle, for the next to poll and for mounts to come."""
 DOUBT_PAUSE_S_FIRST = 0.25
 """The next is twice as long each time."""
+REFUSED_AGAIN_S, REFUSED_MAX = 600.0, 1000
+"""Interval at which commits that were left out are asked for again, and how many of them."""
 logger = logging.getLogger(__name__)
 
 
@@ -207,6 +210,9 @@ class Poller:
         """The newest commit that the last LIST showed, how many it showed that were newer than the one before, and how
         long it took."""
         self._refused: set[str] = set()
+        """Commits that were left out because they cannot be read: a LIST that shows them changes nothing."""
+        self._refused_due_s = -math.inf
+        """When to try those again, and what daemons before left out."""
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
         self._ahead_ns, self._heard_ns = 0, 0
@@ -422,6 +428,8 @@ class Poller:
     async def _look(self, *, is_deep: bool, for_others: bool = False) -> _Look:
         """Commits that are not applied, the oldest first. ``for_others`` a digest says what was listed."""
         self._is_whole = False
+        if trio.current_time() >= self._refused_due_s:
+            await self._read_refused()
         began_s, commits = trio.current_time(), self._applier.commits
         newest, polled = commits.newest(), commits.polled()
         ahead_ns = self._ahead_ns = self._clock.ahead_ns()
@@ -568,6 +576,7 @@ class Poller:
                 continue
             self._clock.follow(record.time)
             self._ahead.discard(meta.key)
+            self._refused.discard(meta.key)
             self._metrics.lag_s = max(0.0, (self._clock.wall_ns() - record.time) / NS)
             outdated, is_sure = await self._outdated(record)
             if wait and not is_sure and self._clock.wall_ns() - record.time < DOUBT_S_MAX * NS:
@@ -628,10 +637,33 @@ class Poller:
             await for_each(doubts, ask, min(FETCHES_AT_ONCE, len(doubts)))
         return outdated, is_sure
 
+    async def _read_refused(self) -> None:
+        """Under the lock, apply commits that were left out and can be read now. What one said that was collected
+        meanwhile is among the names of the next mount. Raises LakeError."""
+        self._refused_due_s = trio.current_time() + REFUSED_AGAIN_S
+        commits, there = self._applier.commits, list[Found]()
+
+        async def find(named: tuple[int, str]) -> None:
+            key = commit_key(*named)
+            try:
+                there.append((*named, await self._log.head(key)))
+            except NotFound:
+                commits.mark_outdated()
+                commits.forget_refused(*named)
+                logger.warning("commit %s, which was left out, is gone: the next mount reads all names again", key)
+
+        refused = [named for named in commits.refused() if named[0] <= self._clock.ahead_ns()][:REFUSED_MAX]
+        if refused:
+            await for_each(refused, find, min(FETCHES_AT_ONCE, len(refused)))
+        if there:
+            await self._apply_all(sorted(there, key=lambda item: item[:2]), wait=False, repeats=False)
+
     def _refuse(self, key: str, why: str) -> None:
-        self._refused.add(key)
         named = parse_commit_key(key)
         if named is not None:
             self._applier.commits.record_refused(*named)
+        if key in self._refused:
+            return
+        self._refused.add(key)
         self._metrics.damaged += 1
         logger.error("commit %s is left out: %s", key, why)

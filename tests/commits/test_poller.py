@@ -372,6 +372,63 @@ async def test_a_damaged_one_is_told_once_and_left_out(
         caplog.clear()
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_damaged_commit_that_is_whole_again_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restarts: bool
+) -> None:
+    """Three answers in a row were damaged on their way, and polls are past its time since."""
+    monkeypatch.setattr(poller, "REFUSED_AGAIN_S", 1e9 if restarts else 0.0)
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        key = commit(site, 1, "f")
+        body = site.store.data(key)
+        site.store.give(key, b"hello")
+        for hours in range(2):
+            site.clock.seconds = hours * HOUR_S + 2
+            commit(site, site.clock.seconds, f"g{hours}")
+            await a.poller.poll()
+        assert sorted(a.shown()) == ["g0", "g1"]
+        assert a.metrics.damaged == 1
+        assert [record.levelname for record in caplog.records if key in record.getMessage()] == ["ERROR"]
+        if not restarts:
+            site.store.give(key, body)
+            await a.poller.poll()
+            assert sorted(a.shown()) == ["f", "g0", "g1"]
+    if restarts:
+        with site.daemon("a") as a:
+            await a.poller.poll()
+            assert a.metrics.damaged == 1, "said again"
+        site.store.give(key, body)
+    with site.daemon("a") as a:
+        await a.poller.poll()
+        assert sorted(a.shown()) == ["f", "g0", "g1"]
+        assert (a.metrics.damaged, a.applier.commits.refused()) == (0, [])
+        heads = site.store.count("head")
+        a.applier.commits.forget_all()
+        assert await a.poller.poll() == 3
+        assert site.store.count("head") == heads
+    caplog.clear()
+
+
+async def test_commit_that_was_left_out_and_is_gone_outdates_the_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another node could read it, and collected it."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        key = commit(site, 1, "f")
+        site.store.give(key, b"hello")
+        commit(site, 10**8, "future")
+        await a.poller.poll()
+        assert len(a.applier.commits.refused()) == 2
+    site.store.take(key)
+    with site.daemon("a") as a:
+        await a.poller.poll()
+        assert are_names_outdated(a.database)
+        assert a.applier.commits.refused() == [(at(10**8), "00000abc")]
+    caplog.clear()
+
+
 async def test_poll_commit_from_the_future_is_left_out_until_its_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
