@@ -385,6 +385,8 @@ class Poller:
                 newest = min(newest, look.found[len(found)][0])
             if commits.polled() >= look.polled:  # else commits are to be applied again that were not listed
                 commits.record_polled(newest)
+                if len(found) == len(look.found) and look.began_ns - WINDOW_NS >= commits.polled():
+                    commits.record_complete(commits.polled())
             self._polled_s = max(self._polled_s, min(began_s, look.began_s))
             if not math.isinf(began_s):
                 self.heard_ns = look.began_ns

@@ -221,6 +221,15 @@ class CommitRows:
         if row is None or time > int.from_bytes(row, "big"):
             self._db.commit(Batch({schema.SINGLE_POLLED: schema.NUMBER.pack(time)}))
 
+    def complete(self) -> int:
+        """Every commit up to this time is known, whenever it became visible; 0 where that was not recorded."""
+        return int.from_bytes(self._db.get(schema.SINGLE_COMPLETE) or b"", "big")
+
+    def record_complete(self, time: int) -> None:
+        """Raise the time of `complete` to this one."""
+        if time > self.complete():
+            self._db.commit(Batch({schema.SINGLE_COMPLETE: schema.NUMBER.pack(time)}))
+
     def first_forgotten(self) -> int:
         """The earliest time from which on commits became unknown here since the last call; NEVER_NS where none did."""
         first, self._first_forgotten = self._first_forgotten, NEVER_NS

@@ -398,7 +398,7 @@ def drop_names(database: Database) -> None:
     batch = Batch()
     for kind in (*schema.NAME_KINDS, schema.REFUSED, schema.CHANGED):
         batch.delete_range(kind, schema.end_of(kind))
-    batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = None
+    batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = batch.rows[schema.SINGLE_COMPLETE] = None
     batch.rows[schema.SINGLE_OUTDATED] = batch.rows[schema.SINGLE_FOLDED] = None
     batch.rows[schema.SINGLE_REAPPLY] = b""
     database.commit(batch, sync=True)

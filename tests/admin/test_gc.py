@@ -28,7 +28,7 @@ from lakefs_fuse.commits.gc_record import (
 )
 from lakefs_fuse.commits.listing_digest import SUFFIX as DIGEST_SUFFIX
 from lakefs_fuse.commits.listing_digest import digest_key
-from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
+from lakefs_fuse.commits.record import COMMITS, OWN, Mkdir, ObjectRef, Put, Remove
 from lakefs_fuse.control.worker_protocol import GcArgs, SnapshotArgs
 from lakefs_fuse.errors import AccessDenied, LakeError, StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent, work_of
@@ -333,6 +333,28 @@ async def test_removal_of_bytes_that_were_put_again_and_deleted_by_another_clien
     assert (await collect(store, clock)).late == 0
     assert removal not in store.objects
     assert await fresh(store, clock, tmp_path) == LEFT
+
+
+async def test_mount_that_ended_before_a_late_commit_was_visible_has_it_after_its_collection(
+    clock: Clock, tmp_path: Path
+) -> None:
+    """It was visible five seconds after its time, the newest commit of the lake before that."""
+    store = MemoryStore()
+    give_pack(store, clock, dataset(3))
+    clock.advance(200)
+    late_ns = clock()
+    clock.advance(4)
+    give_commit(store, clock, Mkdir("seen", 0o750, 1, 2, 0), writer="00000001")
+    async with lake(store, tmp_path / "node", clock=clock) as node:
+        assert "seen" in await node.tree()
+    give_commit(store, Clock(late_ns), Mkdir("late", 0o750, 1, 2, 0))
+    clock.advance(200)
+    for _ in range(2):
+        await run_gc(work_of(store, clock, tmp_path), NOW)
+        clock.advance(1)
+    assert len(commits(store)) == 1
+    async with lake(store, tmp_path / "node", clock=clock) as node:
+        assert {"late", "seen"} <= (await node.tree()).keys()
 
 
 async def test_a_damaged_file_stays_where_it_is(store: MemoryStore, clock: Clock) -> None:

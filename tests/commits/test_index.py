@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from rocksdict import Rdict, SstFileWriter
 
+from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import index
 from lakefs_fuse.commits.index.index import (
     INDEX,
@@ -175,6 +176,7 @@ async def test_a_database_that_knows_enough_stays_as_it_is(opener: Opener, tmp_p
     source, node = opener("source"), opener("node")
     fill(source)
     fill(node, names=3, newest=START_NS - 10 * NS)
+    CommitRows(node).record_complete(START_NS - 10 * NS)
     kept = rows_of(node)
     first = await write(store, source, START_NS + 1, tmp_path / "out", horizon=START_NS - 10 * NS + 1)
     before = len(store.requests)
@@ -191,6 +193,23 @@ async def test_a_database_that_knows_enough_stays_as_it_is(opener: Opener, tmp_p
     assert node.get(b"R" + START_NS.to_bytes(8, "big") + b"0badcafe") is None
     assert tables.reapply_wanted(node)
     assert tables.missing_before(node) == 0
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+async def test_names_are_replaced_where_a_late_commit_before_their_newest_was_collected(
+    opener: Opener, tmp_path: Path, lacks: bool
+) -> None:
+    """It became visible after the last poll."""
+    store = MemoryStore()
+    source, node = opener("source"), opener("node")
+    fill(source)
+    fill(node, names=3, newest=START_NS - 10 * NS)
+    horizon = START_NS - 10 * NS - WINDOW_NS + 1 + lacks
+    index = await write(store, source, START_NS + 1, tmp_path / "out", horizon=horizon)
+    taken = await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in")
+    assert taken == (index if lacks else None)
+    assert CommitRows(node).complete() == (horizon - 1 if lacks else 0)
+    assert await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in") is None
 
 
 async def test_what_this_node_committed_itself_does_not_tell_how_much_it_knows(opener: Opener, tmp_path: Path) -> None:

@@ -240,6 +240,19 @@ async def test_a_commit_made_here_after_an_outage_hides_none_that_was_made_durin
         assert list(a.shown()) == ["theirs"]
 
 
+async def test_poll_at_the_end_of_the_window_knows_every_commit(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        for seconds, complete in ((2, 0), (120.9, 0), (121, at(1)), (122, at(1))):
+            site.clock.seconds = seconds
+            await a.poller.poll()
+            assert a.applier.commits.complete() == complete
+        commit(site, 3, "g")
+        await a.poller.poll()
+        assert a.applier.commits.complete() == at(1)
+
+
 async def test_an_old_lake_is_not_listed_whole_by_every_poll(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.clock.seconds = HOUR_S

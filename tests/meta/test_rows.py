@@ -134,6 +134,8 @@ def test_commit_rows_have_these_bytes(database: Database) -> None:
     assert rows_of(database, b"A") == {b"A" + NUMBER + b"0badcafe": b""}
     assert rows_of(database, b"R") == {}
     assert database.get(b"Mnewest") == NUMBER
+    commits.record_complete(258)
+    assert database.get(b"Mcomplete") == NUMBER
     commits.forget_since(257)
     assert rows_of(database, b"A") == {}
     assert (database.get(b"Mnewest"), database.get(b"Moutdated")) == ((257).to_bytes(8, "big"), b"")

@@ -14,7 +14,7 @@ What always holds:
   fit are believed, as those of commits are.
 
 Commits older than an index's ``horizon``, or than that of the record of gc (`commits.gc_record`), may be gone from the
-store. Names that are older than that, because the mount was away for long, are dropped and come from the index. Where
+store. Names that may lack one of them, because the mount was away for long, are dropped and come from the index. Where
 that is lost or cannot be read, the names may lack what those commits changed; `sorted_tables.missing_before` says so
 until an index is ingested, and with such names nothing is written (`require_all_names`).
 
@@ -38,6 +38,7 @@ import xxhash
 
 from lakefs_fuse.commits.commit_log import fetch_undamaged
 from lakefs_fuse.commits.gc_record import read_horizon
+from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.record import TIME_NS_MAX
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import MALFORMED, CacheError, DamagedCommit, LakeError, NotFound
@@ -351,8 +352,10 @@ class _IndexSearch:
     ) -> None:
         self._folds = folds
         self._db, self._client, self._threads, self._directory = database, client, threads, directory
-        self._known = CommitRows(database).polled()
-        self._fresh = not self._known and not tables.has_names(database)
+        self._commits = CommitRows(database)
+        polled = self._commits.polled()
+        self._known = max(self._commits.complete(), polled - WINDOW_NS)
+        self._fresh = not polled and not tables.has_names(database)
         self._missing = tables.missing_before(database)
         self._needed = max(self._missing, horizon)
         """Commits before this time may be gone: by the record of gc, and by every manifest that can be read."""
@@ -372,10 +375,10 @@ class _IndexSearch:
         self._give_up()
         return None
 
-    def _lacks(self, newest: int) -> bool:
-        """Names whose newest commit is of this time lack some that were collected: all of them are older than the
+    def _lacks(self, known: int) -> bool:
+        """Names that have every commit up to this time lack some that were collected: all of these are older than the
         horizon, and the newest of them may be the newest of all."""
-        return newest + 1 < self._needed
+        return known + 1 < self._needed
 
     async def _try_index(self, time: int) -> bool:
         """Try one index, newest first; True ends the search."""
@@ -429,6 +432,7 @@ class _IndexSearch:
                 self._note_missing()
             marks = Marks(inode=manifest.inode, object=manifest.object, newest=manifest.newest)
             tables.ingest(self._db, paths, marks, directory, folded=manifest.time if self._folds else 0)
+            self._commits.record_complete(manifest.horizon - 1)
         finally:
             tables.remove_directory(directory)
         log.info("index %016x: %d names in %d files", manifest.time, manifest.names, len(manifest.all_files()))

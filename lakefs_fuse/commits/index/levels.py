@@ -31,6 +31,7 @@ from lakefs_fuse.commits.index.index import (
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -120,6 +121,7 @@ class LevelWriter:
         await put_manifest(client, manifest, prefix)
         since = tables.folded_of(self._db).since if self._since else time
         tables.mark_folded(self._db, time, since=since)
+        CommitRows(self._db).record_complete(horizon - 1)
         return manifest
 
     def _continued(self, before: Manifest, files: list[IndexFile]) -> tuple[list[IndexFile], list[Increment]]:
