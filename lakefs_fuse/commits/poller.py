@@ -215,6 +215,9 @@ class Poller:
         """When to try those again, and what daemons before left out."""
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
+        self._is_behind = False
+        """Commits were left out because of their time since the store was asked for its own: this machine may have been
+        paused for so long."""
         self._ahead_ns, self._heard_ns = 0, 0
         """How late a commit might be dated when the last poll began, and when the last one that came to its end did: by
         this clock a suspended machine counts."""
@@ -230,12 +233,9 @@ class Poller:
         while True:
             await self._pause()
             try:
-                if self._clock.jumps > jumps or not self._clock.is_confirmed:
-                    check_s: float = CONFIRM_S
-                else:
-                    check_s = CLOCK_CHECK_S
-                if trio.current_time() - checked_at > check_s:
-                    jumps = self._clock.jumps
+                is_doubtful = self._clock.jumps > jumps or self._is_behind or not self._clock.is_confirmed
+                if trio.current_time() - checked_at > (CONFIRM_S if is_doubtful else CLOCK_CHECK_S):
+                    jumps, self._is_behind = self._clock.jumps, False
                     checked_at = trio.current_time()
                     await self.correct_clock()
                 if self._clock.went_back:
@@ -534,6 +534,7 @@ class Poller:
             self._applier.commits.record_refused(time, writer)
         self._metrics.future += len(ahead)
         if ahead:
+            self._is_behind = True
             logger.error(
                 "%d commits are left out until their time has come, as they are dated %.0f s and more ahead of the "
                 "store's clock, the first is %s: correct that node's clock, then run `lakefs-fuse fsck --repair`",

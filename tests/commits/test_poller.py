@@ -466,6 +466,32 @@ async def test_poll_commit_from_the_future_is_left_out_until_its_time(
         caplog.clear()
 
 
+async def test_clock_is_compared_with_the_stores_once_a_commit_from_the_future_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A virtual machine that was paused counts no time: its clock is behind, and what others committed is ahead."""
+    monkeypatch.setattr(poller, "CONFIRM_S", 0.0)
+    site, asked = Site(tmp_path), 0
+
+    async def read_time(_: CommitLog) -> None:
+        nonlocal asked
+        asked += 1
+
+    monkeypatch.setattr(CommitLog, "read_time", read_time)
+    with site.daemon("a") as a:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.poller.run)
+            await until(lambda: a.metrics.polls > 3)
+            assert asked == 0
+            commit(site, 300, "f")
+            await until(lambda: asked > 0)
+            polls = a.metrics.polls
+            await until(lambda: a.metrics.polls > polls + 3)
+            nursery.cancel_scope.cancel()
+        assert asked == 1
+    caplog.clear()
+
+
 async def test_poll_many_commits_from_the_future_cost_one_page(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
