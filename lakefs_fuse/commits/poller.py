@@ -209,15 +209,11 @@ class Poller:
         self._shown, self._shown_new, self._listing_ns = 0, 0, 0
         """The newest commit that the last LIST showed, how many it showed that were newer than the one before, and how
         long it took."""
-        self._refused: set[str] = set()
-        """Commits that were left out because they cannot be read: a LIST that shows them changes nothing."""
-        self._refused_due_s = -math.inf
-        """When to try those again, and what daemons before left out."""
-        self._ahead: set[str] = set()
-        """Commits that were left out because of their time, on the first page of them."""
-        self._is_behind = False
-        """Commits were left out because of their time since the store was asked for its own: this machine may have been
-        paused for so long."""
+        self._refused, self._refused_due_s = set[str](), -math.inf
+        """Commits that cannot be read, and when to try these and what daemons before left out again."""
+        self._ahead, self._found_ahead = set[str](), False
+        """Commits that were left out because of their time, on the first page of them; whether there were any since the
+        clock was last compared with the store's."""
         self._ahead_ns, self._heard_ns = 0, 0
         """How late a commit might be dated when the last poll began, and when the last one that came to its end did: by
         this clock a suspended machine counts."""
@@ -233,9 +229,9 @@ class Poller:
         while True:
             await self._pause()
             try:
-                is_doubtful = self._clock.jumps > jumps or self._is_behind or not self._clock.is_confirmed
+                is_doubtful = self._clock.jumps > jumps or self._found_ahead or not self._clock.is_confirmed
                 if trio.current_time() - checked_at > (CONFIRM_S if is_doubtful else CLOCK_CHECK_S):
-                    jumps, self._is_behind = self._clock.jumps, False
+                    jumps, self._found_ahead = self._clock.jumps, False
                     checked_at = trio.current_time()
                     await self.correct_clock()
                 if self._clock.went_back:
@@ -383,17 +379,17 @@ class Poller:
                 newest = max(newest, found[-1][0])
             if len(found) < len(look.found):  # what is left may be older than what this mount has committed itself
                 newest = min(newest, look.found[len(found)][0])
-            if commits.polled() >= look.polled:  # else commits are to be applied again that were not listed
-                commits.record_polled(newest)
-                if len(found) == len(look.found) and look.began_ns - WINDOW_NS >= commits.polled():
-                    commits.record_complete(commits.polled())
+            polled = commits.record_polled(newest, look.polled)
+            is_all = polled >= look.polled and len(found) == len(look.found)
+            if is_all and look.began_ns - WINDOW_NS >= polled > 0:
+                commits.record_complete(polled)
+            if done or polled > look.polled:
+                commits.forget_before(max(0, polled - 2 * WINDOW_NS))
             self._polled_s = max(self._polled_s, min(began_s, look.began_s))
             if not math.isinf(began_s):
                 self.heard_ns = look.began_ns
             late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
             self._deep_due_s = trio.current_time() + late_s
-        if done:
-            commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
         await self._publish_digest(first_look)
         return count
 
@@ -534,7 +530,7 @@ class Poller:
             self._applier.commits.record_refused(time, writer)
         self._metrics.future += len(ahead)
         if ahead:
-            self._is_behind = True
+            self._found_ahead = True
             logger.error(
                 "%d commits are left out until their time has come, as they are dated %.0f s and more ahead of the "
                 "store's clock, the first is %s: correct that node's clock, then run `lakefs-fuse fsck --repair`",

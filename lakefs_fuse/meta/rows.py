@@ -195,7 +195,9 @@ class CommitRows:
         self._db = database
         self.forgotten = 0
         """How often commits that polls ask for may have become unknown here."""
-        self._first_forgotten = NEVER_NS
+        self._first_forgotten = self._polled_max = NEVER_NS
+        self._kept_since = 0
+        """No row of an older commit is left."""
 
     def is_applied(self, time: int, writer: str) -> bool:
         return self._db.get(_commit_key(schema.APPLIED, time, writer)) is not None
@@ -215,11 +217,16 @@ class CommitRows:
         row = self._db.get(schema.SINGLE_POLLED)
         return self.newest() if row is None else int.from_bytes(row, "big")
 
-    def record_polled(self, time: int) -> None:
-        """A poll came to its end that found everything as new as this."""
+    def record_polled(self, time: int, before: int = 0) -> int:
+        """A poll came to its end that found everything as new as this, and began when polls were past ``before``. If
+        they went back since, this changes nothing. Returns the time that they are past now."""
         row = self._db.get(schema.SINGLE_POLLED)
-        if row is None or time > int.from_bytes(row, "big"):
+        polled = self.newest() if row is None else int.from_bytes(row, "big")
+        if polled >= before and (row is None or time > polled):
             self._db.commit(Batch({schema.SINGLE_POLLED: schema.NUMBER.pack(time)}))
+            polled = time
+        self._polled_max = polled
+        return polled
 
     def complete(self) -> int:
         """Every commit up to this time is known, whenever it became visible; 0 where that was not recorded."""
@@ -244,6 +251,7 @@ class CommitRows:
         if time > self.newest():
             batch.rows[schema.SINGLE_NEWEST] = schema.NUMBER.pack(time)
         self._db.commit(batch)
+        self._kept_since = min(time, self._kept_since)
 
     def record_refused(self, time: int, writer: str) -> None:
         """A commit is left out: what is known here must not be folded into an index that stands for it."""
@@ -251,9 +259,11 @@ class CommitRows:
 
     def forget_before(self, time: int) -> None:
         """No poll asks for commits older than this any more."""
-        batch = Batch()
-        batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
-        self._db.commit(batch)
+        if time > self._kept_since:
+            batch = Batch()
+            batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
+            self._db.commit(batch)
+            self._kept_since = time
 
     def forget_with(self, batch: Batch, time: int) -> None:
         """Once ``batch`` is committed, the next poll applies commits of this time again, if it asks for
@@ -267,9 +277,10 @@ class CommitRows:
         newer, batch = _commit_key(schema.APPLIED, time + 1, ""), Batch()
         if next(self._db.scan(newer, _APPLIED_END), None) is not None:
             batch.delete_range(newer, _APPLIED_END)
-        since = max(time, self.newest() - AGAIN_NS_MAX)
-        if since < self.polled():
-            batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(since)
+        if time < self._polled_max:  # what is as new needs no look at rows
+            since = max(time, self.newest() - AGAIN_NS_MAX)
+            if since < self.polled():
+                batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(since)
         if batch:
             self._db.commit(batch)
 

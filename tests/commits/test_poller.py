@@ -300,6 +300,24 @@ async def test_heard_after_the_machine_was_suspended_polls(tmp_path: Path) -> No
         assert list(a.shown()) == ["f"]
 
 
+async def test_rows_of_commits_before_the_window_go_where_nobody_else_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        for number in range(10):
+            site.clock.seconds = number * HOUR_S
+            await a.committer.commit(Change(operations=[Remove(f"f{number}")]))
+            await a.poller.poll()
+        assert len(list(a.database.scan(b"A", b"B"))) == 1
+        monkeypatch.setattr(a.database, "commit", refuse)
+        await a.poller.poll()
+
+
+def refuse(batch: Batch) -> None:
+    raise AssertionError("a poll wrote although nothing is new")
+
+
 # -- plain objects that a commit's writer did not know of
 
 
