@@ -9,9 +9,9 @@ from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, statements, widest_constructor
 
-CLOSE = 31, 60
-"""One each for the question whether the file is a checkpoint, whose writer may have been killed, and for reading staged
-bytes to the end (`local_disk.pread_all`)."""
+CLOSE = 31, 61
+"""One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
+bytes to the end (`local_disk.pread_all`), and for what of earlier commits is not settled (`Committer.reconcile`)."""
 RENAME = 39, 282
 """The last one for the rule which keys are markers of directories; switches also for the clock of `Poller.heard`."""
 CYCLES = 0
