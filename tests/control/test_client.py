@@ -212,6 +212,7 @@ def test_socket_is_in_the_directory_of_sessions_only_where_that_stays(
     monkeypatch.setattr(runtime, "candidate_directories", lambda uid: [of_session, other])
     monkeypatch.setattr(runtime, "SESSIONS_DIRECTORY", tmp_path / "run")
     monkeypatch.setattr(runtime, "LINGER_DIRECTORY", tmp_path / "linger")
+    monkeypatch.setattr(runtime, "SOCKET_PATH_BYTES_MAX", 1000)
     assert runtime.server_socket_path("/mnt/lake").parent == (of_session if lingers else other)
 
 
