@@ -159,6 +159,7 @@ class Committer:
         """A commit that failed, and is perhaps in the store: see `reconcile`."""
         self._unapplied = 0
         """The newest change in the journal where the disk failed before it was in effect, else 0."""
+        self._unapplied_why = CacheError("")
         self._late: tuple[Record, ObjectRef] | None = None
         """A commit that came so late that polls may be past its time. Another one repeats it before anything else is
         sent; its `Sending` row stays until then."""
@@ -314,10 +315,11 @@ class Committer:
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
         """Make a change here now, and everywhere within ``delay_s``; journaled with ``batch``. One that is journaled
-        when the disk fails is made all the same: see *in effect*. Raises CacheError; then nothing happened."""
+        when the disk fails is made all the same: see *in effect*. The next one, which may have been planned before
+        that is in effect, fails as the disk did. Raises CacheError; then nothing happened."""
         if self._unapplied:
             self._apply_unapplied()
-            raise CacheError("a change of names before this one was not in effect when this one was planned: try again")
+            raise self._unapplied_why
         batch = Batch() if batch is None else batch
         if change.ahead:
             sendable = self._sendable()
@@ -327,7 +329,7 @@ class Committer:
         try:
             self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         except CacheError as error:
-            self._unapplied = sequence
+            self._unapplied, self._unapplied_why = sequence, error
             logger.warning("%d changes of names are not in effect yet: %s", len(change.operations), error)
         self._acknowledged.progressed.wake_all()
 

@@ -67,7 +67,7 @@ class Directories:
     def _made(self, parent: int, sort_name: bytes) -> Entry:
         entry = self._ns.tree.named(parent, sort_name)
         if entry is None:
-            raise FileError(errno.EIO, f"{sort_name!r} was made, and is not there")
+            raise FileError(errno.ENOSPC, f"{sort_name!r} is made once the disk of the cache directory has room")
         return entry
 
     async def rmdir(self, parent: int, name: bytes) -> None:

@@ -189,7 +189,7 @@ class Links:
             await self._io.release(file, writer=False)
         linked = self._ns.tree.child(parent, name)
         if linked is None:
-            raise FileError(errno.EIO, f"{path} was linked, and is not there")
+            raise FileError(errno.ENOSPC, f"{path} is linked once the disk of the cache directory has room")
         self.counts.add(source, linked)
         self._ns.touch(parent)
         return linked
