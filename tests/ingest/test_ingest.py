@@ -893,7 +893,9 @@ async def test_slow_files_are_read_ahead_in_the_same_order(local: Lake, tmp_path
     assert paths == [f"{number:04}" for number in range(3000)]
     assert (threads.started > 0) == (seconds > 0)
     source.close()
-    assert threading.active_count() <= before, "those of other tests may have ended meanwhile"
+    with trio.fail_after(10):
+        while threading.active_count() > before:  # those of other tests may have ended meanwhile
+            await trio.sleep(0.01)
     abandoned = TreeSource(str(root), clock, threads)
     assert len(list(itertools.islice(abandoned.items(), 100))) == 100
     abandoned.close()

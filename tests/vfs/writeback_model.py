@@ -142,7 +142,7 @@ class WriteBackModel(Model):
     async def _discarded(self) -> None:
         """What nobody wants goes in the background: it does, whatever became of the mount."""
         with trio.fail_after(SETTLE_S_MAX):
-            while self.store.list_multipart("") or self.mounted.parts.staging.bytes_used:
+            while self.uploads_with_parts() or self.mounted.parts.staging.bytes_used:
                 await trio.sleep(0.01)
 
     async def compare_everything(self) -> None:
