@@ -266,8 +266,7 @@ class CommitRows:
             self._kept_since = time
 
     def forget_with(self, batch: Batch, time: int) -> None:
-        """Once ``batch`` is committed, the next poll applies commits of this time again, if it asks for
-        them."""
+        """Once ``batch`` is committed, the next poll applies commits of this time again, if it asks for them."""
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), _commit_key(schema.APPLIED, time + 1, ""))
         batch.committed.append(partial(self._forget, time))
 

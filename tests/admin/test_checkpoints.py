@@ -22,11 +22,6 @@ SUM = hashlib.sha256(b"weights").hexdigest()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> MemoryStore:
     made = MemoryStore()
     made.clock = clock

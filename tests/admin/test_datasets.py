@@ -37,11 +37,6 @@ Tree = dict[str, bytes]
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def files() -> Tree:
     """What the directory `data` of the lake has, by path."""
     return {path.removeprefix("data/"): data for path, data in dataset(20, "data/packed").items()} | {

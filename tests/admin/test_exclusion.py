@@ -70,11 +70,6 @@ WEAK = Capabilities(name="memory")
 """As a local directory: a lease that has ended is not taken over by a condition."""
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture(params=[ABLE, WEAK], ids=["all conditions", "If-None-Match alone"])
 def store(clock: Clock, request: pytest.FixtureRequest) -> MemoryStore:
     """A pack of which half was removed a day ago, and a small plain object."""

@@ -30,11 +30,6 @@ HOUR_S, DAY_S = 3600.0, 86400.0
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     monkeypatch.setattr(maintenance, "NAMES_PER_COMMIT", 1 << 40)  # any commit makes the lake due
     made = MemoryStore(Capabilities(name="memory", put_if_match=True, delete_if_match=True))

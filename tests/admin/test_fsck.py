@@ -35,11 +35,6 @@ FILES = dataset(20)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> MemoryStore:
     """Two packs, and a file that was renamed out of the first."""
     made = MemoryStore()

@@ -20,11 +20,6 @@ FILES = dataset(6, size=300)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> MemoryStore:
     """Two packs, and a plain object."""
     made = MemoryStore()

@@ -24,11 +24,6 @@ FILES = dataset(6)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> MemoryStore:
     """A writer that dates what it commits 12 years ahead, and one whose clock is right."""
     made = MemoryStore()

@@ -43,11 +43,6 @@ LEFT = {path: data for path, data in FILES.items() if path not in GONE}
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> MemoryStore:
     """Three packs of which half is dead, a day ago."""
     made = MemoryStore()

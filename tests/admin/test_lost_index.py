@@ -31,11 +31,6 @@ NOW = protocol.GcArgs(grace_s=0, live_below=0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 async def store(clock: Clock, tmp_path: Path) -> MemoryStore:
     """Two indexes, the older of which lacks a directory, and the commits before the newer are collected, but for the
     pack. Without an index, a removed file is seen again, and two directories are not."""

@@ -43,11 +43,6 @@ NOTHING, FOLD, COLLECTION, BOTH = Due(), Due(fold=True), Due(collection=True), D
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> MemoryStore:
     made = MemoryStore(Capabilities(name="memory", put_if_match=True, delete_if_match=True))
     made.clock = clock

@@ -52,11 +52,6 @@ class BucketStore(MemoryStore):
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 async def source(clock: Clock, tmp_path: Path) -> BucketStore:
     """A lake with everything that names an ETag."""
     store = BucketStore()

@@ -60,11 +60,6 @@ async def unpack(
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> MemoryStore:
     made = MemoryStore()
     made.clock = clock

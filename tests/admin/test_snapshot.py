@@ -22,11 +22,6 @@ from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def store(clock: Clock) -> MemoryStore:
     """Packs, directories, links, plain objects, some of them removed or hidden; an hour ago."""
     made = MemoryStore()
