@@ -357,6 +357,9 @@ class Oracle:
         if any(tree.get(path) == version.data for path in self._along(version)):
             self.met["moved along"] += 1
             return True
+        if self._is_written_under_another_name(version):
+            self.met["moved along"] += 1
+            return True
         if version.is_plain and (version.path, version.data) in self.deleted_unseen:
             self.met["unchecked"] += 1
             return True
@@ -394,6 +397,11 @@ class Oracle:
                     return True
             moved = moved.origin
         return False
+
+    def _is_written_under_another_name(self, version: Version) -> bool:
+        """What its node wrote in its place was acknowledged where another node's rename had taken the file."""
+        later = (each for each in self.versions[version.path] if version in each.known)
+        return any(moved.is_certain and moved.operation == -1 for each in later for moved in each.moved_to)
 
     def _has_arrived(self, removal: Removal, tree: Mapping[str, bytes]) -> bool:
         """What an uncertain rename may have taken from its old name is under the new one then, or something that came
