@@ -350,11 +350,8 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: Any
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        kills_privileges = hooks.kills_privileges()
         await self.barrier.wait_for(About.NAME, parent, name)
-        handle, entry = await self.fs.create(
-            parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid, kills_privileges=kills_privileges
-        )
+        handle, entry = await self.fs.create(parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid)
         self._leases.count_created(self.fs.handle(handle).file)
         return self._file_info(handle), self._attributes(entry, self.config.metadata_ttl_s)
 

@@ -500,9 +500,14 @@ class Simulation:
                         raise FileError(errno.ENOENT, op.path)
                     register(path, self._shown(node, path))
                     how = os.O_EXCL if isinstance(op, plans.Write) and op.how == "exclusive" else os.O_TRUNC
-                    handle, created = await fs.create(
-                        parent, name, 0o644, os.O_RDWR | os.O_CREAT | how, os.getuid(), os.getgid()
-                    )
+                    try:
+                        handle, created = await fs.create(
+                            parent, name, 0o644, os.O_RDWR | os.O_CREAT | how, os.getuid(), os.getgid()
+                        )
+                    except FileError as error:
+                        if error.errno != errno.ESTALE:
+                            raise
+                        continue  # another node has made it meanwhile
                     lock = node._lock(-created.inode)  # noqa: SLF001
                     await lock.acquire()
                 try:

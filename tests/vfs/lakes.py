@@ -122,7 +122,11 @@ class Lake:
         return await self.fs.open((await self.found(path)).inode, flags)
 
     async def create(self, path: str, flags: int = os.O_RDWR) -> int:
+        """As the kernel does: CREATE for a name that is free, OPEN for a file that is there."""
         parent, name = await self.parent(path)
+        known = None if flags & os.O_EXCL else (await self.fs.lookup(parent, name))[0]
+        if known is not None:
+            return await self.fs.open(known.inode, flags)
         return (await self.fs.create(parent, name, 0o644, flags | os.O_CREAT, os.getuid(), os.getgid()))[0]
 
     async def close(self, handle: int) -> None:

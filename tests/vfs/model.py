@@ -343,10 +343,11 @@ class Model:
         if (self.plain / path).is_dir() and not writable and not flags & os.O_TRUNC:
             return  # that is opendir
         created = os.O_CREAT if create else 0
+        sends_create = create and (flags & os.O_EXCL or not os.path.lexists(self.plain / path))
 
         async def open_ours() -> Answer:
             fs = self.mounted.fs
-            if create:
+            if sends_create:
                 parent, name = await self._place(path)
                 handle, _ = await fs.create(parent, name, 0o644, flags | os.O_CREAT, os.getuid(), os.getgid())
                 return handle

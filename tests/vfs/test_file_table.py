@@ -971,19 +971,29 @@ async def test_a_pack_that_is_read_in_random_order_is_fetched_whole(tmp_path: Pa
         assert m.metrics.cache.misses < 10
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-async def test_only_a_file_that_is_there_loses_privileges_when_it_is_created(tmp_path: Path, is_new: bool) -> None:
-    """As where another node made it, and the kernel takes its name for free."""
+async def test_created_file_loses_privileges_when_it_is_written(tmp_path: Path) -> None:
     async with lake(MemoryStore(), tmp_path) as m:
-        if not is_new:
-            await m.close(await m.create("file"))
-            await m.setattr("file", mode=0o6755)
         flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
-        handle, entry = await m.fs.create(ROOT_INODE, b"file", 0o6755, flags, 0, 0, kills_privileges=True)
-        assert entry.mode == (0o6755 if is_new else 0o755)
+        handle, entry = await m.fs.create(ROOT_INODE, b"file", 0o6755, flags, 0, 0)
+        assert entry.mode == 0o6755
         await m.fs.write(handle, 0, b"bytes", kills_privileges=True)
         await m.close(handle)
         assert (await m.getattr("file")).mode == 0o755
+
+
+@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY | os.O_TRUNC])
+async def test_file_that_another_node_has_made_is_not_given_to_who_creates_it(tmp_path: Path, flags: int) -> None:
+    """The kernel, which knew no such file, has checked nothing: it asks again where the answer is ESTALE."""
+    async with two_lakes(MemoryStore(), tmp_path) as (one, two):
+        handle, _ = await one.fs.create(ROOT_INODE, b"secret", 0o600, os.O_WRONLY | os.O_CREAT, 1001, 1001)
+        await one.fs.write(handle, 0, b"of another user")
+        await one.close(handle)
+        await one.sync()
+        await two.poll()
+        with pytest.raises(FileError) as raised:
+            await two.fs.create(ROOT_INODE, b"secret", 0o644, flags | os.O_CREAT, 1002, 1002)
+        assert raised.value.errno == errno.ESTALE
+        assert await two.read("secret") == b"of another user"
 
 
 @pytest.mark.parametrize("writes", [False, True])

@@ -101,10 +101,10 @@ class Handles:
         return self._new_handle(file, writable, opener, flags)
 
     async def create(
-        self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0, *,
-        kills_privileges: bool = False,
-    ) -> tuple[int, Entry]:  # fmt: skip
-        """Seen on this node at once, in the store when it is closed. A file that is there already may lose suid."""
+        self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0
+    ) -> tuple[int, Entry]:
+        """Seen on this node at once, in the store when it is closed. Raises FileError(ESTALE) where another node has
+        made the file since the kernel asked: it asks again then, and checks whether the caller may open that."""
         self._attributes.refuse_read_only()
         above = self._attributes.directory(parent)
         gid = self._attributes.gid_of(above) if self._attributes.is_setgid(above) else gid
@@ -116,10 +116,7 @@ class Handles:
         else:
             known, _ = await self._ns.lookup(parent, name)
         if known is not None:
-            if exclusive:
-                raise FileError(errno.EEXIST)
-            number = await self.open(known.inode, flags, opener, kills_privileges=kills_privileges)
-            return number, self._attributes.entry(known.inode)
+            raise FileError(errno.EEXIST if exclusive else errno.ESTALE)
         key = self._ns.checked_path(parent, name)  # another node may have renamed the directory meanwhile
         file = self.new_files.make(parent, name, key, mode, uid, gid, exclusive=exclusive)
         return self._new_handle(file, True, opener, flags), file.entry
