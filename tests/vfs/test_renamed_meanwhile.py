@@ -756,6 +756,39 @@ async def test_file_renamed_while_its_earlier_name_is_found_taken_has_the_next_o
         assert await one.tree() == await two.tree() == {"f": b"theirs", "g": b"mine"}
 
 
+async def test_file_renamed_while_its_upload_begins_takes_the_place_of_its_own_object(tmp_path: Path) -> None:
+    """What another node had stored in place of the name, and this file was then written over: nothing stays of it."""
+    store, clock = MemoryStore(), Clock()
+    back = partial(writing_back, store, clock=clock)
+    async with back(tmp_path / "one") as one, back(tmp_path / "two") as two:
+        await two.write("name", b"before")
+        await two.sync()
+        await one.poll()
+        handle = await one.create("a")
+        await one.fs.write(handle, 0, b"first")
+        await one.fs.fsync(handle)
+        await one.rename("a", "name")
+        await rewrite(two, "name", b"of another node")
+        await two.fs.make_durable("name")
+        await one.sync()
+        await two.poll()
+        await two.sync()
+        await one.poll()
+        await one.fs.write(handle, 0, noise(1, LARGE))
+        store.hook = pause = Pause(lambda request: request.what == "create_multipart", when="after")
+        await one.close(handle)
+        await reached(pause.reached)
+        await one.rename("name", "renamed")
+        pause.resume()
+        await one.sync()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"renamed": noise(1, LARGE)}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"renamed": noise(1, LARGE)}
+
+
 @pytest.mark.parametrize("is_taken", [True, False])
 async def test_file_larger_than_staging_that_was_renamed_replaces_its_own_object_alone(
     tmp_path: Path, is_taken: bool

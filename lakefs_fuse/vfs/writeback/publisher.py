@@ -271,6 +271,7 @@ class ObjectWriter:
                 there = "" if found is None else found.etag
         removed = self._ns.tree.tombstones.get(path.encode())
         used = self._ns.tree.objects.used(target.key) if has_upload else None
+        row = self._ns.tree.entry(file.entry.inode)
         plan = plan_publish(
             VersionFacts(
                 path,
@@ -288,7 +289,7 @@ class ObjectWriter:
                 etag_in_place="" if file.entry.place else target.replaces,
                 superseded_etag="" if removed is None else self._deletions.superseded_etag(path),
                 etag_there=there,
-                place=file.entry.place,
+                place=file.entry.place if row is None else row.place,
                 place_at_key=0 if used is None else used.number,
                 is_key_journaled=self._committer.mentions(target.key),
                 is_synced=is_synced,
