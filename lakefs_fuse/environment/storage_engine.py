@@ -54,7 +54,8 @@ class Engines(Protocol):
     """Opens the engines of a node. All that belongs to one lies in its directory, and is moved and deleted with it."""
 
     def open(self, directory: Path) -> Engine:
-        """A new one where there is none. Raises CacheError where it is in use, another error where it is damaged."""
+        """A new one where there is none. Raises CacheError where it is in use; RocksDB's errors where it is damaged, or
+        cannot be opened now."""
 
     def repair(self, directory: Path) -> None:
         """Make a damaged one open again with what can be read of it. Raises any error where that fails."""

@@ -9,7 +9,10 @@ the tail of the log may be missing then, and names come back with the next listi
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,6 +182,14 @@ def _holding(items: Iterator[tuple[bytes, bytes]], _end: bytes) -> Iterator[tupl
     yield from items
 
 
+def _is_damage(error: Exception) -> bool:
+    """Whether files of RocksDB are damaged or missing, as its texts alone say. A system call that failed for another
+    reason (descriptors, memory, room, the disk) is no damage, although some are reported as "Corruption: Can't access
+    …: IO error: …"."""
+    text = str(error)
+    return os.strerror(errno.ENOENT) in text or ("Corruption" in text and "IO error" not in text)
+
+
 class RocksEngines:
     """Opens RocksDB databases, each with so much memory."""
 
@@ -189,7 +200,8 @@ class RocksEngines:
         try:
             return RocksEngine(directory, self._memory_bytes)
         except Exception as error:
-            if f"{directory / 'LOCK'}: " in str(error):  # of another process, or file system: no damage
+            text = str(error)
+            if f"{directory / 'LOCK'}: " in text and "open a file" not in text:
                 raise CacheError(
                     f"{directory} is in use by another process: unmount the mount that has this cache directory, or "
                     f"give --cache-dir another one ({error})"
@@ -215,8 +227,8 @@ class Database:
     ) -> None:
         """``identity`` names the lake. A damaged database that does not open is repaired, which may lose rows and bring
         back old ones, so that its names are outdated; or it is begun anew. Without ``repairs`` it is an error. Raises
-        CacheDamaged for that, CacheError where the database holds another lake's names, and where it cannot be opened
-        even after repair; then nothing in it was changed."""
+        CacheDamaged for that, CacheError where the database holds another lake's names, and where it is not damaged but
+        cannot be opened now (CacheFull: for want of room); then nothing in it was changed."""
         self._directory, self.clock, self._disk, self._repairs = directory, clock, disk, repairs
         self._engines = engines or RocksEngines()
         self.writes = 0
@@ -230,8 +242,7 @@ class Database:
             self.close()
             if not repairs:
                 raise CacheDamaged(f"the metadata cache {directory} is damaged")
-            self._move_aside()
-            self._engine, is_repaired = self._engines.open(directory), False
+            self._engine, is_repaired = self._begin_anew(), False
         self._write_shares: Callable[[Batch], None] = lambda _: None
         self.reopened: list[Callable[[], None]] = []
         """Called when the database was opened again after a write that failed, of which all may be there, or nothing:
@@ -277,8 +288,11 @@ class Database:
             return not has_names or (
                 self.get(schema.SINGLE_IDENTITY) is not None and self.get(schema.SINGLE_INODE) is not None
             )
-        except CacheError:
-            return False
+        except CacheError as error:
+            if _is_damage(error):
+                return False
+            self.close()
+            raise
 
     def get(self, key: bytes) -> bytes | None:
         """Raises CacheError."""
@@ -510,24 +524,50 @@ class Database:
             log.warning("closing %s: %s", self._directory, error)
 
     def _open_or_repair(self) -> tuple[Engine, bool]:
-        """The engine, and whether it was repaired. One that does not open is, once, if that is wanted; where it fails
-        too it is moved aside, never deleted."""
+        """The engine, and whether it was repaired. One that is damaged is, once, if that is wanted; where it still is
+        it is moved aside, never deleted."""
         try:
-            return self._engines.open(self._directory), False
+            return self._opened(), False
+        except CacheDamaged as error:
+            if not self._repairs:
+                raise
+            log.warning("%s: it is repaired", error)
+        try:
+            with self._translated():
+                self._engines.repair(self._directory)
+            return self._opened(), True
+        except CacheDamaged:
+            return self._begin_anew(), False
+
+    def _opened(self) -> Engine:
+        with self._translated():
+            return self._engines.open(self._directory)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Raises CacheDamaged for damage, CacheFull or CacheError for what may be over at the next mount."""
+        try:
+            yield
         except CacheError:
             raise
         except Exception as error:
-            if not self._repairs:
+            if _is_damage(error):
                 raise CacheDamaged(f"the metadata cache {self._directory} does not open: {error}") from error
-            log.warning("the metadata cache %s does not open, and is repaired: %s", self._directory, error)
-        try:
-            self._engines.repair(self._directory)
-            return self._engines.open(self._directory), True
-        except Exception:
-            self._move_aside()
-            return self._engines.open(self._directory), False
+            if is_out_of_room(error):
+                raise self._no_room() from error
+            raise CacheError(
+                f"the metadata cache {self._directory} cannot be opened now, and stays as it is: {error}"
+            ) from error
 
-    def _move_aside(self) -> None:
+    def _begin_anew(self) -> Engine:
+        """Move the database aside, and open an empty one. Raises CacheError; then it is where it was."""
         aside = self._directory.with_name(f"{self._directory.name}.damaged-{self.clock.wall_ns()}")
-        log.warning("the metadata cache is damaged; it is kept as %s, and begun anew", aside)
         self._directory.rename(aside)
+        try:
+            engine = self._opened()
+        except CacheError:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            aside.rename(self._directory)
+            raise
+        log.warning("the metadata cache is damaged; it is kept as %s, and begun anew", aside)
+        return engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -314,6 +315,133 @@ def test_an_empty_database_is_whole(tmp_path: Path) -> None:
     for _ in range(3):
         open_database(tmp_path / "meta", "lake").close()
     assert list(tmp_path.glob("meta.damaged-*")) == []
+
+
+NOW_OVER = [
+    (OSError("Disk quota exceeded (os error 122)"), CacheFull),
+    (Exception("IO error: No space left on device: While appending to file: /meta/000032.sst"), CacheFull),
+    (Exception("Invalid argument: Found options incompatible with filesystem: IO error: While open a file for random "
+               "read: /meta/CURRENT: Too many open files"), CacheError),
+    (Exception("IO error: While open directory: /meta: Too many open files in system"), CacheError),
+    (Exception("Corruption: Can't access /000025.sst: IO error: while stat a file for size: /meta/000025.sst: "
+               "Cannot allocate memory"), CacheError),
+    (Exception("IO error: While pread offset 3111 len 53: /meta/000032.sst: Input/output error"), CacheError),
+]  # fmt: skip
+"""What RocksDB and its binding raise while a database opens (seen with injected errors), and what it becomes."""
+
+
+class Refusing(RocksEngines):
+    """Which do not open a database, or not read it once it was opened."""
+
+    def __init__(self, refusal: Exception, *, opens: bool = False) -> None:
+        super().__init__()
+        self._refusal, self._opens = refusal, opens
+
+    def open(self, directory: Path) -> RocksEngine:
+        if not self._opens:
+            raise self._refusal
+        engine = super().open(directory)
+
+        def get(_key: bytes, /) -> bytes | None:
+            raise self._refusal
+
+        engine.get = get
+        return engine
+
+    def repair(self, directory: Path) -> None:
+        raise AssertionError("it is not damaged")
+
+
+@pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize(("refusal", "kind"), NOW_OVER)
+def test_database_open_without_resources_leaves_it_as_it_is(
+    tmp_path: Path, refusal: Exception, kind: type[CacheError], opens: bool
+) -> None:
+    node = Node.of_this_machine()
+    database = open_database(tmp_path / "meta", "lake", node)
+    database.new_inode()
+    database.commit(Batch({b"C1": b"a journaled rename", b"Da": b""}), sync=True)
+    database.end_loss()
+    database.close()
+    for repairs in (False, True):
+        with pytest.raises(CacheError) as raised:
+            Database(tmp_path / "meta", "lake", node.clock, node.disk, Refusing(refusal, opens=opens), repairs=repairs)
+        assert type(raised.value) is (CacheError if opens else kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["meta"]
+    database = open_database(tmp_path / "meta", "lake", node)
+    assert database.get(b"C1") == b"a journaled rename"
+    assert not database.lost_rows
+    database.close()
+
+
+def test_database_open_without_descriptors_leaves_it_as_it_is(tmp_path: Path) -> None:
+    database = open_database(tmp_path / "meta", "lake")
+    database.commit(Batch({b"Jabc": b"an acknowledged file"}), sync=True)
+    database.end_loss()
+    database.close()
+    free = os.dup(0)
+    os.close(free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    refused = 0
+    for more in range(40):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, hard))
+        try:
+            database = open_database(tmp_path / "meta", "lake")
+        except CacheError:
+            refused += 1
+        else:
+            break
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert refused > 5
+    assert [path.name for path in tmp_path.iterdir()] == ["meta"]
+    assert database.get(b"Jabc") == b"an acknowledged file"
+    assert not database.lost_rows
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("lost", "left"),
+    [
+        ("CURRENT", None), ("CURRENT", b""), ("CURRENT", b"MANIFEST-999999\n"), ("MANIFEST-*", None),
+        ("MANIFEST-*", b""), ("*.sst", None), ("*.sst", b""), ("*.sst", bytes(2000)),
+    ],
+)  # fmt: skip
+def test_database_with_a_damaged_file_is_repaired(tmp_path: Path, lost: str, left: bytes | None) -> None:
+    for _ in range(2):
+        database = open_database(tmp_path / "meta", "lake")
+        database.new_inode()
+        database.end_loss()
+        database.close()
+    damaged = sorted((tmp_path / "meta").glob(lost))[0]
+    damaged.unlink() if left is None else damaged.write_bytes(left)
+    database = open_database(tmp_path / "meta", "lake")
+    assert database.lost_rows
+    database.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["meta"]
+
+
+def test_database_that_cannot_be_begun_anew_stays_where_it_is(tmp_path: Path) -> None:
+    """The disk gets full between the attempts."""
+
+    class BeyondRepair(RocksEngines):
+        def open(self, directory: Path) -> RocksEngine:
+            if (directory / "CURRENT").exists():
+                raise RuntimeError("Corruption: a file is missing")
+            directory.mkdir()
+            raise RuntimeError("IO error: No space left on device")
+
+        def repair(self, directory: Path) -> None:
+            raise RuntimeError("Corruption: beyond repair")
+
+    node = Node.of_this_machine()
+    open_database(tmp_path / "meta", "lake", node).close()
+    with pytest.raises(CacheFull):
+        Database(tmp_path / "meta", "lake", node.clock, node.disk, BeyondRepair())
+    assert [path.name for path in tmp_path.iterdir()] == ["meta"]
+    database = open_database(tmp_path / "meta", "lake", node)
+    assert database.get(b"Midentity") == b"lake"
+    database.close()
 
 
 def test_a_database_beyond_repair_is_put_aside(tmp_path: Path) -> None:
