@@ -29,7 +29,15 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
 from lakefs_fuse.meta.database import Database, RocksEngines
-from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, lake_of, marks_of, missing_before, note_lake
+from lakefs_fuse.meta.sorted_tables import (
+    are_names_outdated,
+    drop_names,
+    has_local_changes,
+    lake_of,
+    marks_of,
+    missing_before,
+    note_lake,
+)
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
@@ -163,7 +171,7 @@ async def assembled(
 ) -> AsyncIterator[Assembly]:
     """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says. ``hints`` of commits
     go over this channel. ``lake_id`` is that of the lake record, if there is one: names of another lake are dropped, or
-    with ``keeps_other_lake`` refused.
+    with ``keeps_other_lake`` refused, as they are where changes of them are in no store yet.
 
     Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk), and, unless it is read-only,
     LakeError where names may be missing (`require_all_names`). On leaving, what is not durable stays in staging with
@@ -177,10 +185,9 @@ async def assembled(
         database = Database(directory / "meta", identity(config), node.clock, node.disk, engines, repairs=repairs)
         parts: Assembly | None = None
         try:
+            _check_lake(database, lake_id, keeps_other_lake=keeps_other_lake)
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
-                if keeps_other_lake:
-                    _require_lake(database, lake_id)
                 await _drop_wrong_names(database, client, node.clock, lake_id)
                 await load_newest_index(database, client, node.threads, directory / "index", folds=config.folds)
                 metrics.commits.names_missing = int(missing_before(database) > 0)
@@ -206,12 +213,20 @@ def _is_of_other_lake(database: Database, lake_id: str) -> bool:
     return bool(lake_id) and lake_of(database) not in ("", lake_id)
 
 
-def _require_lake(database: Database, lake_id: str) -> None:
-    """Raises CacheError where the names are those of another lake."""
-    if _is_of_other_lake(database, lake_id):
+def _check_lake(database: Database, lake_id: str, *, keeps_other_lake: bool) -> None:
+    """Raises CacheError where the names are those of another lake, and are kept or have changes that are in no store:
+    these would go into this one."""
+    if not _is_of_other_lake(database, lake_id):
+        return
+    lakes = f"of the lake {lake_of(database)}, and this is the lake {lake_id}"
+    if keeps_other_lake:
         raise CacheError(
-            f"the names in the cache directory are of the lake {lake_of(database)}, and this is the lake {lake_id}: "
-            "give --cache-dir the directory of a node of this one"
+            f"the names in the cache directory are {lakes}: give --cache-dir the directory of a node of this one"
+        )
+    if has_local_changes(database):
+        raise CacheError(
+            f"the cache directory has files or changes that are in no store yet, {lakes}: mount that one with it until "
+            "they are stored (which endpoint do the environment and the profile name?), or give another --cache-dir"
         )
 
 

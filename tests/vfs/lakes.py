@@ -239,6 +239,7 @@ async def lake(
     retry_timeout_s: float = 0.2,
     seed: object = None,
     node: Node | None = None,
+    lake_id: str = "",
     **config: object,
 ) -> AsyncIterator[Lake]:
     """A mount of ``store`` with parts of 64 KiB and no bound on the disk, which polls when it is told to. A store in
@@ -258,7 +259,7 @@ async def lake(
         **{"refresh_s": NEVER_S, "delete_after_s": 0.0, "metadata_ttl_s": TTL_S} | config,  # type: ignore[arg-type]
     )
     node = node or node_of(clock, repr(secrets.randbits(64) if seed is None else seed))
-    async with assembled(settings, client, metrics, node=node, spans=SPANS) as parts:
+    async with assembled(settings, client, metrics, node=node, spans=SPANS, lake_id=lake_id) as parts:
         mounted = Lake(parts, metrics)
         parts.filesystem.events.name_changed.append(lambda parent, name: mounted.changes.append((parent, name)))
         yield mounted

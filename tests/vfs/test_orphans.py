@@ -26,6 +26,7 @@ from tests.fakes import open_database
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import SPANS, TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import Outage, writing_back
 
 KIB = 1024
 PART = 64 * KIB
@@ -570,6 +571,35 @@ async def test_another_lakes_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="s3://another"):
         async with lake(MemoryStore(), tmp_path):
             raise AssertionError("it was taken")
+
+
+@pytest.mark.parametrize("what", ["file", "change", "orphan"])
+async def test_cache_with_unsent_changes_of_a_lake_of_the_same_name_is_refused(tmp_path: Path, what: str) -> None:
+    """Two clusters have a bucket of one name, and the endpoint is not among the options."""
+    first, second = MemoryStore(), MemoryStore()
+    first_id, second_id = "a" * 32, "b" * 32
+    outage = Outage(first)
+    async with (lake if what == "orphan" else writing_back)(first, tmp_path / "cache", lake_id=first_id) as m:
+        if what == "file":
+            await m.write("file", b"of the first")
+        elif what == "change":
+            await m.mkdir("file")
+        else:
+            await m.fs.write(await m.create("file"), 0, b"of the first")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        outage.away = False
+    for read_only in (False, True):
+        with pytest.raises(CacheError, match=f"the lake {first_id}.* the lake {second_id}: mount that one"):
+            async with lake(second, dead, lake_id=second_id, read_only=read_only):
+                raise AssertionError("it was taken")
+    assert second.objects == {}
+    async with writing_back(first, dead, lake_id=first_id, orphans="finish") as m:
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.names() == ["file"]
+        assert m.fs.unfinished() == []
+    async with lake(second, dead, lake_id=second_id) as m:
+        assert await m.names() == []
 
 
 @pytest.mark.parametrize("size", [100, LARGE])
