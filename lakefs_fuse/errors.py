@@ -51,6 +51,10 @@ class CacheDamaged(CacheError):
     """A database on this node is damaged, and its caller does without repair."""
 
 
+class SchemaMismatch(CacheError):
+    """A database on this node has the rows of another version of this program."""
+
+
 class CacheFull(CacheError):
     """The disk of the cache directory has no room for what the node has to write there."""
 

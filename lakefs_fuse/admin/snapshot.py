@@ -174,7 +174,7 @@ async def _newest_of(
 
 
 def _check_nothing_local(database: Database) -> None:
-    if tables.has_local_changes(database):
+    if database.has_local_changes():
         raise LakeError(
             "the cache directory has changes that are in no store yet: mount the lake with it and let them go up, or "
             "give another --cache-dir"

@@ -39,7 +39,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.local_disk import is_out_of_room
 from lakefs_fuse.environment.storage_engine import Engine, Engines, Rows, Step
-from lakefs_fuse.errors import CacheDamaged, CacheError, CacheFull
+from lakefs_fuse.errors import CacheDamaged, CacheError, CacheFull, SchemaMismatch
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.changed_rows import ChangedRows
 
@@ -227,8 +227,8 @@ class Database:
     ) -> None:
         """``identity`` names the lake. A damaged database that does not open is repaired, which may lose rows and bring
         back old ones, so that its names are outdated; or it is begun anew. Without ``repairs`` it is an error. Raises
-        CacheDamaged for that, CacheError where the database holds another lake's names, and where it is not damaged but
-        cannot be opened now (CacheFull: for want of room); then nothing in it was changed."""
+        CacheDamaged for that, SchemaMismatch, CacheError where the database holds another lake's names, and where it is
+        not damaged but cannot be opened now (CacheFull: for want of room); then nothing in it was changed."""
         self._directory, self.clock, self._disk, self._repairs = directory, clock, disk, repairs
         self._engines = engines or RocksEngines()
         self.writes = 0
@@ -252,12 +252,9 @@ class Database:
         rows: Rows = {}
         if stored is None:
             rows = {schema.SINGLE_IDENTITY: identity.encode(), schema.SINGLE_VERSION: schema.VERSION}
-        elif stored.decode(errors="replace") != identity or self.get(schema.SINGLE_VERSION) != schema.VERSION:
+        elif (refusal := self._refusal(identity, stored.decode(errors="replace"))) is not None:
             self.close()
-            raise CacheError(
-                f"the cache directory {directory.parent} belongs to {stored.decode(errors='replace')} "
-                f"(schema {schema.VERSION.decode()} wanted): give --cache-dir another directory, or delete this one"
-            )
+            raise refusal
         is_noted = self.get(schema.SINGLE_LOST) is not None
         self.lost_rows = is_repaired or stored is None or is_noted
         """It is new, or was damaged: what it does not tell may have been all the same. Until `end_loss`, also after a
@@ -269,6 +266,28 @@ class Database:
         if rows:
             self.commit(Batch(rows), sync=True)
         self._load_inodes()
+
+    def _refusal(self, identity: str, stored: str) -> CacheError | None:
+        """Why this database, of the lake ``stored``, is not for the lake ``identity`` and this program."""
+        directory, version = self._directory.parent, self.get(schema.SINGLE_VERSION) or b"none"
+        if stored == identity and version == schema.VERSION:
+            return None
+        todo = "give --cache-dir another directory"
+        if stored != identity:
+            return CacheError(f"the cache directory {directory} belongs to {stored}: {todo}")
+        if self.has_local_changes():
+            todo = (
+                "it has files or changes that are in no store yet; mount with that version, and unmount when `stats` "
+                "shows nothing unfinished"
+            )
+        return SchemaMismatch(
+            f"the cache directory {directory} was written by another version of lakefs-fuse (schema "
+            f"{version.decode(errors='replace')}, this one has {schema.VERSION.decode()}): {todo}"
+        )
+
+    def has_local_changes(self) -> bool:
+        """Something was changed or written here that is in no store yet, orphans included. Raises CacheError."""
+        return any(next(self.scan(kind, schema.end_of(kind)), None) is not None for kind in schema.LOCAL_KINDS)
 
     def end_loss(self) -> None:
         """What lost rows may have told was looked for elsewhere. Raises CacheError."""

@@ -79,11 +79,6 @@ def has_names(database: Database) -> bool:
     return next(database.scan(schema.ENTRY, schema.end_of(schema.ENTRY)), None) is not None
 
 
-def has_local_changes(database: Database) -> bool:
-    """Something was changed or written here that is in no store yet."""
-    return any(next(database.scan(kind, schema.end_of(kind)), None) is not None for kind in schema.LOCAL_KINDS)
-
-
 class AnyDump(Protocol):
     """A `Dump` or a `DumpOfChanges`. `names` and `directories` count when all files are made."""
 

@@ -29,15 +29,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
 from lakefs_fuse.meta.database import Database, RocksEngines
-from lakefs_fuse.meta.sorted_tables import (
-    are_names_outdated,
-    drop_names,
-    has_local_changes,
-    lake_of,
-    marks_of,
-    missing_before,
-    note_lake,
-)
+from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, lake_of, marks_of, missing_before, note_lake
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
@@ -223,7 +215,7 @@ def _check_lake(database: Database, lake_id: str, *, keeps_other_lake: bool) -> 
         raise CacheError(
             f"the names in the cache directory are {lakes}: give --cache-dir the directory of a node of this one"
         )
-    if has_local_changes(database):
+    if database.has_local_changes():
         raise CacheError(
             f"the cache directory has files or changes that are in no store yet, {lakes}: mount that one with it until "
             "they are stored (which endpoint do the environment and the profile name?), or give another --cache-dir"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.storage_engine import Step
-from lakefs_fuse.errors import CacheDamaged, CacheError, CacheFull
+from lakefs_fuse.errors import CacheDamaged, CacheError, CacheFull, SchemaMismatch
 from lakefs_fuse.meta import database as module
 from lakefs_fuse.meta.database import Batch, Database, RocksEngine, RocksEngines
 from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names
@@ -211,11 +211,27 @@ def test_another_lake_is_refused_and_left_alone(tmp_path: Path) -> None:
     put(database, b"Da")
     database.new_inode()
     database.close()
-    with pytest.raises(CacheError, match="belongs to lake"):
+    with pytest.raises(CacheError, match=r"belongs to lake: give --cache-dir another directory$"):
         open_database(tmp_path / "meta", "other")
     database = open_database(tmp_path / "meta", "lake")
     assert database.get(b"Da") == b"=Da"
     database.close()
+
+
+@pytest.mark.parametrize("local", [b"", b"C00000001", b"Jabc"])
+def test_database_of_another_schema_is_refused_and_left_alone(tmp_path: Path, local: bytes) -> None:
+    node = Node.of_this_machine()
+    database = open_database(tmp_path / "meta", "lake", node)
+    database.commit(Batch({b"Mschema": b"1", **({local: b"unsent"} if local else {})}), sync=True)
+    database.close()
+    todo = "it has files or changes .* mount with that version" if local else "give --cache-dir another"
+    for repairs in (False, True):
+        with pytest.raises(SchemaMismatch, match=rf"schema 1, this one has 2\): {todo}") as raised:
+            Database(tmp_path / "meta", "lake", node.clock, node.disk, repairs=repairs)
+        assert "delete" not in str(raised.value)
+    engine = RocksEngines().open(tmp_path / "meta")
+    assert [engine.get(key) for key in (b"Mschema", local)] == [b"1", b"unsent" if local else None]
+    engine.close()
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

@@ -62,11 +62,11 @@ def test_a_file_that_is_not_in_the_store_is_not_dumped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", schema.LOCAL_KINDS)
 def test_changes_that_are_not_in_the_store_are_known(tmp_path: Path, kind: bytes) -> None:
     database = open_database(tmp_path / "meta", "lake")
-    assert not tables.has_local_changes(database)
+    assert not database.has_local_changes()
     batch = Batch()
     batch.rows[kind + b"1"] = b"x"
     database.commit(batch)
-    assert tables.has_local_changes(database)
+    assert database.has_local_changes()
     database.close()
 
 

@@ -112,3 +112,33 @@ async def test_damaged_state_is_replaced_by_the_next_daemon(tmp_path: Path, capl
     assert await names() == [b"name"]
     assert "state 1 is removed" in caplog.text
     assert len(list((tmp_path / "states").iterdir())) == 1
+
+
+async def test_state_of_another_schema_is_replaced_by_the_next_daemon(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, metrics, node = MemoryStore(), Metrics(), Node.of_this_machine()
+    store.put("name", b"x")
+    client = store_client(store, store.capabilities, metrics.store)
+    config = MountConfig(
+        store=StoreConfig(source=Source("file", "/nowhere", "")),
+        mountpoint="/nowhere",
+        cache_dir=str(tmp_path),
+        free_bytes_min=0,
+        immutable=True,
+        mounting="the same mount command",
+    )
+
+    async def names() -> list[bytes]:
+        async with open_immutable(config, client, metrics, node=node) as fs:
+            return [entry.name for entry in fs.readdir(fs.top, 0)]
+
+    assert await names() == [b"name"]
+    (state,) = (tmp_path / "states").iterdir()
+    engine = RocksEngines().open(state)
+    engine.write([({schema.SINGLE_VERSION: b"1"}, b"", b"")], sync=True)
+    engine.close()
+    store.put("later", b"x")
+    assert await names() == [b"later", b"name"]
+    assert "state 1 is removed: another version of lakefs-fuse made it" in caplog.messages
+    assert len(list((tmp_path / "states").iterdir())) == 1

@@ -2,9 +2,9 @@
 
 What always holds: a state that is there is complete. All that was committed was applied and every directory was listed
 between its beginning and its end, or it was taken from a named snapshot; then its note is written, synced, and nothing
-in it changes any more; one with a damaged database is removed, never repaired. A state that is made from an earlier one
-keeps inode numbers of what did not change, and never gives one of them to anything else, so what the kernel remembers
-of an inode is right in both.
+in it changes any more; one whose database is damaged, or of another version of this program, is removed. A state that
+is made from an earlier one keeps inode numbers of what did not change, and never gives one of them to anything else, so
+what the kernel remembers of an inode is right in both.
 
 `states/<number>` in the cache directory is one. Trio thread only. A crash while one is made leaves a directory without
 a note, which the next daemon removes.
@@ -30,7 +30,7 @@ from lakefs_fuse.commits.index.index import Manifest, collected_before, load_new
 from lakefs_fuse.config import DatasetName, MountConfig
 from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import CacheDamaged, CacheError, FileError, LakeError, MountError
+from lakefs_fuse.errors import CacheDamaged, CacheError, FileError, LakeError, MountError, SchemaMismatch
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database, RocksEngines
@@ -153,13 +153,14 @@ class States:
         return Database(path, self._lake.identity, node.clock, node.disk, engines, repairs=False)
 
     def resume(self) -> State | None:
-        """Open the newest complete state that an earlier daemon left, and remove the others, damaged ones among them.
-        Raises CacheError."""
+        """Open the newest complete state that an earlier daemon left, and remove the others, among them damaged ones
+        and those of another version of this program. Raises CacheError."""
         for number in reversed(self._numbers()):
             try:
                 database = self._open_database(self._path(number))
-            except CacheDamaged as error:
-                log.warning("state %d is removed: %s", number, error)
+            except (CacheDamaged, SchemaMismatch) as error:
+                why = error if isinstance(error, CacheDamaged) else "another version of lakefs-fuse made it"
+                log.warning("state %d is removed: %s", number, why)
                 self._remove(number)
                 continue
             note = _note_row(database).get()
