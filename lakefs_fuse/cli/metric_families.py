@@ -91,6 +91,8 @@ FAMILIES = (
     Family("counter", "commit_failures", "commits.failures", "Commits that could not be written, and were tried again"),
     Family("counter", "commits_damaged", "commits.damaged", "Commits of others that cannot be read"),
     Family("gauge", "names_missing", "commits.names_missing", "1 where names may be missing, as an index is lost"),
+    Family("gauge", "object_numbers", "commits.object_numbers", "Numbers of packs and moved objects that are used up"),
+    Family("gauge", "object_numbers_max", "commits.object_numbers_max", "How many of these numbers a lake has"),
     Family("counter", "commit_polls", "commits.polls", "Polls for commits of other nodes"),
     Family("gauge", "commit_lag_seconds", "commits.lag_s", "Age of the newest commit of another node when applied"),
     Family("gauge", "clock_offset_seconds", "commits.clock_offset_s", "How far the store's clock is ahead of this one"),

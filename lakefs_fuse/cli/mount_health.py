@@ -16,6 +16,8 @@ NAMES_MISSING = (
 )
 OLDEST_S_MAX = 3600.0
 """Acknowledged files that are older are more than a slow store: something keeps them."""
+NUMBERS_USED_WARN = 0.75
+"""Share. Even at 500 packs a second, which use up all numbers in 99 days, three weeks are left."""
 
 
 def health(values: Values, now_s: float) -> Iterator[CheckResult]:
@@ -94,6 +96,14 @@ def _commits(commits: Values) -> CheckResult:
             check,
             f"{counted(future, 'commit is', 'commits are')} dated in the future: the log names them and their writers",
             future=int(future),
+        )
+    used, used_max = number(commits, "object_numbers"), number(commits, "object_numbers_max")
+    if used > NUMBERS_USED_WARN * used_max:
+        return warning(
+            check,
+            f"{used:,.0f} of the {used_max:,.0f} numbers that the lake has for packs and moved objects are used up: "
+            "copy its files into a new lake before the last one is",
+            object_numbers=int(used),
         )
     return ok(check, f"{counted(number(commits, 'applied'), 'commit')} applied, none left out")
 

@@ -90,6 +90,11 @@ class Objects:
         else:
             self.plain += sign
 
+    @property
+    def last_number(self) -> int:
+        """The last number that was given out, of `NUMBER_MAX`, as far as this node knows. Raises CacheError."""
+        return int.from_bytes(self._db.get(schema.SINGLE_OBJECT) or b"", "big")
+
     def get(self, number: int) -> ObjectRow | None:
         raw = self._db.get(_number_key(number))
         return None if raw is None else self._read(number, raw)
@@ -161,7 +166,7 @@ class Objects:
                 del numbers[name]
         added = [(name, each) for name, each in dict(zip(names, objects, strict=True)).items() if name not in numbers]
         if added:
-            last = int.from_bytes(self._db.get(schema.SINGLE_OBJECT) or b"", "big")
+            last = self.last_number
             if last + len(added) > NUMBER_MAX:
                 raise CacheError(
                     f"the lake has used up its {NUMBER_MAX:,} numbers of packs and moved objects: copy its files "

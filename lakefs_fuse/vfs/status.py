@@ -9,7 +9,7 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.meta.object_table import Objects
+from lakefs_fuse.meta.object_table import NUMBER_MAX, Objects
 from lakefs_fuse.metrics import Metrics, Unfinished
 from lakefs_fuse.quantity import counted
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
@@ -151,6 +151,8 @@ def commit_section(
         "pack_bytes": objects.bytes_packed,
         "pack_bytes_live": objects.bytes_live,
         "pack_bytes_dead": max(0, objects.bytes_packed - objects.bytes_live),
+        "object_numbers": objects.last_number,
+        "object_numbers_max": NUMBER_MAX,
     }
 
 

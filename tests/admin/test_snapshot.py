@@ -77,6 +77,7 @@ async def test_a_fresh_mount_shows_what_the_lake_holds(store: MemoryStore, clock
         assert len(store.requests) <= 6 + len(manifest.files)
         assert node.commits()["pack_bytes_live"] == counted["pack_bytes_live"]
         assert node.commits()["packs_known"] == counted["packs_known"] == 2
+        assert node.commits()["object_numbers"] == counted["object_numbers"] == manifest.object > 0
         assert await node.tree() == expected
         assert await attributes(node, expected) == shown
         assert await node.xattrs("data/link") == {"user.x": b"y"}

@@ -238,7 +238,8 @@ def test_bytes_that_files_name_more_often_than_a_row_counts_stay_the_most_that_i
 def test_object_beyond_the_last_number_is_refused(database: Database) -> None:
     objects = Tree(database).objects
     database.commit(Batch({schema.SINGLE_OBJECT: schema.NUMBER.pack(NUMBER_MAX - 1)}))
-    assert objects.number("last", "e", 1) == NUMBER_MAX
+    assert objects.last_number == NUMBER_MAX - 1
+    assert objects.number("last", "e", 1) == objects.last_number == NUMBER_MAX
     with pytest.raises(CacheError, match="copy its files"):
         objects.numbers([("last", "e", 1), ("more", "e", 1)])
     assert objects.number("last", "e", 1) == NUMBER_MAX
