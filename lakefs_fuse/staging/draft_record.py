@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from lakefs_fuse.staging.segments import Spot
+
 
 class DraftState(StrEnum):
     """Life of a draft, with `TRANSITIONS` as its table. An acknowledged draft has a sequence number and is never
@@ -137,6 +139,11 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     spills: list[SpilledPart] = []
     refused_errno: int = 0
     refused_why: str = ""
+
+    @property
+    def spot(self) -> Spot | None:
+        """Where its bytes are, if in a segment."""
+        return Spot(self.segment, self.segment_offset, self.segment_bytes) if self.segment else None
 
 
 encode: Callable[[DraftRecord], bytes] = msgspec.msgpack.Encoder().encode

@@ -106,6 +106,10 @@ class Segments:
     def restore(self, spot: Spot) -> None:
         """The journal references this. Raises OSError."""
         self._descriptor(spot.segment)
+        self.add_reference(spot)
+
+    def add_reference(self, spot: Spot) -> None:
+        """Without opening the segment, which may fail: what cannot be read now is kept, until `release`."""
         self._references[spot.segment] += 1
 
     def read(self, spot: Spot, offset: int, length: int) -> bytes:

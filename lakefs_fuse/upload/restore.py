@@ -12,7 +12,6 @@ from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PAGE_BYTES, PartLayout
-from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.upload.draft import Describe, Draft, DraftTarget
 from lakefs_fuse.upload.uploader import Uploader
@@ -32,10 +31,9 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
     )
     staging, staged_bytes = uploader.staging, 0
     try:
-        if record.segment:
-            spot = Spot(record.segment, record.segment_offset, record.segment_bytes)
-            staging.path(record.id).unlink(missing_ok=True)  # a copy, perhaps half of one
+        if (spot := record.spot) is not None:
             staging.segments.restore(spot)
+            staging.path(record.id).unlink(missing_ok=True)  # a copy, perhaps half of one
             file = StagedFile(staging, record.id, record.key, spot=spot)
         else:
             staged_bytes = os.stat(staging.path(record.id)).st_size

@@ -19,14 +19,18 @@ from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError,
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.metrics import Unfinished
-from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import KEY_XATTR
+from lakefs_fuse.upload.draft import Describe, Draft
+from lakefs_fuse.upload.restore import restore_draft
+from lakefs_fuse.upload.uploader import Uploader
+from lakefs_fuse.vfs.writeback import replay
 from tests.fakes import open_database
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import SPANS, TTL_S, Clock, Lake, lake, two_lakes
-from tests.vfs.writing_back import Outage, writing_back
+from tests.vfs.writing_back import NEVER_S, Outage, writing_back
 
 KIB = 1024
 PART = 64 * KIB
@@ -446,6 +450,81 @@ async def test_an_end_that_was_not_a_death(tmp_path: Path) -> None:
         assert m.fs.unfinished() == []
         assert store.data("new") == b"new"
         assert store.data("base") == old
+
+
+# -- small acknowledged files, which share a segment
+
+
+def bytes_of(path: str) -> bytes:
+    return b"precious bytes of " + path.encode()
+
+
+async def died_acknowledging(store: MemoryStore, root: Path, *paths: str) -> tuple[Path, Outage]:
+    """Small files in one segment of which none is in the store, which is away."""
+    outage = Outage(store)
+    async with writing_back(store, root / "cache", delay_s=NEVER_S, pack="auto") as m:
+        for path in paths:
+            await m.write(path, bytes_of(path))
+        return die(root / "cache", root / "dead"), outage
+
+
+def fail_restore(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """The next mounts cannot bring this file back."""
+
+    def failing(uploader: Uploader, record: DraftRecord, describe: Describe) -> Draft:
+        if record.key == path:
+            raise CacheError("the staging disk fails")
+        return restore_draft(uploader, record, describe)
+
+    monkeypatch.setattr(replay, "restore_draft", failing)
+
+
+async def test_orphan_in_a_segment_can_be_finished_after_its_neighbours_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    dead, outage = await died_acknowledging(store, tmp_path, "a", "b", "c")
+    fail_restore(monkeypatch, "b")
+    outage.away = False
+    async with writing_back(store, dead) as m:
+        await m.fs.make_durable()
+        assert await m.names() == ["a", "c"]
+        await m.fs.finish_orphan(orphan(m).id)
+        assert store.data("b") == bytes_of("b")
+        assert m.fs.unfinished() == []
+    assert staged(dead) == []
+
+
+async def test_orphan_in_a_segment_can_be_finished_after_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    dead, outage = await died_acknowledging(store, tmp_path, "b")
+    fail_restore(monkeypatch, "b")
+    for orphans in ("keep", "finish"):
+        async with writing_back(store, dead, orphans=orphans) as m:
+            for _ in range(2):
+                with pytest.raises(Unavailable):
+                    await m.fs.finish_orphan(orphan(m).id)
+    outage.away = False
+    async with writing_back(store, dead, orphans="finish") as m:
+        assert store.data("b") == bytes_of("b")
+        assert m.fs.unfinished() == []
+    assert staged(dead) == []
+
+
+async def test_orphan_in_a_segment_that_is_aborted_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    dead, outage = await died_acknowledging(store, tmp_path, "b", "c")
+    fail_restore(monkeypatch, "b")
+    outage.away = False
+    async with writing_back(store, dead) as m:
+        await m.fs.make_durable()
+        await m.fs.abort_orphan(orphan(m).id)
+        assert await m.names() == ["c"]
+    assert staged(dead) == []
 
 
 # -- a journal that is damaged

@@ -93,6 +93,8 @@ class Recovery:
             self._drop_kept_name(path_of(record))
             if self._path(draft_id).exists() or record.upload_id or record.spilled or record.segment:
                 self.orphans[draft_id] = record
+                if record.spot is not None:
+                    self._services.staging.segments.add_reference(record.spot)
             elif not self._read_only:
                 self._forget(draft_id)
         for record in () if self._read_only else list(self.orphans.values()):
@@ -198,10 +200,7 @@ class Recovery:
 
     def _unpack_segments(self) -> None:
         """Segments that no record names hold what is in the store, unless the records were lost."""
-        named = {record.segment for record in self.orphans.values()}
-        for path in self._services.staging.segments.unreferenced():
-            if path.name in named or self._read_only:
-                continue
+        for path in () if self._read_only else self._services.staging.segments.unreferenced():
             if self._db.lost_rows:
                 for raw, data in entries(path):
                     _unpack(self._services.staging, raw, data)
@@ -239,6 +238,8 @@ class Recovery:
         self._services.staging.release(self._room.pop(record.id, 0))
         self._services.staging.path(record.id).unlink(missing_ok=True)
         self._forget(record.id)
+        if record.spot is not None:
+            self._services.staging.segments.release(record.spot)
         self._refresh_parent(record)
 
     def _refresh_parent(self, record: DraftRecord) -> None:

@@ -23,7 +23,6 @@ from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode
-from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.publish import give_up_upload
@@ -101,8 +100,8 @@ class Replay:
         with staging.translating():
             for draft_id, data in self._journal.bytes_beside():
                 some, record = True, records.get(draft_id)
-                if record is not None:
-                    staging.segments.rewrite(Spot(record.segment, record.segment_offset, record.segment_bytes), data)
+                if record is not None and record.spot is not None:
+                    staging.segments.rewrite(record.spot, data)
             staging.segments.sync_rewritten()
         if some:
             self._journal.delete_bytes()
