@@ -7,7 +7,7 @@ the batches that were committed; what is only here and in no store is synced by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -42,10 +42,11 @@ class Journal:
         batch.rows[schema.DRAFT + draft_id.encode("ascii")] = None
         batch.rows[schema.BYTES + draft_id.encode("ascii")] = None
 
-    def delete_bytes(self) -> None:
-        """Of all records, whose segments are synced now. Raises CacheError."""
+    def delete_bytes(self, draft_ids: Iterable[str]) -> None:
+        """Of these records, whose segments are synced now. Raises CacheError."""
         batch = Batch()
-        batch.delete_range(schema.BYTES, schema.end_of(schema.BYTES))
+        for draft_id in draft_ids:
+            self.put_bytes(batch, draft_id, None)
         self._db.commit(batch, sync=True)
 
     def remove(self, draft_id: str, *, sync: bool = False) -> None:

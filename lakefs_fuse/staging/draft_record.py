@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -146,6 +147,18 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
         return Spot(self.segment, self.segment_offset, self.segment_bytes) if self.segment else None
 
 
+class RecordOutline(msgspec.Struct, frozen=True):
+    """What is read of a record that this version does not understand otherwise."""
+
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    """It names files: what a damaged record has there is not trusted."""
+    key: str = ""
+    path: str = ""
+    sequence: int = msgspec.field(default=0, name="accepted")
+
+
 encode: Callable[[DraftRecord], bytes] = msgspec.msgpack.Encoder().encode
 decode: Callable[[bytes], DraftRecord] = msgspec.msgpack.Decoder(DraftRecord).decode
-"""Raises msgspec.ValidationError (a ValueError) for a record that is damaged."""
+"""Raises msgspec.ValidationError (a ValueError) for a record that is damaged, or of a later version."""
+decode_outline: Callable[[bytes], RecordOutline] = msgspec.msgpack.Decoder(RecordOutline).decode
+"""Of any version. Raises ValueError for a record that is damaged."""

@@ -112,6 +112,10 @@ class Segments:
         """Without opening the segment, which may fail: what cannot be read now is kept, until `release`."""
         self._references[spot.segment] += 1
 
+    def keep_all(self) -> None:
+        """Something may reference any of those that are there: this daemon deletes none of them."""
+        self._references.update(path.name for path in self.paths())
+
     def read(self, spot: Spot, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length) of the file, cut at its end. Raises OSError, also where the segment ends
         before it."""
@@ -149,11 +153,15 @@ class Segments:
     def _known(self) -> set[str]:
         return {*self._references, *([self._current] if self._current else [])}
 
-    def unreferenced(self) -> list[Path]:
-        """Segments that no restored draft references."""
-        known = self._known()
+    def paths(self) -> list[Path]:
+        """All that are in the directory."""
         with os.scandir(self._directory) as entries:
-            return [Path(entry.path) for entry in entries if entry.name.startswith(PREFIX) and entry.name not in known]
+            return [Path(entry.path) for entry in entries if entry.name.startswith(PREFIX)]
+
+    def unreferenced(self) -> list[Path]:
+        """Segments that nothing references."""
+        known = self._known()
+        return [path for path in self.paths() if path.name not in known]
 
 
 class Group:

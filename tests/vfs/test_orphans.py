@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
@@ -21,6 +22,7 @@ from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.segments import PREFIX
 from lakefs_fuse.staging.staging_area import KEY_XATTR
 from lakefs_fuse.upload.draft import Describe, Draft
 from lakefs_fuse.upload.restore import restore_draft
@@ -564,6 +566,84 @@ async def test_a_record_that_cannot_be_read(tmp_path: Path) -> None:
     dead = await died_writing(store, tmp_path, LARGE)
     rewrite_journal(dead, lambda journal, batch, draft_id: journal.put(batch, draft_id, b"\xc1garbage"))
     await expect_unrecorded(store, dead, noise("new", LARGE))
+
+
+def change_records(cache: Path, change: Callable[[dict[str, object]], bytes], *keys: str) -> None:
+    """Records of these files become what ``change`` makes of them."""
+    database = open_database(cache / "meta", "file:///nowhere")
+    journal, batch = Journal(database), Batch()
+    for draft_id, raw in journal.records():
+        record = msgspec.msgpack.decode(raw)
+        if record["key"] in keys:
+            journal.put(batch, draft_id, change(record))
+    database.commit(batch, sync=True)
+    database.close()
+
+
+def of_later_version(record: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode(record | {"state": "sealed"})
+
+
+def of_this_version(record: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode(record | {"state": "accepted"})
+
+
+def damaged(_record: dict[str, object]) -> bytes:
+    return b"\xc1garbage"
+
+
+@pytest.mark.parametrize("is_segment_lost", [False, True])
+@pytest.mark.parametrize("how", [of_later_version, damaged])
+async def test_record_of_a_small_file_that_cannot_be_read_keeps_its_bytes(
+    tmp_path: Path, how: Callable[[dict[str, object]], bytes], is_segment_lost: bool
+) -> None:
+    """*nothing unread is deleted*: also where they are only beside the record yet, and its neighbours are stored."""
+    store = MemoryStore()
+    dead, outage = await died_acknowledging(store, tmp_path, "a", "b", "c")
+    change_records(dead, how, "b")
+    if is_segment_lost:  # it was not synced before the power cut
+        (segment,) = (dead / "staging").glob(f"{PREFIX}*")
+        segment.write_bytes(bytes(segment.stat().st_size))
+    outage.away = False
+    for orphans in ("keep", "finish"):
+        async with writing_back(store, dead, orphans=orphans) as m:
+            await m.fs.make_durable()
+            found = orphan(m)
+            assert found.error.startswith("unrecorded")
+            assert "mount with the version" in found.error
+            is_name_known = how is of_later_version or not is_segment_lost
+            assert found.path == ("b" if is_name_known else "")
+            assert (dead / "staging" / found.id).read_bytes() == bytes_of("b")
+            assert await m.names() == (["a", "c"] if is_name_known else ["a", "b", "c"])
+    async with writing_back(store, dead, orphans="abort") as m:
+        assert m.fs.unfinished() == []
+        assert staging_bytes(m) == 0
+    async with writing_back(store, dead):
+        assert staged(dead) == []
+    assert not {"b"} & store.objects.keys()
+
+
+@pytest.mark.parametrize("size", [100, 300 * KIB])
+async def test_record_of_a_later_version_is_restored_by_that(tmp_path: Path, size: int) -> None:
+    """What is acknowledged meanwhile comes after it."""
+    store = MemoryStore()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache", delay_s=NEVER_S) as m:
+        for path in ("a", "b"):
+            await m.write(path, noise(path, size))
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    change_records(dead, of_later_version, "a", "b")
+    async with writing_back(store, dead, delay_s=NEVER_S) as m:
+        assert await m.names() == []
+        await m.write("b", noise("newer", size))
+    change_records(dead, of_this_version, "a", "b")
+    outage.away = False
+    async with writing_back(store, dead) as m:
+        assert await m.tree() == {"a": noise("a", size), "b": noise("newer", size)}
+        await m.fs.make_durable()
+        assert m.fs.unfinished() == []
+        assert store.data("b") == noise("newer", size)
+    assert staged(dead) == []
 
 
 async def test_a_record_that_is_lost(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ node removed them meanwhile), a draft that had reached the store after all is re
 metadata, and the rest is kept as it is: staged bytes, uploaded parts, record. `finish` makes an orphan the newest
 version of its key, unless that key was replaced meanwhile; `abort` deletes its upload, its bytes and its record. Both
 may be repeated after a crash.
+
+What always holds (*nothing unread is deleted*): a journal record that cannot be read, as one of a later version, stays
+until its orphan is aborted, and so do its bytes: its staging file, the bytes beside it, and every segment that the
+mount found, as it may name any.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import NS
-from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode, decode_outline
 from lakefs_fuse.staging.refused_ranges import UNKNOWN, RefusedRanges
 from lakefs_fuse.staging.segments import PREFIX, entries
 from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
@@ -64,6 +68,10 @@ class Recovery:
         self.orphans: dict[str, DraftRecord] = {}
         self._room: dict[str, int] = {}
         self._busy: set[str] = set()
+        self._recorded: set[str] = set()
+        """Drafts of which the journal had a record at the mount."""
+        self._unreadable: dict[str, str] = {}
+        """Those whose record cannot be read, with their paths, empty where even these cannot."""
         self.uncovered = False
         """A removed name had been renamed over a name of a commit: commits have to be read again."""
 
@@ -80,14 +88,14 @@ class Recovery:
         """Read the journal and the staging directory; called once, before the mount answers. A read-only mount lists
         what it finds, and leaves all of it to the next that may write."""
         for draft_id, raw in list(self._journal.records()):
+            self._recorded.add(draft_id)
             if draft_id in self._replayed:
                 continue
             try:
                 record = decode(raw)
             except ValueError as error:
-                log.error("journal record %s cannot be read (%s): its bytes stay in staging", draft_id, error)
-                if not self._read_only:
-                    self._forget(draft_id)
+                log.error("journal record %s cannot be read (%s): it stays, and so do its bytes", draft_id, error)
+                self._unreadable[draft_id] = _path_in(raw)
                 continue
             record = self._with_upload(self._with_mark(record))
             self._drop_kept_name(path_of(record))
@@ -97,6 +105,8 @@ class Recovery:
                     self._services.staging.segments.add_reference(record.spot)
             elif not self._read_only:
                 self._forget(draft_id)
+        if self._unreadable:
+            self._services.staging.segments.keep_all()
         for record in () if self._read_only else list(self.orphans.values()):
             try:
                 if record.unlinked:
@@ -160,9 +170,11 @@ class Recovery:
             return 0
 
     async def _find_unrecorded(self) -> None:
-        """Staged bytes whose record is lost, because the metadata cache was: told, never deleted unasked. Those of
-        files that were published and recorded just before the daemon died are in the store."""
-        self._unpack_segments()
+        """Staged bytes whose record is lost, because the metadata cache was, or cannot be read: told, never deleted
+        unasked. Those of files that were published and recorded just before the daemon died are in the store."""
+        if not self._read_only:
+            self._unpack_logged()
+            self._unpack_segments()
         with os.scandir(self._services.staging.directory) as found:
             entries = list(found)
         for entry in entries:
@@ -170,25 +182,43 @@ class Recovery:
             if ours or not entry.is_file():
                 continue
             key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
-            ended = bool(_attribute(entry.path, ENDED_XATTR)) and not self._read_only
-            untouched = not entry.stat().st_size and not key and not upload_id and not self._read_only
-            if ended or untouched or await self._is_left_over(entry.name, key, entry.stat().st_size):
+            if await self._is_unneeded(entry, key, upload_id):
                 self._path(entry.name).unlink(missing_ok=True)
                 continue
-            if key:
-                self._drop_kept_name(key)
-            self.orphans[entry.name] = DraftRecord(
-                id=entry.name,
-                key=key,
-                upload_id=upload_id,
-                state=DraftState.FAILED,
-                created_ns=entry.stat().st_ctime_ns,
-                size=entry.stat().st_size,
-                error=f"{UNKNOWN_PREFIX}bytes in {entry.path}: copy what you need of them, then abort",
-            )
+            found_ns, size = entry.stat().st_ctime_ns, entry.stat().st_size
+            self._list_unrecorded(entry.name, key, upload_id, found_ns, size, f"bytes in {entry.path}: ")
+        for draft_id in [each for each in self._unreadable if each not in self.orphans]:
+            self._list_unrecorded(draft_id, "", "", self._services.clock.wall_ns(), 0, "bytes: ")
+
+    def _list_unrecorded(self, draft_id: str, key: str, upload_id: str, since_ns: int, size: int, what: str) -> None:
+        path = self._unreadable.get(draft_id)
+        remedy = "copy what you need of them, then abort"
+        if path is not None:
+            remedy = f"mount with the version that wrote them, or {remedy}"
+        key = key or path or ""
+        if key:
+            self._drop_kept_name(key)
+        self.orphans[draft_id] = DraftRecord(
+            id=draft_id,
+            key=key,
+            upload_id=upload_id,
+            state=DraftState.FAILED,
+            created_ns=since_ns,
+            size=size,
+            error=f"{UNKNOWN_PREFIX}{what}{remedy}",
+        )
+
+    async def _is_unneeded(self, entry: os.DirEntry[str], key: str, upload_id: str) -> bool:
+        """Nothing of a staging file without a record is to be kept: its bytes are in the store, or there are none."""
+        if self._read_only or entry.name in self._unreadable:
+            return False
+        size = entry.stat().st_size
+        is_ended = bool(_attribute(entry.path, ENDED_XATTR))
+        is_untouched = not size and not key and not upload_id
+        return is_ended or is_untouched or await self._is_left_over(entry.name, key, size)
 
     async def _is_left_over(self, draft_id: str, key: str, size: int) -> bool:
-        if self._read_only or not key:
+        if not key:
             return False
         if not size and not self._db.lost_rows:
             return True
@@ -198,13 +228,27 @@ class Recovery:
             log.warning("what became of %s cannot be told now: %s", key, error)
             return False
 
+    def _unpack_logged(self) -> None:
+        """Bytes beside records that cannot be read."""
+        for draft_id, data in self._journal.bytes_beside() if self._unreadable else ():
+            if draft_id in self._unreadable:
+                _unpack(self._services.staging, draft_id, self._unreadable[draft_id], data)
+
     def _unpack_segments(self) -> None:
-        """Segments that no record names hold what is in the store, unless the records were lost."""
-        for path in () if self._read_only else self._services.staging.segments.unreferenced():
-            if self._db.lost_rows:
-                for raw, data in entries(path):
-                    _unpack(self._services.staging, raw, data)
-            path.unlink(missing_ok=True)
+        """Segments that no record names hold what is in the store, unless records were lost or cannot be read."""
+        segments, lost = self._services.staging.segments, self._db.lost_rows
+        unreferenced = segments.unreferenced()
+        for path in segments.paths() if lost or self._unreadable else unreferenced:
+            for raw, data in entries(path) if lost or self._unreadable else ():
+                try:
+                    outline = decode_outline(raw)
+                except ValueError as error:
+                    log.error("an entry of %s cannot be read: %s", path, error)
+                    continue
+                if outline.id in self._unreadable or (lost and outline.id not in self._recorded):
+                    _unpack(self._services.staging, outline.id, outline.path or outline.key, data)
+            if path in unreferenced:
+                path.unlink(missing_ok=True)
 
     def _drop_kept_name(self, key: str) -> None:
         entry = self._ns.at(key)
@@ -341,19 +385,22 @@ class Recovery:
             await self._services.delete_spills(record.id)
 
 
-def _unpack(staging: Staging, raw: bytes, data: bytes) -> None:
-    """An entry of a segment gets a staging file of its own, durably, in place of a copy that an attempt to store it, or
-    a crash before, has left. Raises CacheError, StagingFull."""
-    try:
-        record = decode(raw)
-    except ValueError as error:
-        log.error("an entry of a segment in %s cannot be read: %s", staging.directory, error)
-        return
-    staging.path(record.id).unlink(missing_ok=True)
-    with os.fdopen(staging.create(record.id, path_of(record)), "wb") as target, staging.translating():
+def _unpack(staging: Staging, draft_id: str, path: str, data: bytes) -> None:
+    """A small file that was acknowledged gets a staging file of its own, durably, in place of a copy that an attempt to
+    store it, or a crash before, has left. Raises CacheError, StagingFull."""
+    staging.path(draft_id).unlink(missing_ok=True)
+    with os.fdopen(staging.create(draft_id, path), "wb") as target, staging.translating():
         target.write(data)
         target.flush()
         staging.disk.sync_data(target.fileno())
+
+
+def _path_in(raw: bytes) -> str:
+    """The path of a record that cannot be read, empty where that cannot be either."""
+    with suppress(ValueError):
+        outline = decode_outline(raw)
+        return outline.path or outline.key
+    return ""
 
 
 def _attribute(path: str, name: str) -> str:

@@ -9,7 +9,8 @@ Both steps can be repeated after a crash. Trio thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -22,7 +23,7 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.metrics import WriteBackMetrics
-from lakefs_fuse.staging.draft_record import DraftRecord, decode
+from lakefs_fuse.staging.draft_record import DraftRecord, decode, decode_outline
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.publish import give_up_upload
@@ -71,17 +72,20 @@ class Replay:
 
     def restore(self) -> None:
         """Bring back every acknowledged version. Raises CacheError."""
-        records = []
-        for _, raw in self._journal.records():
+        records, unreadable = [], set()
+        for draft_id, raw in self._journal.records():
             try:
                 record = decode(raw)
             except ValueError:
-                continue  # recovery says so
+                unreadable.add(draft_id)  # recovery lists it
+                with suppress(ValueError):
+                    self._writeback.sequence = max(self._writeback.sequence, decode_outline(raw).sequence)
+                continue
             self._ours.add(record.id)
             self._writeback.sequence = max(self._writeback.sequence, record.sequence)
             if record.sequence and not record.unlinked:
                 records.append(record)
-        self._rewrite_bytes({record.id: record for record in records if record.segment})
+        self._rewrite_bytes({record.id: record for record in records if record.segment}, unreadable)
         for record in sorted(records, key=lambda record: record.sequence):
             try:
                 self._restore(record)
@@ -93,18 +97,22 @@ class Replay:
             log.warning("%d files that were acknowledged before are on their way into the store", len(self.records))
         reached("replay.restored")
 
-    def _rewrite_bytes(self, records: Mapping[str, DraftRecord]) -> None:
+    def _rewrite_bytes(self, records: Mapping[str, DraftRecord], unreadable: Container[str]) -> None:
         """Bring bytes that were synced with the journal alone back into their segments, of which a power cut may have
-        taken any page, or all. They are deleted from the journal when the segments are synced. Raises CacheError."""
-        staging, some = self._services.staging, False
+        taken any page, or all. They are deleted from the journal when the segments are synced, but for those of
+        ``unreadable`` records. Raises CacheError."""
+        staging, rewritten = self._services.staging, list[str]()
         with staging.translating():
             for draft_id, data in self._journal.bytes_beside():
-                some, record = True, records.get(draft_id)
+                if draft_id in unreadable:
+                    continue
+                rewritten.append(draft_id)
+                record = records.get(draft_id)
                 if record is not None and record.spot is not None:
                     staging.segments.rewrite(record.spot, data)
             staging.segments.sync_rewritten()
-        if some:
-            self._journal.delete_bytes()
+        if rewritten:
+            self._journal.delete_bytes(rewritten)
 
     def _restore(self, record: DraftRecord) -> None:
         entry = self._entry(path_of(record))
