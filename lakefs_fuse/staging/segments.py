@@ -3,9 +3,9 @@
 What always holds: an entry is its head (`HEAD`), the file's bytes and then its journal record, so that a segment can
 be read even where the journal is lost; before a writer is told that its bytes are safe they are synced, here or beside
 the journal record, from where `rewrite` brings them back after a power cut; a segment is deleted with its last
-reference. The journal has the references: after a crash, segments that no record names are deleted. One group is
-written at a time. The segment that is written to and those read last are open, `OPEN_MAX` in all. Trio thread only, but
-for `Group.write`.
+reference. The journal has the references: after a crash, segments that no record names are deleted; where the journal
+was lost, only those that could be read to their end. One group is written at a time. The segment that is written to and
+those read last are open, `OPEN_MAX` in all. Trio thread only, but for `Group.write`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
+from typing import TypeVar
 
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.local_disk import pread_all, pwrite_all
@@ -28,7 +29,10 @@ HEAD = Struct("<4sIQ")
 """Magic, bytes of the record, bytes of the file."""
 SEGMENT_BYTES = 64 << 20
 """A segment that has grown to this takes no more."""
+SEARCH_BYTES = 64 << 10
+"""Read at once where the next head is searched for: no more is skipped where the disk cannot read it."""
 OPEN_MAX = 16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +200,41 @@ class Group:
         self._segments.keep(self._segment, self._end, self._count)
 
 
-def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Records and bytes of a segment, up to where it was cut."""
+def entries(path: Path, decode: Callable[[bytes], T]) -> Iterator[tuple[T, bytes] | None]:
+    """Records, as ``decode`` (which raises ValueError) has them, and bytes of a segment; None for each place that has
+    no entry, behind which others may follow. Raises OSError if it cannot be opened."""
     with open(path, "rb") as source:
-        while len(head := source.read(HEAD.size)) == HEAD.size:
-            magic, record_bytes, data_bytes = HEAD.unpack(head)
-            if magic != MAGIC:
-                return
-            data, record = source.read(data_bytes), source.read(record_bytes)
-            if len(data) < data_bytes or len(record) < record_bytes:
-                return
-            yield record, data
+        descriptor, at = source.fileno(), 0
+        size = os.fstat(descriptor).st_size
+        while at < size:
+            entry = _entry_at(descriptor, at, size, decode)
+            if entry is None:
+                yield None
+                at = _find_head(descriptor, at + 1, size)
+            else:
+                record, data, at = entry
+                yield record, data
+
+
+def _entry_at(descriptor: int, at: int, size: int, decode: Callable[[bytes], T]) -> tuple[T, bytes, int] | None:
+    """Record, bytes and end of the entry at ``at`` of a segment of ``size`` bytes; None where none can be read."""
+    with suppress(OSError, ValueError):
+        head = pread_all(descriptor, HEAD.size, at)
+        if len(head) == HEAD.size and head.startswith(MAGIC):
+            _, record_bytes, data_bytes = HEAD.unpack(head)
+            begin = at + HEAD.size
+            end = begin + data_bytes + record_bytes
+            if end <= size:
+                record = decode(pread_all(descriptor, record_bytes, begin + data_bytes))
+                return record, pread_all(descriptor, data_bytes, begin), end
+    return None
+
+
+def _find_head(descriptor: int, at: int, size: int) -> int:
+    """Where the next head may begin, from ``at`` on; ``size`` where none does."""
+    for start in range(at, size, SEARCH_BYTES):
+        with suppress(OSError):
+            found = pread_all(descriptor, SEARCH_BYTES + len(MAGIC) - 1, start).find(MAGIC)
+            if found >= 0:
+                return start + found
+    return size

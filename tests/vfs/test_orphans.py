@@ -17,12 +17,13 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError, LakeError, Unavailable
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.metrics import Unfinished
-from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
 from lakefs_fuse.staging.part_layout import PartLayout
-from lakefs_fuse.staging.segments import PREFIX
+from lakefs_fuse.staging.segments import HEAD, PREFIX
 from lakefs_fuse.staging.staging_area import KEY_XATTR
 from lakefs_fuse.upload.draft import Describe, Draft
 from lakefs_fuse.upload.restore import restore_draft
@@ -651,6 +652,78 @@ async def test_a_record_that_is_lost(tmp_path: Path) -> None:
     dead = await died_writing(store, tmp_path, LARGE)
     rewrite_journal(dead, lambda journal, batch, draft_id: journal.delete(batch, draft_id))
     await expect_unrecorded(store, dead, noise("new", LARGE))
+
+
+@pytest.mark.parametrize("end", [16, 40, 3000])
+async def test_segment_with_a_torn_page_without_a_database_loses_what_is_in_it_alone(tmp_path: Path, end: int) -> None:
+    """Its head, its record too, or the files behind it: what is left is copied, and the segment kept until asked."""
+    store = MemoryStore()
+    paths = [f"{number}" for number in range(20)]
+    dead, outage = await died_acknowledging(store, tmp_path, *paths)
+    shutil.rmtree(dead / "meta")
+    (segment,) = (dead / "staging").glob(f"{PREFIX}*")
+    raw = segment.read_bytes()
+    segment.write_bytes(bytes(end) + raw[end:])
+    left = [path for path in paths if raw.index(bytes_of(path)) > end]
+    assert left
+    assert left != paths
+    outage.away = False
+    await expect_damaged(store, dead, segment.name, left)
+
+
+@pytest.mark.parametrize("length", [1 << 62, 1 << 20, 18, 20])
+async def test_segment_with_a_wrong_length_without_a_database_keeps_its_other_files(
+    tmp_path: Path, length: int
+) -> None:
+    store = MemoryStore()
+    dead, outage = await died_acknowledging(store, tmp_path, "a", "b", "c")
+    shutil.rmtree(dead / "meta")
+    (segment,) = (dead / "staging").glob(f"{PREFIX}*")
+    raw = bytearray(segment.read_bytes())
+    HEAD.pack_into(raw, 0, *HEAD.unpack_from(raw)[:2], length)
+    segment.write_bytes(raw)
+    outage.away = False
+    await expect_damaged(store, dead, segment.name, ["b", "c"])
+
+
+async def expect_damaged(store: MemoryStore, cache: Path, name: str, paths: list[str]) -> None:
+    """What is left of a segment is listed, as are those files of it, by each mount until they are aborted."""
+    for _ in range(2):
+        async with writing_back(store, cache) as m:
+            found = {item.path: item for item in m.fs.unfinished()}
+            assert found.keys() == {"", *paths}
+            assert found[""].id == f"damaged-{name}"
+            assert found[""].error.startswith("unrecorded")
+            for path in paths:
+                assert (cache / "staging" / found[path].id).read_bytes() == bytes_of(path)
+            assert int(str(staging_bytes(m))) >= found[""].bytes
+            assert sorted(staged(cache)) == sorted(item.id for item in found.values())
+            await m.write("fresh", b"fresh")
+            await m.fs.make_durable()
+    async with writing_back(store, cache, orphans="abort") as m:
+        assert m.fs.unfinished() == []
+        assert staging_bytes(m) == 0
+    assert staged(cache) == []
+
+
+async def test_record_that_a_repaired_database_lost_keeps_bytes_beside_those_of_others(tmp_path: Path) -> None:
+    """The segment has files whose records are there."""
+    store = MemoryStore()
+    dead, outage = await died_acknowledging(store, tmp_path, "a", "b", "c")
+    database = open_database(dead / "meta", "file:///nowhere")
+    journal = Journal(database)
+    (lost,) = (each for each, raw in journal.records() if decode(raw).key == "b")
+    journal.remove(lost)
+    database.commit(Batch({schema.SINGLE_LOST: b""}), sync=True)
+    database.close()
+    outage.away = False
+    for _ in range(2):
+        async with writing_back(store, dead) as m:
+            await m.fs.make_durable()
+            found = orphan(m)
+            assert (found.id, found.path) == (lost, "b")
+            assert (dead / "staging" / lost).read_bytes() == bytes_of("b")
+    assert staged(dead) == [lost]
 
 
 async def test_a_database_that_is_lost(tmp_path: Path) -> None:

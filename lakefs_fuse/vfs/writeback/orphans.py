@@ -42,6 +42,8 @@ from lakefs_fuse.vfs.writeback.reconciliation import path_of
 from lakefs_fuse.vfs.writeback.replay import Replay
 
 UNKNOWN_PREFIX = "unrecorded "
+DAMAGED_PREFIX = "damaged-"
+"""Of the second name of a segment that could not be read to its end."""
 log = logging.getLogger(__name__)
 
 
@@ -235,20 +237,35 @@ class Recovery:
                 _unpack(self._services.staging, draft_id, self._unreadable[draft_id], data)
 
     def _unpack_segments(self) -> None:
-        """Segments that no record names hold what is in the store, unless records were lost or cannot be read."""
-        segments, lost = self._services.staging.segments, self._db.lost_rows
-        unreferenced = segments.unreferenced()
-        for path in segments.paths() if lost or self._unreadable else unreferenced:
-            for raw, data in entries(path) if lost or self._unreadable else ():
-                try:
-                    outline = decode_outline(raw)
-                except ValueError as error:
-                    log.error("an entry of %s cannot be read: %s", path, error)
-                    continue
-                if outline.id in self._unreadable or (lost and outline.id not in self._recorded):
-                    _unpack(self._services.staging, outline.id, outline.path or outline.key, data)
-            if path in unreferenced:
-                path.unlink(missing_ok=True)
+        """Segments that no record names hold what is in the store, unless records were lost or cannot be read. One that
+        may hold more than could be read of it is an orphan itself. Raises CacheError, StagingFull."""
+        staging, lost = self._services.staging, self._db.lost_rows
+        unreferenced = staging.segments.unreferenced()
+        for path in staging.segments.paths() if lost or self._unreadable else unreferenced:
+            with staging.translating():
+                is_whole = not (lost or self._unreadable) or self._unpack_segment(path)
+                if lost and not is_whole:
+                    log.error("%s is damaged: what can be read of it is copied, and it is kept", path)
+                    kept = path.with_name(f"{DAMAGED_PREFIX}{path.name}")
+                    if path in unreferenced:
+                        path.rename(kept)
+                    else:
+                        with suppress(OSError):  # it exists, or the disk has no links
+                            kept.hardlink_to(path)
+                elif path in unreferenced:
+                    path.unlink(missing_ok=True)
+
+    def _unpack_segment(self, path: Path) -> bool:
+        """Copy what it has of files without a readable record to staging files; whether all of it could be read."""
+        is_whole = True
+        for entry in entries(path, decode_outline):
+            if entry is None:
+                is_whole = False
+                continue
+            outline, data = entry
+            if outline.id in self._unreadable or (self._db.lost_rows and outline.id not in self._recorded):
+                _unpack(self._services.staging, outline.id, outline.path or outline.key, data)
+        return is_whole
 
     def _drop_kept_name(self, key: str) -> None:
         entry = self._ns.at(key)
