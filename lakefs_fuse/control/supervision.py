@@ -2,7 +2,8 @@
 
 A supervisor holds a POSIX record lock on a file beside the control socket. The kernel tells its pid (F_GETLK), so the
 answer is *never stale*, and there is no protocol: SIGTERM ends it. A crash leaves the file, which means nothing, and no
-lock. POSIX locks are per process: a process has one `Claim` of a mountpoint.
+lock. POSIX locks are per process: a process has one `Claim` of a mountpoint. Where the file is in /tmp, which systemd
+cleans of files of a certain age (but not of sockets in use), the supervisor touches it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import select
 import signal
 import struct
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -113,6 +114,11 @@ class Claim:
             pass
         os.close(self._descriptor)
         return 0
+
+    def touch(self) -> None:
+        """Keep the lock file from programs that delete files of /tmp by age; without it nobody finds the holder."""
+        with suppress(OSError):
+            os.utime(self._descriptor)
 
     def release(self) -> None:
         """Give the claim up."""

@@ -48,6 +48,8 @@ STARTUP_S_MAX = 600.0
 """Time for a restarted daemon to serve, in addition to --retry-timeout."""
 STOP_S_MAX = 5.0
 """Time for a daemon that does not serve yet to end after SIGTERM; then it is killed, which loses nothing."""
+TOUCH_INTERVAL_S = 3600.0
+"""Between two touches of the lock file. Distributions delete what is older than 10 days."""
 DEATH_CHECK_S = 5.0
 """Interval of checks for a dying daemon. One that is still dying at the next check is held by the kernel."""
 
@@ -124,13 +126,16 @@ class Supervisor:
         *,
         command: Sequence[str] = DAEMON,
         signals: Signals,
+        claim: Claim,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._ready_fd = ready_fd
         self._command = command
         self._signals = signals
+        self._claim = claim
         self._clock = clock
+        self._touched_s = clock()
         self._environment = _environment()
         self._document = memory_file(msgspec.json.encode(config))
         self._stopping = False
@@ -239,6 +244,7 @@ class Supervisor:
             if pidfd in ready:
                 break
             if not ready:
+                self._touch_claim()
                 dying = _is_dying(pid)
                 if dying and was_dying:
                     self._cut_off(pid)
@@ -250,6 +256,11 @@ class Supervisor:
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
         return Life(bool(device), code, self._clock() - began_s, answer, device)
+
+    def _touch_claim(self) -> None:
+        if self._clock() - self._touched_s >= TOUCH_INTERVAL_S:
+            self._claim.touch()
+            self._touched_s = self._clock()
 
     def _read_answer(self, reading: int, *, pass_on: bool) -> Answer | None:
         """The answer of a daemon; None where it closed the pipe without one, as a dying daemon does."""
@@ -360,7 +371,7 @@ def run(argv: Sequence[str], command: Sequence[str] = DAEMON) -> int:
         claim = Claim(config.mountpoint)
         try:
             open_supervisor_log(config)
-            supervisor = Supervisor(config, ready_fd, command=command, signals=signals)
+            supervisor = Supervisor(config, ready_fd, command=command, signals=signals, claim=claim)
             os.chdir("/")
             return supervisor.run()
         finally:

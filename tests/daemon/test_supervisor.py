@@ -46,6 +46,8 @@ supervisor.mount_at = mount_at
 supervisor.detach = lambda point, lazy: (directory / "mounted").unlink()
 hangs = "hangs" in (directory / "plan").read_text()
 supervisor.STOP_S_MAX, supervisor.STARTUP_S_MAX = (0.5, 2.0) if hangs else (20.0, 20.0)
+if (directory / "touches").exists():
+    supervisor.DEATH_CHECK_S, supervisor.TOUCH_INTERVAL_S = 0.05, 0.1
 sys.exit(supervisor.run(sys.argv[2:], [sys.executable, str(directory / "daemon.py")]))
 """
 
@@ -344,6 +346,16 @@ def test_one_supervisor_for_a_mountpoint(
     os.waitpid(pid, 0)
     assert supervisor_of("/mnt/lake", uid) is None
     Claim("/mnt/lake").release()
+
+
+def test_supervisor_touches_its_lock_file(supervise: Callable[[str], Supervised], tmp_path: Path) -> None:
+    """It stays where files of a certain age are deleted."""
+    (tmp_path / "touches").touch()
+    supervised = supervise("serves")
+    assert supervised.answer() == b"{}\n"
+    (lock,) = (tmp_path / "runtime").glob("*.lock")
+    os.utime(lock, (0, 0))
+    eventually(lambda: lock.stat().st_mtime > 0 and lock.stat().st_atime > 0, "touched")
 
 
 def test_claim_that_is_held_in_another_pid_namespace_is_refused(
