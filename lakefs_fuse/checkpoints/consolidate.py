@@ -32,6 +32,8 @@ SAFETENSORS_TYPES = {
 ALIGN_BYTES = 64
 """Of the bytes of a tensor in a file of torch."""
 PIECE_BYTES = 8 << 20
+EMPTY_ITEMS_MAX = 1 << 20
+"""Empty dictionaries in lists, of which a checkpoint says nothing: 8 MiB of memory."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 _LOCAL_BYTES, _ZIP64_BYTES, _PADDING_ID = 30, 20, 0x4246
 
@@ -176,15 +178,15 @@ def _write_torch(
     out: BinaryIO, checkpoint: ShardedCheckpoint, tensors: Sequence[ShardedTensor],
     objects: Sequence[tuple[Any, Any]], prefix: str, advanced: Callable[[int], object],
 ) -> list[Span]:  # fmt: skip
-    tree: dict[str | int, Any] = {}
+    tree = _Tree(gaps_max=len(checkpoint.tensors) + len(checkpoint.objects) + EMPTY_ITEMS_MAX)
     for key, tensor in enumerate(tensors):
-        _place(tree, _without(tensor.path, prefix), NewTensor(str(key), tensor.dtype, tensor.size))
+        tree.insert(_without(tensor.path, prefix), NewTensor(str(key), tensor.dtype, tensor.size))
     for item, value in objects:
-        _place(tree, _without(item.path, prefix), value)
+        tree.insert(_without(item.path, prefix), value)
     spans = list[Span]()
     file = _Forward(out)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        _add(archive, "archive/data.pkl", dump(tree))
+        _add(archive, "archive/data.pkl", dump(tree.root))
         _add(archive, "archive/byteorder", b"little")
         for key, tensor in enumerate(tensors):
             info = zipfile.ZipInfo(f"archive/data/{key}", _DATE)
@@ -213,21 +215,39 @@ def _without(path: tuple[str | int, ...], prefix: str) -> tuple[str | int, ...]:
     return path
 
 
-def _place(tree: dict[str | int, Any], path: Sequence[str | int], value: object) -> None:
-    """Put a value where a path of keys and positions leads. Raises LakeError where something else is there."""
-    container: Any = tree
-    for key, following in zip(path, (*path[1:], None), strict=True):
-        if isinstance(container, list):
-            if not isinstance(key, int):
-                raise LakeError(f"{path} leads through a list")
-            container += [None] * (key + 1 - len(container))
-            there = container[key]
-        elif isinstance(container, dict):
-            there = container.get(key)
-        else:
-            raise LakeError(f"{path} leads through a value")
-        if following is None:
-            container[key] = value
-        elif there is None:
-            there = container[key] = [] if isinstance(following, int) else {}
-        container = there
+class _Tree:
+    """Nested dictionaries and lists, from values and the paths of keys and positions that lead to them."""
+
+    def __init__(self, gaps_max: int) -> None:
+        """So many positions of lists, all together, may be skipped before they are filled, if they ever are."""
+        self.root: dict[str | int, Any] = {}
+        self._gaps_left = gaps_max
+
+    def insert(self, path: Sequence[str | int], value: object) -> None:
+        """Raises LakeError where something else is there, or a position cannot be that of an item."""
+        container: Any = self.root
+        for key, following in zip(path, (*path[1:], None), strict=True):
+            if isinstance(container, list):
+                there = self._extend(container, key, path)
+            elif isinstance(container, dict):
+                there = container.get(key)
+            else:
+                raise LakeError(f"{path} leads through a value")
+            if following is None:
+                if there is not None:
+                    raise LakeError(f"{path} is the place of two values")
+                container[key] = value
+            elif there is None:
+                there = container[key] = [] if isinstance(following, int) else {}
+            container = there
+
+    def _extend(self, items: list[Any], position: str | int, path: Sequence[str | int]) -> Any:
+        """Make a list long enough for a position; what is there."""
+        if not isinstance(position, int):
+            raise LakeError(f"{path} leads through a list")
+        gaps = max(0, position - len(items))
+        if position < 0 or gaps > self._gaps_left:
+            raise LakeError(f"{path} leads to position {position} of a list, which no item has")
+        self._gaps_left -= gaps
+        items += [None] * (position + 1 - len(items))
+        return items[position]

@@ -259,6 +259,36 @@ def test_shards_outside_of_the_directory_are_not_read(name: str, tmp_path: Path)
         consolidate(shards, tmp_path / "one.pt")
 
 
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        (("l", 10**9), "position 1000000000 of a list"),
+        (("l", -1), "position -1 of a list"),
+        (("l", 0), "place of two values"),
+        (("l",), "place of two values"),
+        (("l", "0"), "leads through a list"),
+        (("l", 0, "x"), "leads through a value"),
+        (("l", 1), ""),
+        (("l", 5000), ""),  # those before may be empty dictionaries
+    ],
+)
+def test_place_where_no_second_value_can_be_is_an_error(place: tuple[str | int, ...], why: str, tmp_path: Path) -> None:
+    shards = save(tmp_path / "shards", {"l": [torch.ones(3)], "w": torch.zeros(3)})
+    path = shards / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data["w"] = place
+    path.write_bytes(pickle.dumps(metadata))
+    if why:
+        with pytest.raises(LakeError, match=why):
+            consolidate(shards, tmp_path / "one.pt")
+        return
+    consolidate(shards, tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)["l"]
+    assert same(found[0], torch.ones(3))
+    assert same(found[-1], torch.zeros(3))
+    assert len(found) == int(place[-1]) + 1
+
+
 def test_command_says_what_it_wrote(tmp_path: Path) -> None:
     shards = save(tmp_path / "shards", {"w": torch.ones(3), "step": 1})
     command = [sys.executable, "-m", "lakefs_fuse", "checkpoint", "consolidate", str(shards)]
