@@ -29,6 +29,7 @@ from rocksdict import (
     IngestExternalFileOptions,
     Options,
     Rdict,
+    RdictIter,
     ReadOptions,
     WriteBatch,
     WriteOptions,
@@ -138,11 +139,12 @@ class RocksEngine:
         self._synced.sync = True
 
     def items(self, begin: bytes, end: bytes = b"", /) -> Iterator[tuple[bytes, bytes]]:
-        if not end:
-            return cast("Iterator[tuple[bytes, bytes]]", self._raw.items(False, begin))
         bounded = ReadOptions()
-        bounded.set_iterate_upper_bound(end)
-        return _holding(cast("Iterator[tuple[bytes, bytes]]", self._raw.items(False, begin, bounded)), end)
+        if end:
+            bounded.set_iterate_upper_bound(end)
+        rows = self._raw.iter(bounded)
+        rows.seek(begin)
+        return _read(rows, end)
 
     def write(self, steps: Sequence[Step], *, sync: bool) -> None:
         raw = WriteBatch(raw_mode=True)
@@ -176,10 +178,13 @@ class RocksEngine:
         self._raw.close()
 
 
-def _holding(items: Iterator[tuple[bytes, bytes]], _end: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """An iterator with the key that ends it: rocksdict 0.3 keeps a pointer into that object. Where nothing else holds
-    it, an iterator ends early, or runs on."""
-    yield from items
+def _read(rows: RdictIter, _end: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Raises where a row cannot be read: there `Rdict.items` ends as if no more came. Holds the key that ends it, into
+    which rocksdict 0.3 keeps a pointer: where nothing else does, an iterator ends early, or runs on."""
+    while rows.valid():
+        yield cast("bytes", rows.key()), cast("bytes", rows.value())
+        rows.next()
+    rows.status()
 
 
 def _is_damage(error: Exception) -> bool:
@@ -301,8 +306,12 @@ class Database:
         self._inode_reserved = self._inode_next
 
     def _is_whole(self) -> bool:
-        """After damage names may be left without what keeps their inode numbers from being given out again."""
+        """After damage names may be left without what keeps their inode numbers from being given out again. What was
+        changed here is read to its end: rows of a damaged block would be missing from the replay."""
         try:
+            for kind in schema.LOCAL_KINDS:
+                for _ in self.scan(kind, schema.end_of(kind)):
+                    pass
             has_names = next(self.scan(schema.ENTRY, schema.end_of(schema.ENTRY)), None) is not None
             return not has_names or (
                 self.get(schema.SINGLE_IDENTITY) is not None and self.get(schema.SINGLE_INODE) is not None
@@ -427,6 +436,11 @@ class Database:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> CacheError:
+        if _is_damage(error):
+            return CacheError(
+                f"the metadata cache in {self._directory} is damaged: unmount, and when nothing is left unfinished, "
+                f"delete it: names are read again from the store ({error})"
+            )
         return CacheError(f"the metadata cache in {self._directory} cannot be used now: {error}")
 
     def _unwritten(self, error: Exception) -> CacheError:

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rocksdict import Rdict
 
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.storage_engine import Step
 from lakefs_fuse.errors import CacheDamaged, CacheError, CacheFull, SchemaMismatch
 from lakefs_fuse.meta import database as module
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database, RocksEngine, RocksEngines
 from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names
 from tests.fakes import open_database
@@ -435,6 +437,44 @@ def test_database_with_a_damaged_file_is_repaired(tmp_path: Path, lost: str, lef
     assert database.lost_rows
     database.close()
     assert [path.name for path in tmp_path.iterdir()] == ["meta"]
+
+
+def damage_a_block(directory: Path, kind: bytes) -> None:
+    """Rows of a kind in a file of many blocks, one of which, not the first, is not what was written."""
+    database = open_database(directory, "lake")
+    database.new_inode()
+    database.end_loss()
+    for first in range(0, 20_000, 2000):
+        numbers = range(first, first + 2000)
+        database.commit(Batch({kind + b"%08d" % number: os.urandom(80) for number in numbers}))
+    database.close()
+    raw = Rdict(str(directory), module.options())
+    raw.flush()
+    raw.close()
+    largest = max(directory.glob("*.sst"), key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        file.write(bytes(100))
+
+
+def test_scan_raises_where_a_row_cannot_be_read(tmp_path: Path) -> None:
+    """And does not end as if there were no more."""
+    damage_a_block(tmp_path / "meta", schema.ENTRY)
+    database = open_database(tmp_path / "meta", "lake")
+    found = 0
+    with pytest.raises(CacheError, match="is damaged: unmount"):
+        for _ in database.scan(schema.ENTRY, schema.end_of(schema.ENTRY)):
+            found += 1
+    assert 0 < found < 20_000
+    database.close()
+
+
+def test_database_whose_journal_cannot_be_read_to_its_end_has_lost_rows(tmp_path: Path) -> None:
+    damage_a_block(tmp_path / "meta", schema.CHANGE)
+    database = open_database(tmp_path / "meta", "lake")
+    assert database.lost_rows
+    assert len(list(tmp_path.glob("meta.damaged-*"))) == 1
+    database.close()
 
 
 def test_database_that_cannot_be_begun_anew_stays_where_it_is(tmp_path: Path) -> None:
