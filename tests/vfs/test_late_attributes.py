@@ -1,8 +1,10 @@
-"""Attributes that are set while the bytes of an accepted file are on their way, and the daemon dies before it knows."""
+"""Attributes that are set while the bytes of an accepted file are on their way, and the daemon dies before it knows; or
+while the store is asked for those that an object has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -149,3 +151,21 @@ async def test_new_name_of_an_object_that_its_store_dates_in_the_far_future_is_s
         await two.poll()
         assert "g" in await two.names()
         assert await two.read("g") == b"bytes"
+
+
+async def test_attributes_set_before_an_earlier_head_is_answered_stay(tmp_path: Path) -> None:
+    store, heads = MemoryStore(), count()
+    store.give("f", b"bytes", {"mode": str(0o100644), "mtime": "1000.0"})
+    async with two_lakes(store, tmp_path) as (one, two):
+        inode = (await one.found("f")).inode
+        pause = store.hook = Pause(lambda request: request.what == "head" and next(heads) == 0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.fs.getattr, inode)
+            await reached(pause.reached)
+            await one.setattr("f", mode=0o755, mtime_ns=CHOSEN_NS, atime_ns=1)
+            await one.fs.sync_names()
+            pause.resume()
+        assert (permissions(await one.getattr("f")), (await one.getattr("f")).mtime_ns) == (0o755, CHOSEN_NS)
+        await one.rename("f", "g")
+        await two.poll()
+        assert (permissions(await two.getattr("g")), (await two.getattr("g")).mtime_ns) == (0o755, CHOSEN_NS)

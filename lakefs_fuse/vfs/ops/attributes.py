@@ -121,6 +121,8 @@ class Attributes:
         except NotFound:
             meta = ObjectMeta(key, 0, "", 0) if entry.is_dir else None
         now = self.entry(inode)
+        if not is_unasked(now):  # another request answered first, and they may have been set since
+            return
         if not now.is_dir and (extent is None or extent != self._ns.extent(now)):
             return
         if meta is not None and (extent is None or extent.version.etag == meta.etag):
