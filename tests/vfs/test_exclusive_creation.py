@@ -100,6 +100,33 @@ async def test_name_is_the_others_after_fsync_got_eexist_and_more_was_written(tm
         assert await one.read("f") == store.data("f") == b"theirs"
 
 
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("removed_by", ["mount", "another program"])
+async def test_file_that_got_eexist_gets_it_again_when_the_other_is_removed(
+    tmp_path: Path, removed_by: str, durability: str
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "1", durability=durability) as one, lake(store, tmp_path / "2") as two:
+        ours, theirs = await create(one, "f", b"ours"), await create(two, "f", b"theirs")
+        await two.close(theirs)
+        await fails_with_eexist(one, ours, closes=False)
+        if removed_by == "mount":
+            await tell(two, one)
+            await two.unlink("f")
+            await tell(two, one)
+        else:
+            store.delete("f")
+        await fails_with_eexist(one, ours, closes=False)
+        with pytest.raises(FileError):
+            await one.fs.make_durable()
+        await fails_with_eexist(one, ours)
+        found = await orphan(one)
+        await one.fs.make_durable()
+        assert await one.lookup("f") is None
+        await one.fs.finish_orphan(found.id)
+        assert await one.read("f") == b"ours"
+
+
 @pytest.mark.parametrize("is_synced", [True, False])
 async def test_name_is_the_others_after_a_crash_before_the_last_close(tmp_path: Path, is_synced: bool) -> None:
     store = MemoryStore()

@@ -7,6 +7,7 @@ crash but what the journal and the rows say.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +17,7 @@ import trio
 
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.metrics import ReadMetrics
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
@@ -255,11 +257,13 @@ class OpenFile:
         """No program has it open, and nothing may be stored of it under its name."""
         return not self.handles and not self.unlinked and (self.is_incomplete or self.has_lost_name)
 
-    def check_complete(self) -> None:
-        """Raises FileError while writes are missing."""
+    def check_publishable(self) -> None:
+        """Raises FileError while writes are missing, and FileError(EEXIST) once another client has had the name."""
         for refused in (self.refused, self.draft.refused) if self.draft is not None else (self.refused,):
             if refused.ranges:
                 refused.check(self.key)
+        if self.has_lost_name:
+            raise FileError(errno.EEXIST, f"{self.key} was stored by another client meanwhile")
 
     @property
     def is_acknowledged(self) -> bool:

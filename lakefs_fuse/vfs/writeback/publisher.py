@@ -620,7 +620,7 @@ class Publisher:
                 pass
         draft = file.draft
         if file.state is not OpenState.UNLINKED:
-            file.check_complete()
+            file.check_publishable()
         if draft is None or file.state is not OpenState.WRITING:
             return
         if not self._queue.is_for(file.key) or draft.copies:  # acknowledged bytes do not depend on another file's
@@ -629,7 +629,7 @@ class Publisher:
         async with draft.gate.exclusive():
             if file.draft is draft and draft.state in (DraftState.WRITING, DraftState.FAILED):
                 await self._stage_whole(draft)
-                file.check_complete()
+                file.check_publishable()
                 await self._group_commit.acknowledge(file, draft)
 
     @staticmethod
@@ -653,7 +653,7 @@ class Publisher:
         """Return when the file's bytes, as they were when called, are in the store, and what write-back acknowledged
         before in its directory. Raises LakeError."""
         if not file.unlinked:
-            file.check_complete()
+            file.check_publishable()
         await self._publish_newest(file, is_synced=True)
 
     async def _publish_newest(self, file: OpenFile, *, is_synced: bool) -> None:
