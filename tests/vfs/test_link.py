@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -290,3 +291,21 @@ async def test_counting_many_links_of_one_file_reads_each_entry_once(
         await m.unlink("f")
         assert m.fs.link_count(last.inode) == 1
         assert not m.fs.knows_links_in(last.parent)
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+async def test_link_of_an_open_file_whose_name_another_node_has_is_ebusy(tmp_path: Path, is_synced: bool) -> None:
+    """EEXIST would say that the new name is taken."""
+    async with two_lakes(MemoryStore(ABLE), tmp_path) as (one, two):
+        ours = await one.create("tmp", os.O_RDWR | os.O_EXCL)
+        await one.fs.write(ours, 0, b"ours")
+        await two.write("tmp", b"theirs")
+        if is_synced:
+            with pytest.raises(FileError):
+                await one.fs.fsync(ours)
+        assert await link_errno(one, "tmp", "version") == errno.EBUSY
+        with pytest.raises(FileError) as caught:
+            await one.close(ours)
+        assert caught.value.errno == errno.EEXIST
+        assert await one.names() == await two.names() == ["tmp"]
+        assert await one.read("tmp") == b"theirs"

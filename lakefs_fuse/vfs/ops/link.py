@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 import trio
@@ -133,6 +133,17 @@ def _identity(entry: Entry) -> tuple[object, ...]:
     return entry.size, entry.mtime_ns, entry.mode, entry.uid, entry.gid, entry.etag, entry.place, entry.offset
 
 
+@contextmanager
+def _never_eexist() -> Iterator[None]:
+    """EEXIST about the source, or a file before it, becomes FileError(EBUSY): of link(2) it is about the new name."""
+    try:
+        yield
+    except FileError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        raise FileError(errno.EBUSY, str(error)) from error
+
+
 class Links:
     """See the module's head."""
 
@@ -154,15 +165,16 @@ class Links:
 
     async def link(self, source: Entry, parent: int, name: bytes) -> Entry:
         """Give a file another name. Raises FileError: EPERM where the store has no condition for that, or links are
-        refused, and for what is no regular file; EEXIST; EBUSY where other names have bytes at the key. Raises
-        LakeError."""
+        refused, and for what is no regular file; EEXIST; EBUSY where other names have bytes at the key, or another
+        client has the source's name. Raises LakeError."""
         self._ns.checked_path(parent, name)
         if source.flags & (Flag.DIRECTORY | Flag.SYMLINK) or self._mode == "refuse":
             raise FileError(errno.EPERM)
         if (await self._ns.lookup(parent, name))[0] is not None and await self._ns.lookup_in_store(parent, name):
             raise FileError(errno.EEXIST)
         if len(self._writeback):
-            await self._writeback.drain(list(self._writeback.items))
+            with _never_eexist():
+                await self._writeback.drain(list(self._writeback.items))
         now = self._ns.tree.entry(source.inode)
         if now is None:
             raise FileError(errno.ENOENT)
@@ -172,7 +184,8 @@ class Links:
                 for listener in self._ns.events.pages_wanted:
                     await listener(source.inode)
             if file.draft is not None:
-                await self._io.publish(file)
+                with _never_eexist():
+                    await self._io.publish(file)
             await self._io.poll()  # a packed file has the name, perhaps: its key is free
             if self._ns.tree.child(parent, name) is not None:
                 raise FileError(errno.EEXIST)
