@@ -517,7 +517,8 @@ class _VersionWrite:
                 return there
             if isinstance(error, UnclearConflict) and (there.etag if there is not None else None) == etag:
                 raise Unavailable(str(error)) from error  # the condition is met
-            is_upload_gone = isinstance(error, NotFound) and self._kind != "put" and etag is None
+            is_met = etag is None or (there is not None and there.etag == etag)
+            is_upload_gone = isinstance(error, NotFound) and self._kind != "put" and is_met
             if is_upload_gone or (etag, if_absent) == (None, target.if_absent):
                 raise
             if is_first:

@@ -247,6 +247,16 @@ async def test_write_over_what_its_writer_does_not_expect_is_overtaken(
     assert (await put()).size == size
 
 
+async def test_completion_of_an_upload_that_is_gone_is_not_overtaken(store: ObjectStore, client: StoreClient) -> None:
+    """What it expects at the key is there: the upload begins anew."""
+    target = DraftTarget("file", dict, expected=store.put("file", b"before").etag)  # type: ignore[arg-type]
+    upload_id = await client.create_multipart("file")
+    part = await client.upload_part("file", upload_id, 1, b"x")
+    await client.abort_multipart("file", upload_id)
+    with pytest.raises(NotFound):
+        await client.complete_multipart("file", upload_id, [part], version=target, token="mine")
+
+
 async def test_write_whose_connection_was_refused_is_sent_without_a_question() -> None:
     """Nothing can have arrived."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
