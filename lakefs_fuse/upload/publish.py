@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -68,8 +68,12 @@ class Published(msgspec.Struct, frozen=True):
     no object has."""
 
 
-async def publish(draft: Draft) -> Published:
+Confirm = Callable[[], Awaitable[None]]
+
+
+async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
     """Make the draft's bytes, as they are now, the object's newest version. The caller holds ``draft.exclusive()``.
+    ``confirm`` is called just before the request that makes them visible, and may raise LakeError.
 
     Raises LakeError; then the draft is FAILED, every byte is staged or in its upload, and it can be tried again, which
     is what `Overtaken` asks for. Where writes were refused it raises, and the draft stays as it is.
@@ -86,9 +90,9 @@ async def publish(draft: Draft) -> Published:
             append = _find_append(draft)
             is_small = draft.size <= draft.layout.single_bytes_max and not draft.parts.bytes_dropped
             if is_small and append is None and not (draft.copies and draft.is_copy):
-                meta, described, hashes = await _put(draft)
+                meta, described, hashes = await _put(draft, confirm)
             else:
-                meta, described = await _complete(draft, append)
+                meta, described = await _complete(draft, append, confirm)
         except Superseded as error:
             meta, described = await _give_way(draft, error)
             is_superseded = True
@@ -146,7 +150,7 @@ def is_own_object(draft: Draft, meta: ObjectMeta) -> bool:
     return token_of(meta).partition(".")[0] == draft.id
 
 
-async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
+async def _put(draft: Draft, confirm: Confirm | None) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
     """Send the draft in one request; returns the hashes of its blocks too where it was sent from memory."""
     client, target = draft.uploader.client, draft.target
     if draft.base is not None or draft.spills.objects:
@@ -157,6 +161,8 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
         metadata = {**described, DRAFT_METADATA: draft.token, **history}
         put = partial(client.put, metadata=metadata, version=target)
         hashes = None
+        if confirm is not None:
+            await confirm()
         try:
             if draft.size <= BODY_BYTES_MAX:
                 body = await draft.file.read(0, draft.size, in_file=True)
@@ -224,7 +230,9 @@ async def _leave_key(draft: Draft) -> None:
     draft.forget_upload()
 
 
-async def _complete(draft: Draft, append: Append | None) -> tuple[ObjectMeta, Mapping[str, str]]:
+async def _complete(
+    draft: Draft, append: Append | None, confirm: Confirm | None
+) -> tuple[ObjectMeta, Mapping[str, str]]:
     if draft.parts.bytes_dropped:
         draft.target.expected = None  # a store may end an upload whose condition fails, and only that has these bytes
     draft.save()
@@ -232,12 +240,12 @@ async def _complete(draft: Draft, append: Append | None) -> tuple[ObjectMeta, Ma
         await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
         draft.forget_upload()
     try:
-        meta = await _send_and_complete(draft, append)
+        meta = await _send_and_complete(draft, append, confirm)
     except NotFound:
         log.warning("the multipart upload of %s is gone from the store: it starts anew", draft.target.key)
         draft.forget_upload()
         try:
-            meta = await _send_and_complete(draft, append)
+            meta = await _send_and_complete(draft, append, confirm)
         except NotFound as error:
             raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
     note_stored(draft.uploader, meta.key, meta.etag, draft.upload_metadata)
@@ -246,7 +254,7 @@ async def _complete(draft: Draft, append: Append | None) -> tuple[ObjectMeta, Ma
     return meta, began
 
 
-async def _send_and_complete(draft: Draft, append: Append | None) -> ObjectMeta:
+async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confirm | None) -> ObjectMeta:
     layout, client, key = draft.layout, draft.uploader.client, draft.target.key
     upload_id = await draft.begin_upload()
     count = layout.count(draft.size) if append is None else append.index
@@ -270,6 +278,8 @@ async def _send_and_complete(draft: Draft, append: Append | None) -> ObjectMeta:
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     if append is not None:
         refs += await _send_append(draft, upload_id, append)
+    if confirm is not None:
+        await confirm()
     try:
         return await client.complete_multipart(key, upload_id, refs, version=draft.target, token=draft.token)
     except PreconditionFailed as error:

@@ -25,6 +25,7 @@ from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.segments import HEAD, PREFIX
 from lakefs_fuse.staging.staging_area import KEY_XATTR
+from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import Describe, Draft
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.uploader import Uploader
@@ -60,6 +61,12 @@ def orphan(m: Lake) -> Unfinished:
     (found,) = (each for each in m.fs.unfinished() if each.id != "names")
     assert found.state == "orphan"
     return found
+
+
+async def fails_with_eexist(m: Lake, orphan_id: str) -> None:
+    with pytest.raises(FileError) as caught:
+        await m.fs.finish_orphan(orphan_id)
+    assert caught.value.errno == errno.EEXIST
 
 
 def staged(cache: Path) -> list[str]:
@@ -254,6 +261,65 @@ async def test_somebody_else_replaced_the_key(tmp_path: Path) -> None:
         await m.fs.abort_orphan(orphan(m).id)
     assert store.data("file") == b"theirs"
     assert (store.uploads, staged(dead)) == ({}, [])
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+@pytest.mark.parametrize("is_of_this_node", [False, True])
+@pytest.mark.parametrize("request_held", ["upload_part", "complete_multipart"])
+async def test_finish_keeps_what_was_stored_while_the_orphan_was_uploaded(
+    tmp_path: Path, request_held: str, is_of_this_node: bool, pack: str
+) -> None:
+    if (request_held, pack) == ("complete_multipart", "always"):
+        pytest.skip("a pack is not at the key")
+    store, clock = MemoryStore(), Clock()
+    dead = await died_writing(store, tmp_path, LARGE)
+    store.uploads.clear()
+    async with (
+        lake(store, dead, clock=clock, pack=pack) as m,
+        lake(store, tmp_path / "two", clock=clock, pack=pack) as two,
+    ):
+        found = orphan(m)
+        pause = store.hook = Pause(lambda request: request.what == request_held)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fails_with_eexist, m, found.id)
+            await reached(pause.reached)
+            clock.advance(5)
+            await (m if is_of_this_node else two).write("file", b"theirs")
+            pause.resume()
+        assert (dead / "staging" / orphan(m).id).read_bytes() == noise("new", LARGE)
+        await m.poll()
+        await two.poll()
+        clock.advance(2 * TTL_S)
+        assert await m.read("file") == await two.read("file") == b"theirs"
+        await two.unlink("file")
+        await two.sync()
+        await m.poll()
+        await m.fs.finish_orphan(found.id)
+        assert await m.read("file") == noise("new", LARGE)
+
+
+@pytest.mark.parametrize("able", [False, True], ids=["without conditions", "with conditions"])
+async def test_finish_of_a_changed_file_keeps_what_was_stored_while_it_was_uploaded(tmp_path: Path, able: bool) -> None:
+    conditions = {"put_if_match": able, "complete_if_match": able, "complete_if_absent": able, "put_if_absent": able}
+    store, clock = MemoryStore(Capabilities(name="memory", **conditions)), Clock()
+    store.give("file", noise("old", LARGE))
+    async with lake(store, tmp_path / "cache", retry_timeout_s=0) as m:
+        handle = await m.open("file", os.O_RDWR)
+        await m.fs.write(handle, 70 * KIB, b"patched")
+        store.hook = Failures(is_put, Unavailable("away"))
+        with pytest.raises(Unavailable):
+            await m.fs.fsync(handle)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    store.uploads.clear()
+    async with lake(store, dead, clock=clock) as m:
+        pause = store.hook = Pause(lambda request: request.what == ("complete_multipart" if able else "upload_part"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fails_with_eexist, m, orphan(m).id)
+            await reached(pause.reached)
+            store.give("file", b"theirs")
+            pause.resume()
+        assert store.data("file") == b"theirs"
+        assert orphan(m).path == "file"
 
 
 async def test_the_upload_is_gone(tmp_path: Path) -> None:

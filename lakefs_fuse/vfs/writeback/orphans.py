@@ -18,12 +18,13 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from lakefs_fuse.environment.local_disk import allocated_bytes
-from lakefs_fuse.errors import ConfigError, FileError, LakeError
+from lakefs_fuse.errors import ConfigError, FileError, LakeError, Overtaken
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Journal
@@ -357,6 +358,26 @@ class Recovery:
             await self._abort_uploads(record)
             self._drop(record)
             return
+        await self._check_replaceable(record)
+        whole = msgspec.structs.replace(record, refused=[])
+        draft = restore_draft(self._services, whole, lambda: (record.metadata, record.metadata_multipart))
+        try:
+            async with draft.exclusive():
+                if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
+                    draft.target.key, draft.target.path = choose_key(path_of(record), record.id, is_taken=True)
+                await self._writer.finish(draft, path_of(record), partial(self._check_replaceable, record))
+        except BaseException as error:
+            self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
+            if isinstance(error, Overtaken):
+                raise self._replaced(record) from error
+            raise
+        finally:
+            draft.close(unlink=False)
+        self._drop(record)
+
+    async def _check_replaceable(self, record: DraftRecord) -> None:
+        """Raises FileError where the name has another version than the record replaces: EBUSY for one that is not in
+        the store yet, else EEXIST; LakeError."""
         entry = self._ns.at(path_of(record))
         if entry is not None and entry.is_local and self._in_use(entry.inode):
             raise FileError(
@@ -366,24 +387,14 @@ class Recovery:
         ours = there.draft_id == record.id or there.draft_id in self._replayed
         expected = there.etag == record.replaces or ours
         if not expected and not await self._stored_versions.is_relocated(there, record):
-            raise FileError(
-                errno.EEXIST,
-                f"{path_of(record)} was changed by another client since; the unfinished bytes are kept in "
-                f"{self._path(record.id)}: copy what you need of them, then abort",
-            )
-        whole = msgspec.structs.replace(record, refused=[])
-        draft = restore_draft(self._services, whole, lambda: (record.metadata, record.metadata_multipart))
-        try:
-            async with draft.exclusive():
-                if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
-                    draft.target.key, draft.target.path = choose_key(path_of(record), record.id, is_taken=True)
-                await self._writer.finish(draft, path_of(record))
-        except BaseException:
-            self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
-            raise
-        finally:
-            draft.close(unlink=False)
-        self._drop(record)
+            raise self._replaced(record)
+
+    def _replaced(self, record: DraftRecord) -> FileError:
+        return FileError(
+            errno.EEXIST,
+            f"{path_of(record)} was changed by another client since; the unfinished bytes are kept in "
+            f"{self._path(record.id)}: copy what you need of them, then abort",
+        )
 
     async def abort(self, orphan_id: str) -> None:
         """Take an orphan's upload, bytes and record away."""

@@ -514,18 +514,28 @@ class ObjectWriter:
             doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
 
-    async def finish(self, draft: Draft, path: str) -> None:
+    async def finish(self, draft: Draft, path: str, check_replaceable: Callable[[], Awaitable[None]]) -> None:
         """Make what a daemon that died left of a file its newest version. The caller holds ``draft.exclusive()``.
+        ``check_replaceable`` is called when the bytes are sent, and raises where the name has a version that stays.
 
-        Raises LakeError; then it can be tried again.
+        Raises LakeError; then it can be tried again. Overtaken where such a version came after that.
         """
         key = draft.target.key
+
+        async def confirm() -> None:
+            found = await draft.uploader.client.find(key)  # before the check, so that what comes later is refused
+            await self._poll()
+            await check_replaceable()
+            if not draft.parts.bytes_dropped:
+                draft.target.expected = "" if found is None else found.etag
+
+        draft.target.if_absent = False  # removed bytes may lie there still
         there = self._ns.at(path)
         async with self._deletions.keeping(key):
             used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
             if used is not None and (there is None or there.place != used.number):
                 await self._renamed.free(key)
-            published = await publish(draft)
+            published = await publish(draft, confirm)
         if published.is_superseded:
             return
         self._note_stored(path, key, published.meta.etag)
