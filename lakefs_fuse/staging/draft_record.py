@@ -102,6 +102,8 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """ETag the key had when the draft began; empty where it had no object."""
     copied_from: str = ""
     """Key of an object elsewhere that the name had its bytes in. A relocation may have copied it to ``key``."""
+    if_absent: bool = False
+    """It was created with O_EXCL: it replaces no other client's file."""
     upload_id: str = ""
     upload_intent_ns: int = 0
     """An upload was asked for at this time; it may exist even where ``upload_id`` was never learnt."""

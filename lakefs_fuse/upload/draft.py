@@ -886,6 +886,7 @@ class Draft:
             base_limit=self.base_limit,
             replaces=target.replaces,
             copied_from=target.copied_from,
+            if_absent=target.if_absent,
             path=target.path,
             upload_id=self.upload_id,
             upload_intent_ns=self.upload_intent_ns,

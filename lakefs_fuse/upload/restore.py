@@ -27,7 +27,12 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
         there = record.base
         base = Extent(Version(there.key, there.etag, there.object_bytes), there.offset, there.size)
     target = DraftTarget(
-        record.key, describe, replaces=record.replaces, copied_from=record.copied_from, path=record.path
+        record.key,
+        describe,
+        replaces=record.replaces,
+        copied_from=record.copied_from,
+        if_absent=record.if_absent,
+        path=record.path,
     )
     staging, staged_bytes = uploader.staging, 0
     try:

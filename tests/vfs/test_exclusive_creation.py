@@ -16,7 +16,7 @@ from lakefs_fuse.store.protocol import Capabilities
 from tests.memory_store import MemoryStore, Pause
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, Lake, held_fresh, lake, two_lakes
-from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, told, until, writing_back
+from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, rewrite, stored, told, until, writing_back
 
 EXCLUSIVE = os.O_RDWR | os.O_EXCL
 SIZES = [15, LARGE]
@@ -315,3 +315,32 @@ async def test_pack_of_files_created_with_o_excl_costs_one_list(tmp_path: Path) 
         before = len(store.requests)
         await m.fs.make_durable()
         assert [request.what for request in store.requests[before:]] == ["list", "put"]
+
+
+@pytest.mark.parametrize(("size", "is_rewritten"), [(LARGE, False), (15, False), (15, True)])
+async def test_acknowledged_file_leaves_the_name_that_was_taken_after_a_restart(
+    tmp_path: Path, size: int, is_rewritten: bool
+) -> None:
+    """The other client's file comes after the restarted mount has looked what lies there."""
+    store, clock = MemoryStore(), Clock()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "one", clock=clock, delay_s=NEVER_S) as one:
+        assert await one.names() == []
+        await one.close(await create(one, "f", noise(1, size)))
+        if is_rewritten:
+            await rewrite(one, "f", noise(1, size))
+        died = die(tmp_path / "one", tmp_path / "died")
+    outage.away = False
+    pause = outage.then = Pause(lambda request: request.key == "f" and request.what in ("put", "complete_multipart"))
+    async with writing_back(store, died, clock=clock) as again, lake(store, tmp_path / "two", clock=clock) as two:
+        await reached(pause.reached)
+        clock.advance(5)
+        outage.then = lambda _request, _when: None
+        await two.write("f", b"theirs")
+        pause.resume()
+        await stored(again)
+        await tell(again, two)
+        clock.advance(2 * TTL_S)
+        for each in (again, two):
+            beside = [name for name in await each.names() if name.startswith("f.conflict-")]
+            assert await each.tree() == {"f": b"theirs", beside[0]: noise(1, size)}

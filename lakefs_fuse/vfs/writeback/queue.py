@@ -261,7 +261,7 @@ class WriteBack:
     def add(self, file: OpenFile, draft: Draft, *, is_unreconciled: bool = False) -> None:
         """An acknowledged draft is to be published; those that it superseded end."""
         if not is_unreconciled:
-            self._end_superseded(file, draft)
+            self._end_superseded(file)
             self._metrics.accepted += 1
         item = AcknowledgedVersion(
             draft.sequence, draft.began, file, draft, trio.current_time(), is_unreconciled=is_unreconciled
@@ -320,6 +320,8 @@ class WriteBack:
             item.draft.unlink()  # what is saved of it from here on says so
             if file.draft is not None:
                 file.draft.supersede(item.place)
+                if item.draft.is_unknown_to_store and item.draft.target.if_absent:
+                    file.draft.target.if_absent = True
             superseded.append(item.draft)
         return superseded
 
@@ -340,13 +342,11 @@ class WriteBack:
                 item.draft.start_uploads()
         self.changed.wake_all()
 
-    def _end_superseded(self, file: OpenFile, draft: Draft) -> None:
+    def _end_superseded(self, file: OpenFile) -> None:
         for earlier, item in self._behind(file):
             if item.state is not VersionState.SUPERSEDED:
                 continue
             file.behind.remove(earlier)
-            if item.draft.is_unknown_to_store and item.draft.target.if_absent:
-                draft.target.if_absent = True
             self.discard_superseded(item.draft)
 
     def supersede_all(self, file: OpenFile) -> None:
