@@ -117,6 +117,8 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
     metadata_multipart: dict[str, str] = {}
     """Attributes as of now, as a single request tells them and as an upload does."""
+    xattrs: dict[str, bytes] = {}
+    """Of an acknowledged file whose row a read-only mount has removed."""
     sequence: int = msgspec.field(default=0, name="accepted")
     """Its place in the order of what write-back acknowledged; 0 where it was not."""
     began: int = 0

@@ -1185,6 +1185,36 @@ async def test_a_mount_that_only_reads_leaves_what_was_accepted_alone(tmp_path: 
         assert store.data("file") == noise(1, LARGE)
 
 
+@pytest.mark.parametrize("is_rewritten", [False, True])
+async def test_extended_attributes_of_acknowledged_files_outlive_mounts_that_only_read(
+    tmp_path: Path, is_rewritten: bool
+) -> None:
+    store = MemoryStore()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.mkdir("d")
+        handle = await m.create("d/f")
+        await m.fs.write(handle, 0, b"new")
+        await m.set_xattr("d/f", "user.a", b"1")
+        await m.close(handle)
+        if is_rewritten:
+            await rewrite(m, "d/f", b"new")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    for _ in range(2):
+        async with lake(store, dead, read_only=True) as m:
+            assert await m.lookup("d/f") is None
+    async with writing_back(store, dead) as m:
+        assert await m.xattrs("d/f") == {"user.a": b"1"}
+        dead = die(dead, tmp_path / "dead again")
+    outage.away = False
+    async with writing_back(store, dead) as m:
+        await nothing_is_left(store, m)
+        assert await m.xattrs("d/f") == {"user.a": b"1"}
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.xattrs("d/f") == {"user.a": b"1"}
+        assert await other.read("d/f") == b"new"
+
+
 async def test_pack_that_comes_after_another_nodes_newer_version_gives_the_name_another_inode(tmp_path: Path) -> None:
     """That was applied here while the pack was on its way; the kernel keeps the size that it knows of an inode."""
     store, clock = MemoryStore(), Clock()

@@ -29,7 +29,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import NS
-from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode, decode_outline
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode, decode_outline, encode
 from lakefs_fuse.staging.refused_ranges import UNKNOWN, RefusedRanges
 from lakefs_fuse.staging.segments import PREFIX, entries
 from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
@@ -81,11 +81,25 @@ class Recovery:
     def drop_names(self) -> None:
         """Names that were there only because a dead daemon wrote the file go, before another node's rename of their
         directory takes them along. Called once, before commits are applied."""
+        if self._read_only:
+            self._keep_xattrs()
         for draft_id, raw in list(self._journal.records()):
             if draft_id in self._replayed:
                 continue
             with suppress(ValueError):  # `load` tells of it
                 self._drop_kept_name(path_of(decode(raw)))
+
+    def _keep_xattrs(self) -> None:
+        """Acknowledged files, whose names go until a mount that writes brings them back, have them in their records."""
+        for draft_id, raw in list(self._journal.records()):
+            batch = Batch()
+            with suppress(ValueError):
+                record = decode(raw)
+                entry = self._ns.at(path_of(record)) if record.sequence else None
+                xattrs = self._ns.tree.xattrs(entry.inode) if entry is not None and entry.is_local else record.xattrs
+                if xattrs != record.xattrs:
+                    self._journal.put(batch, draft_id, encode(msgspec.structs.replace(record, xattrs=xattrs)))
+            self._db.commit(batch)
 
     async def load(self) -> None:
         """Read the journal and the staging directory; called once, before the mount answers. A read-only mount lists

@@ -115,7 +115,7 @@ class Replay:
             self._journal.delete_bytes(rewritten)
 
     def _restore(self, record: DraftRecord) -> None:
-        entry = self._entry(path_of(record))
+        entry = self._entry(record)
         file = self._files.get(entry.inode)
         if file is None:
             file = OpenFile(entry, path_of(record), None)
@@ -124,7 +124,8 @@ class Replay:
         if file.draft is not None:
             file.leave_behind()
         file.entry = attributes.learn(file.entry, record.metadata)
-        file.late_xattrs = self._ns.tree.xattrs(entry.inode)  # before what the store says is applied over them
+        late = record.xattrs if not entry.is_local else {}  # the row is another version's
+        file.late_xattrs = late or self._ns.tree.xattrs(entry.inode)  # before what the store says is applied over them
         draft.count_staged()
         file.begin(draft)
         self._files.restore(file)
@@ -132,7 +133,9 @@ class Replay:
         self._metrics.replayed += 1
         self._writeback.add(file, draft, is_unreconciled=True)
 
-    def _entry(self, path: str) -> Entry:
+    def _entry(self, record: DraftRecord) -> Entry:
+        """The row of the file, made where it is missing."""
+        path = path_of(record)
         there = self._ns.at(path)
         if there is not None and not there.is_dir and not there.is_symlink:
             return there
@@ -143,7 +146,9 @@ class Replay:
         if there is not None and there.is_symlink:
             self._ns.tree.remove(batch, there)
         flags = Flag.LOCAL | Flag.ATTRIBUTES_KNOWN | (Flag.SHADOWED if there is not None and there.is_dir else 0)
+        flags |= Flag.XATTRS if record.xattrs else 0
         entry = self._ns.tree.insert(batch, parent, name.encode("utf-8", "surrogatepass"), flags)
+        self._ns.tree.set_xattrs(batch, entry.inode, record.xattrs)
         self._db.commit(batch)
         return entry
 
