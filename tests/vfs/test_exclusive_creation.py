@@ -15,7 +15,7 @@ from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.store.protocol import Capabilities
 from tests.memory_store import MemoryStore, Pause
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import TTL_S, Clock, Lake, held_fresh, lake, two_lakes
+from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, held_fresh, lake, two_lakes
 from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, rewrite, stored, told, until, writing_back
 
 EXCLUSIVE = os.O_RDWR | os.O_EXCL
@@ -25,9 +25,9 @@ OTHER_MODE = 0o755
 
 
 async def create(m: Lake, path: str, data: bytes, mode: int = OTHER_MODE) -> int:
-    """A file at the root, created with O_EXCL and not closed."""
+    """A file created with O_EXCL and not closed."""
     flags = EXCLUSIVE | os.O_CREAT
-    handle, _ = await m.fs.create(ROOT_INODE, path.encode(), mode, flags, os.getuid(), os.getgid())
+    handle, _ = await m.fs.create(*await m.parent(path), mode, flags, os.getuid(), os.getgid())
     await m.fs.write(handle, 0, data)
     return handle
 
@@ -162,6 +162,51 @@ async def test_file_whose_close_failed_for_the_store_leaves_the_name_that_was_ta
         await orphan(one)
         await one.fs.make_durable()
         assert await one.read("f") == store.data("f") == b"theirs"
+
+
+@pytest.mark.parametrize("flags", [0, RENAME_EXCHANGE])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_open_file_whose_name_was_taken_cannot_be_renamed(
+    tmp_path: Path, is_told: bool, size: int, flags: int
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.write("other", b"other")
+        ours = await create(one, "f", noise(1, size))
+        await two.close(await create(two, "f", b"theirs"))
+        if is_told:
+            await tell(two, one)
+        await fails_with_eexist(one, ours, closes=False)
+        for old, new in (("f", "other"), ("other", "f")) if flags else (("f", "other"), ("f", "g")):
+            with pytest.raises(FileError) as caught:
+                await one.rename(old, new, flags)
+            assert caught.value.errno == errno.EEXIST
+        await fails_with_eexist(one, ours)
+        assert (await orphan(one)).path == "f"
+        await tell(one, two)
+        await tell(two, one)
+        clock.advance(2 * TTL_S)
+        for each in (one, two):
+            assert await each.tree() == {"f": b"theirs", "other": b"other"}
+
+
+async def test_file_whose_name_was_taken_has_none_after_its_directory_is_renamed(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.mkdir("d")
+        await tell(one, two)
+        ours = await create(one, "d/f", b"ours")
+        await two.close(await create(two, "d/f", b"theirs"))
+        await tell(two, one)
+        await fails_with_eexist(one, ours, closes=False)
+        await one.rename("d", "e")
+        await fails_with_eexist(one, ours)
+        assert (await orphan(one)).path == "e/f"
+        await tell(one, two)
+        clock.advance(2 * TTL_S)
+        for each in (one, two):
+            assert await each.tree() == {"e": None, "e/f": b"theirs"}
 
 
 @pytest.mark.parametrize("is_told", [True, False])

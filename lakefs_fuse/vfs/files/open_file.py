@@ -83,8 +83,8 @@ class OpenFile:
     size that it has. Any other truncation is a program's."""
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""
-    lost_name: str = ""
-    """The path at which it was created with O_EXCL, and which another client has: it is never stored there."""
+    lost_name: bool = False
+    """Another client has the name at which it was created with O_EXCL: it is stored under none."""
     is_redated: bool = False
     """Another node changed the mtime, which the kernel ignores for this inode: the file gets a new one when closed."""
     described: tuple[Entry, dict[str, str], dict[str, str]] | None = None
@@ -243,14 +243,14 @@ class OpenFile:
 
     @property
     def has_lost_name(self) -> bool:
-        """`lose_name` was called, and the file was not renamed since."""
+        """`lose_name` was called, and the name is not removed."""
         draft = self.draft
         is_written = draft is not None and not draft.sequence and draft.target.if_absent
-        return is_written and self.lost_name == self.key and not self.unlinked
+        return is_written and self.lost_name and not self.unlinked
 
     def lose_name(self) -> None:
         """Another client has created the name before this version of the file could be stored."""
-        self.lost_name = self.key
+        self.lost_name = True
 
     @property
     def is_orphaned(self) -> bool:

@@ -187,6 +187,7 @@ class Renames:
         file = self._files.get(source.inode)
         # What is being stored when it is renamed is stored first, under its old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():
+            self._check_names(moving)
             self._forget_removed(moving)
             ends = self._read_ends(request)
             opened = None if ends.target is None or exchange else self._files.hold(ends.target.inode)
@@ -208,6 +209,13 @@ class Renames:
             for listener in self._ns.events.path_renamed:
                 listener(ends.old, ends.new)
         return is_held
+
+    def _check_names(self, ends: Sequence[Entry]) -> None:
+        """Raises FileError(EEXIST) where another client has had the name of a file that is being written: what moved
+        would be that client's."""
+        for file in [self._files.get(end.inode) for end in ends]:
+            if file is not None and file.has_lost_name:
+                raise FileError(errno.EEXIST, f"{file.key} was stored by another client meanwhile")
 
     def _forget_removed(self, ends: Sequence[Entry]) -> None:
         """What is being written here, and another node has removed, is not in the store: the version before, which the
