@@ -1,7 +1,8 @@
-"""Tasks of one operation: their first error is raised as itself, not as a group."""
+"""Tasks of one operation: their first error is raised as itself, not as a group. And one that outlives its caller."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -11,6 +12,7 @@ import trio
 from lakefs_fuse.errors import LakeError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -48,3 +50,29 @@ async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[object]], a
     async with collecting() as nursery:
         for _ in range(at_once):
             nursery.start_soon(worker)
+
+
+async def run_detached(nursery: trio.Nursery, work: Callable[[], Awaitable[None]]) -> None:
+    """Run ``work`` as a task of ``nursery``, and wait for it: a caller that is cancelled leaves, and the work goes on.
+    Raises what it raises, and LakeError where the nursery is cancelled first."""
+    ended, is_waited_for = trio.Event(), True
+    errors: list[Exception] = [LakeError("the mount is ending")]
+
+    async def run() -> None:
+        try:
+            await work()
+            errors.clear()
+        except Exception as raised:
+            errors[0] = raised
+            if not is_waited_for and not isinstance(raised, LakeError):
+                log.exception("a task without a caller")
+        finally:
+            ended.set()
+
+    nursery.start_soon(run)
+    try:
+        await ended.wait()
+    finally:
+        is_waited_for = False
+    if errors:
+        raise errors[0]

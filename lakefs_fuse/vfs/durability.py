@@ -1,17 +1,22 @@
 """Makes what this node holds durable in the store: files, changes of names, orphans.
 
 What always holds: a call that returns has published what was there when it began; one that raises has tried all of it,
-names included, unless the store is away. Trio thread only; a crash leaves what the journal holds.
+names included, unless the store is away. The work is a task of the mount, so a caller that is cancelled leaves it to go
+on. Trio thread only; a crash leaves what the journal holds.
 """
 
 from __future__ import annotations
 
 import errno
+from functools import partial
+
+import trio
 
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.staging.refused_ranges import KILLED
+from lakefs_fuse.sync.nursery import run_detached
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
@@ -21,6 +26,8 @@ from lakefs_fuse.vfs.writeback.reconciliation import path_of
 
 DELETION_S_MAX = 5.0
 """Making a lake durable waits so long for one request that deletes objects which no name means any more."""
+CALLS_MAX = 16
+"""Calls that make files durable at a time, those included whose callers have left; others wait."""
 
 
 class Durability:
@@ -35,10 +42,11 @@ class Durability:
         writeback: WriteBack,
         recovery: Recovery,
         deletions: DeletionQueue,
+        nursery: trio.Nursery,
     ) -> None:
         self._config, self._files, self._io, self._names = config, files, io, names
         self._writeback, self._recovery, self._deletions = writeback, recovery, deletions
-        self.poll = io.poll
+        self.poll, self._nursery, self._calls = io.poll, nursery, trio.Semaphore(CALLS_MAX)
 
     async def sync_directory(self, path: str | None) -> None:
         """Publish the files at or below a directory that no program has open for writing, those whose `close()` failed
@@ -71,9 +79,18 @@ class Durability:
         of a name. Raises LakeError for the first that cannot be; the others are published and committed all the same,
         but where the store is away, which every request finds out anew. Of the whole lake, other nodes are told of what
         was stored, and objects whose names are gone are deleted, if that does not take long: they are hidden, and the
-        next mount goes on with them."""
+        next mount goes on with them. All of this goes on where the caller is cancelled."""
         self.request_names()
-        below = path.strip("/")
+        await self._calls.acquire()
+        await run_detached(self._nursery, partial(self._make_durable, path.strip("/")))
+
+    async def _make_durable(self, below: str) -> None:
+        try:
+            await self._publish_and_commit(below)
+        finally:
+            self._calls.release()
+
+    async def _publish_and_commit(self, below: str) -> None:
         failed = await self._publish_below(below)
         for record in self._recovery.incomplete_below(below):
             if record.refused_errno == KILLED:

@@ -337,7 +337,7 @@ class Assembly:
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
             Directories(namespace, files, names, unlinker, renames, clones, links, clock),
             Handles(namespace, files, attributes, io, new_files, open_publisher, clock, reads_of),
-            Durability(config, files, io, names, writeback, self.recovery, self.deletions),
+            Durability(config, files, io, names, writeback, self.recovery, self.deletions, ground.nursery),
             self.residency,
         )
 
