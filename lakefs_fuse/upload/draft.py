@@ -277,17 +277,24 @@ class Draft:
 
     async def read(self, offset: int, length: int) -> Buffer:
         """Bytes [offset, offset + length), cut at the draft's size. Raises DraftEnded once it is closed, or published
-        without these bytes staged, else StagingFull for dropped parts, and LakeError."""
+        without these bytes staged, which the store may tell before `publish` knows; else StagingFull for dropped parts,
+        and LakeError."""
         end = min(offset + length, self.size)
         if self.file.is_closed:
             raise DraftEnded
         try:
             with self.file.held(), self._uses.using(offset, end):
                 return await self._read(offset, end)
-        except (NotFound, StagingFull):
-            if self.state is DraftState.PUBLISHED:
+        except (NotFound, StagingFull, FileError) as error:
+            is_gone = error.errno == errno.ESTALE  # the base, which this draft's object may have replaced
+            if self.state is DraftState.PUBLISHED or (is_gone and self._is_being_published):
                 raise DraftEnded from None
             raise
+
+    @property
+    def _is_being_published(self) -> bool:
+        """A task publishes it: that does not hold of a restored record before its own object was looked for."""
+        return self.state is DraftState.PUBLISHING and not self.recheck
 
     async def _read(self, offset: int, end: int) -> Buffer:
         if offset >= end:

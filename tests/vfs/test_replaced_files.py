@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
+import pytest
 import trio
 
-from tests.memory_store import MemoryStore
-from tests.vfs.lakes import Clock, held_fresh, lake
+from lakefs_fuse.errors import FileError, LakeError, StoreError
+from lakefs_fuse.store.protocol import Capabilities
+from tests.memory_store import Failures, MemoryStore, Pause, Request
+from tests.upload.drafting import noise, reached
+from tests.vfs import lakes
+from tests.vfs.lakes import KIB, Clock, held_fresh, lake
+from tests.vfs.writing_back import until
+
+MIB = KIB * KIB
+SIZE = 80 * MIB
+FAR = 40 * MIB
 
 
 async def test_open_of_a_replaced_file_whose_bytes_were_evicted_reads_the_new_version(tmp_path: Path) -> None:
@@ -24,3 +36,57 @@ async def test_open_of_a_replaced_file_whose_bytes_were_evicted_reads_the_new_ve
         store.give("d/f", b"new" * 2000)
         with held_fresh(m):
             assert await m.read("d/f") == b"new" * 2000
+
+
+def is_completion(request: Request) -> bool:
+    return request.what == "complete_multipart"
+
+
+async def test_read_while_a_changed_file_is_completed_waits_for_the_new_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lakes, "SPANS", ((16 * MIB, 50), (64 * MIB, 9950)))
+    store, before = MemoryStore(Capabilities(name="memory", part_copy=True)), noise(1, SIZE)
+    store.give("f", before)
+    async with lake(store, tmp_path) as m:
+        reader, writer = await m.open("f"), await m.open("f", os.O_RDWR)
+        assert bytes(await m.fs.read(reader, 0, 10)) == before[:10]
+        await m.fs.write(writer, SIZE - 5, b"XXXXX")
+        pause = store.hook = Pause(is_completion, when="after")
+        answers: list[bytes] = []
+
+        async def read() -> None:
+            answers.append(bytes(await m.fs.read(reader, FAR, 4096)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.flush, writer)
+            await reached(pause.reached)
+            asked = len(store.requests)
+            nursery.start_soon(read)
+            await until(lambda: any(request.what == "get" for request in store.requests[asked:]))
+            await trio.sleep(0.05)
+            assert answers == []
+            pause.resume()
+        assert answers == [before[FAR : FAR + 4096]]
+        assert store.data("f") == before[:-5] + b"XXXXX"
+        await m.fs.release(writer)
+        await m.fs.release(reader)
+
+
+async def test_read_of_a_replaced_file_whose_change_was_refused_is_estale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lakes, "SPANS", ((16 * MIB, 50), (64 * MIB, 9950)))
+    store = MemoryStore(Capabilities(name="memory", part_copy=True))
+    store.give("f", noise(1, SIZE))
+    async with lake(store, tmp_path) as m:
+        writer = await m.open("f", os.O_RDWR)
+        await m.fs.write(writer, SIZE - 5, b"XXXXX")
+        store.hook = Failures(is_completion, StoreError("refused"))
+        with pytest.raises(LakeError):
+            await m.fs.flush(writer)
+        store.give("f", noise(2, SIZE))
+        with trio.fail_after(10), pytest.raises(FileError) as caught:
+            await m.fs.read(writer, FAR, 4096)
+        assert caught.value.errno == errno.ESTALE
+        await m.fs.release(writer)
