@@ -1,20 +1,25 @@
-"""Files whose close failed because the store was away, and which are removed before it is back."""
+"""Files that are removed while the store is away, those whose close failed for that included."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import trio
 
 from lakefs_fuse.errors import LakeError, Unavailable
+from lakefs_fuse.vfs.ops import unlink
 from lakefs_fuse.vfs.writeback import queue
-from tests.memory_store import MemoryStore, Request, When
+from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Lake, lake
 from tests.vfs.writing_back import LARGE, REACH_S_MAX, die
 
 LAST = "put", "complete_multipart"
+MIB = 1 << 20
+BASE_BYTES = 12 * MIB + 5
+RETRY_S, UNLINK_S_MAX = 20.0, 7.0
 
 
 class LostRequest:
@@ -77,3 +82,32 @@ async def test_file_that_was_never_stored_is_removed_for_good(
             await again.fs.make_durable()
             await wait_gone(again, objects, "f")
             assert (await again.names(), again.fs.unfinished()) == ([], [])
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_changed_file_that_is_open_is_removed_within_seconds(tmp_path: Path, durability: str) -> None:
+    store = MemoryStore()
+    store.give("f", noise(1, BASE_BYTES))
+    async with lake(store, tmp_path, retry_timeout_s=RETRY_S, durability=durability, pack="never") as m:
+        reader, writer = await m.open("f"), await m.open("f", os.O_RDWR)
+        await m.fs.write(writer, BASE_BYTES, b"more")
+        store.hook = away = Failures(lambda _request: True, Unavailable("the store is away"), count=1 << 30)
+        await m.fs.flush(writer) if durability == "writeback" else None
+        with trio.fail_after(UNLINK_S_MAX):
+            await m.unlink("f")
+        away.left = 0
+        assert bytes(await m.fs.read(writer, BASE_BYTES, 10)) == b"more"
+        await m.fs.release(writer)
+        await m.fs.release(reader)
+
+
+async def test_open_file_is_fetched_before_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlink, "KEPT_STEP_BYTES", 4 * MIB)
+    store = MemoryStore()
+    store.give("f", noise(1, BASE_BYTES))
+    async with lake(store, tmp_path) as m:
+        reader = await m.open("f")
+        await m.unlink("f")
+        del store.objects["f"]
+        assert await m.read_handle(reader) == noise(1, BASE_BYTES)
+        await m.fs.release(reader)

@@ -37,8 +37,10 @@ KEPT_BYTES_MAX = 256 << 20
 """An open file that is deleted here is fetched whole first, if no larger than this, so that its readers can go on."""
 INODES_MAX = 16_384
 """About 8 MiB. The kernel holds an unlinked inode for milliseconds, or for as long as a process has it open."""
-LATE_OBJECT_S_MAX = 5.0
-"""Time for the store to say whether a version arrived, before its name goes."""
+KEPT_STEP_BYTES = 16 << 20
+AWAY_S_MAX = 5.0
+"""Time for the store to send KEPT_STEP_BYTES of such a file, or to say whether a version arrived, before its name goes:
+it may be away."""
 log = logging.getLogger(__name__)
 
 
@@ -80,8 +82,9 @@ class Unlinker:
                 if file.draft is not None:  # what is being acknowledged is acknowledged first
                     async with file.draft.exclusive():
                         pass
-                await self._keep_for_handles(file)
-                late, newest = await self._with_late_object(file), self._committer.journal.newest
+                is_away = await self._keep_for_handles(file)
+                late = file.entry if is_away else await self._with_late_object(file)
+                newest = self._committer.journal.newest
                 await delete(late)
         except BaseException:
             file.relink()
@@ -96,19 +99,27 @@ class Unlinker:
                 await self._drafts.discard(file)
         self._files.forget_if_idle(file)
 
-    async def _keep_for_handles(self, file: OpenFile) -> None:
-        """Who has the file open goes on reading what is about to go from the store."""
+    async def _keep_for_handles(self, file: OpenFile) -> bool:
+        """Who has the file open goes on reading what is about to go from the store. Answers whether the store did not
+        send it in time."""
         extent = file.draft.base if file.draft is not None else file.extent
         wanted = min(extent.size, file.draft.base_limit if file.draft is not None else extent.size) if extent else 0
         if not file.handles or extent is None or not 0 < wanted <= KEPT_BYTES_MAX:
-            return
+            return False
+        why, is_away, end = "", False, extent.offset + wanted
         try:
-            kept = await self._reader.ensure(extent.version, extent.offset, extent.offset + wanted)
-            why = "the cache has no room"
+            for start in range(extent.offset, end, KEPT_STEP_BYTES):
+                with trio.fail_after(AWAY_S_MAX):
+                    if not await self._reader.ensure(extent.version, start, min(start + KEPT_STEP_BYTES, end)):
+                        why = "the cache has no room"
+                        break
+        except trio.TooSlowError:
+            why, is_away = "the store is away, or too slow", True
         except LakeError as error:
-            kept, why = False, str(error)
-        if not kept:
+            why = str(error)
+        if why:
             log.warning("%s is deleted while open, and could not be kept: %s", file.key, why)
+        return is_away
 
     async def _with_late_object(self, file: OpenFile) -> Entry:
         """An attempt to publish failed without an answer, and the object may be there all the same: then others have to
@@ -121,7 +132,7 @@ class Unlinker:
             if draft.sequence and self._writeback.error is not None:  # the store is away
                 continue
             meta = None
-            with suppress(Unavailable), trio.move_on_after(LATE_OBJECT_S_MAX):
+            with suppress(Unavailable), trio.move_on_after(AWAY_S_MAX):
                 meta = await find_own_object(draft)
             if meta is not None and meta.key == file.key:
                 entry = msgspec.structs.replace(entry, etag=meta.etag)
