@@ -15,10 +15,13 @@ import trio
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.tree import CHILDREN_AT_ONCE
+from lakefs_fuse.vfs.namespace import renamed_objects
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from lakefs_fuse.vfs.ops.rename_preparation import LISTINGS_AT_ONCE
-from tests.memory_store import MemoryStore
-from tests.vfs.lakes import TTL_S, Clock, Lake, lake
+from tests.memory_store import MemoryStore, Pause
+from tests.upload.drafting import reached
+from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import REACH_S_MAX, location, rewrite
 
 NAMES = 10 * CHILDREN_AT_ONCE
 TURN_ROWS_MAX = 3 * CHILDREN_AT_ONCE
@@ -199,3 +202,68 @@ async def test_packed_file_keeps_a_directory_whose_other_names_go(tmp_path: Path
         d = await m.found("d")
         assert not d.flags & Flag.LISTED
         assert [entry.name for entry in m.fs.namespace.tree.children((await m.found("d/sub")).inode)] == [b"packed"]
+
+
+async def test_key_of_a_renamed_file_beside_many_names_is_freed_in_short_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="never") as m:
+        await listed_once(m, store, "a")
+        await m.write("old", b"bytes")
+        await m.rename("old", "z")
+        async with turns(monkeypatch) as counted:
+            await m.parts.renamed.free("old")
+        assert 0 < counted.rows_most <= TURN_ROWS_MAX
+        assert await m.read("z") == b"bytes"
+        store.take("old")
+        assert "/.lakefs/objects/" in await location(m, "z")
+
+
+async def test_file_that_is_renamed_while_its_key_is_freed_has_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is behind the names that were looked through, or before them."""
+    monkeypatch.setattr(renamed_objects, "NAMES_PER_STEP", 1)
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="never") as m:
+        for before, after in (("a", "z"), ("z2", "a2")):
+            key = f"old-{before}"
+            await m.write(key, b"bytes")
+            await m.rename(key, before)
+            await listed_once(m, store, f"d-{before}")
+            store.hook = pause = Pause(lambda request: request.what == "copy")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(m.parts.renamed.free, key)
+                await reached(pause.reached)
+                pause.resume()
+                await m.rename(before, after)
+            store.take(key)
+            assert await m.read(after) == b"bytes"
+            assert "/.lakefs/objects/" in await location(m, after)
+
+
+async def test_file_replaced_while_its_rename_is_heard_of_beside_many_names_is_stored_in_short_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await listed_once(two, store, "d")
+        await one.write("f", b"first")
+        await one.sync()
+        clock.advance(TTL_S + 1)
+        await two.poll()
+        assert await two.names() == ["d", "f"]
+        await one.rename("f", "g")
+        await one.sync()
+        async with turns(monkeypatch) as counted:
+            store.hook = pause = Pause(lambda request: request.what == "put" and request.key == "f")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(rewrite, two, "f", b"second")
+                await reached(pause.reached)
+                await two.poll()
+                pause.resume()
+            with trio.fail_after(REACH_S_MAX):
+                while await two.read("g") != b"second":
+                    await trio.sleep(0.01)
+        assert 0 < counted.rows_most <= TURN_ROWS_MAX

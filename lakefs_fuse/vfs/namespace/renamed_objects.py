@@ -15,8 +15,9 @@ node wrote is remembered in memory alone: after a crash, `adopt` does the same f
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 
 import msgspec
 import trio
@@ -41,6 +42,8 @@ from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
 NS = 1_000_000_000
 ADOPT_S_MAX = 10.0
 """A HEAD and a commit take less, unless the store is away."""
+NAMES_PER_STEP = 512
+"""5 ms."""
 log = logging.getLogger(__name__)
 
 
@@ -91,8 +94,13 @@ class RenamedObjects:
         lay there get it, too, soon."""
         row = self._ns.tree.objects.used(key)
         if row is not None and row.etag != etag:
-            for named in [named for named, _ in self._named(row) if named != path]:
-                self._start_adopting(named, partial(self._adopt_renamed, named, key, row.etag))
+            self._start_adopting(path, partial(self._adopt_others, path, row))
+
+    async def _adopt_others(self, path: str, row: ObjectRow) -> None:
+        """Other files than the one at ``path`` that have their bytes in an object get what is at its key now, soon."""
+        for named, _ in self._named(row, await self._find_named(row)):
+            if named != path:
+                self._start_adopting(named, partial(self._adopt_renamed, named, row.key, row.etag))
 
     def _start_adopting(self, path: str, adopt: Callable[[], Awaitable[object]]) -> None:
         self.adopting += 1
@@ -114,7 +122,7 @@ class RenamedObjects:
         await self.adopt(path)
         row = self._ns.tree.objects.used(key)
         if row is not None and row.etag == etag and self._renamed(path)[1] != row:
-            for named in [named for named, _ in self._named(row)]:
+            for named, _ in self._named(row, await self._find_named(row)):
                 await self.adopt(named)
 
     async def _adopt_exchanged(self, pair: Sequence[tuple[Put, ObjectRef]], time: int) -> None:
@@ -266,16 +274,17 @@ class RenamedObjects:
         try:
             copied = await copy_object(self._client, row.key, row.etag, row.size, target)
         except PreconditionFailed:  # it was replaced there, perhaps by this node, which died before it could say so
-            for path in [path for path, _ in self._named(row)]:
+            for path, _ in self._named(row, await self._find_named(row)):
                 await self.adopt(path)
             if self._ns.tree.objects.used(key) == row:
                 raise
             await self.free(key)
             return
-        await self._committer.commit(lambda: self._move(row, copied))
+        found = await self._find_named(row)
+        await self._committer.commit(lambda: self._move(row, copied, found))
         await self._moved(Version(row.key, row.etag, row.size), Version(copied.key, copied.etag, row.size))
 
-    def _move(self, row: ObjectRow, copied: ObjectMeta) -> Change:
+    def _move(self, row: ObjectRow, copied: ObjectMeta, found: Iterable[int]) -> Change:
         """Called when the commit's turn has come. A file whose rename is held is elsewhere for other nodes."""
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size), ObjectRef(copied.key, copied.etag, row.size)]
         moved = [
@@ -283,13 +292,25 @@ class RenamedObjects:
                 path, 1, entry.offset, "", 2, entry.offset, entry.size, entry.mode, entry.uid, entry.gid,
                 entry.mtime_ns, hides=entry.etag if path == named else self._ns.own_etag(path),
             )
-            for named, entry in self._named(row)
+            for named, entry in self._named(row, found)
             for path in (named, *self._committer.names_before(named))
         ]  # fmt: skip
         return Change(operations=list(moved), objects=objects)
 
-    def _named(self, row: ObjectRow) -> Iterator[tuple[str, Entry]]:
-        """Files that have their bytes in an object."""
-        for path, entry in self._ns.tree.below(ROOT_INODE, ""):
-            if entry.place == row.number and not entry.is_local:
-                yield path, entry
+    async def _find_named(self, row: ObjectRow) -> list[int]:
+        """Inodes of files that have their bytes in an object, found with other tasks in between."""
+        found, names = dict[int, None](), self._ns.tree.below(ROOT_INODE, "")
+        while len(found) < row.entries and (some := list(islice(names, NAMES_PER_STEP))):
+            found |= dict.fromkeys(entry.inode for _, entry in some if entry.place == row.number)
+            await trio.lowlevel.checkpoint()
+        return list(found)
+
+    def _named(self, row: ObjectRow, found: Iterable[int]) -> list[tuple[str, Entry]]:
+        """Files that have their bytes in an object now, with their paths; ``found`` by `_find_named` just before. Where
+        others have come since, which its count of entries tells, all names are looked at again in one step."""
+        tree = self._ns.tree
+        entries = [entry for inode in found if (entry := tree.entry(inode)) is not None and entry.place == row.number]
+        now = tree.objects.get(row.number)
+        if now is not None and len(entries) < now.entries:
+            entries = [entry for _, entry in tree.below(ROOT_INODE, "") if entry.place == row.number]
+        return [(self._ns.key(entry), entry) for entry in entries if not entry.is_local]
