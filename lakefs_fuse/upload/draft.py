@@ -286,15 +286,11 @@ class Draft:
             with self.file.held(), self._uses.using(offset, end):
                 return await self._read(offset, end)
         except (NotFound, StagingFull, FileError) as error:
-            is_gone = error.errno == errno.ESTALE  # the base, which this draft's object may have replaced
-            if self.state is DraftState.PUBLISHED or (is_gone and self._is_being_published):
+            # With ``recheck`` a daemon that died published it, and perhaps no task of this one.
+            is_being_published = self.state is DraftState.PUBLISHING and not self.recheck
+            if self.state is DraftState.PUBLISHED or (is_being_published and error.errno == errno.ESTALE):
                 raise DraftEnded from None
             raise
-
-    @property
-    def _is_being_published(self) -> bool:
-        """A task publishes it: that does not hold of a restored record before its own object was looked for."""
-        return self.state is DraftState.PUBLISHING and not self.recheck
 
     async def _read(self, offset: int, end: int) -> Buffer:
         if offset >= end:
