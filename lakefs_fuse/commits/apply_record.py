@@ -387,11 +387,12 @@ class Application:
     def _is_named(self, step: _Step, current: Entry, hides: str) -> bool:
         """The operation names the plain object that is known, but is older: who told of that one later had not seen
         this commit, or would have put another."""
-        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
-        is_it = not current.flags & Flag.PUT_AGAIN or self._is_version_put_again(step, hides)
-        is_told = current.is_plain and current.stamp > self._stamp and is_it
+        if not hides or current.etag != hides or current.stamp <= self._stamp or not current.is_plain:
+            return False
+        if isinstance(step.operation, Put) and step.operation.object == OWN:
+            return False
         is_made_since = self._own and current.stamp >= PENDING
-        return is_told and not is_own and not is_made_since and bool(hides) and current.etag == hides
+        return not is_made_since and (not current.flags & Flag.PUT_AGAIN or self._is_version_put_again(step, hides))
 
     def _is_version_put_again(self, step: _Step, etag: str) -> bool:
         """The operation names the version with this ETag that was put there again: a removal whose store dates it so,
