@@ -179,6 +179,7 @@ class Application:
         to_come = said.copy()
         some: dict[str, _Step] = {}
         leaving = set[str]()  # directories that may go with removals in `some`, before other names are set there
+        looked_at = set[str]()  # directories of those removals
         for number, operation in enumerate(self._record.operations, 1):
             path = operation.path
             is_last, is_only = True, self._whole and _says_what(operation)
@@ -194,7 +195,9 @@ class Application:
                 self._apply_all(some)
             if not some:
                 leaving.clear()
-            if is_removal and above not in leaving:
+                looked_at.clear()
+            if is_removal and above not in looked_at:
+                looked_at.add(above)
                 leaving.update(self._paths.implied_above(above))
             some[path] = _Step(
                 operation, self._directory(above), last.encode() + slash, path.encode() + slash, is_last, is_only
