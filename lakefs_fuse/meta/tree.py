@@ -439,7 +439,8 @@ class Tree:
         for listener in self._events.inode_dropped:
             listener(inode)
 
-    def _detach(self, batch: Batch, entry: Entry) -> None:
+    def detach(self, batch: Batch, entry: Entry) -> None:
+        """Take an entry out of its directory, to be `attach`ed elsewhere; what is below it stays below it."""
         batch.rows[_name_key(entry)] = None
         batch.rows[schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)] = None
         batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = None
@@ -491,10 +492,6 @@ class Tree:
         self.update(batch, renewed)
         return renewed
 
-    def detach(self, batch: Batch, entry: Entry) -> None:
-        """Take an entry out of its directory, to be `attach`ed elsewhere; what is below it stays below it."""
-        self._detach(batch, entry)
-
     def attach(self, batch: Batch, entry: Entry, parent: int, name: bytes, *, before: Entry | None = None) -> Entry:
         """Put a detached entry into a directory that has no such name; it keeps its inode. ``before`` is what was
         detached, where its bytes are not in the same object."""
@@ -511,7 +508,7 @@ class Tree:
     def remove(self, batch: Batch, entry: Entry) -> None:
         """Take a name away, and everything below it."""
         self._drop_inode(entry.inode)
-        self._detach(batch, entry)
+        self.detach(batch, entry)
         self._share(batch, entry, None)
         if entry.flags & (Flag.SYMLINK | Flag.XATTRS):
             self._forget_rows(batch, entry)
@@ -568,10 +565,8 @@ class Tree:
             self.database.note_damaged(key, error)
             return None
 
-    def set_listing(self, batch: Batch, directory: int, listing: Listing) -> None:
-        self._write_listing(batch, directory, listing)
-
-    def _write_listing(self, batch: Batch, directory: int, listing: Listing | None) -> None:
+    def set_listing(self, batch: Batch, directory: int, listing: Listing | None) -> None:
+        """``None`` deletes the row."""
         key = schema.LISTING + NUMBER.pack(directory)
         row = batch.rows[key] if key in batch.rows else self.database.get(key)
         before = None if row is None else self._read_listing(key, row)
@@ -590,7 +585,7 @@ class Tree:
         self.drop_mirror(directory)
         for listener in self._events.listing_dropped:
             listener(directory)
-        self._write_listing(batch, directory, None)
+        self.set_listing(batch, directory, None)
 
     def forget_listings(self) -> None:
         """Every directory has to be listed again before its names are used."""

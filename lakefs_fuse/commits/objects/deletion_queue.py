@@ -31,6 +31,7 @@ import trio
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Deletion, DeletionRows
@@ -351,7 +352,7 @@ class DeletionQueue:
         lies there: what was written in its place goes along."""
         if self._tree.objects.used(doomed.key) is not None:
             return True
-        above, _, name = doomed.key.encode("utf-8", "surrogatepass").rpartition(b"/")
+        above, _, name = doomed.key.encode(*schema.PATH).rpartition(b"/")
         directory = self._tree.resolve(above.split(b"/")) if above else None
         if above and (directory is None or not directory.is_dir):
             return False
