@@ -476,6 +476,8 @@ class Tree:
 
     @staticmethod
     def _share(batch: Batch, before: Entry | None, after: Entry | None) -> None:
+        if before is not None and after is not None and (before.place, before.size) == (after.place, after.size):
+            return
         if before is not None and before.place:
             batch.shares.append((before.place, -1, -before.size))
         if after is not None and after.place:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import schema
@@ -233,6 +234,19 @@ def test_bytes_that_files_name_more_often_than_a_row_counts_stay_the_most_that_i
     batch.rows[b"Xa"] = b""
     database.commit(batch)
     assert [(row.entries, row.bytes_live) for row in objects.rows()] == [(4, (1 << 63) - 1)]
+
+
+def test_update_of_a_file_whose_bytes_stay_where_they_are_leaves_the_row_of_its_object(database: Database) -> None:
+    tree, batch = Tree(database), Batch()
+    pack = tree.objects.number("a", "e", 5)
+    before = tree.insert(batch, ROOT_INODE, b"f", 0, place=pack, size=3)
+    database.commit(batch)
+    changed = Batch()
+    tree.update_files(changed, [(before, replace(before, mode=0o600))])
+    assert not changed.shares
+    tree.update_files(changed, [(before, replace(before, size=2))])
+    database.commit(changed)
+    assert [(row.entries, row.bytes_live) for row in tree.objects.rows()] == [(1, 2)]
 
 
 def test_object_beyond_the_last_number_is_refused(database: Database) -> None:
