@@ -75,7 +75,7 @@ class Applier:
         """Plain objects that the record's writer did not know of, and that may be newer: one answer for each operation.
         A caller that awaits in between calls `forget_paths`."""
         self.paths.forget_paths()
-        return Application(self.paths, record, ObjectRef(), record.time, self._clock_ns(), outdated={}).doubts()
+        return Application(self.paths, record, ObjectRef(), record.time, outdated={}).doubts()
 
     def apply(
         self,
@@ -121,9 +121,7 @@ class Applier:
         whole: bool = True,
     ) -> None:
         """As `apply`, in steps; the caller has raised the barrier before all names of the record."""
-        application = Application(
-            self.paths, record, this, record.time, self._clock_ns(), own=own, outdated=outdated, whole=whole
-        )
+        application = Application(self.paths, record, this, record.time, own=own, outdated=outdated, whole=whole)
         steps, pace = application.steps(STEP_OPERATIONS), Pace()
         while True:
             with self.paths.editing(quiet=own):
@@ -146,8 +144,10 @@ class Applier:
                 self.paths.forget_paths()
 
     def apply_pending(self, record: Record, stamp: int, *, quiet: bool = True) -> None:
-        """Merge a change made here that is in no commit yet. ``quiet``: this node's kernel knows of it already."""
-        self._run(record, ObjectRef(), stamp, own=True, quiet=quiet)
+        """Merge a change made here that is in no commit yet: its time is now. ``quiet``: this node's kernel knows of it
+        already."""
+        dated = msgspec.structs.replace(record, time=self._clock_ns())
+        self._run(dated, ObjectRef(), stamp, own=True, quiet=quiet)
 
     def _run(
         self,
@@ -160,9 +160,7 @@ class Applier:
         whole: bool = False,
         quiet: bool = True,
     ) -> None:
-        application = Application(
-            self.paths, record, this, stamp, self._clock_ns(), own=own, outdated=outdated, whole=whole
-        )
+        application = Application(self.paths, record, this, stamp, own=own, outdated=outdated, whole=whole)
         with self.paths.editing(quiet=own and quiet):
             application.run()
 

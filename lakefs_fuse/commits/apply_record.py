@@ -138,20 +138,17 @@ class Application:
         record: Record,
         this: ObjectRef,
         stamp: int,
-        now_ns: int,
         *,
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
         whole: bool = False,
     ) -> None:
-        """``now_ns`` dates a change that is in no commit yet. ``own``: this node made the change, and knew what it
-        changed. ``outdated`` are ETags of plain objects that were listed, and are not at these paths any more, as the
-        store answers to `doubts`; NOTHING where it was not asked.
-        ``whole``: the record is all that its commit says."""
+        """``own``: this node made the change, and knew what it changed. ``outdated`` are ETags of plain objects that
+        were listed, and are not at these paths any more, as the store answers to `doubts`; NOTHING where it was not
+        asked. ``whole``: the record is all that its commit says."""
         self._own, self._outdated, self._whole = own, outdated, whole
         self._paths, self._tree, self._watcher = paths, paths.tree, paths.watcher
-        self._record, self._this, self._stamp = record, this, stamp
-        self._time = record.time if stamp < PENDING else now_ns
+        self._record, self._this, self._stamp, self._time = record, this, stamp, record.time
         self._numbers: dict[int, int] = {}
         """Numbers of objects by their index in the record, as they were when they were needed last."""
         self._changes = _Changes()

@@ -744,6 +744,16 @@ def test_moves_keep_inodes(tmp_path: Path) -> None:
         assert n.find("d") is None
 
 
+def test_directory_that_a_pending_move_makes_has_the_time_of_the_change(tmp_path: Path) -> None:
+    """What made it visible went with names that were dropped: the journal is applied again over those of an index."""
+    with node(tmp_path, clock_ns=lambda: at(5)) as n:
+        n.commit(1, put("f"))
+        inode = n.inode("f")
+        n.applier.apply_pending(merged([n.rename("f", "d/f")], n.writer, 0), PENDING | 1)
+        assert n.inode("d/f") == inode
+        assert (n.found("d").mtime_ns, n.found("d").ctime_ns) == (at(5), at(5))
+
+
 def test_what_is_being_written_moves_along(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         n.commit(1, mkdir("d"), put("d/f"))

@@ -172,7 +172,7 @@ def renamed(node: Node) -> Record:
 
 def steps(node: Node, record: Record, *, until: str) -> int:
     """Apply so many steps that a path has just come to be; answers their number."""
-    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, at(10), whole=True)
+    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, whole=True)
     for number, _ in enumerate(application.steps(STEP_OPERATIONS), 1):
         node.applier.paths.forget_paths()
         if node.find(until) is not None:
@@ -193,7 +193,7 @@ async def test_moves_are_checked_in_steps_and_made_in_one(node: Node) -> None:
 async def test_moves_what_is_changed_between_two_steps_is_checked_again(node: Node, at_step: int) -> None:
     """A file that the record does not name is not carried along."""
     record = renamed(node)
-    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, at(10), whole=True)
+    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, whole=True)
     for number, _ in enumerate(application.steps(STEP_OPERATIONS), 1):
         node.applier.paths.forget_paths()
         if number == at_step:
@@ -211,7 +211,7 @@ async def test_moves_what_is_changed_between_two_steps_is_checked_again(node: No
 async def test_moves_the_source_itself_is_checked_again(node: Node, at_step: int, replaced: bool) -> None:
     """Its attributes were changed here since, or another directory has its name."""
     record = renamed(node)
-    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, at(10), whole=True)
+    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, whole=True)
     for number, _ in enumerate(application.steps(STEP_OPERATIONS), 1):
         node.applier.paths.forget_paths()
         if number != at_step:
@@ -230,7 +230,7 @@ async def test_moves_a_crash_before_the_rows_move_is_mended(node: Node, tmp_path
     whole.commit(0, put("big/before"), put("big/kept"), put("other/file"), Mkdir("big/empty", 0o755, 0, 0, 0))
     assert renamed(whole) == record
     whole.apply(record)
-    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, at(10), whole=True)
+    application = Application(node.applier.paths, record, archive(record.time, WRITER), record.time, whole=True)
     some = application.steps(STEP_OPERATIONS)
     for _ in range(20):
         next(some)
