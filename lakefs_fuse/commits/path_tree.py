@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, zip_longest
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -257,7 +257,7 @@ def carry_over(
     """Move the rows of a record's ``moves``. It yields when so many names were looked at; others may change the tree
     then, and what they changed is looked at again in the step in which the rows move. ``own``: this node made the
     change."""
-    return _CarryOver(paths, record, stamp, min(ROWS_MAX, names_max), own).steps()
+    return (yield from _CarryOver(paths, record, stamp, min(ROWS_MAX, names_max), own).steps())
 
 
 class _CarryOver:
@@ -282,10 +282,11 @@ class _CarryOver:
             if not number % (READ_PER_NAME * self._names_max):
                 yield
         if self._names_max > len(self._record.operations):  # its caller takes all steps at once
-            if not (self._is_each_another() and all(map(self._is_movable, self._record.moves))):
+            tops = [self._movable(move) for move in self._record.moves] if self._is_each_another() else [None]
+            if not all(tops):
                 return Carried()
             below = []
-            for move, names in self._all_below():
+            for move, names in self._all_below(tops):
                 if not self._is_covered(names, move):
                     return Carried()
                 below.append((move, names))
@@ -294,7 +295,7 @@ class _CarryOver:
                 self._free_from_keys(names, move)
             return self._switch()
         with self._paths.database.recording() as changed:
-            if not (self._is_each_another() and all(map(self._is_movable, self._record.moves))):
+            if not (self._is_each_another() and all(map(self._movable, self._record.moves))):
                 return Carried()
             for move, names in self._all_below():
                 if not self._is_covered(names, move):
@@ -309,12 +310,15 @@ class _CarryOver:
                 changed.take()  # what that wrote
                 yield
             late = self._tree.changed_entries(others | changed.take())
-        is_movable = self._is_each_another() and all(map(self._is_movable, self._record.moves))
+        is_movable = self._is_each_another() and all(map(self._movable, self._record.moves))
         return self._switch() if is_movable and self._is_late_covered(late) else Carried()
 
-    def _all_below(self) -> Iterator[tuple[tuple[str, str], list[tuple[str, Entry]]]]:
-        """See `_below`, of each move."""
-        return ((move, names) for move in self._record.moves for names in self._below(move))
+    def _all_below(
+        self, tops: Sequence[Entry | None] = ()
+    ) -> Iterator[tuple[tuple[str, str], list[tuple[str, Entry]]]]:
+        """See `_below`, of each move; ``tops`` are the sources, where they were read in this step."""
+        moves = zip_longest(self._record.moves, tops)
+        return ((move, names) for move, top in moves for names in self._below(move, top))
 
     def _is_each_another(self) -> bool:
         """Not several renames in one commit: of one name again, once another had it."""
@@ -322,10 +326,11 @@ class _CarryOver:
         sources = map(self._paths.child, self._sources) if len(moves) > 1 else ()
         return len({None if entry is None else entry.inode for entry in sources}) in (0, len(moves))
 
-    def _below(self, move: tuple[str, str]) -> Iterator[list[tuple[str, Entry]]]:
-        """The source, and all that is below it, with its path; some at a time, as they are when they are answered."""
+    def _below(self, move: tuple[str, str], top: Entry | None) -> Iterator[list[tuple[str, Entry]]]:
+        """The source (``top``, where it is known), and all that is below it, with its path; some at a time, as they are
+        when they are answered."""
         source, _ = move
-        top = self._paths.child(source)
+        top = top or self._paths.child(source)
         if top is None:
             return
         some = [(source, top)]
@@ -370,17 +375,18 @@ class _CarryOver:
             self._free_from_keys(names, move)
         return True
 
-    def _is_movable(self, move: tuple[str, str]) -> bool:
-        """The source is what the record renamed, and nothing is in the way."""
+    def _movable(self, move: tuple[str, str]) -> Entry | None:
+        """The source, where it is what the record renamed, and nothing is in the way."""
         paths, (source, target) = self._paths, move
         entry, operation = paths.child(source), self._made.get(target.encode())
         if entry is None:
-            return False
+            return None
         if not self._own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
-            return False  # another node renamed its own file of that name
+            return None  # another node renamed its own file of that name
         if not self._own and not _is_renamed_version(paths, entry, operation, self._record):
-            return False
-        return target in self._sources or _is_free(paths, entry, target, operation, self._stamp, self._own)
+            return None
+        is_free = target in self._sources or _is_free(paths, entry, target, operation, self._stamp, self._own)
+        return entry if is_free else None
 
     def _is_covered(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> bool:
         """The record says of everything in sight where it is now, and is the newest to speak of it."""
