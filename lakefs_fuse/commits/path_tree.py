@@ -468,6 +468,8 @@ class _CarryOver:
             paths.notify(found.parent, found.name)
         paths.forget_paths()
         for found, target in moving:
+            if self._own and found.flags & (Flag.DIRECTORY | Flag.SYMLINK):  # the kernel keeps that of a file
+                found = msgspec.structs.replace(found, ctime_ns=self._record.time)
             _attach(paths, found, target, self._record.time, self._stamp)
         return Carried([found.parent for found, _ in moving], self._buried)
 

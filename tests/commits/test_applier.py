@@ -744,6 +744,24 @@ def test_moves_keep_inodes(tmp_path: Path) -> None:
         assert n.find("d") is None
 
 
+@pytest.mark.parametrize("is_pending", [True, False])
+def test_rename_made_here_moves_the_ctime_of_the_directory_or_link_itself(tmp_path: Path, is_pending: bool) -> None:
+    with node(tmp_path, clock_ns=lambda: at(5)) as n:
+        n.commit(1, mkdir("d"), mkdir("d/e"), put("d/f"), Symlink("link", "d", 0, 0, 0))
+        renames = [n.rename("d", "moved"), n.rename("link", "other")]
+        for number, change in enumerate(renames, 1):
+            if is_pending:
+                n.applier.apply_pending(merged([change], n.writer, 0), PENDING | number)
+            else:
+                record = merged([change], n.writer, at(5) + number)
+                n.applier.apply(record, archive(record.time, n.writer), own=True)
+        moved = {path: n.found(path).ctime_ns for path in ("moved", "other", "moved/e", "moved/f")}
+        later = 0 if is_pending else 1
+        assert moved == {
+            "moved": at(5) + later, "other": at(5) + 2 * later, "moved/e": at(1), "moved/f": at(1),
+        }  # fmt: skip
+
+
 def test_directory_that_a_pending_move_makes_has_the_time_of_the_change(tmp_path: Path) -> None:
     """What made it visible went with names that were dropped: the journal is applied again over those of an index."""
     with node(tmp_path, clock_ns=lambda: at(5)) as n:

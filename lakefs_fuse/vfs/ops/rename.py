@@ -135,8 +135,6 @@ class Renames:
             await self._names.flush()
         if target is not None and not exchange:
             self._unlinker.forget_name(target)
-        for entry in ends:
-            self._names.mark_changed(entry.inode)
         for parent in {parent_old, parent_new}:
             self._ns.touch(parent)
 
