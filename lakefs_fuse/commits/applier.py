@@ -28,6 +28,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.commits.apply_record import NOTHING, TOGETHER_MAX, Application, Doubt
+from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.future_commits import Original
 from lakefs_fuse.commits.path_tree import PathTree, Watcher
 from lakefs_fuse.commits.record import (
@@ -143,11 +144,10 @@ class Applier:
                 await trio.lowlevel.checkpoint()
                 self.paths.forget_paths()
 
-    def apply_pending(self, record: Record, stamp: int, *, quiet: bool = True) -> None:
+    def apply_pending(self, change: Change, stamp: int, *, quiet: bool = True) -> None:
         """Merge a change made here that is in no commit yet: its time is now. ``quiet``: this node's kernel knows of it
         already."""
-        dated = msgspec.structs.replace(record, time=self._clock_ns())
-        self._run(dated, ObjectRef(), stamp, own=True, quiet=quiet)
+        self._run(merged([change], "", self._clock_ns()), ObjectRef(), stamp, own=True, quiet=quiet)
 
     def _run(
         self,
@@ -173,17 +173,18 @@ class Applier:
         (entry,), tombstone = self.paths.find_many([path]), self._tree.tombstones.get(path)
         return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.has(stamp))
 
-    def restamp(self, pending: Sequence[tuple[Record, int]], time: int) -> None:
-        """Give what `apply_pending` merged, each record under its stamp, and is unchanged, the time of the commit that
+    def restamp(self, pending: Sequence[tuple[Change, int]], time: int) -> None:
+        """Give what `apply_pending` merged, each change under its stamp, and is unchanged, the time of the commit that
         has it."""
         names: list[tuple[bytes, int]] = []
-        for record, stamp in pending:
-            attributes = [operation for operation in record.operations if isinstance(operation, SetAttr)]
+        for change, stamp in pending:
+            attributes = [operation for operation in change.operations if isinstance(operation, SetAttr)]
             if attributes:
                 self._restamp(names, time)  # or attributes would not count beside what is newer than any commit
                 names = []
-                self._run(msgspec.structs.replace(record, operations=attributes, moves=[]), ObjectRef(), time, own=True)
-            names += ((_row_path(operation), stamp) for operation in record.operations)
+                said = msgspec.structs.replace(change, operations=attributes, moves=[])
+                self._run(merged([said], "", time), ObjectRef(), time, own=True)
+            names += ((_row_path(operation), stamp) for operation in change.operations)
         self._restamp(names, time)
 
     def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:

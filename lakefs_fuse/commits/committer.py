@@ -178,12 +178,12 @@ class Committer:
         self.journal.load()
         if tables.reapply_wanted(self._db):
             for sequence, change in self.journal.changes.items():
-                self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+                self._applier.apply_pending(change, PENDING | sequence)
             tables.reapplied(self._db)
         elif self.journal.changes:  # the daemon may have died before its last change was in effect
             sequence, change = next(reversed(self.journal.changes.items()))
             if not self._applier.is_in_effect(change.operations, PENDING | sequence):
-                self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+                self._applier.apply_pending(change, PENDING | sequence)
         if self.journal.changes:
             self._acknowledged.progressed.wake_all()
 
@@ -233,7 +233,7 @@ class Committer:
             said = [each for each in change.operations if isinstance(each, SetAttr)]
             if said:
                 again = replace(change, operations=said, moves=[])
-                self._applier.apply_pending(merged([again], self.writer, 0), PENDING | sequence)
+                self._applier.apply_pending(again, PENDING | sequence)
 
     @property
     def bundles_written(self) -> int:
@@ -327,7 +327,7 @@ class Committer:
             self._supersede(batch, paths_of(change.operations), passed)
         sequence = self.journal.append(change, batch)
         try:
-            self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+            self._applier.apply_pending(change, PENDING | sequence)
         except CacheError as error:
             self._unapplied, self._unapplied_why = sequence, error
             logger.warning("%d changes of names are not in effect yet: %s", len(change.operations), error)
@@ -338,8 +338,7 @@ class Committer:
         CacheError."""
         if self._unapplied:
             change = self.journal.changes[self._unapplied]
-            record = merged([change], self.writer, 0)
-            self._applier.apply_pending(record, PENDING | self._unapplied, quiet=False)
+            self._applier.apply_pending(change, PENDING | self._unapplied, quiet=False)
             self._unapplied = 0
 
     def retire(self, doomed: Deletion) -> None:
@@ -370,8 +369,7 @@ class Committer:
             moves = [pair for pair in change.moves if not paths.intersection(pair)]
             if time:
                 said = [each for each in gone if not isinstance(each, SetAttr)]
-                said_change = replace(change, operations=said, moves=[])
-                self._applier.restamp([(merged([said_change], self.writer, 0), PENDING | sequence)], time)
+                self._applier.restamp([(replace(change, operations=said), PENDING | sequence)], time)
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves))
 
     def read_again(self, since: int) -> None:
@@ -389,8 +387,7 @@ class Committer:
             gone = [each for each in change.operations if isinstance(each, Put) and each.path == path]
             if change.after < since or not gone:
                 continue
-            older = replace(change, operations=gone, moves=[])
-            self._applier.restamp([(merged([older], self.writer, 0), PENDING | sequence)], self._clock.now())
+            self._applier.restamp([(replace(change, operations=gone), PENDING | sequence)], self._clock.now())
             kept = [each for each in change.operations if each not in gone]
             moves = [pair for pair in change.moves if path not in pair]
             after = max(change.after, until)
@@ -767,15 +764,14 @@ class Committer:
             for each in change.operations
             if isinstance(each, SetAttr)
         }
-        pending: list[tuple[Record, int]] = []
+        pending: list[tuple[Change, int]] = []
         for sequence, change in journaled.items():
             counts = [
                 each
                 for each in change.operations
                 if not isinstance(each, SetAttr) or later.get(each.path, 0) < sequence
             ]
-            counting = change if len(counts) == len(change.operations) else replace(change, operations=counts)
-            pending.append((merged([counting], self.writer, time), PENDING | sequence))
+            pending.append((replace(change, operations=counts), PENDING | sequence))
         self._applier.restamp(pending, time)
         batch = Batch()
         self.journal.delete(batch, journaled)

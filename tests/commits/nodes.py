@@ -14,7 +14,7 @@ from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.path_tree import Relocated, Watcher
 from lakefs_fuse.commits.record import THIS, ObjectRef, Operation, Put, Record, Remove
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
+from lakefs_fuse.meta.entry import PENDING, ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics, NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
@@ -102,6 +102,10 @@ class Node:
         record = merged([change], writer or self.writer, at(seconds), range(1 << 20))
         self.apply(record)
         return record
+
+    def apply_pending(self, number: int, change: Change) -> None:
+        """Apply a change made here that is in no commit yet."""
+        self.applier.apply_pending(change, PENDING | number)
 
     def list(
         self, *metas: ObjectMeta, directory: str = "", prefixes: tuple[str, ...] = (), seconds: float = 0

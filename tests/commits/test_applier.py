@@ -659,7 +659,7 @@ def test_an_object_that_waits_to_be_told_of_is_hidden_by_who_has_seen_it(tmp_pat
     """Other nodes leave out what is told of it later, unless it was put there again."""
     with node(tmp_path) as n:
         operations: list[Operation] = [Remove("f"), own(11)] if is_again else [own(11)]
-        n.applier.apply_pending(Record(writer="0000000a", time=0, operations=operations), PENDING + 1)
+        n.apply_pending(1, Change(operations=operations))
         n.commit(12, put("f", 8, hides="e1"), writer="0000000b")
         assert bool(n.found("f").place) is not is_again
 
@@ -751,7 +751,7 @@ def test_rename_made_here_moves_the_ctime_of_the_directory_or_link_itself(tmp_pa
         renames = [n.rename("d", "moved"), n.rename("link", "other")]
         for number, change in enumerate(renames, 1):
             if is_pending:
-                n.applier.apply_pending(merged([change], n.writer, 0), PENDING | number)
+                n.apply_pending(number, change)
             else:
                 record = merged([change], n.writer, at(5) + number)
                 n.applier.apply(record, archive(record.time, n.writer), own=True)
@@ -767,7 +767,7 @@ def test_directory_that_a_pending_move_makes_has_the_time_of_the_change(tmp_path
     with node(tmp_path, clock_ns=lambda: at(5)) as n:
         n.commit(1, put("f"))
         inode = n.inode("f")
-        n.applier.apply_pending(merged([n.rename("f", "d/f")], n.writer, 0), PENDING | 1)
+        n.apply_pending(1, n.rename("f", "d/f"))
         assert n.inode("d/f") == inode
         assert (n.found("d").mtime_ns, n.found("d").ctime_ns) == (at(5), at(5))
 
@@ -877,15 +877,13 @@ def test_a_name_that_is_renamed_twice_in_one_commit_is_two_things(tmp_path: Path
 
 def test_a_pending_change_is_newer_than_any_commit_until_it_has_a_time(tmp_path: Path) -> None:
     with node(tmp_path) as n:
-        mine = Record(
-            writer=n.writer, time=0, operations=[mkdir("d", 0o700), Remove("f"), Symlink("l", "mine", 0, 0, 0)]
-        )
+        mine = Change(operations=[mkdir("d", 0o700), Remove("f"), Symlink("l", "mine", 0, 0, 0)])
         n.commit(1, put("f"))
-        n.applier.apply_pending(mine, PENDING | 1)
+        n.apply_pending(1, mine)
         assert sorted(n.shown()) == ["d/", "l"]
         n.commit(100, put("f"), mkdir("d", 0o711), Symlink("l", "theirs", 0, 0, 0), writer="0000000b")
         assert sorted(n.shown()) == ["d/", "l"]
-        n.applier.restamp([(msgspec.structs.replace(mine, time=at(200)), PENDING | 1)], at(200))
+        n.applier.restamp([(mine, PENDING | 1)], at(200))
         assert [n.found(path).stamp for path in ("d", "l")] == [at(200)] * 2
         n.commit(201, put("f"), writer="0000000b")
         assert n.found("f").stamp == at(201)
@@ -898,11 +896,11 @@ def test_object_told_of_beside_a_pending_change_counts_by_the_time_of_its_commit
 ) -> None:
     """Another node's commit is polled while the commit of this node's change is under way, and again afterwards."""
     with node(tmp_path) as n:
-        mine = Record(writer=n.writer, time=0, operations=[change])
-        n.applier.apply_pending(mine, PENDING | 1)
+        mine = Change(operations=[change])
+        n.apply_pending(1, mine)
         seconds = 30 if is_later else 10
         n.commit(seconds, told("e1"), writer="0000000b")
-        n.applier.restamp([(msgspec.structs.replace(mine, time=at(20)), PENDING | 1)], at(20))
+        n.applier.restamp([(mine, PENDING | 1)], at(20))
         n.commit(seconds, told("e1"), writer="0000000b")
         found, tombstone = n.find("f"), n.tree.tombstones.get(b"f")
         assert (found is not None and found.is_plain) == is_later
@@ -916,10 +914,10 @@ def test_object_that_is_there_again_beside_a_pending_removal_of_another_is_the_f
     """Its commit removes the name first, which ends no other version, and hides nothing where it has no effect."""
     with node(tmp_path) as n:
         n.commit(1, told("e1"), writer="0000000b")
-        mine = Record(writer=n.writer, time=0, operations=[Remove("f", hides="e1")])
-        n.applier.apply_pending(mine, PENDING | 1)
+        mine = Change(operations=[Remove("f", hides="e1")])
+        n.apply_pending(1, mine)
         n.commit(10, Remove("f"), msgspec.structs.replace(told("e2"), dated_s=dated_s), writer="0000000b")
-        n.applier.restamp([(msgspec.structs.replace(mine, time=at(20)), PENDING | 1)], at(20))
+        n.applier.restamp([(mine, PENDING | 1)], at(20))
         n.list(plain("f", "e2", 5))
         assert n.found("f").etag == "e2"
         n.list(plain("f", "e1", 5))
@@ -930,30 +928,26 @@ def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
     """Another node's came between the call and the commit: ours is the later commit, for every node."""
     with node(tmp_path) as n:
         n.commit(1, put("f"))
-        mine = msgspec.structs.replace(
-            Record(writer=n.writer, time=0),
-            objects=n.chmod("f", 0o600).objects,
-            operations=n.chmod("f", 0o600).operations,
-        )
+        mine = n.chmod("f", 0o600)
         theirs = n.chmod("f", 0o640)
-        n.applier.apply_pending(mine, PENDING | 1)
+        n.apply_pending(1, mine)
         assert n.found("f").mode == 0o600
         n.commit(50, change=theirs, writer="0000000b")
-        n.applier.restamp([(msgspec.structs.replace(mine, time=at(60)), PENDING | 1)], at(60))
+        n.applier.restamp([(mine, PENDING | 1)], at(60))
         assert n.found("f").mode == 0o600
 
 
 def test_changes_that_get_their_time_together_have_it_as_if_one_after_the_other(tmp_path: Path) -> None:
     """The second sets attributes of what the first made; the third removes one of two names of the first."""
     with node(tmp_path) as n:
-        made = Record(writer=n.writer, time=0, operations=[mkdir("d", 0o700), Symlink("l", "mine", 0, 0, 0)])
-        n.applier.apply_pending(made, PENDING | 1)
-        changed = Record(writer=n.writer, time=0, operations=[mkdir("d", 0o711)])
-        n.applier.apply_pending(changed, PENDING | 2)
-        removed = Record(writer=n.writer, time=0, operations=[Remove("l")])
-        n.applier.apply_pending(removed, PENDING | 3)
-        records = [msgspec.structs.replace(each, time=at(30)) for each in (made, changed, removed)]
-        n.applier.restamp([(record, PENDING | number) for number, record in enumerate(records, 1)], at(30))
+        made = Change(operations=[mkdir("d", 0o700), Symlink("l", "mine", 0, 0, 0)])
+        n.apply_pending(1, made)
+        changed = Change(operations=[mkdir("d", 0o711)])
+        n.apply_pending(2, changed)
+        removed = Change(operations=[Remove("l")])
+        n.apply_pending(3, removed)
+        changes = enumerate((made, changed, removed), 1)
+        n.applier.restamp([(change, PENDING | number) for number, change in changes], at(30))
         assert (n.found("d").stamp, n.found("d").mode) == (at(30), 0o711)
         tombstone = n.tree.tombstones.get(b"l")
         assert tombstone is not None
@@ -963,13 +957,11 @@ def test_changes_that_get_their_time_together_have_it_as_if_one_after_the_other(
 def test_attributes_that_get_their_time_with_the_file_that_they_are_of_stay(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         file = Put("f", 0, 0, 1, 0o644, 0, 0, 0)
-        made = Record(writer=n.writer, time=0, objects=[ObjectRef("k", "e1", 1)], operations=[file])
-        n.applier.apply_pending(made, PENDING | 1)
-        mine = n.chmod("f", 0o600)
-        changed = Record(writer=n.writer, time=0, objects=mine.objects, operations=mine.operations)
-        n.applier.apply_pending(changed, PENDING | 2)
-        records = [msgspec.structs.replace(each, time=at(30)) for each in (made, changed)]
-        n.applier.restamp([(record, PENDING | number) for number, record in enumerate(records, 1)], at(30))
+        made = Change(objects=[ObjectRef("k", "e1", 1)], operations=[file])
+        n.apply_pending(1, made)
+        changed = n.chmod("f", 0o600)
+        n.apply_pending(2, changed)
+        n.applier.restamp([(change, PENDING | number) for number, change in enumerate((made, changed), 1)], at(30))
         found = n.found("f")
         assert (found.stamp, found.ctime_ns, found.mode) == (at(30), at(30), 0o600)
 

@@ -11,10 +11,10 @@ import trio
 
 from lakefs_fuse.commits.applier import STEP_OPERATIONS
 from lakefs_fuse.commits.apply_record import CARRIED_PER_OPERATION, Application
-from lakefs_fuse.commits.change import merged
+from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.record import Mkdir, Operation, Record, Remove, Symlink
 from lakefs_fuse.meta.barrier import About
-from lakefs_fuse.meta.entry import PENDING, ROOT_INODE
+from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.commits.nodes import Node, archive, at, plain, put
 
 OPERATIONS = 20 * STEP_OPERATIONS + 7
@@ -144,14 +144,14 @@ async def test_apply_in_steps_crash_after_an_object_is_removed_shows_what_it_cov
 
 async def test_apply_in_steps_change_made_here_meanwhile_is_newer(node: Node) -> None:
     record = large()
-    here = merged([node.rename("other/file", "other/renamed")], "00000001", at(5))
-    mine = Record(writer="00000001", time=at(5), operations=[Symlink("big/6", "mine", 0, 0, 0), Remove("big/3")])
+    here = node.rename("other/file", "other/renamed")
+    mine = Change(operations=[Symlink("big/6", "mine", 0, 0, 0), Remove("big/3")])
 
     async def change() -> None:
         while not node.tree.barrier.is_up:
             await trio.lowlevel.checkpoint()
-        node.applier.apply_pending(here, PENDING + 1)
-        node.applier.apply_pending(mine, PENDING + 2)
+        node.apply_pending(1, here)
+        node.apply_pending(2, mine)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(apply, node, record)
@@ -198,8 +198,8 @@ async def test_moves_what_is_changed_between_two_steps_is_checked_again(node: No
         node.applier.paths.forget_paths()
         if number == at_step:
             assert node.find("moved") is None
-            mine = Record(writer="00000001", time=at(9), operations=[put("big/sub/mine"), Remove("big/sub/7")])
-            node.applier.apply_pending(mine, PENDING + 1)
+            mine = Change(operations=[put("big/sub/mine"), Remove("big/sub/7")])
+            node.apply_pending(1, mine)
     shown = node.shown()
     assert "big/sub/mine" in shown
     assert {path for path in shown if path.startswith("moved/")} >= {f"moved/plain{number}" for number in range(NAMES)}
@@ -218,9 +218,9 @@ async def test_moves_the_source_itself_is_checked_again(node: Node, at_step: int
             continue
         assert node.find("moved") is None
         if replaced:
-            node.applier.apply_pending(merged([node.rename("big", "aside")], "00000001", at(9)), PENDING + 1)
+            node.apply_pending(1, node.rename("big", "aside"))
         operation = put("big/mine") if replaced else Mkdir("big", 0o711, 0, 0, 0)
-        node.applier.apply_pending(Record(writer="00000001", time=at(9), operations=[operation]), PENDING + 2)
+        node.apply_pending(2, Change(operations=[operation]))
     assert node.find("big/mine") if replaced else node.found("big").mode & 0o777 == 0o711
 
 
