@@ -184,8 +184,9 @@ class Application:
                 to_come[path] -= 1
                 is_last, is_only = not to_come[path], self._whole and said[path] == 1
             is_removal = isinstance(operation, Remove)
-            is_apart = isinstance(operation, Remove) and operation.directory
-            slash = b"/" if is_apart or isinstance(operation, Mkdir) else b""
+            removes_directory = isinstance(operation, Remove) and operation.directory
+            is_apart = removes_directory and (path in some or self._paths.directory(path) is not None)
+            slash = b"/" if removes_directory or isinstance(operation, Mkdir) else b""
             above, _, last = path.rpartition("/")
             is_left = not is_removal and (above in leaving or path in leaving)
             if some and (is_apart or is_left or path in some or not self._is_writable(operation)):

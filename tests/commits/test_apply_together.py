@@ -87,7 +87,8 @@ def test_apply_of_removals_together_writes_one_batch(
         commit(batch, sync=sync)
 
     monkeypatch.setattr(node.database, "commit", counted)
-    node.commit(2, *[Remove(name) for name in names])
+    gone = [Remove(f"gone/{number}", directory=True) for number in range(100)]
+    node.commit(2, *[Remove(name) for name in names], *gone)
     assert node.shown() == {}
     assert len(batches) <= 4  # the names, their directory, the note that the commit is applied
     node.close()
