@@ -157,11 +157,11 @@ class CommitLog:
             return build(members, encoded)
         return await self._threads.run(build, members, encoded)
 
-    async def put(self, time_ns: int, body: Body) -> ObjectMeta:
-        """Store an archive as the commit of this time. Raises StoreError kinds."""
+    async def put(self, key: str, body: Body) -> ObjectMeta:
+        """Store an archive as the commit of this key. Raises StoreError kinds."""
         began_s = trio.current_time()
         try:
-            meta = await self._client.put(self.key(time_ns), body)
+            meta = await self._client.put(key, body)
         except Unavailable:
             self.budget.record_failure(length_of(body))
             raise
@@ -214,7 +214,7 @@ class CommitLog:
     async def put_record(self, record: Record) -> ObjectRef:
         """Store a commit without members. Raises StoreError kinds."""
         body = await self._threads.run(build, (), lambda _: self.encode(record))
-        meta = await self.put(record.time, body)
+        meta = await self.put(self.key(record.time), body)
         return ObjectRef(meta.key, meta.etag, len(body))
 
     # -- reading

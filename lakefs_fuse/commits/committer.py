@@ -591,7 +591,7 @@ class Committer:
         reached("commit.noted")
         self._forget_stored(stored)
         try:
-            meta = await self._put(time, body, Unsure(records[0], doomed))
+            meta = await self._put(key, body, Unsure(records[0], doomed))
         except BaseException:
             self._announce_again(stored)
             raise
@@ -605,16 +605,16 @@ class Committer:
             await self._record_commit(sending, journaled, doomed, records[0], this, in_steps=in_steps)
         return Committed(this, body, places)
 
-    async def _put(self, time: int, body: bytes, unsure: Unsure) -> ObjectMeta:
+    async def _put(self, key: str, body: bytes, unsure: Unsure) -> ObjectMeta:
         """Where the PUT fails, the store is asked whether it was made all the same. Raises LakeError."""
         try:
-            return await self._log.put(time, body)
+            return await self._log.put(key, body)
         except LakeError:
             self._metrics.failures += 1
             self.unsure = unsure
             with trio.move_on_after(ASK_S_MAX):
                 try:
-                    meta = await self._log.head(self._log.key(time))
+                    meta = await self._log.head(key)
                     self.unsure = None
                     return meta
                 except NotFound:
@@ -716,7 +716,7 @@ class Committer:
         self._sent_as_of.add(time)
         record = merged([change], self.writer, time, range(1))
         body = await self._log.build((), lambda _: record)
-        meta = await self._put(time, body, Unsure(record, []))
+        meta = await self._put(self._log.key(time), body, Unsure(record, []))
         this = ObjectRef(meta.key, meta.etag, len(body))
         if self._clock.wall_ns() - time > LATE_NS:
             self._set_late(record, this)

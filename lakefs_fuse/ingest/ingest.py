@@ -189,7 +189,7 @@ class Ingest:
     async def _store(self, pack: Pack, record: Record) -> None:
         began = trio.current_time()
         with pack.file:
-            meta = await self._log.put(record.time, pack.body())
+            meta = await self._log.put(self._log.key(record.time), pack.body())
         ref = ObjectRef(meta.key, meta.etag, pack.size)
         if trio.current_time() - began > SLOW_S:
             await self._repeat_commit(pack, record, ref)

@@ -359,9 +359,9 @@ async def test_log_announces_what_is_stored_and_nothing_else(tmp_path: Path) -> 
         log = CommitLog(one.client, one.clock, WorkerThreads(), writer=OWN, announce=told.append)
         site.store.hook = Failures(lambda request: request.what == "put", AccessDenied("denied"))
         with pytest.raises(AccessDenied):
-            await log.put(log.clock.now(), b"commit")
+            await log.put(log.key(log.clock.now()), b"commit")
         assert told == []
-        meta = await log.put(log.clock.now(), b"commit")
+        meta = await log.put(log.key(log.clock.now()), b"commit")
         assert told == [meta.key]
         assert log.is_announced
         assert not one.log.is_announced

@@ -111,9 +111,9 @@ class Lake:
         await trio.sleep(self.rng.random() / a_second)
         while True:
             time = log.clock.now()
-            body = commit_of({}, record=Record(time=time, writer=log.writer))
-            await log.put(time, body)
-            self.made_s[log.key(time)] = trio.current_time()
+            key, body = log.key(time), commit_of({}, record=Record(time=time, writer=log.writer))
+            await log.put(key, body)
+            self.made_s[key] = trio.current_time()
             await trio.sleep(1 / a_second)
 
     async def write_as_many(self, count: int) -> None:
