@@ -117,11 +117,6 @@ class CommitLog:
         return self._announce is not None
 
     @property
-    def own_bundles_written(self) -> int:
-        """Objects in which this mount repeated commits of its own."""
-        return self._own_bundles.written + self._own_again.written
-
-    @property
     def bundles_written(self) -> int:
         """Objects in which this mount repeated commits, of its own and of others."""
         bundles = self._own_bundles, self._own_again, self.fetched, self.repeated

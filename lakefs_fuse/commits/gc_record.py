@@ -51,11 +51,6 @@ async def read_horizon(client: StoreClient) -> int:
     return _horizon_of(await _list_records(client))
 
 
-async def read_gc_record(client: StoreClient) -> GcRecord:
-    """As `GcRecordReader.read`, once."""
-    return await GcRecordReader(client).read()
-
-
 class GcRecordReader:
     """Reads the record again and again, and fetches it where it is another one than before. For one task."""
 

@@ -22,7 +22,7 @@ from lakefs_fuse.commits.gc_record import (
     RECORDS,
     UNREFERENCED_MAX,
     GcRecord,
-    read_gc_record,
+    GcRecordReader,
     read_horizon,
     write_gc_record,
 )
@@ -406,12 +406,12 @@ async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Cl
 async def test_the_note_of_the_last_run_is_read(store: MemoryStore, clock: Clock) -> None:
     await collect(store, clock, GcArgs(grace_s=3600))
     async with headless(store, clock) as view:
-        note = await read_gc_record(view.client)
+        note = await GcRecordReader(view.client).read()
         assert len(note.dead) == 4
         assert note.horizon > max(int(key.split("/")[-1][:16], 16) for key in note.dead)
         key = next(key for key in store.objects if key.startswith(RECORDS))
         store.give(key, b"\xff damaged")
-        assert await read_gc_record(view.client) == GcRecord(horizon=note.horizon)
+        assert await GcRecordReader(view.client).read() == GcRecord(horizon=note.horizon)
 
 
 def test_note_with_as_much_as_it_may_have_can_be_read() -> None:
@@ -435,7 +435,7 @@ async def test_more_dead_commits_than_a_note_has_room_for_are_deleted_by_later_r
     clock.advance(600)
     assert (await collect(store, clock, hour)).commits_deleted == 0
     async with headless(store, clock) as view:
-        first = (await read_gc_record(view.client)).dead
+        first = (await GcRecordReader(view.client).read()).dead
     assert len(first) == 2
     assert oldest not in first
     give_commit(store, clock, *(Remove(path) for path in list(FILES)[:20]), writer="0badcaff")
@@ -480,7 +480,7 @@ async def test_note_whose_older_one_may_not_be_deleted_names_the_permission(stor
         store.hook = Failures(lambda request: request.what == "delete", AccessDenied("may not delete"))
         with pytest.raises(LakeError, match=r"refused for 1 object .*may not delete.*maintainer\.json"):
             await write_gc_record(view.client, GcRecord(horizon=2), 2)
-        assert (await read_gc_record(view.client)).horizon == 2
+        assert (await GcRecordReader(view.client).read()).horizon == 2
         store.hook = lambda _request, _when: None
         await write_gc_record(view.client, GcRecord(horizon=1), 3)
         assert await read_horizon(view.client) == 2, "it never decreases"

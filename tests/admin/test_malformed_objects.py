@@ -32,12 +32,16 @@ async def read_digest(client: StoreClient) -> object:
     return name and await listing_digest.DigestStore(client, "0000000b", is_read_only=True).read(name)
 
 
+async def read_gc_record(client: StoreClient) -> object:
+    return await gc_record.GcRecordReader(client).read()
+
+
 async def find_holder(client: StoreClient) -> object:
     return (await maintenance_lease.find_holder(client, Clock())).partition(" ")[0]
 
 
 READERS: dict[str, tuple[str, Reader, object]] = {
-    "gc": (f"{gc_record.RECORDS}{5:016x}-{0:016x}", gc_record.read_gc_record, gc_record.GcRecord()),
+    "gc": (f"{gc_record.RECORDS}{5:016x}-{0:016x}", read_gc_record, gc_record.GcRecord()),
     "maintenance": (maintenance.KEY, maintenance.read_collection, None),
     "lease": (maintenance_lease.KEY, find_holder, "a"),
     "node": (node_records.key_of("s", "n"), lambda client: node_records.read_records(client, "s", 0), []),
