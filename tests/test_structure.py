@@ -12,7 +12,7 @@ from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, s
 CLOSE = 31, 61
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
 bytes to the end (`local_disk.pread_all`), and for what of earlier commits is not settled (`Committer.reconcile`)."""
-RENAME = 39, 282
+RENAME = 38, 240
 """The last one for the rule which keys are markers of directories; switches also for the clock of `Poller.heard`."""
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
