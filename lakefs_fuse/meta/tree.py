@@ -218,11 +218,14 @@ class Tree:
         ]
         return [found and self._read(*found) for found in self.database.linked_many(links, COOKIE_BYTES)]
 
-    def children_at(self, paths: Iterable[bytes]) -> list[Entry | None]:
-        """The directory of each path, else the file; a slash at the end does not count."""
-        names = self._split([path.removesuffix(b"/") for path in paths])
+    def child_many(self, names: Sequence[tuple[int, bytes]]) -> list[Entry | None]:
+        """As `child`, of each pair of a parent (0: a directory that is not there) and a name."""
         found = self.named_many([*((parent, name + b"/") for parent, name in names), *names])
         return [directory or file for directory, file in zip(found, found[len(names) :], strict=False)]
+
+    def children_at(self, paths: Iterable[bytes]) -> list[Entry | None]:
+        """The directory of each path, else the file; a slash at the end does not count."""
+        return self.child_many(self._split([path.removesuffix(b"/") for path in paths]))
 
     def _split(self, paths: Iterable[bytes]) -> list[tuple[int, bytes]]:
         """The directory (0 where it is not known) and the last component of each path."""

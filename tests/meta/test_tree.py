@@ -268,6 +268,7 @@ def test_children_at_paths_are_what_child_answers(database: Database) -> None:
     found = tree.children_at([b"d/f", b"d", b"d/", b"gone/f", b"d/gone", b"d/f"])
     file, above = tree.child(directory.inode, b"f"), tree.child(ROOT_INODE, b"d")
     assert found == [file, above, above, None, None, file]
+    assert tree.child_many([(directory.inode, b"f"), (ROOT_INODE, b"d"), (0, b"f")]) == [file, above, None]
 
 
 def test_own_etags_are_of_the_name_its_tombstone_or_its_object(database: Database) -> None:

@@ -151,12 +151,11 @@ class Renames:
         something of the new name, or moved one end below the other: raises FileError as rename(2) says, ESTALE for a
         source to be looked up again."""
         source, parent, name, flags = request
-        now = self._ns.tree.child(source.parent, source.name)
+        now, there = self._ns.tree.child_many([(source.parent, source.name), (parent, name)])
         if now is None:
             raise FileError(errno.ENOENT)
         if now.inode != source.inode:
             raise FileError(errno.ESTALE)
-        there = self._ns.tree.child(parent, name)
         if there is None:
             if flags == RENAME_EXCHANGE:
                 raise FileError(errno.ENOENT)
@@ -167,7 +166,9 @@ class Renames:
                 raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR)
             if there.is_dir and self._ns.tree.has_children(there.inode):
                 raise FileError(errno.ENOTEMPTY)
-        ends = _Ends(now, there, self._names.path(now), self._names.path_in(parent, name), request)
+        above = self._ns.prefix(parent)
+        old = (above if now.parent == parent else self._ns.prefix(now.parent)) + now.name.decode(*PATH)
+        ends = _Ends(now, there, old, above + name.decode(*PATH), request)
         if ends.new.startswith(ends.old + "/") or (there is not None and ends.old.startswith(ends.new + "/")):
             raise FileError(errno.EINVAL)  # nothing goes below itself
         return ends
