@@ -12,6 +12,7 @@ holds the sums of hidden keys only. Trio thread only; a crash leaves the rows of
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from stat import S_ISGID
 
 import msgspec
 
+from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.database import Batch, Database
@@ -353,6 +355,21 @@ class Tree:
             names.append(entry.name)
             inode = entry.parent
         return names[::-1]
+
+    def prefix(self, directory: int) -> str:
+        """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
+        path = self.path(directory)
+        if path is None:
+            raise FileError(errno.ESTALE)
+        return b"".join(name + b"/" for name in path).decode(*schema.PATH)
+
+    def key(self, entry: Entry) -> str:
+        """The key of a file, or of a directory's marker. Raises FileError(ESTALE)."""
+        return self.path_of(entry) + ("/" if entry.flags & Flag.DIRECTORY else "")
+
+    def path_of(self, entry: Entry) -> str:
+        """The path of an entry, without a slash at its end. Raises FileError(ESTALE)."""
+        return self.prefix(entry.parent) + entry.name.decode(*schema.PATH)
 
     def usage(self, top: int = ROOT_INODE) -> Iterator[Usage]:
         """Count what is below a directory; each step takes about ROWS_COUNTED rows, and answers what was counted so

@@ -33,7 +33,7 @@ from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.namespace import attributes
-from lakefs_fuse.vfs.namespace.key_mapping import extent_of, key_of
+from lakefs_fuse.vfs.namespace.key_mapping import extent_of
 from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 
 DIRTY = OpenState.WRITING, OpenState.ACKNOWLEDGED
@@ -166,7 +166,7 @@ class FileTable:
         file = self._files.get(entry.inode)
         if file is None:
             extent = extent_of(self._tree, entry)
-            file = self._files[entry.inode] = OpenFile(entry, key_of(self._tree, entry), extent)
+            file = self._files[entry.inode] = OpenFile(entry, self._tree.key(entry), extent)
             if extent is not None:
                 self._cache.pin(extent.version)
         file.handles += 1

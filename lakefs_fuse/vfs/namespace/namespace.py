@@ -52,9 +52,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
     checked_name,
     extent_of,
     is_reserved,
-    key_of,
     path_of_key,
-    prefix_of,
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
@@ -98,8 +96,7 @@ class Namespace:
         self.tree, self.events = tree, files.events
         self.idleness = Idleness(config.metadata_ttl_s)
         self.announce_name = self.events.announce_name
-        self.prefix, self.key = partial(prefix_of, tree), partial(key_of, tree)
-        """As those of `key_mapping`."""
+        self.prefix, self.key, self.path_of = tree.prefix, tree.key, tree.path_of
         self.extent = partial(extent_of, tree)
         self.events.listing_dropped.append(self._mark_listings_stale)
         self.events.redated_file_closed.append(self._renew_redated)
@@ -276,7 +273,7 @@ class Namespace:
             return None, self._ttl_ns / NS
         if not ask:
             entry = self.tree.child(directory, name)
-            if entry is not None and not entry.is_dir and self._keep(entry):
+            if entry is not None and not entry.flags & Flag.DIRECTORY and self._keep(entry):
                 return entry, self._ttl_ns / NS
             fresh_s = self.answer_fresh_s(directory, name, within_ttl=within_ttl)
             flight = self._flights.get(directory)
@@ -288,7 +285,7 @@ class Namespace:
             ):
                 fresh_s = max(fresh_s, self._flight_fresh_s(flight))
             is_doubted = entry is None and self._doubts_absence(directory, name)
-            if fresh_s > 0 and not is_doubted and not (entry is not None and entry.is_local):
+            if fresh_s > 0 and not is_doubted and not (entry is not None and entry.flags & Flag.LOCAL):
                 return entry, fresh_s
             if entry is not None and entry.is_dir and self._keep(entry):  # which looks at all files in use
                 return entry, self._ttl_ns / NS

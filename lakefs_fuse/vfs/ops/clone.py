@@ -148,9 +148,9 @@ class Clones:
         if there is None:
             return
         if not force:
-            raise FileError(errno.EEXIST, f"{self._names.path(there)} exists")
+            raise FileError(errno.EEXIST, f"{self._ns.path_of(there)} exists")
         if there.is_dir != source.is_dir:
-            raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR, f"{self._names.path(there)} is there")
+            raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR, f"{self._ns.path_of(there)} is there")
         if there.is_dir:
             await self._ns.check_empty(there)
 

@@ -81,7 +81,7 @@ class Directories:
         if found is None or found.inode != entry.inode:  # another node renamed it meanwhile
             raise FileError(errno.ENOENT)
         entry = found
-        path = self._names.path(entry)
+        path = self._ns.path_of(entry)
         builder = ChangeBuilder(self._ns.tree)
         self._names.keep_parent(builder, entry)
         builder.operations.append(Remove(path, directory=True))
@@ -118,12 +118,12 @@ class Directories:
         self._unlinker.journal_dropped(batch, self._files.get(entry.inode))
         if row.is_local and entry.etag:  # of an attempt whose answer was lost
             row = msgspec.structs.replace(row, etag=entry.etag)
-        if row.is_local and not row.etag and not row.stamp and not self._names.is_visible(self._names.path(row)):
+        if row.is_local and not row.etag and not row.stamp and not self._names.is_visible(self._ns.path_of(row)):
             self._ns.changing(row.parent, row.name)
             self._ns.tree.remove(batch, row)
             self._ns.database.commit(batch)
             return
-        path = self._names.path(row)
+        path = self._ns.path_of(row)
         builder = ChangeBuilder(self._ns.tree)
         self._names.keep_parent(builder, row)
         builder.remove(path, row, self._ns.own_etag(path))

@@ -8,7 +8,6 @@ journal. Trio thread only.
 
 from __future__ import annotations
 
-import errno
 from contextlib import suppress
 
 import msgspec
@@ -17,7 +16,7 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.record import Mkdir, SetAttr
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import Deletion
@@ -31,17 +30,6 @@ class NameChanges:
 
     def __init__(self, namespace: Namespace, committer: Committer, writeback: WriteBack, clock: Clock) -> None:
         self._ns, self._committer, self._writeback, self._clock = namespace, committer, writeback, clock
-
-    def path(self, entry: Entry) -> str:
-        """Without a slash at the end."""
-        return self.path_in(entry.parent, entry.name)
-
-    def path_in(self, directory: int, name: bytes) -> str:
-        """The path of a name in a directory. Raises FileError(ESTALE) where that is gone."""
-        above = self._ns.tree.path(directory)
-        if above is None:
-            raise FileError(errno.ESTALE)
-        return b"/".join([*above, name]).decode("utf-8", "surrogatepass")
 
     def is_visible(self, path: str) -> bool:
         """A commit that this node journaled may show something under the path."""
@@ -82,7 +70,7 @@ class NameChanges:
         if above is None or above.stamp or above.flags & Flag.MARKER:
             return None
         others = (child for child in self._ns.tree.children(leaving.parent) if child.cookie != leaving.cookie)
-        return (self.path(above), above) if all(child.is_local for child in others) else None
+        return (self._ns.path_of(above), above) if all(child.flags & Flag.LOCAL for child in others) else None
 
     def keep_parent(self, builder: ChangeBuilder, leaving: Entry) -> None:
         """A directory that only its last name made visible is made to stay before that name goes."""
@@ -105,7 +93,7 @@ class NameChanges:
     def set_attributes(self, entry: Entry, xattrs: dict[str, bytes] | None = None) -> Entry:
         """The entry's mode, owner and mtime as given; ``xattrs`` None keeps those that it has."""
         builder = ChangeBuilder(self._ns.tree)
-        builder.set_attributes(self.path(entry), entry, xattrs)
+        builder.set_attributes(self._ns.path_of(entry), entry, xattrs)
         self.enqueue_all(builder)
         self.mark_changed(entry.inode)
         return self._ns.tree.entry(entry.inode) or entry

@@ -130,7 +130,7 @@ class Renames:
         ends = [source, target] if exchange and target is not None else [source]
         for entry in ends:
             if entry.flags & Flag.DIRECTORY:
-                await self._preparation.list_below(self._names.path(entry), entry)
+                await self._preparation.list_below(self._ns.path_of(entry), entry)
         if await self._rename(_Request(source, parent_new, name_new, flags), ends):
             await self._names.flush()
         if target is not None and not exchange:
@@ -182,7 +182,7 @@ class Renames:
             await self._preparation.publish_closed(moving)
         if source.flags & Flag.DIRECTORY or exchange:
             for entry in moving:
-                await self._preparation.drain_below(self._names.path(entry))
+                await self._preparation.drain_below(self._ns.path_of(entry))
         file = self._files.get(source.inode)
         # What is being stored when it is renamed is stored first, under its old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():
@@ -246,7 +246,7 @@ class Renames:
         def read_ends() -> _Ends:
             self._forget_removed(ends.moving)
             now = self._read_ends(ends.request)
-            if now.source.is_local and not source.is_local:
+            if now.source.flags & Flag.LOCAL and not source.flags & Flag.LOCAL:
                 raise FileError(errno.ESTALE)  # it was removed just now: nothing is to be committed
             return now
 
