@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lakefs_fuse.upload import publish as publishing
+from lakefs_fuse.vfs.ops import rename_preparation
 from lakefs_fuse.vfs.writeback import packer as packing
 from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback import queue as writeback
@@ -16,6 +17,7 @@ from lakefs_fuse.vfs.writeback import queue as writeback
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write-back tries again at once."""
     monkeypatch.setattr(writeback, "PAUSE_S_FIRST", 0.01)
+    monkeypatch.setattr(rename_preparation, "PAUSE_S_FIRST", 0.01)
 
 
 @pytest.fixture(scope="module")

@@ -128,9 +128,7 @@ class Renames:
             if not exchange:
                 await self._check_replaceable(source, target)
         ends = [source, target] if exchange and target is not None else [source]
-        for entry in ends:
-            if entry.flags & Flag.DIRECTORY:
-                await self._preparation.list_below(self._ns.path_of(entry), entry)
+        await self._preparation.prepare(ends, is_exchange=exchange)
         if await self._rename(_Request(source, parent_new, name_new, flags), ends):
             await self._names.flush()
         if target is not None and not exchange:
@@ -176,13 +174,6 @@ class Renames:
     async def _rename(self, request: _Request, moving: list[Entry]) -> bool:
         """Whether it has to be flushed before the answer. ``moving`` is what changes places."""
         source, exchange = request.source, request.is_exchange
-        for entry in moving:
-            await self._preparation.drain_older(entry)
-        if exchange:
-            await self._preparation.publish_closed(moving)
-        if source.flags & Flag.DIRECTORY or exchange:
-            for entry in moving:
-                await self._preparation.drain_below(self._ns.path_of(entry))
         file = self._files.get(source.inode)
         # What is being stored when it is renamed is stored first, under its old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():

@@ -29,7 +29,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import paths_of_keys
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.publisher import Publisher
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import PAUSE_S_FIRST, WAITABLE, WriteBack
 
 LISTINGS_AT_ONCE = 8
 DIRECTORIES_PER_STEP = 512
@@ -63,11 +63,39 @@ class RenamePreparation:
         if self.renamed.adopting:
             await self.renamed.wait_adopted()
 
+    async def prepare(self, moving: Sequence[Entry], *, is_exchange: bool) -> None:
+        """What changes places, one entry or in an exchange two, is known here with all that is below it, and in the
+        store as far as it has to be there before, when this returns. Raises LakeError."""
+        for entry in moving:
+            if entry.flags & Flag.DIRECTORY:
+                await self.list_below(self._ns.path_of(entry), entry)
+        for entry in moving:
+            await self._drain_older(entry)
+        if is_exchange:
+            await self._publish_closed(moving)
+        for entry in moving:
+            if self._writeback.versions and (is_exchange or entry.flags & Flag.DIRECTORY):
+                await self._drain_below(self._ns.path_of(entry))
+
+    async def _retry_while_away(self, path: str, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Where ``path`` is write-back's, ``attempt`` is made again while the store is away, as long as a writer would
+        wait for room. Raises what the last attempt did."""
+        deadline_s = trio.current_time() + self._patience_s
+        while True:
+            try:
+                await attempt()
+                return
+            except WAITABLE as error:
+                if trio.current_time() >= deadline_s or not self._writeback.is_for(path):
+                    raise
+                log.info("a change of %s waits for the store: %s", path, error)
+            await trio.sleep(PAUSE_S_FIRST)
+
     # -- what others put below a directory
 
     async def list_below(self, path: str, directory: Entry) -> None:
         """Every name below the directory is known when this returns. Raises LakeError."""
-        await self._writeback.retry_while_away(path, partial(self._list_below, directory), self._patience_s)
+        await self._retry_while_away(path, partial(self._list_below, directory))
 
     async def _list_below(self, directory: Entry) -> None:
         await self._heard(0.0)
@@ -144,7 +172,7 @@ class RenamePreparation:
 
     # -- what this node has not stored
 
-    async def publish_closed(self, entries: Sequence[Entry]) -> None:
+    async def _publish_closed(self, entries: Sequence[Entry]) -> None:
         """An exchange is made in the store: files that are only here have to be there before, but for those that are
         being written, which move here only. Raises LakeError."""
         for entry in entries:
@@ -152,12 +180,12 @@ class RenamePreparation:
             if file is not None and not file.writers:
                 await self._publisher.publish(file)
 
-    async def drain_older(self, source: Entry) -> None:
+    async def _drain_older(self, source: Entry) -> None:
         """An acknowledged version that is not the newest becomes visible under the name it had, or not at all. So does
         one that came back at mount, which may be in the store under that name. Raises LakeError."""
         file = self._files.get(source.inode)
         if file is not None and (replayed := self._writeback.unreconciled(file)):
-            await self._writeback.retry_while_away(file.key, partial(self._writeback.drain, replayed), self._patience_s)
+            await self._retry_while_away(file.key, partial(self._writeback.drain, replayed))
         while file is not None and file.behind:
             drafts = [each.draft for each in file.behind if each.draft is not None]
             items = [item for draft in drafts if (item := self._writeback.item_of(draft)) is not None]
@@ -167,11 +195,11 @@ class RenamePreparation:
                 log.info("only the newest version of %s is renamed and stored: %s", file.key, error)
             self._writeback.supersede_all(file)
 
-    async def drain_below(self, path: str) -> None:
+    async def _drain_below(self, path: str) -> None:
         """What write-back acknowledged at or below a path is in the store before the path's new name is. Raises
         LakeError."""
-        await self._writeback.retry_while_away(path, partial(self._drain_below, path), self._patience_s)
 
-    async def _drain_below(self, path: str) -> None:
-        if len(self._writeback):
+        async def drain() -> None:
             await self._writeback.drain(self._writeback.below(path))
+
+        await self._retry_while_away(path, drain)

@@ -15,7 +15,6 @@ two awaits is atomic. A crash leaves the journal, from which `replay` makes the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -544,17 +543,3 @@ class WriteBack:
         for item in items:
             newest[id(item.file)] = max(item.sequence, newest.get(id(item.file), 0))
         return [item for item in self.versions.values() if item.sequence <= newest.get(id(item.file), 0)]
-
-    async def retry_while_away(self, path: str, attempt: Callable[[], Awaitable[None]], patience_s: float) -> None:
-        """Where ``path`` is write-back's, ``attempt`` is made again while the store is away, as long as a writer would
-        wait for room. Raises what the last attempt did."""
-        deadline_s = trio.current_time() + (patience_s if self.is_for(path) else 0.0)
-        while True:
-            try:
-                await attempt()
-                return
-            except WAITABLE as error:
-                if trio.current_time() >= deadline_s:
-                    raise
-                log.info("a change of %s waits for the store: %s", path, error)
-            await trio.sleep(PAUSE_S_FIRST)
