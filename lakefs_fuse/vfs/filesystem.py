@@ -114,33 +114,28 @@ class Filesystem:
     # -- changes of names
 
     async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
-        self._attributes.refuse_read_only()
-        if self._attributes.is_setgid(above := self._attributes.directory(parent)):
+        if self._attributes.is_setgid(above := self._attributes.writable_directory(parent)):
             mode, gid = mode | stat.S_ISGID, self._attributes.gid_of(above)
         return await self._directories.mkdir(parent, name, mode, uid, gid)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
-        self._attributes.refuse_read_only()
-        self._attributes.directory(parent)
+        self._attributes.writable_directory(parent)
         await self._directories.rmdir(parent, name)
 
     async def unlink(self, parent: int, name: bytes) -> None:
         """The name is gone here when this returns, and from the store soon after; who has the file open keeps it."""
-        self._attributes.refuse_read_only()
-        self._attributes.directory(parent)
+        self._attributes.writable_directory(parent)
         await self._directories.unlink(parent, name)
 
     async def rename(self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int = 0) -> None:
         """In the store when this returns, at once for every observer. ``flags`` as renameat2(2)."""
-        self._attributes.refuse_read_only()
-        self._attributes.directory(parent_old)
-        self._attributes.directory(parent_new)
+        for parent in {parent_old, parent_new}:
+            self._attributes.writable_directory(parent)
         await self._directories.renames.rename(parent_old, name_old, parent_new, name_new, flags)
 
     async def link(self, inode: int, parent: int, name: bytes) -> Entry:
         """Another name for a file, which one node alone gets; in the store when this returns."""
-        self._attributes.refuse_read_only()
-        self._attributes.directory(parent)
+        self._attributes.writable_directory(parent)
         if self.is_unlinked(inode):
             raise FileError(errno.ENOENT)
         self._durability.request_names()
@@ -153,8 +148,7 @@ class Filesystem:
         await self._directories.clones.clone(source, target, force=force)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
-        self._attributes.refuse_read_only()
-        above = self._attributes.directory(parent)
+        above = self._attributes.writable_directory(parent)
         gid = self._attributes.gid_of(above) if self._attributes.is_setgid(above) else gid
         return await self._directories.symlink(parent, name, target, uid, gid)
 

@@ -90,9 +90,14 @@ class Attributes:
         entry = self.entry(inode)
         if self.is_unlinked(inode):
             raise FileError(errno.ENOENT)
-        if not entry.is_dir:
+        if not entry.flags & Flag.DIRECTORY:
             raise FileError(errno.ENOTDIR)
         return entry
+
+    def writable_directory(self, inode: int) -> Entry:
+        """As `directory`, of one in which a name is to change. Raises FileError(EROFS), too."""
+        self.refuse_read_only()
+        return self.directory(inode)
 
     async def getattr(self, inode: int) -> Entry:
         """As `entry`, but asks the store, once for each version, for attributes that LIST does not tell."""

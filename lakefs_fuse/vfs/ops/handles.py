@@ -105,8 +105,7 @@ class Handles:
     ) -> tuple[int, Entry]:
         """Seen on this node at once, in the store when it is closed. Raises FileError(ESTALE) where another node has
         made the file since the kernel asked: it asks again then, and checks whether the caller may open that."""
-        self._attributes.refuse_read_only()
-        above = self._attributes.directory(parent)
+        above = self._attributes.writable_directory(parent)
         gid = self._attributes.gid_of(above) if self._attributes.is_setgid(above) else gid
         key = self._ns.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
