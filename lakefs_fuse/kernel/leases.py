@@ -48,7 +48,8 @@ class Leases:
             hooks.cache_attributes(attributes, attributes.attr_timeout)
 
     def _update_attributes(self, directory: Entry) -> None:
-        hooks.cache_attributes(attributes_of(directory, self._fs, 0.0))
+        if hooks.has_attributes(directory.inode):
+            hooks.cache_attributes(attributes_of(directory, self._fs, 0.0))
 
     # -- names
 

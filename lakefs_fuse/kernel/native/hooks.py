@@ -84,6 +84,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "lease_open": (None, (_inode, _time_ns)),
     "revoke_open": (ctypes.c_uint64, (_inode,)),
     "show_number": (ctypes.c_int, (_inode, _inode)),
+    "has_attributes": (ctypes.c_int, (_inode,)),
     "cache_attributes": (None, (_inode, _id, _id, _id, _time_ns, _time_ns, ctypes.c_uint32, _time_ns)),
     "lease_names": (ctypes.c_int, (_inode, _time_ns, _time_ns, ctypes.c_uint32, ctypes.c_int)),
     "add_names": (ctypes.c_int, (_inode, ctypes.c_char_p, ctypes.c_size_t)),
@@ -258,6 +259,11 @@ def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) ->
             attributes.st_ino, attributes.st_mode, attributes.st_uid, attributes.st_gid, attributes.st_mtime_ns,
             attributes.st_ctime_ns, attributes.st_blksize, int(min(for_s, LEASE_S_MAX) * 1e9),
         )  # fmt: skip
+
+
+def has_attributes(inode: int) -> bool:
+    """Whether the library answers GETATTR of the directory. Never without it."""
+    return _library is not None and bool(_library.lakefs_has_attributes(inode))
 
 
 def show_number(inode: int, number: int) -> bool:
