@@ -429,7 +429,7 @@ class Poller:
         if trio.current_time() >= self._refused_due_s:
             await self._read_refused()
         began_s, commits = trio.current_time(), self._applier.commits
-        newest, polled = commits.newest(), commits.polled()
+        newest, polled = commits.progress()
         ahead_ns = self._ahead_ns = self._clock.ahead_ns()
         window = max(0, min(polled, ahead_ns) - WINDOW_NS)
         if is_deep:
@@ -478,7 +478,7 @@ class Poller:
                         listed.commits.append((name[0], meta.key))
                         if meta.key not in known:
                             named.append((*name, meta))
-                applied = commits.are_applied(named)
+                applied = commits.are_applied(named) if named else []
                 new = [
                     item
                     for item, is_applied in zip(named, applied, strict=True)

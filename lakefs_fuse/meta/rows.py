@@ -215,8 +215,13 @@ class CommitRows:
     def polled(self) -> int:
         """The newest commit time that polls are past, as far as the window lets them be. This node's own commits do
         not move it: others' that were made before may not have been polled yet."""
-        row = self._db.get(schema.SINGLE_POLLED)
-        return self.newest() if row is None else int.from_bytes(row, "big")
+        return self.progress()[1]
+
+    def progress(self) -> tuple[int, int]:
+        """As `newest` and `polled`, in one read."""
+        newest_row, polled_row = self._db.get_many([schema.SINGLE_NEWEST, schema.SINGLE_POLLED])
+        newest = int.from_bytes(newest_row or b"", "big")
+        return newest, newest if polled_row is None else int.from_bytes(polled_row, "big")
 
     def record_polled(self, time: int, before: int = 0) -> int:
         """A poll came to its end that found everything as new as this, and began when polls were past ``before``. If
