@@ -17,8 +17,8 @@ from lakefs_fuse.vfs.ops.rename_plan import (
     MovedName,
     RenameFacts,
     Route,
+    plan_in_steps,
     plan_local_rename,
-    plan_rename,
     route_of,
 )
 
@@ -138,10 +138,15 @@ CASES: dict[str, tuple[RenameFacts, Change]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_plan_rename_of_the_same_facts_is_the_same_change(case: str) -> None:
+@pytest.mark.parametrize("names_max", [1, 100])
+def test_plan_in_steps_of_the_same_facts_is_the_same_change(case: str, names_max: int) -> None:
     facts, wanted = CASES[case]
-    assert plan_rename(facts) == wanted
-    assert plan_rename(facts) == wanted
+    for _ in range(2):
+        steps = plan_in_steps(facts, names_max)
+        with pytest.raises(StopIteration) as end:
+            while True:
+                next(steps)
+        assert end.value.value == wanted
 
 
 LOCAL_CASES: dict[str, tuple[LocalRenameFacts, LocalRename]] = {

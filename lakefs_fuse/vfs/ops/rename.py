@@ -42,7 +42,6 @@ from lakefs_fuse.vfs.ops.rename_plan import (
     Planner,
     RenameFacts,
     Route,
-    finish,
     plan_in_steps,
     plan_local_rename,
     route_of,
@@ -89,6 +88,15 @@ class _Ends(NamedTuple):
         if self.target is None or not self.request.is_exchange:
             return [self.source]
         return [self.source, self.target]
+
+
+def _finish(steps: Generator[None, None, Change]) -> Change:
+    """Take all steps in one go; returns what the generator returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 class Renames:
@@ -242,7 +250,7 @@ class Renames:
             return now
 
         def plan() -> Change:
-            return finish(self._plan(read_ends()))
+            return _finish(self._plan(read_ends()))
 
         is_writeback = self._writeback.is_for(ends.old) and self._writeback.is_for(ends.new)
         is_held = bool(self._committer.held_until)
@@ -274,7 +282,7 @@ class Renames:
         made: list[Change] = []
 
         def plan() -> Change:
-            made.append(finish(self._plan(read_ends(), planner=planner)))
+            made.append(_finish(self._plan(read_ends(), planner=planner)))
             return made[-1]
 
         async def plan_paced() -> Change:
@@ -353,7 +361,7 @@ class Renames:
                 ends = read_ends()
                 if not self._are_ours(changed.take(), ends):
                     return change
-        return finish(self._plan(read_ends(), planner=planner))
+        return _finish(self._plan(read_ends(), planner=planner))
 
     def _are_ours(self, keys: set[bytes], ends: _Ends) -> bool:
         """One of these rows is of a name that moves, or of what lies at its path before, or next."""

@@ -1,4 +1,4 @@
-"""What a rename changes, decided once from a snapshot of the facts: `plan_rename` and `plan_local_rename`.
+"""What a rename changes, decided once from a snapshot of the facts: `plan_in_steps` and `plan_local_rename`.
 
 What always holds (*plans are pure*): nothing here reads a row, a clock or the store, or changes what it is given; the
 same facts give the same plan. `rename` reads the facts in the step in which the plan is carried out, so nothing can
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum
-from typing import TypeVar
 
 import msgspec
 
@@ -19,8 +18,6 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, RowSnapshot
-
-T = TypeVar("T")
 
 
 class Route(Enum):
@@ -85,22 +82,8 @@ Planner = Callable[[RenameFacts, int], Generator[None, None, Change]]
 """Makes one commit of the facts; it yields after so many names."""
 
 
-def plan_rename(facts: RenameFacts) -> Change:
-    """The whole rename as one commit, of names that are in the store."""
-    return finish(plan_in_steps(facts, len(facts.names) + 1))
-
-
-def finish(steps: Generator[None, None, T]) -> T:
-    """Take all steps at once; returns what the generator returns."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-
-
 def plan_in_steps(facts: RenameFacts, names_max: int) -> Generator[None, None, Change]:
-    """As `plan_rename`; it yields after so many names."""
+    """The whole rename as one commit, of names that are in the store; it yields after so many names."""
     builder = ChangeBuilder(facts.rows)
     builder.moves += facts.moves
     doomed = list(facts.replaced)
