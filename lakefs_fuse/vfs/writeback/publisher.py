@@ -401,7 +401,7 @@ class ObjectWriter:
             offset=0,
         )
         is_named = has_tombstone or bool(row is not None and (row.stamp or row.flags & Flag.OVERRIDING))
-        is_again = row is not None and row.is_plain and row.etag == meta.etag
+        is_again = row is not None and row.etag == meta.etag and row.is_plain
         replaced = plan.expected or ""
         is_known = replaced in (meta.etag, draft.target.replaces) or self._tombstone(path).when_gone(replaced) > 0
         if key != path or is_known:
@@ -819,7 +819,8 @@ class Publisher:
             self._ns.tree.remove(batch, stored.row)
             self._ns.announce_name(entry.parent, entry.name)
         elif published is not None:  # a pack's commit told the rows itself
-            self._ns.tree.update(batch, entry)
+            assert (entry.parent, entry.cookie) == (stored.row.parent, stored.row.cookie), "a file follows its row"
+            self._ns.tree.update_files(batch, [(stored.row, entry)])  # read in this step
             if published.is_superseded:
                 self._ns.tree.forget_listing(batch, entry.parent)
 
