@@ -152,7 +152,7 @@ class Draft:
         self._hurry = Wakeup()
         self.uploading = 0
         self.gate = SharedLock()
-        self.exclusive = self.gate.exclusive  # keeps writers and truncation out, for `publish`
+        """`publish` holds it alone, and keeps writers and truncation out."""
         self._idle = Wakeup()
         self._staged_bytes = self._journaled_end = 0  # the newest record names no staged bytes beyond the second
         self._uses = PartUses(self.layout)
@@ -201,7 +201,7 @@ class Draft:
         try:
             if not self._may_spill():
                 return 0
-            async with self.gate.exclusive():
+            async with self.gate:
                 index = self._fullest_part() if self._may_spill() else None
                 return 0 if index is None else await self._spill_part(index)
         except LakeError as error:
@@ -414,7 +414,7 @@ class Draft:
         when the draft is published. False where the draft has other bytes. Raises FileError(EFBIG), DraftEnded,
         CacheError and StagingFull."""
         self._check_size(end)
-        async with self.gate.exclusive():
+        async with self.gate:
             self._check_alive()
             is_next = start == self.size == self.base_limit and (not start or self.base == source)
             if not is_next or self.upload_intent_ns or self.spills.used or self.refused.ranges:
@@ -452,7 +452,7 @@ class Draft:
     async def _fill_edges(self, offset: int, end: int) -> None:
         """Stage the first and the last page of a write whole, where the rest of them is the base's or spilled."""
         for at in self._edges_to_fill(offset, end):
-            async with self.gate.exclusive():
+            async with self.gate:
                 self._check_alive()
                 await self.fill(at, at + PAGE_BYTES)
 
@@ -566,7 +566,7 @@ class Draft:
         """Cut or extend (with zeros) to ``size`` bytes. Raises StagingFull where the cut goes through a dropped part,
         FileError(EFBIG), DraftEnded and LakeError."""
         self._check_size(size)
-        async with self.gate.exclusive():
+        async with self.gate:
             self._begin_change()
             if size < self.size:
                 await self._cut(size)
@@ -759,7 +759,7 @@ class Draft:
     async def begin_upload(self) -> str:
         """The id of the multipart upload, begun now where there is none. The journal has the intent before the store is
         asked. One whose answer is lost has no parts, and is left to `gc`. Raises LakeError."""
-        async with self._beginning_upload.exclusive():
+        async with self._beginning_upload:
             if not self.upload_id:
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
                 history = describe_history(self.uploader, self.target.key, self.target.replaces)

@@ -72,7 +72,7 @@ Confirm = Callable[[], Awaitable[None]]
 
 
 async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
-    """Make the draft's bytes, as they are now, the object's newest version. The caller holds ``draft.exclusive()``.
+    """Make the draft's bytes, as they are now, the object's newest version. The caller holds ``draft.gate``.
     ``confirm`` is called just before the request that makes them visible, and may raise LakeError.
 
     Raises LakeError; then the draft is FAILED, every byte is staged or in its upload, and it can be tried again, which

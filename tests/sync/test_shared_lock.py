@@ -39,7 +39,7 @@ async def test_never_both(autojump_clock: trio.testing.MockClock, seed: int) -> 
         nonlocal exclusive
         for _ in range(5):
             await trio.sleep(pause)
-            async with gate.exclusive():
+            async with gate:
                 exclusive += 1
                 assert exclusive == 1
                 assert not shared
@@ -69,7 +69,7 @@ async def test_a_stream_of_writers_does_not_starve_the_publisher(autojump_clock:
             nursery.start_soon(stream, offset)
         await trio.sleep(5)
         with trio.fail_after(2):
-            async with gate.exclusive():
+            async with gate:
                 published.set()
 
 
@@ -83,7 +83,7 @@ async def test_a_publisher_that_gives_up_lets_writers_in(autojump_clock: trio.te
 
     async def impatient() -> None:
         with trio.move_on_after(2):
-            async with gate.exclusive():
+            async with gate:
                 raise AssertionError("nobody let it in")
 
     async with trio.open_nursery() as nursery, gate.shared():
@@ -99,14 +99,14 @@ async def test_errors_and_cancellation_leave_the_gate_open() -> None:
         async with gate.shared():
             raise ValueError("shared")
     with pytest.raises(ValueError, match="exclusive"):
-        async with gate.exclusive():
+        async with gate:
             raise ValueError("exclusive")
     with trio.CancelScope() as scope:
-        async with gate.exclusive():
+        async with gate:
             scope.cancel()
             await trio.sleep_forever()
     with trio.fail_after(1):
-        async with gate.exclusive():
+        async with gate:
             pass
         async with gate.shared():
             pass

@@ -85,7 +85,7 @@ class Bench:
         return Extent.whole(Version(key, self.store.give(key, data).etag, len(data)))
 
     async def publish(self, draft: Draft) -> Published:
-        async with draft.exclusive():
+        async with draft.gate:
             return await publish(draft)
 
     async def idle(self, draft: Draft) -> None:

@@ -35,7 +35,7 @@ def remount(b: Bench, draft: Draft, layout: PartLayout, version: str) -> Draft:
 
 
 async def acknowledge(draft: Draft) -> None:
-    async with draft.exclusive():
+    async with draft.gate:
         draft.acknowledge(1)
         draft.save(sync=True)
 

@@ -234,7 +234,7 @@ class FileIO:
 
     async def _end_unchanged(self, file: OpenFile, draft: Draft, entry: Entry) -> None:
         """Discard the draft unless another call has changed the file since its entry was this."""
-        async with file.publishing, draft.gate.exclusive():
+        async with file.publishing, draft.gate:
             is_changed = file.entry is not entry or draft.sequence or draft.pages.pages or draft.refused.ranges
             if file.draft is not draft or is_changed or draft.upload_intent_ns:
                 return

@@ -80,7 +80,7 @@ class Unlinker:
             async with file.publishing:
                 file.unlink()  # not before: what is being published is visible with its name until then
                 if file.draft is not None:  # what is being acknowledged is acknowledged first
-                    async with file.draft.exclusive():
+                    async with file.draft.gate:
                         pass
                 is_away = await self._keep_for_handles(file)
                 late = file.entry if is_away else await self._with_late_object(file)

@@ -376,7 +376,7 @@ class Recovery:
         whole = msgspec.structs.replace(record, refused=[])
         draft = restore_draft(self._services, whole, lambda: (record.metadata, record.metadata_multipart))
         try:
-            async with draft.exclusive():
+            async with draft.gate:
                 if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
                     draft.target.key, draft.target.path = choose_key(path_of(record), record.id, is_taken=True)
                 await self._writer.finish(draft, path_of(record), partial(self._check_replaceable, record))

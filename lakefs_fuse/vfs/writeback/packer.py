@@ -120,7 +120,7 @@ class Packer:
         """Commit a small file with others; False where none joined and it is to be a plain object. ``plain`` others are
         being stored as such.
 
-        The caller holds ``draft.exclusive()``. Raises LakeError.
+        The caller holds ``draft.gate``. Raises LakeError.
         """
         others = len(self._waiting) + self._in_flight + plain
         await draft.fill(0, draft.size)

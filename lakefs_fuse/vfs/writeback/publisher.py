@@ -156,7 +156,7 @@ class ObjectWriter:
     async def store(
         self, file: OpenFile, draft: Draft, *, alone: bool = False, is_synced: bool = False
     ) -> StoredVersion:
-        """Make the draft's bytes the newest version of the file. The caller holds ``draft.exclusive()``. ``alone``: no
+        """Make the draft's bytes the newest version of the file. The caller holds ``draft.gate``. ``alone``: no
         other file is waited for. ``is_synced``: an fsync waits for it.
 
         Raises LakeError; then nothing is lost, and it can be tried again.
@@ -515,7 +515,7 @@ class ObjectWriter:
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
 
     async def finish(self, draft: Draft, path: str, check_replaceable: Callable[[], Awaitable[None]]) -> None:
-        """Make what a daemon that died left of a file its newest version. The caller holds ``draft.exclusive()``.
+        """Make what a daemon that died left of a file its newest version. The caller holds ``draft.gate``.
         ``check_replaceable`` is called when the bytes are sent, and raises where the name has a version that stays.
 
         Raises LakeError; then it can be tried again. Overtaken where such a version came after that.
@@ -636,7 +636,7 @@ class Publisher:
         if not self._queue.is_for(file.key) or draft.copies:  # acknowledged bytes do not depend on another file's
             await self._publish_newest(file, is_synced=False)
             return
-        async with draft.gate.exclusive():
+        async with draft.gate:
             if file.draft is draft and draft.state in (DraftState.WRITING, DraftState.FAILED):
                 await self._stage_whole(draft)
                 file.check_publishable()
@@ -691,7 +691,7 @@ class Publisher:
                 if item.state is VersionState.SUPERSEDED:
                     return
                 item.begin_publishing()
-            async with draft.gate.exclusive():
+            async with draft.gate:
                 if draft.refused.ranges:
                     draft.refused.check(owner.key)
                 reached("publish.begun")
