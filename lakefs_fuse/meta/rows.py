@@ -32,6 +32,10 @@ class Journal:
     def put(self, batch: Batch, draft_id: str, record: bytes) -> None:
         batch.rows[schema.DRAFT + draft_id.encode("ascii")] = record
 
+    def save(self, draft_id: str, record: bytes, sync: bool) -> None:
+        """Write a record by itself, by the end of the call or (``sync``) of a power cut. Raises CacheError."""
+        self._db.commit(Batch({schema.DRAFT + draft_id.encode("ascii"): record}), sync=sync)
+
     def put_bytes(self, batch: Batch, draft_id: str, data: bytes | None) -> None:
         """The file's bytes, beside its record: safe with the log, whether or not its segment is synced. None deletes
         them."""

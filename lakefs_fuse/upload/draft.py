@@ -36,7 +36,7 @@ from lakefs_fuse.blockcache.cache_file import hash_blocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import FileError, KeyConflict, LakeError, NotFound, Overtaken, StagingFull, Unavailable
-from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
+from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart, encode
 from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
@@ -613,13 +613,14 @@ class Draft:
             pages=pages.dump(),
             spills=spills.dump(),
         )
-        self.uploader.save(cut, True)
+        self.uploader.save(self.id, encode(cut), True)
         self._journaled_end = size
 
     def _journal_cut_parts(self, size: int) -> None:
         """Journal that the staging file was cut through dropped parts: should it grow again, they are zeros."""
         try:
-            self.uploader.save(msgspec.structs.replace(self.prepare_record(), size=size), True)
+            cut = msgspec.structs.replace(self.prepare_record(), size=size)
+            self.uploader.save(self.id, encode(cut), True)
         except LakeError as error:  # the next record tells
             log.warning("dropped parts of %s were cut off, which could not be journaled: %s", self.target.key, error)
 
@@ -922,7 +923,7 @@ class Draft:
         """Journal what the draft is; returns the record. Raises CacheError, and StagingFull where the draft is FAILED
         and its bytes were in memory."""
         record = self.prepare_record()
-        self.uploader.save(record, sync)
+        self.uploader.save(self.id, encode(record), sync)
         return record
 
     def prepare_record(self) -> DraftRecord:

@@ -16,7 +16,6 @@ import trio
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.metrics import UploadMetrics
-from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
@@ -42,10 +41,10 @@ class Uploader:
         layout: PartLayout,
         nursery: trio.Nursery,
         clock: Clock,
-        save: Callable[[DraftRecord, bool], None],
+        save: Callable[[str, bytes, bool], None],
         uploads_max: int,
     ) -> None:
-        """``save`` writes a record to the journal, synced if its second argument says so."""
+        """``save`` writes the record of the draft with this id to the journal, synced if its last argument says so."""
         self.client, self.reader, self.staging, self.layout = client, reader, staging, layout
         self.nursery, self.clock, self.save = nursery, clock, save
         self.metrics = staging.metrics

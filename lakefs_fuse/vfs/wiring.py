@@ -26,10 +26,10 @@ from lakefs_fuse.environment.hint_channel import HintChannel
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics, ReadMetrics
 from lakefs_fuse.path_rules import Rules
-from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
@@ -143,8 +143,8 @@ class Ground:
     def reader(self, learned: Callable[[ObjectMeta], None]) -> BlockReader:
         return open_reader(self.config, self.client, self.metrics, self.cache, self.nursery, self.node, learned)
 
-    def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> Uploader:
-        config = self.config
+    def services(self, reader: BlockReader) -> Uploader:
+        config, save = self.config, Journal(self.database).save
         staging = Staging(
             Path(config.cache_dir).absolute() / "staging",
             self.node.disk,
@@ -266,7 +266,7 @@ class Assembly:
             read_only=config.read_only,
         )
         events.commit_applied.append(self.renamed.commit_applied)
-        services = ground.services(reader, files.save)
+        services = ground.services(reader)
         self.staging = services.staging
         self.writeback = writeback = commits.writeback
         self.drafts = drafts = Drafts(files, services, writeback, ground.ids("draft-ids"))

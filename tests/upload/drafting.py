@@ -14,7 +14,7 @@ import trio
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.metrics import UploadMetrics
-from lakefs_fuse.staging.draft_record import DraftRecord
+from lakefs_fuse.staging.draft_record import DraftRecord, decode
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
@@ -114,10 +114,10 @@ async def bench(
     saved: dict[str, DraftRecord] = {}
     synced: dict[str, DraftRecord] = {}
 
-    def save(record: DraftRecord, sync: bool) -> None:
-        saved[record.id] = record
+    def save(draft_id: str, record: bytes, sync: bool) -> None:
+        saved[draft_id] = decode(record)
         if sync:
-            synced[record.id] = record
+            synced[draft_id] = saved[draft_id]
 
     async with trio.open_nursery() as nursery:
         uploader = Uploader(

@@ -16,7 +16,7 @@ from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.environment.local_disk import pwrite_all
 from lakefs_fuse.errors import AccessDenied, CacheError, CacheFull, FileError, StagingFull, Unavailable
 from lakefs_fuse.staging import staging_area
-from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode, encode
+from lakefs_fuse.staging.draft_record import DraftState, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.parts import PartState
 from tests.memory_store import Failures, Pause, Request
@@ -329,7 +329,7 @@ async def test_drop_uploaded_without_a_journal_record_keeps_the_bytes_and_is_tri
         await b.idle(draft)
         used, save = b.staging.bytes_used, b.uploader.save
 
-        def fail(record: DraftRecord, sync: bool) -> None:
+        def fail(draft_id: str, record: bytes, sync: bool) -> None:
             raise CacheFull("no room for the journal")
 
         b.uploader.save = fail

@@ -13,7 +13,7 @@ import trio
 from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import AccessDenied, FileError, NotCarriedOut, NotFound, StoreError, Superseded, Unavailable
-from lakefs_fuse.staging.draft_record import DraftState, decode, encode
+from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.parts import PartState
@@ -105,7 +105,7 @@ async def test_publish_after_a_lost_answer_and_a_change_takes_dropped_parts_from
         if dies:
             draft.save(sync=True)
             draft.close(unlink=False, leave=True)
-            draft = restore_draft(b.uploader, decode(encode(b.synced[draft.id])), b.describe)
+            draft = restore_draft(b.uploader, b.synced[draft.id], b.describe)
             draft.count_staged()
         await b.publish(draft)
         assert b.store.data("file") == data

@@ -24,7 +24,7 @@ VERSIONS = pytest.mark.parametrize("version", ["this version", "the version befo
 
 def remount(b: Bench, draft: Draft, layout: PartLayout, version: str) -> Draft:
     """The draft as the next daemon restores it, whose staging has another size."""
-    record = decode(encode(b.synced[draft.id]))
+    record = b.synced[draft.id]
     if version == "the version before":
         fields = msgspec.msgpack.decode(encode(record))
         del fields["part_bytes_max"]
@@ -134,7 +134,7 @@ def test_a_record_without_the_size_of_parts_is_read() -> None:
 
 def as_after_a_crash(b: Bench, draft: Draft) -> Draft:
     draft.close(unlink=False, leave=True)
-    return restore_draft(b.uploader, decode(encode(b.saved[draft.id])), b.describe)
+    return restore_draft(b.uploader, b.saved[draft.id], b.describe)
 
 
 async def test_restore_after_truncate_of_a_changed_file_has_no_zeros_nobody_wrote(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ async def test_truncate_that_cannot_be_journaled_changes_nothing(tmp_path: Path,
         await b.idle(draft)
         save = b.uploader.save
 
-        def fail(record: DraftRecord, sync: bool) -> None:
+        def fail(draft_id: str, record: bytes, sync: bool) -> None:
             raise CacheFull("no room for the journal")
 
         b.uploader.save = fail

@@ -26,7 +26,7 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import RESERVED_PREFIX
-from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, encode
+from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.staging.part_layout import PAGE_BYTES
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftTarget
@@ -108,12 +108,6 @@ class FileTable:
         events.inode_dropped.append(self.hold)
         events.metadata_read.append(self.learn_from)
         events.keys_unlisted.append(self.strays)
-
-    def save(self, record: DraftRecord, sync: bool) -> None:
-        """Journal a draft, by the end of the call or (``sync``) of a crash of the machine. Raises CacheError."""
-        batch = Batch()
-        self._journal.put(batch, record.id, encode(record))
-        self._db.commit(batch, sync=sync)
 
     # -- the table
 
