@@ -32,11 +32,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     ahead: bool = False
     """True for changes that state where an acknowledged file is stored: they may be sent ahead of held changes."""
 
-    def mentions(self, key: str) -> bool:
-        """It says which bytes the file at ``key`` has, or that a name means the object there, or that a name at another
-        path no longer means that object (`leaving`)."""
+    def mentioned(self) -> frozenset[str]:
+        """Keys: it says which bytes the file there has, or that a name means the object there, or that a name at
+        another path no longer means that object (`leaving`)."""
         named = (each.path for each in self.operations if isinstance(each, Put))
-        return key in named or key in self.leaving() or any(ref.key == key for ref in self.objects[1:])
+        return frozenset([*named, *self.leaving(), *(ref.key for ref in self.objects[1:])])
 
     def leaving(self) -> list[str]:
         """Keys of doomed objects that had the bytes of a name at another path."""

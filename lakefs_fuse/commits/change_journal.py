@@ -32,6 +32,8 @@ class ChangeJournal:
         """The commit that is on its way, or may be in the store."""
         self.changes: dict[int, Change] = {}
         """In ascending order; changed by the methods here only."""
+        self.mentioned: dict[int, frozenset[str]] = {}
+        """Keys that changes mention: see `Change.mentioned`."""
         self.newest = 0
         """The last sequence number that was given out."""
         self._reserving: dict[int, list[str]] = {}
@@ -90,13 +92,13 @@ class ChangeJournal:
 
     def _add(self, sequence: int, change: Change) -> None:
         self.newest = max(self.newest, sequence)
-        self.changes[sequence] = change
+        self.changes[sequence], self.mentioned[sequence] = change, change.mentioned()
         if keys := change.leaving():
             self._reserving[sequence] = keys
             self._reserved |= dict.fromkeys(keys, sequence)
 
     def replace(self, batch: Batch, sequence: int, change: Change) -> None:
-        self.changes[sequence] = change
+        self.changes[sequence], self.mentioned[sequence] = change, change.mentioned()
         self._rows.put(batch, sequence, change)
 
     def delete(self, batch: Batch, sequences: Collection[int]) -> None:
@@ -106,6 +108,7 @@ class ChangeJournal:
     def forget(self, sequences: Collection[int]) -> None:
         for sequence in sequences:
             self.changes.pop(sequence, None)
+            self.mentioned.pop(sequence, None)
             for key in self._reserving.pop(sequence, ()):
                 if self._reserved.get(key) == sequence:
                     del self._reserved[key]

@@ -294,8 +294,8 @@ class Committer:
         return self.unsure is not None and any(each.path == path for each in self.unsure.record.operations)
 
     def mentions(self, key: str) -> bool:
-        """What is journaled, and not held, speaks of the object at ``key``: see `Change.mentions`."""
-        return any(change.mentions(key) for change in self._sendable().values())
+        """What is journaled, and not held, speaks of the object at ``key``: see `Change.mentioned`."""
+        return any(key in self.journal.mentioned[sequence] for sequence, _ in self._each_sendable())
 
     def removes(self, path: str) -> bool:
         """What is journaled, and not held, removes a file, and says nothing of its name after that."""
