@@ -9,10 +9,10 @@ from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, statements, widest_constructor
 
-CLOSE = 31, 61
+CLOSE = 29, 57
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
 bytes to the end (`local_disk.pread_all`), and for what of earlier commits is not settled (`Committer.reconcile`)."""
-RENAME = 38, 240
+RENAME = 36, 191
 """The last one for the rule which keys are markers of directories; switches also for the clock of `Poller.heard`."""
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
