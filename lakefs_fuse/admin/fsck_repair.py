@@ -40,24 +40,27 @@ async def repair(lake: LakeView, checker: Checker) -> None:
     redated = await _redate(lake, checker, future) if future else {}
     for problem in checker.done.problems:
         if problem.kind is Kind.FUTURE:
-            problem.repair = redated[problem.key]
-            continue
-        if problem.kind is Kind.UNREADABLE:
-            if problem.key in future:
-                problem.repair = "left where it is: nobody knows what it says"
-                continue
-            problem.repair = await _move_aside(lake, checker, problem)
-            continue
-        if not problem.paths:
-            problem.repair = "left as it is"
-            continue
-        again = sum(path in repaired for path in problem.paths)
-        if again:
-            problem.repair = f"{counted(again, 'name was', 'names were')} pointed at an intact copy"
-        left = len(problem.paths) - again
-        if left:
-            of_left = counted(left, "name left as it is", "names left as they are")
-            problem.repair += f"{'; ' if again else ''}{of_left}: no intact copy is known"
+            repair = redated[problem.key]
+        elif problem.kind is Kind.UNREADABLE and problem.key in future:
+            repair = "left where it is: nobody knows what it says"
+        elif problem.kind is Kind.UNREADABLE:
+            repair = await _move_aside(lake, checker, problem)
+        else:
+            repair = _outcome(problem, repaired)
+        problem.repair = repair
+
+
+def _outcome(problem: Problem, repaired: set[str]) -> str:
+    """What was done of a problem of names, of which those at ``repaired`` were pointed at intact copies."""
+    if not problem.paths:
+        return "left as it is"
+    again = sum(path in repaired for path in problem.paths)
+    left = len(problem.paths) - again
+    done = [f"{counted(again, 'name was', 'names were')} pointed at an intact copy"] if again else []
+    if left:
+        of_left = counted(left, "name left as it is", "names left as they are")
+        done.append(f"{of_left}: no intact copy is known")
+    return "; ".join(done)
 
 
 async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[str, str]:

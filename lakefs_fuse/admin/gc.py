@@ -252,7 +252,7 @@ class Collector:
         if not chosen:
             return
         if self._options.dry_run:
-            self.done.moved.bytes_written = sum(chosen.values())
+            self.done.moved = Moved(bytes_written=sum(chosen.values()))
             self.done.commits_later = len(chosen)
             self.done.bytes_later = sum(
                 row.size for row in self._lake.tree.objects.rows() if row.number in chosen
@@ -483,8 +483,7 @@ class Collector:
             return True
         if len(self._found) < UNREFERENCED_MAX:
             self._found[meta.key] = (meta.etag, since)
-        self.done.later.objects += 1
-        self.done.later.bytes += meta.size
+        self.done.later.add(1, meta.size)
         return False
 
     async def _delete_unreferenced(self) -> None:

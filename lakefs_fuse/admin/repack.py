@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -106,8 +106,7 @@ async def pack(
     """Raises LakeError; what was committed by then stays."""
     packed = Packed()
     elsewhere: list[ObjectMeta] = []
-    left = 0
-
+    count = size = left = 0
     relocator = Relocator(lake, report=lambda moved: report("packing", moved.files, moved.bytes))
     async with aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
@@ -117,8 +116,7 @@ async def pack(
                 left += 1
                 continue
             if dry_run:
-                packed.moved.files += 1
-                packed.moved.bytes += entry.size
+                count, size = count + 1, size + entry.size
                 continue
             extent = await relocator.add(name, entry)
             if extent is not None and entry.place and len(elsewhere) < ELSEWHERE_MAX:
@@ -127,10 +125,11 @@ async def pack(
     if lake.find(path) is not None and path:
         prefix = only = path
     if dry_run:
+        packed.moved = Moved(count, size)
         await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, dry_run=True, only=only)
         return packed
-    packed.moved = await relocator.finish()
-    packed.moved.left += left
+    moved = await relocator.finish()
+    packed.moved = replace(moved, left=moved.left + left)
     if packed.moved.packs and grace_s:
         report("waiting for the grace period", packed.moved.files, packed.moved.bytes)
         await sleep(grace_s)

@@ -34,6 +34,11 @@ class Swept:
     failed: int = 0
     why: str = ""
 
+    def add(self, objects: int, size: int) -> None:
+        """Count objects of ``size`` bytes."""
+        self.objects += objects
+        self.bytes += size
+
 
 def hidden_since(lake: LakeView, meta: ObjectMeta, *, removed: bool) -> int | None:
     """Time since which a plain object is superseded; None if it is not. ``removed`` includes removed names."""
@@ -120,5 +125,4 @@ async def delete(lake: LakeView, doomed: Sequence[ObjectMeta], swept: Swept, *, 
         failed.update(await lake.client.delete_many_if_match(others))
     swept.failed += len(failed)
     swept.why = swept.why or next((f"{key}: {why}" for key, why in failed.items()), "")
-    swept.objects += len(doomed) - len(failed)
-    swept.bytes += sum(meta.size for meta in doomed if meta.key not in failed)
+    swept.add(len(doomed) - len(failed), sum(meta.size for meta in doomed if meta.key not in failed))
