@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakefs_fuse.vfs.namespace import cookie_runs
-from lakefs_fuse.vfs.namespace.cookie_runs import CookieRuns
+from lakefs_fuse.vfs.namespace import listing_merge
+from lakefs_fuse.vfs.namespace.listing_merge import CookieRuns
 
 COOKIES = 100_000
 
@@ -18,7 +18,7 @@ COOKIES = 100_000
 @given(st.lists(st.integers(0, 40)), st.integers(1, 9))
 def test_ascending_returns_each_cookie_once(cookies: list[int], run_cookies: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cookie_runs, "RUN_COOKIES", run_cookies)
+        patch.setattr(listing_merge, "RUN_COOKIES", run_cookies)
         runs = CookieRuns()
         for cookie in cookies:
             runs.add(cookie)

@@ -19,6 +19,7 @@ that file.
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
-from lakefs_fuse.vfs.namespace.cookie_runs import CookieRuns
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, Hidden, is_reserved, why_hidden
 from lakefs_fuse.vfs.namespace.outdated_names import NAMES_MAX
 
@@ -49,6 +49,42 @@ STEP_COOKIES = 16_384
 """Cookies that one step passes: 10 ms."""
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
+RUN_COOKIES = 4096
+"""Sorting as many takes about 1 ms."""
+
+
+class CookieRuns:
+    """Cookies in 8 bytes each, added in any order and read in ascending order. For one task at a time.
+
+    Sorted are RUN_COOKIES at a time, when they are added; reading merges the runs. So no step takes long, and there is
+    a Python object for one run and for one cookie of each run only.
+    """
+
+    def __init__(self) -> None:
+        self._newest = array("Q")
+        self._runs: list[array[int]] = []
+
+    def add(self, cookie: int) -> None:
+        """Any number of times."""
+        self._newest.append(cookie)
+        if len(self._newest) >= RUN_COOKIES:
+            self._end_run()
+
+    def ascending(self) -> Iterator[int]:
+        """Each cookie that was added, once. None is added while it is read."""
+        self._end_run()
+        before = -1
+        for cookie in heapq.merge(*self._runs):
+            if cookie != before:
+                yield cookie
+            before = cookie
+
+    def _end_run(self) -> None:
+        run, self._newest = array("Q", sorted(self._newest)), array("Q")
+        if self._runs and run and self._runs[-1][-1] <= run[0]:  # a LIST mostly brings names in the order of cookies
+            self._runs[-1].extend(run)
+        elif run:
+            self._runs.append(run)
 
 
 class Found(msgspec.Struct, frozen=True, gc=False):
