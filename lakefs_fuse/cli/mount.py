@@ -21,14 +21,13 @@ from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.explain import explain
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount_health import NAMES_MISSING
-from lakefs_fuse.cli.mount_options import expand
+from lakefs_fuse.cli.mount_options import OF_WRITERS, WORKLOADS, describe_sets, expand, settings_of
 from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE, LocalPath, Number, format_bytes
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.stats_values import number, section
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
 from lakefs_fuse.cli.worker import find_place, place_below
-from lakefs_fuse.cli.workloads import OF_WRITERS, WORKLOADS, describe, settings_of
 from lakefs_fuse.config import (
     DURABILITIES,
     HARD_LINKS,
@@ -80,7 +79,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, allow_other, "
         "and every long option here, with - or _.")  # fmt: skip
 @option("--profile-for", "workload", type=click.Choice(list(WORKLOADS)), metavar="WORK", help="Options for a kind of "
-        f"work. Those that are given win; --explain shows what applies. {describe()}.  [default: none]")  # fmt: skip
+        f"work. Those that are given win; --explain shows what applies. {describe_sets()}.  "
+        "[default: none]")  # fmt: skip
 @store_options
 @option("--read-only/--read-write", default=None, show_default="--read-write", group=SOURCE_GROUP, help="Refuse every "
         "change in the mount. Use it with credentials that may only read: commands such as gc, pack and snapshot have "

@@ -1,12 +1,17 @@
-"""Turns ``-o k=v,…``, as mount(8) passes it, into long options, before click parses the arguments.
+"""Options of `mount` that stand for long ones: ``-o k=v,…``, as mount(8) passes it, and the sets of ``--profile-for``.
 
-So `-o` and long options share names, checks and defaults, and the last one wins. Options for mount(8) itself are
-dropped; any other that is no long option is an error that names it.
+`expand` turns `-o` into long options before click parses the arguments. So both share names, checks and defaults, and
+the last one wins. Options for mount(8) itself are dropped; any other that is no long option is an error that names it.
+
+What always holds (*explicit options win*): a set gives values to options only that were not given, and none that has no
+meaning for the mount. docs/operations.md has the sets and the reason of each value; `tests/cli/test_workloads.py`
+compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -34,6 +39,20 @@ _FOR_MOUNT_ITSELF = frozenset(
 """Not for the filesystem, or (nosuid, nodev, noatime) true of every mount of this program."""
 
 _ALIASES = {"ro": "read-only", "rw": "read-write"}
+
+WORKLOADS: Mapping[str, Sequence[str]] = {
+    "training-read": ("--read-only", "--metadata-ttl=10m", "--refresh=30s", "--requests=64"),
+    "checkpoints": ("--durability=writeback", "--staging-size=200GiB", "--free-space=10GiB", "--uploads=16"),
+    "notebook": (
+        "--refresh=1s", "--metadata-ttl=10s", "--retry-timeout=20s", "--staging-timeout=5m", "--cache-size=5GiB",
+    ),
+    "ci": (
+        "--durability=close", "--cache-size=2GiB", "--staging-size=5GiB", "--retry-timeout=30s", "--staging-timeout=2m",
+        "--maintenance=off", "--no-supervise",
+    ),
+}  # fmt: skip
+OF_WRITERS = frozenset({"checkpoints"})
+"""Sets that are of no use to a mount that does not write."""
 
 
 def expand(args: Iterable[str], flags: Mapping[str, bool]) -> list[str]:
@@ -86,4 +105,21 @@ def _long_options(text: str, flags: Mapping[str, bool]) -> list[str]:
         if not flags[name] and not equals:
             raise click.UsageError(f"mount option {key!r} in -o needs a value: -o {key}=…")
         found.append(f"--{name}={value}" if equals else f"--{name}")
+    return found
+
+
+def describe_sets() -> str:
+    """All sets of options, for help."""
+    return "; ".join(f"{name}: {' '.join(typed).replace('=', ' ')}" for name, typed in WORKLOADS.items())
+
+
+def settings_of(workload: str, command: click.Command) -> dict[str, Any]:
+    """The values of a set, by the names of the parameters of ``command``."""
+    found: dict[str, Any] = {}
+    for typed in WORKLOADS[workload]:
+        flag, _, text = typed.partition("=")
+        param = next(each for each in command.params if flag in (*each.opts, *each.secondary_opts))
+        assert isinstance(param, click.Option)
+        assert param.name is not None
+        found[param.name] = flag in param.opts if param.is_flag else param.type.convert(text, param, None)
     return found

@@ -10,7 +10,7 @@ import pytest
 
 from lakefs_fuse.cli import preflight, run, spawn
 from lakefs_fuse.cli.mount import config_of, mount
-from lakefs_fuse.cli.workloads import OF_WRITERS, WORKLOADS
+from lakefs_fuse.cli.mount_options import OF_WRITERS, WORKLOADS
 from lakefs_fuse.config import GIB, MountConfig
 
 MANUAL = Path(__file__).parents[2] / "docs" / "operations.md"
