@@ -11,6 +11,8 @@ import argparse
 import dataclasses
 import os
 import resource
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,6 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.diagnosis_protocol import Diagnosis
 from lakefs_fuse.control.interrupts import release_interrupts
 from lakefs_fuse.daemon.admin_worker import Answers, run_process
-from lakefs_fuse.environment import disk_speed
 from lakefs_fuse.environment.descriptor_limit import DESCRIPTORS_MIN
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied, LakeError, StoreError
@@ -42,6 +43,14 @@ SYNC_S_MAX = 0.01
 """Slower disks make each acknowledged file of write-back wait longer than a round trip to most stores."""
 DISK_BYTES_S_MIN = 100e6
 """Slower disks hold up an upload over a network of 1 Gbit/s."""
+DISK_BYTES = 64 << 20
+"""Enough to leave the disk's own cache, and written within a second by any disk that is fit for use."""
+DISK_PIECE_BYTES = 1 << 20
+DISK_WRITE_S_MAX = 2.0
+"""A slow disk has written less by then."""
+DISK_SYNCS = 20
+DISK_SYNC_BYTES = 4096
+DISK_SYNCS_S_MAX = 2.0
 THROUGHPUT_S = 5.0
 """In all: half of it to the store, half from there."""
 THROUGHPUT_BYTES = 8 << 20
@@ -73,13 +82,42 @@ def programs() -> Iterator[CheckResult]:
         yield ok("machine.open-files", f"the hard limit is {text}", hard=hard)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskSpeed:
+    """What a disk does: bytes written and synced per second, and the median time of a small write that is synced."""
+
+    bytes_s: float
+    sync_s: float
+
+
+def measure_disk(directory: str) -> DiskSpeed:
+    """Measure the disk of a directory in which this user may write, with a temporary file without a name: nothing is
+    left behind, not even by a crash. Raises OSError."""
+    piece = os.urandom(DISK_PIECE_BYTES)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        descriptor = file.fileno()
+        began_s, written = time.monotonic(), 0
+        while written < DISK_BYTES and time.monotonic() - began_s < DISK_WRITE_S_MAX:
+            written += os.pwrite(descriptor, piece, written)
+        os.fdatasync(descriptor)
+        bytes_s = written / max(1e-9, time.monotonic() - began_s)
+        taken: list[float] = []
+        began_s = time.monotonic()
+        while len(taken) < DISK_SYNCS and time.monotonic() - began_s < DISK_SYNCS_S_MAX:
+            before_s = time.monotonic()
+            os.pwrite(descriptor, piece[:DISK_SYNC_BYTES], written + len(taken) * DISK_SYNC_BYTES)
+            os.fdatasync(descriptor)
+            taken.append(time.monotonic() - before_s)
+    return DiskSpeed(bytes_s, statistics.median(taken))
+
+
 def disk(cache_dir: str) -> CheckResult:
     """How fast the disk of a cache directory is."""
     check, directory = "cache.speed", Path(cache_dir)
     while not os.path.exists(directory) and directory != directory.parent:
         directory = directory.parent
     try:
-        speed = disk_speed.measure(str(directory))
+        speed = measure_disk(str(directory))
     except OSError as error:
         return failed(check, f"{directory} cannot be written to ({error.strerror}): choose another --cache-dir")
     text = f"{speed.bytes_s / 1e6:,.0f} MB/s written, {speed.sync_s * 1000:.2f} ms for a synced write at {directory}"
