@@ -79,7 +79,9 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         """A file elsewhere of this stamp, which hides the plain object ``hides``, was removed later, unless that was
         a removal of this very object; or it was replaced by another one that was removed since."""
         is_hiding = bool(hides) and self.when_gone(hides) >= self.stamp
-        is_removed = max(self.floor, self.again) > stamp or (self.stamp > stamp and not is_hiding)
+        is_hidden = is_hiding and bool(self.when_dated(hides)) and not is_put_since(self.when_dated(hides), stamp)
+        is_put_again = self.again > stamp and not is_hidden
+        is_removed = self.floor > stamp or is_put_again or (self.stamp > stamp and not is_hiding)
         return is_removed or any(
             etag != hides and is_replaced(stamp, dated_s) and stamp < self.when_gone(etag)
             for etag, dated_s in self.dated
