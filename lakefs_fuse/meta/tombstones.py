@@ -43,7 +43,8 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     newest date, in seconds, of a version with those bytes that was removed, or put there again after another was.
     ``unlisted`` is the plain object of which the newest commit told, and that a listing did not show any more: its
     ETag, and that commit's stamp, or 0.
-    ``again`` is ``stamp`` of files elsewhere that hide what was removed since: it had been put over them again.
+    ``again`` is ``stamp`` of files elsewhere that hide what was removed since: it had been put over them again, but
+    over those only that are older than its date, if that is known.
     """
 
     stamp: int

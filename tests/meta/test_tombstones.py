@@ -87,3 +87,15 @@ def test_pending_stamps_become_those_of_the_commit() -> None:
     parts = [(PENDING + 1, True, "e1", 0), (PENDING + 2, False, "e2", 3), (later, False, "e3", 0), (9, False, "e4", 0)]
     gone = (("e3", later), ("e1", 30), ("e2", 30), ("e4", 9))
     assert told(parts).restamped(PENDING + 2, 30) == Tombstone(later, 30, gone, (("e2", 3),))
+
+
+@pytest.mark.parametrize(
+    ("dated_s", "hides", "is_ended"), [(639, "e", False), (642, "e", True), (0, "e", True), (639, "other", True)]
+)
+def test_file_elsewhere_stands_where_what_it_hides_was_not_put_again_since(
+    dated_s: int, hides: str, is_ended: bool
+) -> None:
+    """What was put again at 640, and removed at 641, ends an earlier file elsewhere unless that was put over it."""
+    dated = (("e", dated_s),) if dated_s else ()
+    tombstone = Tombstone(640 * NS, gone=(("e", 641 * NS),), dated=dated, again=640 * NS)
+    assert tombstone.has_ended(639 * NS + NS // 2, hides) is is_ended

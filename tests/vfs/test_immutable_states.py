@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,22 @@ from lakefs_fuse.vfs.namespace import subtree_listing
 from tests.fakes import store_client
 from tests.memory_store import MemoryStore, Pause
 from tests.vfs.writing_back import until
+
+
+async def mounted_names(store: MemoryStore, cache: Path) -> list[bytes]:
+    """What a new daemon, which may have a state of an earlier one, shows."""
+    metrics = Metrics()
+    config = MountConfig(
+        store=StoreConfig(source=Source("file", "/nowhere", "")),
+        mountpoint="/nowhere",
+        cache_dir=str(cache),
+        free_bytes_min=0,
+        immutable=True,
+        mounting="the same mount command",
+    )
+    client = store_client(store, store.capabilities, metrics.store)
+    async with open_immutable(config, client, metrics, node=Node.of_this_machine()) as fs:
+        return [entry.name for entry in fs.readdir(fs.top, 0)]
 
 
 async def test_the_log_says_how_far_the_listing_is(
@@ -55,22 +72,9 @@ async def test_the_log_says_how_far_the_listing_is(
 
 async def test_state_that_was_not_finished_is_removed_by_the_next_daemon(tmp_path: Path) -> None:
     """A daemon died while it made a state, or before it removed the one that it had replaced."""
-    store, metrics, node = MemoryStore(), Metrics(), Node.of_this_machine()
+    store = MemoryStore()
     store.put("name", b"x")
-    client = store_client(store, store.capabilities, metrics.store)
-    config = MountConfig(
-        store=StoreConfig(source=Source("file", "/nowhere", "")),
-        mountpoint="/nowhere",
-        cache_dir=str(tmp_path),
-        free_bytes_min=0,
-        immutable=True,
-        mounting="the same mount command",
-    )
-
-    async def names() -> list[bytes]:
-        async with open_immutable(config, client, metrics, node=node) as fs:
-            return [entry.name for entry in fs.readdir(fs.top, 0)]
-
+    names = partial(mounted_names, store, tmp_path)
     assert await names() == [b"name"]
     store.put("later", b"x")
     states_there = tmp_path / "states"
@@ -84,22 +88,9 @@ async def test_state_that_was_not_finished_is_removed_by_the_next_daemon(tmp_pat
 
 async def test_damaged_state_is_replaced_by_the_next_daemon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A repaired one could have its note without the names."""
-    store, metrics, node = MemoryStore(), Metrics(), Node.of_this_machine()
+    store = MemoryStore()
     store.put("name", b"x")
-    client = store_client(store, store.capabilities, metrics.store)
-    config = MountConfig(
-        store=StoreConfig(source=Source("file", "/nowhere", "")),
-        mountpoint="/nowhere",
-        cache_dir=str(tmp_path),
-        free_bytes_min=0,
-        immutable=True,
-        mounting="the same mount command",
-    )
-
-    async def names() -> list[bytes]:
-        async with open_immutable(config, client, metrics, node=node) as fs:
-            return [entry.name for entry in fs.readdir(fs.top, 0)]
-
+    names = partial(mounted_names, store, tmp_path)
     assert await names() == [b"name"]
     (state,) = (tmp_path / "states").iterdir()
     files_of_names = list(state.glob("*.sst"))
@@ -117,22 +108,9 @@ async def test_damaged_state_is_replaced_by_the_next_daemon(tmp_path: Path, capl
 async def test_state_of_another_schema_is_replaced_by_the_next_daemon(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, metrics, node = MemoryStore(), Metrics(), Node.of_this_machine()
+    store = MemoryStore()
     store.put("name", b"x")
-    client = store_client(store, store.capabilities, metrics.store)
-    config = MountConfig(
-        store=StoreConfig(source=Source("file", "/nowhere", "")),
-        mountpoint="/nowhere",
-        cache_dir=str(tmp_path),
-        free_bytes_min=0,
-        immutable=True,
-        mounting="the same mount command",
-    )
-
-    async def names() -> list[bytes]:
-        async with open_immutable(config, client, metrics, node=node) as fs:
-            return [entry.name for entry in fs.readdir(fs.top, 0)]
-
+    names = partial(mounted_names, store, tmp_path)
     assert await names() == [b"name"]
     (state,) = (tmp_path / "states").iterdir()
     engine = RocksEngines().open(state)
