@@ -25,9 +25,9 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, code: int = errno.ENOSPC) -> Ca
     def fails(fd: int, data: bytes, offset: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(staging_area, "pwrite_all", fails)
-    return patch.undo
+    works = staging_area.pwrite_all
+    monkeypatch.setattr(staging_area, "pwrite_all", fails)
+    return lambda: monkeypatch.setattr(staging_area, "pwrite_all", works)
 
 
 def test_refusals_random_changes_match_a_set_of_bytes() -> None:
@@ -133,10 +133,10 @@ async def test_refused_write_with_no_room_for_a_record_marks_the_staging_file(
         await draft.write(0, noise(1, PART))
         save, full = b.uploader.save, True
 
-        def saves(record: object, sync: bool) -> None:
+        def saves(draft_id: str, record: bytes, sync: bool) -> None:
             if full:
                 raise CacheError("the disk is full")
-            save(record, sync)  # type: ignore[arg-type]
+            save(draft_id, record, sync)
 
         object.__setattr__(b.uploader, "save", saves)
         undo = fail_writes(monkeypatch)
