@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.environment.local_disk import pwrite_all
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.staging import staging_area
 from lakefs_fuse.staging.draft_record import DraftState, decode, encode
@@ -25,9 +26,8 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, code: int = errno.ENOSPC) -> Ca
     def fails(fd: int, data: bytes, offset: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    works = staging_area.pwrite_all
     monkeypatch.setattr(staging_area, "pwrite_all", fails)
-    return lambda: monkeypatch.setattr(staging_area, "pwrite_all", works)
+    return lambda: monkeypatch.setattr(staging_area, "pwrite_all", pwrite_all)
 
 
 def test_refusals_random_changes_match_a_set_of_bytes() -> None:

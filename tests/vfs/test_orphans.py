@@ -300,8 +300,10 @@ async def test_finish_keeps_what_was_stored_while_the_orphan_was_uploaded(
 
 @pytest.mark.parametrize("able", [False, True], ids=["without conditions", "with conditions"])
 async def test_finish_of_a_changed_file_keeps_what_was_stored_while_it_was_uploaded(tmp_path: Path, able: bool) -> None:
-    conditions = {"put_if_match": able, "complete_if_match": able, "complete_if_absent": able, "put_if_absent": able}
-    store, clock = MemoryStore(Capabilities(name="memory", **conditions)), Clock()
+    capabilities = Capabilities(
+        name="memory", put_if_match=able, complete_if_match=able, complete_if_absent=able, put_if_absent=able
+    )
+    store, clock = MemoryStore(capabilities), Clock()
     store.give("file", noise("old", LARGE))
     async with lake(store, tmp_path / "cache", retry_timeout_s=0) as m:
         handle = await m.open("file", os.O_RDWR)
