@@ -211,7 +211,7 @@ async def give_up_upload(draft: Draft, path: str) -> None:
             errno.EEXIST,
             f"{draft.target.key} was changed by another client, or objects below it keep the store from storing it, "
             f"and this version of {path} cannot get another key, as parts of it are in its upload only; move those "
-            f"away, then `lakefs-fuse flush` it",
+            f"away, then try again: `lakefs-fuse flush`, or `lakefs-fuse orphans --finish`",
         )
     await draft.abort_upload()
     draft.forget_upload()

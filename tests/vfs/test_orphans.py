@@ -263,14 +263,13 @@ async def test_somebody_else_replaced_the_key(tmp_path: Path) -> None:
     assert (store.uploads, staged(dead)) == ({}, [])
 
 
-@pytest.mark.parametrize("pack", ["never", "always"])
 @pytest.mark.parametrize("is_of_this_node", [False, True])
-@pytest.mark.parametrize("request_held", ["upload_part", "complete_multipart"])
+@pytest.mark.parametrize(
+    ("request_held", "pack"), [("upload_part", "never"), ("upload_part", "always"), ("complete_multipart", "never")]
+)
 async def test_finish_keeps_what_was_stored_while_the_orphan_was_uploaded(
     tmp_path: Path, request_held: str, is_of_this_node: bool, pack: str
 ) -> None:
-    if (request_held, pack) == ("complete_multipart", "always"):
-        pytest.skip("a pack is not at the key")
     store, clock = MemoryStore(), Clock()
     dead = await died_writing(store, tmp_path, LARGE)
     store.uploads.clear()
@@ -1009,6 +1008,63 @@ async def test_died_writing_a_file_that_was_renamed(tmp_path: Path) -> None:
     assert store.uploads == {}
     async with lake(store, tmp_path / "fresh") as m:
         assert await m.tree() == {"final": None, "final/renamed": noise("new", LARGE)}
+
+
+@pytest.mark.parametrize("at_mount", [False, True], ids=["finished later", "finished at the mount"])
+@pytest.mark.parametrize("how", ["program", "mount", "mount, packed"])
+async def test_finish_of_a_renamed_file_keeps_what_others_stored_under_its_earlier_name(
+    tmp_path: Path, how: str, at_mount: bool
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock) as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise("new", LARGE))
+        await uploaded(store, m, 5)
+        await m.rename("file", "renamed")
+        await m.sync()
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with lake(store, tmp_path / "two", clock=clock, pack="always" if "packed" in how else "never") as two:
+        if how == "program":
+            store.give("file", b"theirs")
+        else:
+            await two.write("file", b"theirs")
+            await two.sync()
+        async with lake(store, dead, clock=clock, orphans="finish" if at_mount else "keep") as m:
+            if not at_mount:
+                await m.fs.finish_orphan(orphan(m).id)
+            await m.sync()
+            await two.poll()
+            clock.advance(2 * TTL_S)
+            for node in (m, two):
+                assert await node.read("file") == b"theirs"
+                assert await node.read("renamed") == noise("new", LARGE)
+
+
+@pytest.mark.parametrize("request_held", ["upload_part", "complete_multipart"])
+async def test_finish_of_a_renamed_file_keeps_what_is_stored_under_its_earlier_name_meanwhile(
+    tmp_path: Path, request_held: str
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise("new", LARGE))
+        await uploaded(store, m, 5)
+        await m.rename("file", "renamed")
+        await m.sync()
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with lake(store, dead) as m:
+        found = orphan(m)
+        pause = store.hook = Pause(lambda request: request.what == request_held)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fails_with_eexist, m, found.id)
+            await reached(pause.reached)
+            store.give("file", b"theirs")
+            pause.resume()
+        await m.fs.finish_orphan(found.id)
+        assert store.data("file") == b"theirs"
+        assert await m.read("renamed") == noise("new", LARGE)
+        await m.sync()
+    assert store.uploads == {}
 
 
 async def test_an_orphan_of_a_file_that_others_committed_since(tmp_path: Path) -> None:

@@ -377,9 +377,11 @@ class Recovery:
         draft = restore_draft(self._services, whole, lambda: (record.metadata, record.metadata_multipart))
         try:
             async with draft.gate:
-                if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
-                    draft.target.key, draft.target.path = choose_key(path_of(record), record.id, is_taken=True)
-                await self._writer.finish(draft, path_of(record), partial(self._check_replaceable, record))
+                path = path_of(record)
+                if not record.upload_intent_ns:  # perhaps given up at an earlier name
+                    is_taken = self._ns.tree.objects.used(path) is not None
+                    draft.target.key, draft.target.path = choose_key(path, record.id, is_taken=is_taken)
+                await self._writer.finish(draft, path, partial(self._check_replaceable, record))
         except BaseException as error:
             self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
             if isinstance(error, Overtaken):

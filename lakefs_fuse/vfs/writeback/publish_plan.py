@@ -109,7 +109,7 @@ def plan_publish(facts: VersionFacts) -> PublishPlan:
         key, path = facts.upload_key, facts.path if facts.upload_key != facts.path else ""
     else:
         key, path = choose_key(facts.path, facts.draft_id, is_taken=facts.is_key_taken)
-    if _is_renamed_since(facts):
+    if is_renamed_since(facts.upload_key, facts.path):
         is_unknown = facts.etag_there not in (None, "", *facts.gone_at_key)
         if facts.is_key_of_another or is_unknown:
             return PublishPlan(key, path, Form.PLAIN, leaves_key=True)
@@ -127,13 +127,13 @@ def plan_publish(facts: VersionFacts) -> PublishPlan:
     )
 
 
-def _is_renamed_since(facts: VersionFacts) -> bool:
-    """The upload began at the file's own key, and that is the key of an earlier name now."""
-    return facts.upload_key not in ("", facts.path) and not facts.upload_key.startswith(OBJECTS)
+def is_renamed_since(upload_key: str, path: str) -> bool:
+    """The upload of the file at ``path`` began at the file's own key, and that is the key of an earlier name now."""
+    return upload_key not in ("", path) and not upload_key.startswith(OBJECTS)
 
 
 def _expected(facts: VersionFacts, key: str) -> str | None:
-    if _is_renamed_since(facts):
+    if is_renamed_since(facts.upload_key, facts.path):
         return next(iter(facts.gone_at_key), "") if facts.etag_there is None else facts.etag_there
     if key != facts.path or facts.place_at_key:
         return None

@@ -58,6 +58,8 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
     VersionFacts,
+    choose_key,
+    is_renamed_since,
     needs_commit,
     plan_publish,
     superseded_at,
@@ -520,15 +522,30 @@ class ObjectWriter:
 
         Raises LakeError; then it can be tried again. Overtaken where such a version came after that.
         """
-        key = draft.target.key
+        client = draft.uploader.client
+
+        async def is_taken() -> bool:
+            """The upload began under an earlier name, which others have stored since."""
+            if not is_renamed_since(draft.target.key if draft.upload_intent_ns else "", path):
+                return False
+            found = await client.find(draft.target.key)
+            known = found is None or is_own_object(draft, found) or found.etag in self._gone_at(draft.target)
+            return not known
 
         async def confirm() -> None:
-            found = await draft.uploader.client.find(key)  # before the check, so that what comes later is refused
+            found = await client.find(key)  # before the check, so that what comes later is refused
             await self._poll()
             await check_replaceable()
+            if await is_taken():
+                raise FileError(errno.EEXIST, f"another client has stored {key} meanwhile; try again")
             if not draft.parts.bytes_dropped:
                 draft.target.expected = "" if found is None else found.etag
 
+        if await is_taken():
+            await give_up_upload(draft, path)
+            is_reserved = self._files.is_key_taken(path)
+            draft.target.key, draft.target.path = choose_key(path, draft.id, is_taken=is_reserved)
+        key = draft.target.key
         draft.target.if_absent = False  # removed bytes may lie there still
         there = self._ns.at(path)
         async with self._deletions.keeping(key):
@@ -540,7 +557,7 @@ class ObjectWriter:
             return
         self._note_stored(path, key, published.meta.etag)
         described = msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0])
-        self.announce_object(path, described, await self._find_date(draft.uploader.client, described))
+        self.announce_object(path, described, await self._find_date(client, described))
         await self._committer.flush()
 
     def announce_object(self, path: str, meta: ObjectMeta, dated_s: int) -> None:
