@@ -384,14 +384,16 @@ def mark_folded(database: Database, index: int, *, since: int) -> None:
     database.commit(batch, sync=True)
 
 
-def drop_names(database: Database) -> None:
+def drop_names(database: Database, *, is_other_lake: bool = False) -> None:
     """Forget all names and what belongs to them; journals, identity and numbers given out stay. Raises CacheError.
+    ``is_other_lake``: the names to come are of another lake, in which nothing is to be deleted that was here.
 
     Changes of names made here that are in no commit yet go from the tree as well; `reapply_wanted` is true until
     somebody made them again.
     """
     batch = Batch()
-    for kind in (*schema.NAME_KINDS, schema.REFUSED, schema.CHANGED):
+    deletions = (schema.DELETION, schema.DELETION_DUE) if is_other_lake else ()
+    for kind in (*schema.NAME_KINDS, schema.REFUSED, schema.CHANGED, *deletions):
         batch.delete_range(kind, schema.end_of(kind))
     batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = batch.rows[schema.SINGLE_COMPLETE] = None
     batch.rows[schema.SINGLE_OUTDATED] = batch.rows[schema.SINGLE_FOLDED] = None

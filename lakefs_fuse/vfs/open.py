@@ -237,7 +237,7 @@ async def _drop_wrong_names(database: Database, client: StoreClient, clock: Cloc
     if is_ahead or is_other or are_names_outdated(database):
         why = "are dated in the future" if is_ahead else "are of another lake" if is_other else "may be outdated"
         log.warning("names in the cache directory %s: all names are read again", why)
-        drop_names(database)
+        drop_names(database, is_other_lake=is_other)
     if lake_id and lake_of(database) != lake_id:
         note_lake(database, lake_id)
 

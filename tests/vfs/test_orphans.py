@@ -901,6 +901,26 @@ async def test_cache_with_unsent_changes_of_a_lake_of_the_same_name_is_refused(t
         assert await m.names() == []
 
 
+async def test_cache_of_another_lake_deletes_nothing_that_it_was_to_delete_there(tmp_path: Path) -> None:
+    """The second lake was copied from the first before the file was removed."""
+    first, second, clock = MemoryStore(), MemoryStore(), Clock()
+    first.equal_bytes_have_equal_etags = second.equal_bytes_have_equal_etags = True
+    first.give("d/file", b"same")
+    second.give("d/file", b"same")
+    first_id, second_id = "a" * 32, "b" * 32
+    async with lake(first, tmp_path, clock=clock, lake_id=first_id, delete_after_s=300.0) as m:
+        await m.unlink("d/file")
+        await m.fs.sync_names()
+        assert first.data("d/file") == b"same"
+    clock.advance(3600)
+    async with lake(second, tmp_path, clock=clock, lake_id=second_id) as m:
+        await m.write("other", b"other")
+        await m.unlink("other")
+        await m.sync()
+        assert "other" not in second.objects
+        assert await m.read("d/file") == b"same"
+
+
 @pytest.mark.parametrize("size", [100, LARGE])
 async def test_name_of_an_unfinished_file_goes_although_its_directory_was_renamed_meanwhile(
     tmp_path: Path, size: int
