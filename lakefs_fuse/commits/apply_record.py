@@ -660,12 +660,12 @@ class Application:
         return current is not None and current.etag == operation.hides and not is_earlier
 
     def _is_told_late(self, step: _Step, operation: Put) -> bool:
-        """The plain object that is told of is gone. A change made here knew what had become of it, but not what came
-        while its commit was on its way."""
-        if not self._own:
-            return self._is_gone(step, operation.hides, operation.dated_s)
-        current, is_sent = step.current, self._stamp < PENDING
-        return is_sent and current is not None and current.stamp < PENDING and _is_hiding(current, operation.hides)
+        """The plain object that is told of is gone. A change made here knew that when it was made, but not what other
+        nodes' commits have said since: its own commit is applied as those are."""
+        newest = 0 if step.current is None else step.current.stamp
+        newest = newest if step.tombstone is None else max(newest, step.tombstone.newest)
+        is_pending = self._own and max(self._stamp, newest) >= PENDING
+        return not is_pending and self._is_gone(step, operation.hides, operation.dated_s)
 
     def _show_others(self, step: _Step, tombstone: Tombstone, etag: str) -> None:
         """What the record said to be there again is gone, and so ends no other version: the next listing tells what

@@ -1031,6 +1031,20 @@ def test_own_commit_about_an_object_leaves_a_file_elsewhere_that_replaced_it_mea
         assert n.found("f").size == 7
 
 
+@pytest.mark.parametrize("removed_at", [20, 31])
+def test_own_commit_about_an_object_does_not_bring_it_back_after_another_removed_it(
+    tmp_path: Path, removed_at: int
+) -> None:
+    """The node had listed another program's object, and heard of its removal while its commit about it was on its way,
+    whichever of the two is dated later."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        n.commit(removed_at, told("e1"), Remove("f", hides="e1", dated_s=START_S + 10), writer="0000000b")
+        record = merged([Change(operations=[told("e1")])], n.writer, at(30))
+        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        assert n.find("f") is None
+
+
 @pytest.mark.parametrize("dated_s", [0, START_S + 5])
 @pytest.mark.parametrize("is_removed", [True, False])
 def test_file_that_is_renamed_back_is_gone_if_it_is_removed_later(
