@@ -600,6 +600,13 @@ def is_successor(meta: ObjectMeta, etag: str) -> bool:
     return etag in history or history[-1] != ""
 
 
+def replaced_since(meta: ObjectMeta, etag: str) -> list[str]:
+    """ETags of the versions between the one with this ETag and the object, oldest first, as its metadata tell them."""
+    history = (meta.metadata or {}).get(REPLACES_METADATA, "").split(",")
+    newest = history[: history.index(etag)] if etag in history else history
+    return [each for each in reversed(newest) if each]
+
+
 def copy_metadata(key: str) -> dict[str, str]:
     """Metadata of a copy at ``key`` of bytes that a file has elsewhere: it is no file until a commit names it."""
     return {COPY_METADATA: xxhash.xxh3_128_hexdigest(key.encode("utf-8", "surrogatepass"))}

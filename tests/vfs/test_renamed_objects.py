@@ -402,6 +402,29 @@ async def test_exchanged_files_have_what_was_written_in_their_place(tmp_path: Pa
         assert await fresh.tree() == expected
 
 
+async def test_exchanged_files_stay_where_one_was_written_twice_in_the_place_of_the_other(tmp_path: Path) -> None:
+    """Commits tell of both versions, later than the exchange, as the name had been removed before."""
+    store, clock = MemoryStore(), Clock()
+    expected = {"a": b"first b", "b": b"third a"}
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await written_and_seen(one, two, "a")
+        await one.unlink("a")
+        clock.advance(5)
+        await written_and_seen(one, two, "ab")
+        clock.advance(5)
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        for content in (b"second a", b"third a"):
+            clock.advance(1)
+            await rewrite(two, "a", content)
+            await two.fs.sync_names()
+        clock.advance(5)
+        await two.poll()
+        await two.parts.renamed.wait_adopted()
+        await shown_by_both(one, two, clock, expected)
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
 @pytest.mark.parametrize("is_replaced", [False, True])
 async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrote_in_its_place(
     tmp_path: Path, is_replaced: bool

@@ -15,7 +15,7 @@ node wrote is remembered in memory alone: after a crash, `adopt` does the same f
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -31,7 +31,7 @@ from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.entry import PENDING, ROOT_INODE, Entry
 from lakefs_fuse.meta.object_table import ObjectRow
-from lakefs_fuse.store.client import StoreClient, is_successor, token_of
+from lakefs_fuse.store.client import StoreClient, is_successor, replaced_since, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
 from lakefs_fuse.sync.wakeup import Wakeup
@@ -132,11 +132,13 @@ class RenamedObjects:
         if self._is_read_only:
             return
         said: list[tuple[Put, ObjectRef]] = []
+        replaced: dict[str, list[str]] = {}
         for operation, ref in pair:
             stored = self._deletions.has_replaced(ref.key, ref.etag)
             meta = await self._client.find(ref.key) if stored else None
             if meta is not None and meta.etag == self._deletions.stored_etag(ref.key) and is_successor(meta, ref.etag):
                 now = learn(Entry(0, 0, b"", 0, 0, operation.mode, operation.uid, operation.gid), meta.metadata or {})
+                replaced[ref.key] = replaced_since(meta, ref.etag)
                 ref = ObjectRef(ref.key, meta.etag, meta.size)
                 operation = msgspec.structs.replace(
                     operation, size=meta.size, mode=now.mode, uid=now.uid, gid=now.gid,
@@ -144,21 +146,27 @@ class RenamedObjects:
                 )  # fmt: skip
             said.append((operation, ref))
         await self._committer.flush()  # what it has said of its own objects is in a commit, above which this stands
-        change = self._exchange(pair, said, time)
+        change = self._exchange(pair, said, replaced, time)
         if change.operations:
             await self._committer.commit_as_of(change, time)
 
     def _exchange(
-        self, pair: Sequence[tuple[Put, ObjectRef]], said: Sequence[tuple[Put, ObjectRef]], time: int
+        self,
+        pair: Sequence[tuple[Put, ObjectRef]],
+        said: Sequence[tuple[Put, ObjectRef]],
+        replaced: Mapping[str, Sequence[str]],
+        time: int,
     ) -> Change:
         """Nothing where either name is something else by now. A name whose exchanged file others have removed or
-        replaced since stays what they put, or this node stored, there."""
+        replaced since stays what they put, or this node stored, there. The others hide also the versions ``replaced``,
+        by their keys, before the one that lies there: commits of this node later than ``time`` may tell of each."""
         builder = ChangeBuilder(self._ns.tree)
         ended = {operation.path for operation, ref in pair if self._is_ended(operation.path, ref, time)}
         if said != pair and all(each.path in ended or self._is_exchanged(each.path, ref) for each, ref in pair):
             for operation, ref in said:
                 if operation.path not in ended:
-                    builder.repeat(msgspec.structs.replace(operation, hides=self._ns.own_etag(operation.path)), ref)
+                    for etag in (*replaced.get(operation.path, ()), self._ns.own_etag(operation.path)):
+                        builder.repeat(msgspec.structs.replace(operation, hides=etag), ref)
         return builder.change()
 
     def _is_ended(self, path: str, ref: ObjectRef, time: int) -> bool:
