@@ -535,6 +535,8 @@ class Application:
     def _drop(self, current: Entry) -> None:
         if not self._paths.keeps(current):
             self._tree.remove(self._changes.batch, current)
+        elif current.stamp == self._stamp and not self._own:  # put by the record itself: what stays is older than that
+            self._tree.update(self._changes.batch, msgspec.structs.replace(current, stamp=self._stamp - 1))
         self._changes.names.append((current.parent, current.name))
         self._changes.directories[current.parent] = None
 

@@ -281,6 +281,19 @@ def test_a_file_that_is_written_here_keeps_its_inode(tmp_path: Path) -> None:
         assert n.found("f").inode == inode
 
 
+def test_row_of_a_file_that_is_written_here_is_older_than_the_removal_in_the_record_that_put_it(tmp_path: Path) -> None:
+    """Another node renamed a file over this one, and its directory; the bytes that are stored here are not the name's
+    any more."""
+    with node(tmp_path) as n:
+        n.commit(1, put("f", hides="e1"))
+        n.watcher.kept.add(n.found("f").inode)
+        for _ in range(2):
+            n.commit(2, put("f", 5, hides="e1"), Remove("f", hides="e1", by_date=True), writer="0000000b")
+            tombstone = n.tree.tombstones.get(b"f")
+            assert tombstone is not None
+            assert 0 < n.found("f").stamp < tombstone.stamp
+
+
 def test_the_kernel_is_told_of_others_changes_and_not_of_its_own(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         record = n.commit(1, put("f"))
