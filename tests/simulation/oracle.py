@@ -83,6 +83,11 @@ class Version:
         """What renames moved here, one after another, the newest first."""
         return [] if self.origin is None else [self.origin, *self.origin.origins()]
 
+    def moved_on(self) -> list[Version]:
+        """What renames by its own node made of it, one after another."""
+        own = [each for each in self.moved_to if each.node == self.node and not each.is_withdrawn]
+        return own + [later for each in own for later in each.moved_on()]
+
 
 @dataclass(eq=False)
 class Removal:

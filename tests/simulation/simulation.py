@@ -333,8 +333,11 @@ class Simulation:
         if isinstance(op, plans.Read) and not op.pause_s and result in ("ENOENT", "ESTALE"):
             self._views.show(node.name, op.path, b"!" + result.encode(), call.shown_before)
         is_creation = isinstance(op, plans.Write) and op.how == "exclusive" and call.has_begun
-        if is_creation and result == "EEXIST" and not self._views.has_other_writer(node.name, _paths_of(op)[0]):
-            raise Failed(f"{node.name} fails to close {_paths_of(op)[0]} with EEXIST, and nobody else created it")
+        if is_creation and result == "EEXIST":
+            (created,) = _paths_of(op)
+            paths = {created, *(moved.path for version in call.versions for moved in version.moved_on())}
+            if not any(self._views.has_other_writer(node.name, path) for path in paths):
+                raise Failed(f"{node.name} fails to close {created} with EEXIST, and nobody else created it")
 
     async def _operation(self, node: SimulatedNode, op: plans.AnyOp, call: _Call) -> None:
         match op:
