@@ -78,6 +78,11 @@ class Batch(msgspec.Struct):
         self.ranges.append((self.rows.copy(), begin, end))
         self.rows.clear()
 
+    def changes(self, key: bytes) -> bool:
+        """Whether the batch writes or deletes the row of a key."""
+        deletes = (key in rows or begin <= key < end for rows, begin, end in self.ranges)
+        return key in self.rows or any(deletes)
+
     def __bool__(self) -> bool:
         return bool(self.rows or self.ranges)
 

@@ -480,7 +480,7 @@ class Tree:
     def is_in_batch(self, batch: Batch, entry: Entry) -> bool:
         """Whether a batch writes or removes this entry."""
         row = schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)
-        return row in batch.rows or schema.INODE + NUMBER.pack(entry.inode) in batch.rows
+        return batch.changes(row) or batch.changes(schema.INODE + NUMBER.pack(entry.inode))
 
     def update_files(self, batch: Batch, changes: Iterable[tuple[Entry, Entry]]) -> None:
         """As `update`, of files: each as it was read, and as it is now."""

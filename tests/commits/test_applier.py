@@ -32,7 +32,7 @@ from lakefs_fuse.commits.record import (
     key_of_copy,
 )
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, PENDING, Flag
+from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, PENDING, ROOT_INODE, Flag
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge
 from tests.commits.nodes import NS, START_S, Node, archive, at, node, plain, put
@@ -403,6 +403,15 @@ def test_a_removed_directory_stays_for_as_long_as_something_is_in_it(tmp_path: P
         assert n.shown() == {}
         n.commit(4, mkdir("d"), put("d/f"), Remove("d/f"))
         assert sorted(n.shown()) == ["d/"]
+
+
+def test_directory_that_a_commit_removes_along_with_a_move_out_of_it_leaves_no_row(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"), put("d/f"))
+        renamed = n.rename("d/f", "g")
+        removed_first = [Remove("d", directory=True), *renamed.operations]
+        n.commit(2, change=msgspec.structs.replace(renamed, operations=removed_first))
+        assert [entry.name for entry in n.tree.children(ROOT_INODE)] == [b"g"]
 
 
 def test_a_file_under_the_name_of_a_directory_comes_into_sight_with_its_end(tmp_path: Path) -> None:
