@@ -82,6 +82,25 @@ def test_rename_of_a_directory_leaves_behind_only_what_replaced_a_file_elsewhere
     assert bool(views.check({"d/f": b"closed"})) == (is_plain or not is_known)
 
 
+@pytest.mark.parametrize("is_renamed_back", [True, False])
+def test_node_shows_an_earlier_version_again_only_where_a_rename_brings_it_back(is_renamed_back: bool) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"before"}, ["n0", "n1"])
+    before = oracle.matching("f", b"before")
+    (first,) = before
+    written = oracle.put("f", b"in place", "n1", before)
+    written.is_plain = written.is_certain = True
+    oracle.remove("f", "n0", before, is_rename=True, operation=1).is_certain = True
+    moved = oracle.put("g", b"before", "n0", frozenset(), origin=first, operation=1)  # which gets what was written
+    oracle.put("f", b"new", "n1", frozenset()).is_certain = moved.is_certain = True
+    if is_renamed_back:
+        oracle.put("f", b"before", "n0", frozenset(), origin=moved, operation=2).is_certain = True
+    views = Views(oracle)
+    for data in (b"in place", b"new"):
+        views.show("n1", "f", data)
+    assert bool(views.check({"f": b"in place"})) != is_renamed_back
+
+
 @pytest.mark.parametrize("tree", [{}, {"f": b"bytes"}, {"g": b"bytes"}])
 @pytest.mark.parametrize("is_removed", [True, False])
 def test_uncertain_rename_leaves_the_file_under_either_name(tree: dict[str, bytes], is_removed: bool) -> None:

@@ -94,8 +94,7 @@ class Views:
             if data is None or data not in shown or shown[-1] == data == shown[0]:
                 continue
             after = [each for each in shown[shown.index(data) :] if each != data]
-            puts = [each for each in self._oracle.versions.get(path, ()) if each.data == data and not each.is_withdrawn]
-            if after and len(puts) == 1:
+            if after and len(self._oracle.carrying(path, data)) == 1:  # else it may have come back
                 wrong.append(f"{node} showed {describe(data)} at {path}, then {describe(after[0])}; the first is newer")
         return wrong
 
