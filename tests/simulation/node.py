@@ -178,7 +178,7 @@ class SimulatedNode:
         scope = trio.CancelScope()
         ended = trio.Event()
         try:
-            with scope, _without_killed():
+            with scope, without_killed():
                 async with AsyncExitStack() as stack:
                     parts = await stack.enter_async_context(
                         assembled(settings, client, metrics, node=node, spans=SPANS)
@@ -394,12 +394,12 @@ def _files_below(tree: Tree, inode: int, prefix: str) -> list[tuple[str, Entry]]
 
 
 @contextmanager
-def _without_killed() -> Iterator[None]:
-    """Drops the errors of a dead node's tasks, unless there are others."""
+def without_killed() -> Iterator[None]:
+    """Drops the errors of a dead node's tasks, and no others: some may have been cancelled when one met its death."""
     try:
         yield
     except Killed:
         pass
     except BaseExceptionGroup as group:
-        if group.split(Killed)[1] is not None:
-            raise
+        if (others := group.split(Killed)[1]) is not None:
+            raise others from None

@@ -54,7 +54,9 @@ def run_seed(seed: Seed) -> Result:
         failure = outcome.failure
         if is_twice and simulate(plan, is_tracing=True, is_on_rocksdb=True).history != outcome.history:
             failure = "two runs of the seed differ, the second of them on RocksDB"
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a worker of `run_all` that it ends would be waited for in vain
         return Result(seed, f"raised {_last(error)!r}", time.process_time() - began_s)
     return Result(seed, failure, time.process_time() - began_s, outcome.virtual_s, plan.steps, _counts(outcome))
 

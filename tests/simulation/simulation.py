@@ -284,7 +284,7 @@ class Simulation:
         with trio.CancelScope() as scope:
             self._scopes[node.name].add(scope)
             try:
-                with _ungrouped():
+                with ungrouped():
                     await self._operation(node, op, call)
                 result = "ok"
             except NodeDown:
@@ -1066,7 +1066,7 @@ class Simulation:
     async def _start(self, node: SimulatedNode) -> None:
         while node.daemon is None:
             try:
-                with _ungrouped():
+                with ungrouped():
                     await node.start()
             except LakeError as error:
                 self.tell(node.name, f"does not start: {error}")
@@ -1095,7 +1095,7 @@ class Simulation:
     async def _flush(self, node: SimulatedNode) -> None:
         for _ in range(FLUSHES_MAX):
             try:
-                with _ungrouped():
+                with ungrouped():
                     await node.lake.fs.make_durable()
                 return
             except LakeError as error:
@@ -1152,7 +1152,7 @@ class Simulation:
         if not paths or self.oracle.is_strict:
             return
         for path in paths:
-            with suppress(LakeError), _ungrouped():
+            with suppress(LakeError), ungrouped():
                 await self._nodes[0].lake.parts.renamed.adopt(path)
         self.outcome.met["read after its writer died"] += len(paths)
         await trio.sleep(quiet_s)
@@ -1165,14 +1165,14 @@ class Simulation:
             return
         node = self._nodes[0]
         for path in paths:
-            with suppress(FileError), _ungrouped():
+            with suppress(FileError), ungrouped():
                 await node.lake.parts.renamed.adopt(path)  # as a read does whose bytes are in no cache
         await trio.sleep(quiet_s)
         for path in self._others.destroyed():
             self.oracle.known["destroyed bytes"] += 1
             self.tell(node.name, f"removes {path}, whose bytes are destroyed")
             removal = self.oracle.remove(path, node.name, frozenset(self.oracle.versions[path]))
-            with _ungrouped():
+            with ungrouped():
                 await node.lake.unlink(path)
             removal.is_certain = True
         await self._flush(node)
@@ -1260,7 +1260,7 @@ class Simulation:
         self._fresh += 1
         node = SimulatedNode(self.world, f"fresh{self._fresh}", MachineClock(), read_only=True)
         node.weather = self.calm
-        with _ungrouped():
+        with ungrouped():
             await node.start()
         tree = await self._tree_of(node)
         daemon = node.daemon
@@ -1302,7 +1302,7 @@ class Simulation:
                 tree[path] = b"-> " + lake.fs.readlink(entry.inode)
             else:
                 try:
-                    with _ungrouped():
+                    with ungrouped():
                         tree[path] = await lake.read(path)
                 except LakeError as error:
                     tree[path] = f"!{errno.errorcode.get(error.errno)} {error}".encode()
@@ -1368,7 +1368,7 @@ def _difference(found: dict[str, bytes], expected: dict[str, bytes], except_at: 
 
 
 @contextmanager
-def _ungrouped() -> Iterator[None]:
+def ungrouped() -> Iterator[None]:
     """Errors of the block as themselves."""
     try:
         yield
@@ -1376,8 +1376,8 @@ def _ungrouped() -> Iterator[None]:
         lake_error = group.split(LakeError)[0]
         if lake_error is not None and group.split((LakeError, trio.Cancelled))[1] is None:
             raise _first(lake_error) from None
-        if group.split((Killed, LakeError))[1] is None:  # parts were on their way side by side when the node died
-            raise Killed from None
+        if group.split(Killed)[0] is not None:  # tasks were side by side when the node died; others may be cancelled
+            raise (group.split((Killed, LakeError))[1] or Killed()) from None
         raise
 
 
