@@ -22,6 +22,7 @@ from lakefs_fuse.commits.path_tree import (
     buried_with,
     carry_over,
     is_removing,
+    other_name,
     when_replaced,
 )
 from lakefs_fuse.commits.record import (
@@ -258,7 +259,7 @@ class Application:
                 step.current = entry
         new = [at for at in below if at[1].current is None and not isinstance(at[1].operation, Remove)]
         if new:
-            others = self._tree.named_many([(parent, _other_name(step.name)) for parent, step in new])
+            others = self._tree.named_many([(parent, other_name(step.name)) for parent, step in new])
             for (_, step), entry in zip(new, others, strict=True):
                 step.other = entry
         named = {index for step in steps for index in self._elsewhere(step.operation)}
@@ -909,10 +910,13 @@ class Application:
         if not self._applies(step, place):
             return
         if current is None or not self._is_at(current, place, operation.path):
+            if current is not None and current.stamp:  # no commit tells of this one, and a listing would not show that
+                step.tombstone = with_unlisted(step.tombstone, current.etag, current.stamp)
+                self._changes.tombstones[step.raw] = step.tombstone
             self._set_file(
                 step, place, current.etag if current else operation.hides, KNOWN | Flag.ATTRIBUTED,
                 size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
-                mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, stamp=current.stamp if current else 0,
+                mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, stamp=0,
             )  # fmt: skip
             return
         if current.size != operation.size or (self._stamp < PENDING and self._is_attributed_later(current)):
@@ -968,11 +972,6 @@ class Application:
         ref = self._ref(operation.from_object) if before.number else ObjectRef(operation.path, before.etag)
         moved = Relocated(ref.key, ref.etag, operation.from_offset, self._update(current, relocated))
         self._changes.relocated.append(moved)
-
-
-def _other_name(sort_name: bytes) -> bytes:
-    """The sort name that a file has for a directory of the same name, or a directory for a file."""
-    return sort_name[:-1] if sort_name.endswith(b"/") else sort_name + b"/"
 
 
 def _bit(path: str, length: int) -> int:

@@ -240,6 +240,11 @@ def buried_with(entry: Entry) -> tuple[int, int]:
     return entry.stamp, entry.stamp if entry.flags & Flag.PUT_AGAIN else 0
 
 
+def other_name(sort_name: bytes) -> bytes:
+    """The sort name that a file has for a directory of the same name, or a directory for a file."""
+    return sort_name[:-1] if sort_name.endswith(b"/") else sort_name + b"/"
+
+
 def when_replaced(known: Entry | None, tombstone: Tombstone | None) -> int:
     """When the newest file elsewhere that is known came to a name, and ended those before it: the one that is there, or
     that a listed object counts over. 0: none is known."""

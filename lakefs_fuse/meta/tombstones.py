@@ -41,8 +41,8 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     removed. ``gone`` are the ETags of plain objects that commits named when they removed or replaced them, with the
     newest stamp of each, newest first: these versions count as removed whatever the times. ``dated`` are ETags with the
     newest date, in seconds, of a version with those bytes that was removed, or put there again after another was.
-    ``unlisted`` is the plain object of which the newest commit told, and that a listing did not show any more: its
-    ETag, and that commit's stamp, or 0.
+    ``unlisted`` is the plain object of which the newest commit told, and that a listing did not show any more, or in
+    whose place a later commit changed the attributes of another: its ETag, and the stamp of who told of it, or 0.
     ``again`` is ``stamp`` of files elsewhere that hide what was removed since: it had been put over them again, but
     over those only that are older than its date, if that is known.
     """

@@ -499,6 +499,26 @@ def test_attributes_of_an_object_that_another_program_put_in_place_of_one_of_whi
             assert n.find("f") is None
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_object_of_which_a_commit_tells_is_gone_after_a_file_though_another_program_had_replaced_it(
+    tmp_path: Path, is_listed: bool
+) -> None:
+    """Who puts its bytes there again has to say so, whether a listing showed what replaced it, or a commit."""
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        if is_listed:
+            n.list(plain("f", "e2", 15))
+        change = Change(operations=[SetAttr("f", OWN, 0, 1, "e2", 0o600, 0, 0, 0)])
+        record = merged([change], "0000000b", at(20), range(1))
+        n.applier.apply(record, archive(record.time, record.writer), outdated={} if is_listed else {"f": "e1"})
+        assert (n.found("f").etag, n.found("f").mode) == ("e2", 0o600)
+        n.list()
+        n.commit(30, put("f"))
+        tombstone = n.tree.tombstones.get(b"f")
+        assert tombstone is not None
+        assert tombstone.when_gone("e1") == at(30)
+
+
 def test_attributes_of_a_plain_object_that_was_replaced_meanwhile(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         n.list(plain("f", "newer", 30))
