@@ -36,7 +36,7 @@ The oracle starts anew whenever all nodes agreed on a tree, with what they agree
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -508,26 +508,38 @@ class Oracle:
     def _bytes_of(self, version: Version) -> set[bytes]:
         """Its own, and those that were written in place of an origin, or of a file created there after that was
         removed, by who had not seen the rename."""
-        found, moved = {version.data}, version
-        while moved.origin is not None:
-            there = self._in_place_of(moved.origin) | self._created_after(moved.origin)
-            found |= {other.data for other in there}
-            moved = moved.origin
+        found = {version.data}
+        for _, origin in self._moves_to(version):
+            found |= {other.data for other in self._in_place_of(origin) | self._created_after(origin)}
         return found
+
+    def _moves_to(self, version: Version) -> Iterator[tuple[Version, Version]]:
+        """What renames moved here, one after another, as it was after and before each. That may be any version of
+        equal bytes from before the rename."""
+        pending, walked = [version], set[Version]()
+        while pending:
+            moved = pending.pop()
+            if (origin := moved.origin) is None:
+                continue
+            equal = (each for each in self.versions[origin.path] if each.data == origin.data and not each.is_withdrawn)
+            for each in [origin, *(each for each in equal if each is not origin and each.number < moved.number)]:
+                if each not in walked:
+                    walked.add(each)
+                    pending.append(each)
+                    yield moved, each
 
     def _is_stored_late(self, version: Version, data: bytes) -> bool:
         """Another node was writing what a rename moved here. Its user was told of no success, or not before all that
         was put here since, so it may have been stored after that."""
         puts = self.versions[version.path]
-        moved, since = version, [later.number for later in puts if version in later.known and later.is_certain]
-        while moved.origin is not None:
-            there = self._in_place_of(moved.origin)
-            for removal in self.removals[moved.origin.path]:
+        since = [later.number for later in puts if version in later.known and later.is_certain]
+        for moved, origin in self._moves_to(version):
+            there = self._in_place_of(origin)
+            for removal in self.removals[origin.path]:
                 unseen = there - removal.known if removal.operation == moved.operation else ()
                 late = [each for each in unseen if not each.is_certain or (since and each.told >= max(since))]
                 if any(each.data == data and each.node != removal.node for each in late):
                     return True
-            moved = moved.origin
         return False
 
     def _why_gone(self, version: Version) -> str:

@@ -221,6 +221,28 @@ def test_file_that_an_exchange_brings_goes_with_a_removal_of_what_its_node_had_r
     assert not oracle.check({"g": b"second", "h": b"first"})
 
 
+@pytest.mark.parametrize("is_back", [True, False])
+def test_write_in_place_of_equal_bytes_goes_along_with_the_renames_of_either(is_back: bool) -> None:
+    """A file was renamed, and back, and away again: the last rename may have moved what either was."""
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"bytes"}, ["n0", "n1"])
+    (first,) = oracle.matching("f", b"bytes")
+    away = oracle.put("g", b"bytes", "n0", frozenset(), origin=first, operation=1)
+    written = oracle.put("g", b"written", "n1", frozenset({away}), operation=2)
+    removals = [oracle.remove("f", "n0", frozenset({first}), is_rename=True, operation=1)]
+    changes = [away]
+    if is_back:
+        changes.append(oracle.put("f", b"bytes", "n0", frozenset(), origin=away, operation=3))
+        removals.append(oracle.remove("g", "n0", frozenset({away}), is_rename=True, operation=3))
+    named = oracle.matching("f", b"bytes")
+    changes.append(oracle.put("h", b"bytes", "n0", frozenset(), origin=first, operation=4))
+    removals.append(oracle.remove("f", "n0", named, is_rename=True, operation=4))
+    for each in (*changes, *removals):
+        each.is_certain = True
+    assert not written.is_certain
+    assert bool(oracle.check({"h": b"written"})) != is_back
+
+
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_equal_bytes_that_are_stored_between_a_look_and_the_deletion_are_lost(is_seen: bool) -> None:
     oracle = Oracle(deletes_conditionally=True)
