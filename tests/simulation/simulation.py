@@ -903,8 +903,9 @@ class Simulation:
             found = frozenset({pending})
         elif data is not None:
             found = self.oracle.matching(old, data)
-            if self.oracle.matching(new, data).difference(*(version.origins() for version in found)):
-                return  # it was there; what had come from there has gone back
+            there = self.oracle.matching(new, data)
+            if there.difference(*([*version.origins(), *version.moved_to] for version in found)):
+                return  # it was there; what had come from there has gone back, or another's rename has moved it, too
         else:
             return
         for version in found:
