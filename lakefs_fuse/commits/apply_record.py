@@ -605,7 +605,8 @@ class Application:
         raw = operation.path.encode()
         (current,) = self._paths.find_many([raw])
         if isinstance(operation, Remove) and current is not None and self._is_other(current, operation):
-            return Doubt(operation.path, current.etag, operation.hides, removed_ns=self._time)
+            # No commit told of a listed object, so the removed version has not replaced it: any date is right.
+            return Doubt(operation.path, current.etag, operation.hides, self._time if current.stamp else PENDING)
         if isinstance(operation, Put) and operation.object == OWN and current is None:
             tombstone = self._tree.tombstones.get(raw)
             is_later = tombstone is not None and PENDING > tombstone.newest > self._stamp >= tombstone.floor

@@ -346,6 +346,23 @@ async def test_object_named_while_its_removal_is_pending_is_seen_without_a_listi
         assert await one.read("f") == b"by another node"
 
 
+async def test_object_stored_again_long_after_its_removal_stays_without_a_listing(tmp_path: Path) -> None:
+    """No commit tells of it: so it is not what the version that another node removed had replaced."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, delete_after_s=1e6) as (one, two):
+        await two.write("f", b"first")
+        await announce(two, one)
+        assert await one.names() == await two.names() == ["f"]
+        await one.unlink("f")
+        await one.fs.sync_names()
+        clock.advance(3)
+        await rewrite(two, "f", b"second")
+        await two.poll()
+        assert await two.read("f") == b"second"
+        await announce(two, one)
+        assert await one.read("f") == b"second"
+
+
 async def test_object_stored_in_a_directory_that_another_node_renames_over_meanwhile_is_seen(tmp_path: Path) -> None:
     """The listing of the renamed directory says nothing of what was announced in the other."""
     store, clock = MemoryStore(), Clock()
