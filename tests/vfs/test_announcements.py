@@ -22,6 +22,7 @@ from tests.vfs.lakes import NEVER_S, TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import rewrite
 
 SET_NS = 5_000_000_000
+SECOND_NS = 1_000_000_000
 
 
 def commits_of(store: MemoryStore) -> list[str]:
@@ -382,6 +383,38 @@ async def test_object_stored_in_a_directory_that_another_node_renames_over_meanw
         await reader.poll()
         assert await reader.names() == ["to"]
         assert await reader.names("to") == ["file"]
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("is_moved", [True, False])
+async def test_object_stored_in_a_directory_that_another_node_takes_away_meanwhile_is_seen(
+    tmp_path: Path, is_moved: bool, is_listed: bool
+) -> None:
+    """Its name was announced in the directory that is elsewhere by then, or gone."""
+    store, clock = MemoryStore(), Clock()
+    ahead = Clock(clock.now_ns + SECOND_NS)
+    async with (
+        lake(store, tmp_path / "two", clock=ahead) as two,
+        lake(store, tmp_path / "one", clock=clock) as one,
+        lake(store, tmp_path / "reader", clock=clock) as reader,
+    ):
+        await one.mkdir("a")
+        await one.mkdir("a/b")
+        await one.sync()
+        for m in (two, reader):
+            await m.poll()
+            assert await m.names("a") == ["b"]
+        if is_listed:
+            assert await reader.names("a/b") == []
+        if is_moved:
+            await two.rename("a/b", "c")
+        else:
+            await two.rmdir("a/b")
+        await two.fs.sync_names()
+        await one.write("a/b/file", b"bytes")
+        await announce(one, reader)
+        assert await reader.names("a") == ["b"]
+        assert await reader.names("a/b") == ["file"]
 
 
 @pytest.mark.parametrize("above", ["d", "d/e"])

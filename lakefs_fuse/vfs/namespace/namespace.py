@@ -755,9 +755,10 @@ class Namespace:
     def _take_announcements(self, record: Record) -> None:
         """Another node has stored plain objects, of which its commit tells: those that no operation names, and those of
         operations which had no effect here, because of a change that is in no commit yet, perhaps. Or it has taken away
-        what a directory is there for."""
+        what a directory is there for, or a directory in which others have stored something that it does not name."""
         places: dict[bytes, tuple[int, bytes]] = {}
-        for path in (*record.stored, *self._unseen(record), *self._emptied(record)):
+        stored = (*record.stored, *self._unseen(record))
+        for path in (*stored, *self._emptied(record), *self._left_behind(record)):
             above, _, last = path.encode().rpartition(b"/")
             if above not in places:
                 places[above] = self._nearest(above)
@@ -775,6 +776,8 @@ class Namespace:
                 if at is None:
                     break
                 directory, name = at.parent, at.name
+        for path in dict.fromkeys(each.rpartition("/")[0] for each in stored):
+            self._outdated.note_announced(path)
 
     def is_announced(self, path: str) -> bool:
         """A commit told that a plain object was stored there, of which the store was not asked since."""
@@ -807,6 +810,15 @@ class Namespace:
                 path = path.rpartition("/")[0]
             if emptied:
                 yield emptied
+
+    def _left_behind(self, record: Record) -> Iterator[str]:
+        """Directories that a record moves or removes, where something was announced before; of what a large one
+        removes none."""
+        operations = record.operations if len(record.operations) <= STORED_MAX else ()
+        removed = (each.path for each in operations if isinstance(each, Remove) and each.directory)
+        for path in dict.fromkeys((*(source for source, _ in record.moves), *removed)):
+            if self._outdated.was_announced(path):
+                yield path
 
     def _nearest(self, path: bytes) -> tuple[int, bytes]:
         """The deepest known directory on a path, and the name in it that leads on; none where that is the path's."""

@@ -3,7 +3,8 @@
 What always holds (*an outdated listing says so*): the row of the listing of a directory with outdated names is dated 0,
 so that a daemon that starts lists the directory again; what is kept here is how old the listing is for other names.
 Once each outdated name was asked for by itself the row has its date again. Names of directories that were never listed
-are not kept, as nothing is believed of them.
+are not kept, as nothing is believed of them. The paths of directories are kept in either case: what was announced stays
+where it was stored when another node's commit moves the directory away, or removes it.
 
 Trio thread only; what is here changes between two awaits. A crash leaves the rows.
 """
@@ -36,6 +37,20 @@ class OutdatedNames:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._directories: OrderedDict[int, _Outdated] = OrderedDict()
+        self._announced: OrderedDict[str, None] = OrderedDict()
+
+    def note_announced(self, path: str) -> None:
+        """Another node has stored something in the directory at a path."""
+        while path:
+            self._announced[path] = None
+            self._announced.move_to_end(path)
+            path = path.rpartition("/")[0]
+        while len(self._announced) > DIRECTORIES_MAX:
+            self._announced.popitem(last=False)
+
+    def was_announced(self, path: str) -> bool:
+        """Another node has stored something in, or below, the directory at a path."""
+        return path in self._announced
 
     def of(self, directory: int) -> tuple[Collection[bytes], int]:
         """The outdated names of a directory, and when it was listed; none where all of it is outdated."""
