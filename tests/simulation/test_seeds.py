@@ -27,7 +27,10 @@ SEEDS = [
         ("copies", sized(3, 8)),
     )
     for seed in range(seeds)
-] + [("copies", 72064)]  # bytes that are put again are replaced before a commit tells of them
+] + [
+    ("copies", 72064),  # bytes that are put again are replaced before a commit tells of them
+    ("packs", 110031),  # bytes are put again over others that had replaced them, before a commit tells of either
+]
 TWICE = [
     ("turns", 3),
     *[("mixed", seed) for seed in range(sized(1, 7))],

@@ -385,9 +385,12 @@ class ObjectWriter:
         if is_at_another_name and not published.is_superseded and not file.unlinked:
             with suppress(LakeError):  # else the commit of the location says it
                 await self._renamed.hide(key, published.meta.etag)
+        replaced = self._replaced_untold(file.key, draft, plan, published.meta)
         has_tombstone = self._has_tombstone(file.key)
-        may_be_again = has_tombstone or bool(file.entry.place)
-        dated_s = await self._find_date(draft.uploader.client, published.meta) if may_be_again else 0
+        may_be_again = has_tombstone or bool(file.entry.place or replaced)
+        dated_s = 0
+        if may_be_again:  # who put what was replaced may have replaced the same bytes, and say that these are gone
+            dated_s = await self._find_date(draft.uploader.client, published.meta, may_be_hidden=bool(replaced))
         path, meta = file.key, published.meta
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
@@ -404,10 +407,7 @@ class ObjectWriter:
         )
         is_named = has_tombstone or bool(row is not None and (row.stamp or row.flags & Flag.OVERRIDING))
         is_again = row is not None and row.etag == meta.etag and row.is_plain
-        replaced = plan.expected or ""
-        is_known = replaced in (meta.etag, draft.target.replaces) or self._tombstone(path).when_gone(replaced) > 0
-        if key != path or is_known:
-            replaced = ""
+        replaced = replaced if key == path else ""
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = commits or is_again or bool(replaced)
         commits = commits and not file.unlinked and not published.is_superseded
@@ -424,6 +424,12 @@ class ObjectWriter:
         is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(entry)
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
         return StoredVersion(entry, row, is_removed, extent, published.described, published, commits and is_named)
+
+    def _replaced_untold(self, path: str, draft: Draft, plan: PublishPlan, meta: ObjectMeta) -> str:
+        """The ETag of the object that was replaced at a path, of which no commit told here; empty for none."""
+        replaced = plan.expected or ""
+        is_known = replaced in (meta.etag, draft.target.replaces) or self._tombstone(path).when_gone(replaced) > 0
+        return "" if meta.key != path or is_known else replaced
 
     def _removal(self, path: str, etag: str, there: ObjectMeta | None) -> Remove | None:
         """Of the object that was replaced, of which its writer has told nobody yet; None for none. Where it has bytes
@@ -472,10 +478,11 @@ class ObjectWriter:
         known = 0 if before is None else before.when_gone(meta.etag)
         return dated_s > 0 and (dated_s + 1) * NS < gone < PENDING and known != gone and known < PENDING
 
-    async def _find_date(self, client: StoreClient, meta: ObjectMeta) -> int:
+    async def _find_date(self, client: StoreClient, meta: ObjectMeta, *, may_be_hidden: bool = False) -> int:
         """The store's date, in seconds, of bytes that were removed before, and are there again: the answer to a PUT may
-        have this machine's. 0 for other bytes, and where the store does not tell."""
-        if not self._is_hidden(meta.key, meta.etag):
+        have this machine's. 0 where no commit hides them that is known here, unless one ``may_be_hidden``, and where
+        the store does not tell."""
+        if not (may_be_hidden or self._is_hidden(meta.key, meta.etag)):
             return 0
         try:
             there = await client.find(meta.key)
@@ -505,7 +512,7 @@ class ObjectWriter:
         if replaced is not None:
             builder.operations.append(replaced)
         hides = self._ns.own_etag(path)
-        if key == path and (is_again or self._is_hidden(path, entry.etag)):
+        if key == path and (is_again or dated_s or self._is_hidden(path, entry.etag)):
             builder.put_again(path, entry, dated_s, when_named(self._ns.tree, path, entry.etag))
         else:
             builder.put(path, entry, key=key, hides=hides)
