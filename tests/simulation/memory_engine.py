@@ -238,7 +238,9 @@ def _read_tables(paths: Sequence[Path], there: Mapping[bytes, bytes], scratch: P
 def _ingested(paths: Sequence[Path], there: Mapping[bytes, bytes], scratch: Path) -> tuple[dict[bytes, bytes], int]:
     """What is in a database with these rows after it took the files, and the number of deletions."""
     shutil.rmtree(scratch, ignore_errors=True)
-    trial = Rdict(str(scratch), options())
+    as_ingested = options()
+    as_ingested.set_disable_auto_compactions(True)  # which would take deletions away before they are counted
+    trial = Rdict(str(scratch), as_ingested)
     try:
         for key, value in there.items():
             trial[key] = value

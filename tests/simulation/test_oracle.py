@@ -237,8 +237,10 @@ def test_write_in_place_of_equal_bytes_goes_along_with_the_renames_of_either(is_
     named = oracle.matching("f", b"bytes")
     changes.append(oracle.put("h", b"bytes", "n0", frozenset(), origin=first, operation=4))
     removals.append(oracle.remove("f", "n0", named, is_rename=True, operation=4))
-    for each in (*changes, *removals):
-        each.is_certain = True
+    for put in changes:
+        put.is_certain = True
+    for removal in removals:
+        removal.is_certain = True
     assert not written.is_certain
     assert bool(oracle.check({"h": b"written"})) != is_back
 
