@@ -135,6 +135,8 @@ class SimulatedNode:
         self.flips_blocks = False
         """Some bytes of cached blocks are damaged when the node dies."""
         self.daemon: Daemon | None = None
+        self.writers: Counter[int] = Counter()
+        """How many users have begun to write to each file, by its inode."""
         self.lives = 0
         self.died: list[Callable[[], None]] = []
         """Called at the moment of death."""
@@ -349,6 +351,7 @@ class SimulatedNode:
     async def writing(self, inode: int) -> AsyncIterator[None]:
         """One user at a time writes to a file."""
         async with self._lock(-inode):
+            self.writers[inode] += 1
             yield
 
     async def close(self, handle: int) -> None:

@@ -513,6 +513,7 @@ class Simulation:
                         continue  # another node has made it meanwhile
                     lock = node._lock(-created.inode)  # noqa: SLF001
                     await lock.acquire()
+                    node.writers[created.inode] += 1
                 try:
                     yield handle, created.inode
                 finally:
@@ -660,14 +661,14 @@ class Simulation:
 
     async def _read(self, node: SimulatedNode, path: str, call: _Call, pause_s: float) -> None:
         handle, inode = await node.open(path, os.O_RDONLY)
-        is_written = self._is_written(node, inode)
+        is_written, writers = self._is_written(node, inode), node.writers[inode]
         try:
             if pause_s:
                 await trio.sleep(pause_s)
             data = await self._read_handle(node, handle)
         finally:
             await node.close(handle)
-        if is_written or self._is_written(node, inode):
+        if is_written or self._is_written(node, inode) or node.writers[inode] != writers:
             return
         self._check_bytes(node, path, data)
         found = self.oracle.matching(path, data)
