@@ -1030,19 +1030,24 @@ async def test_died_writing_a_file_that_was_renamed(tmp_path: Path) -> None:
         assert await m.tree() == {"final": None, "final/renamed": noise("new", LARGE)}
 
 
+async def died_writing_a_renamed_file(store: MemoryStore, root: Path) -> Path:
+    """As `died_writing`, of "renamed", whose upload had begun when its name was "file"."""
+    async with lake(store, root / "cache") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise("new", LARGE))
+        await uploaded(store, m, 5)
+        await m.rename("file", "renamed")
+        await m.sync()
+        return die(root / "cache", root / "dead")
+
+
 @pytest.mark.parametrize("at_mount", [False, True], ids=["finished later", "finished at the mount"])
 @pytest.mark.parametrize("how", ["program", "mount", "mount, packed"])
 async def test_finish_of_a_renamed_file_keeps_what_others_stored_under_its_earlier_name(
     tmp_path: Path, how: str, at_mount: bool
 ) -> None:
     store, clock = MemoryStore(), Clock()
-    async with lake(store, tmp_path / "cache", clock=clock) as m:
-        handle = await m.create("file")
-        await m.fs.write(handle, 0, noise("new", LARGE))
-        await uploaded(store, m, 5)
-        await m.rename("file", "renamed")
-        await m.sync()
-        dead = die(tmp_path / "cache", tmp_path / "dead")
+    dead = await died_writing_a_renamed_file(store, tmp_path)
     async with lake(store, tmp_path / "two", clock=clock, pack="always" if "packed" in how else "never") as two:
         if how == "program":
             store.give("file", b"theirs")
@@ -1065,13 +1070,7 @@ async def test_finish_of_a_renamed_file_keeps_what_is_stored_under_its_earlier_n
     tmp_path: Path, request_held: str
 ) -> None:
     store = MemoryStore()
-    async with lake(store, tmp_path / "cache") as m:
-        handle = await m.create("file")
-        await m.fs.write(handle, 0, noise("new", LARGE))
-        await uploaded(store, m, 5)
-        await m.rename("file", "renamed")
-        await m.sync()
-        dead = die(tmp_path / "cache", tmp_path / "dead")
+    dead = await died_writing_a_renamed_file(store, tmp_path)
     async with lake(store, dead) as m:
         found = orphan(m)
         pause = store.hook = Pause(lambda request: request.what == request_held)
