@@ -297,8 +297,14 @@ async def test_finish_keeps_what_was_stored_while_the_orphan_was_uploaded(
         assert await m.read("file") == noise("new", LARGE)
 
 
-@pytest.mark.parametrize("able", [False, True], ids=["without conditions", "with conditions"])
-async def test_finish_of_a_changed_file_keeps_what_was_stored_while_it_was_uploaded(tmp_path: Path, able: bool) -> None:
+@pytest.mark.parametrize(
+    ("able", "request_held"),
+    [(False, "upload_part"), (False, "upload_part_copy"), (True, "complete_multipart")],
+    ids=["without conditions", "without conditions, while parts are copied", "with conditions"],
+)
+async def test_finish_of_a_changed_file_keeps_what_was_stored_while_it_was_uploaded(
+    tmp_path: Path, able: bool, request_held: str
+) -> None:
     capabilities = Capabilities(
         name="memory", put_if_match=able, complete_if_match=able, complete_if_absent=able, put_if_absent=able
     )
@@ -313,7 +319,7 @@ async def test_finish_of_a_changed_file_keeps_what_was_stored_while_it_was_uploa
         dead = die(tmp_path / "cache", tmp_path / "dead")
     store.uploads.clear()
     async with lake(store, dead, clock=clock) as m:
-        pause = store.hook = Pause(lambda request: request.what == ("complete_multipart" if able else "upload_part"))
+        pause = store.hook = Pause(lambda request: request.what == request_held)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fails_with_eexist, m, orphan(m).id)
             await reached(pause.reached)

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from lakefs_fuse.environment.local_disk import allocated_bytes
-from lakefs_fuse.errors import ConfigError, FileError, LakeError, Overtaken
+from lakefs_fuse.errors import ConfigError, FileError, LakeError, Overtaken, PreconditionFailed
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Journal
@@ -384,7 +384,7 @@ class Recovery:
                 await self._writer.finish(draft, path, partial(self._check_replaceable, record))
         except BaseException as error:
             self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
-            if isinstance(error, Overtaken):
+            if isinstance(error, Overtaken | PreconditionFailed):  # also of the version whose parts are copied
                 raise self._replaced(record) from error
             raise
         finally:
