@@ -531,27 +531,27 @@ class ObjectWriter:
         """
         client = draft.uploader.client
 
-        async def is_taken() -> bool:
+        async def is_replaced_at_earlier_name() -> bool:
             """The upload began under an earlier name, which others have stored since."""
             if not is_renamed_since(draft.target.key if draft.upload_intent_ns else "", path):
                 return False
             found = await client.find(draft.target.key)
-            known = found is None or is_own_object(draft, found) or found.etag in self._gone_at(draft.target)
-            return not known
+            is_known = found is None or is_own_object(draft, found) or found.etag in self._gone_at(draft.target)
+            return not is_known
 
         async def confirm() -> None:
             found = await client.find(key)  # before the check, so that what comes later is refused
             await self._poll()
             await check_replaceable()
-            if await is_taken():
+            if await is_replaced_at_earlier_name():
                 raise FileError(errno.EEXIST, f"another client has stored {key} meanwhile; try again")
             if not draft.parts.bytes_dropped:
                 draft.target.expected = "" if found is None else found.etag
 
-        if await is_taken():
+        if await is_replaced_at_earlier_name():
             await give_up_upload(draft, path)
-            is_reserved = self._files.is_key_taken(path)
-            draft.target.key, draft.target.path = choose_key(path, draft.id, is_taken=is_reserved)
+            is_taken = self._files.is_key_taken(path)
+            draft.target.key, draft.target.path = choose_key(path, draft.id, is_taken=is_taken)
         key = draft.target.key
         draft.target.if_absent = False  # removed bytes may lie there still
         there = self._ns.at(path)
