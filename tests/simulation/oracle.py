@@ -333,14 +333,17 @@ class Oracle:
         )
 
     def moved_from(self, path: str) -> set[str]:
-        """Where something was before a directory above it was renamed."""
-        return {
-            directory.origin.path + path[at:]
-            for at, mark in enumerate(path)
-            if mark == "/"
-            for directory in self.versions.get(path[:at], ())
-            if directory.origin is not None and not directory.is_withdrawn
-        }
+        """Where something was before directories above it were renamed, one after the other."""
+        found, pending = set[str](), [path]
+        while pending and len(found) < PATHS_MAX:
+            path = pending.pop()
+            for at in [at for at, mark in enumerate(path) if mark == "/"]:
+                for directory in self.versions.get(path[:at], ()):
+                    if directory.origin is not None and not directory.is_withdrawn:
+                        before = directory.origin.path + path[at:]
+                        pending += [before] if before not in found else []
+                        found.add(before)
+        return found
 
     def _replaced(self, version: Version, tree: Mapping[str, bytes] = NOTHING) -> bool:
         """An acknowledged put knew it, which is not under the name from which a rename was to take it along."""

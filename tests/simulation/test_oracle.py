@@ -264,3 +264,21 @@ def test_equal_bytes_that_are_stored_between_a_look_and_the_deletion_are_lost(is
         store.head("f")
     store.delete("f", etag=meta.etag)
     assert bool(oracle.check({})) == is_seen
+
+
+def test_directory_whose_last_name_another_node_removed_goes_along_with_renames_of_the_one_above() -> None:
+    """Only another program's object had made it; who removed that has it made by a commit."""
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"d": DIRECTORY}, ["n0", "n1"])
+    stored = oracle.put("d/e/f", b"bytes", PROGRAM, frozenset())
+    removals = [oracle.remove("d/e/f", "n1", frozenset({stored}))]
+    (moved,) = oracle.matching("d", DIRECTORY)
+    for new in ("g", "h"):
+        removals.append(oracle.remove(moved.path, "n0", frozenset({moved}), is_rename=True))
+        moved = oracle.put(new, DIRECTORY, "n0", frozenset(), origin=moved)
+        moved.is_certain = True
+    for removal in removals:
+        removal.is_certain = True
+    stored.is_certain = True
+    assert not oracle.check({"h": DIRECTORY, "h/e": DIRECTORY})
+    assert oracle.check({"h": DIRECTORY, "h/e": DIRECTORY, "h/other": DIRECTORY})
