@@ -21,7 +21,9 @@ from lakefs_fuse.commits.path_tree import (
     Relocated,
     buried_with,
     carry_over,
+    is_hiding,
     is_removing,
+    lies_elsewhere,
     other_name,
     when_replaced,
 )
@@ -409,7 +411,7 @@ class Application:
         """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
         one, where the record put it there again."""
         current, tombstone = step.current, step.tombstone
-        if current is not None and _is_hiding(current, etag) and not is_put_since(dated_s, current.stamp):
+        if current is not None and is_hiding(current, etag) and not is_put_since(dated_s, current.stamp):
             return True
         gone = 0 if tombstone is None else tombstone.when_gone(etag)
         if tombstone is None or not (dated_s or self._is_just_removed(step)):
@@ -457,7 +459,7 @@ class Application:
     def _note_lost(self, step: _Step, place: Place, hides: str) -> None:
         """The operation is left out as older than what is known; what it replaced stays gone all the same."""
         current, tombstone = step.current, step.tombstone
-        is_elsewhere = current is not None and _is_elsewhere(current)
+        is_elsewhere = current is not None and lies_elsewhere(current)
         if place.number or isinstance(step.operation, Symlink):
             if hides and not (is_elsewhere and current.etag == hides):  # type: ignore[union-attr]
                 self._bury(step, etag=hides, at=max(self._stamp, when_replaced(current, tombstone)))
@@ -495,10 +497,10 @@ class Application:
     def _end_older(self, step: _Step, stamp: int) -> None:
         """A plain object that was removed had replaced what was elsewhere until then, also earlier in this record."""
         current = step.current
-        if current is not None and _is_elsewhere(current) and 0 < current.stamp < stamp:
+        if current is not None and lies_elsewhere(current) and 0 < current.stamp < stamp:
             self._bury_replaced(step, current)
             self._drop(current)
-        elif current is not None and _is_elsewhere(current) and current.stamp == stamp == self._stamp and step.is_last:
+        elif current is not None and lies_elsewhere(current) and current.stamp == stamp == self._stamp and step.is_last:
             self._bury(step, etag=current.etag, at=stamp)
             self._drop(current)
         self._bury(step, stamp)
@@ -508,7 +510,7 @@ class Application:
         copy of bytes which the name did not have any more, or (``since``) a version that was moved away, and replaced
         at its key or removed later."""
         current, ended = step.current, 0
-        if current is not None and (since or _is_elsewhere(current)):
+        if current is not None and (since or lies_elsewhere(current)):
             ended = current.stamp if current.etag != etag else 0
         elif current is None and step.tombstone is not None:
             ended = step.tombstone.newest if since else step.tombstone.floor
@@ -556,7 +558,7 @@ class Application:
                 rest = without(rest, hides)
             step.tombstone = rest if rest is not None and (rest.gone or rest.dated) else None
         else:
-            if current is not None and _is_elsewhere(current) and current.stamp > 0:
+            if current is not None and lies_elsewhere(current) and current.stamp > 0:
                 self._bury_replaced(step, current, place.etag)
             dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
             if step.tombstone is not None or dated_s:
@@ -660,7 +662,7 @@ class Application:
 
     def _is_hidden_by(self, current: Entry | None, operation: Put) -> bool:
         """What is known has, or hides, the plain object that is told of, and not only an earlier one of equal bytes."""
-        is_earlier = current is not None and _is_elsewhere(current) and is_put_since(operation.dated_s, current.stamp)
+        is_earlier = current is not None and lies_elsewhere(current) and is_put_since(operation.dated_s, current.stamp)
         return current is not None and current.etag == operation.hides and not is_earlier
 
     def _is_told_late(self, step: _Step, operation: Put) -> bool:
@@ -811,13 +813,13 @@ class Application:
         removes = True
         if current is not None and self._is_other(current, operation):
             removes = self._outdated.get(operation.path) == current.etag
-        elif current is not None and _is_elsewhere(current) and not is_removing(self._tree, operation, current):
+        elif current is not None and lies_elsewhere(current) and not is_removing(self._tree, operation, current):
             is_older = current.stamp < self._stamp and is_replaced(current.stamp, operation.dated_s)
             removes = is_older and current.etag != hides
         elif current is not None and not self._is_named(step, current, hides):
             removes = current.stamp <= self._stamp and not self._is_unknown(current, operation.path, hides)
         if removes and current is not None and not current.flags & Flag.LOCAL and current.stamp > 0:
-            if _is_elsewhere(current):
+            if lies_elsewhere(current):
                 self._bury_replaced(step, current)
             elif floor and current.etag and current.etag != hides:
                 self._bury(step, etag=current.etag, at=self._stamp)
@@ -837,7 +839,7 @@ class Application:
         """What the name is says already what an older removal says, or is those bytes, put there again since."""
         if current is None:
             return False
-        if _is_elsewhere(current):
+        if lies_elsewhere(current):
             return current.stamp > self._stamp and hides in ("", current.etag)
         return bool(current.flags & Flag.PUT_AGAIN) and current.stamp > self._stamp and current.etag == hides
 
@@ -879,7 +881,10 @@ class Application:
             path = step.operation.path
             return self._is_at(current, place, path) or self._may_follow(current, place, path)
         unknown = not place.number and (tombstone is None or tombstone.newest < self._stamp)
-        return unknown and not (tombstone is not None and tombstone.when_gone(place.etag))
+        unknown = unknown and not (tombstone is not None and tombstone.when_gone(place.etag))
+        if unknown and step.parent is not None and not self._own:  # the listing before did not show it
+            self._tree.forget_listing(self._changes.batch, step.parent)
+        return unknown
 
     def _may_follow(self, current: Entry, place: Place, path: str) -> bool:
         """The plain object that the operation names is perhaps newer than the one listed here: the next question for
@@ -983,16 +988,6 @@ def _bit(path: str, length: int) -> int:
 def _says_what(operation: Operation) -> bool:
     """Of a file's name: which bytes it has, or that it is gone."""
     return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
-
-
-def _is_elsewhere(entry: Entry) -> bool:
-    """A file whose bytes are not at its own key."""
-    return bool(entry.place or entry.flags & Flag.SYMLINK) and not entry.flags & Flag.LOCAL
-
-
-def _is_hiding(entry: Entry, etag: str) -> bool:
-    """A commit put a file elsewhere in place of the plain object with this ETag."""
-    return _is_elsewhere(entry) and entry.stamp > 0 and entry.etag == etag
 
 
 def _shown(entry: Entry) -> tuple[int, ...]:

@@ -234,6 +234,16 @@ class Carried(NamedTuple):
     buried: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
 
+def lies_elsewhere(entry: Entry) -> bool:
+    """A file whose bytes are not at its own key."""
+    return bool(entry.place or entry.flags & Flag.SYMLINK) and not entry.flags & Flag.LOCAL
+
+
+def is_hiding(entry: Entry, etag: str) -> bool:
+    """A commit put a file elsewhere in place of the plain object with this ETag."""
+    return lies_elsewhere(entry) and entry.stamp > 0 and entry.etag == etag
+
+
 def buried_with(entry: Entry) -> tuple[int, int]:
     """What a tombstone has of a plain object of which a commit told, ``stamp`` and ``again``: what it had replaced is
     gone. Where it was put there again, so is what had replaced the same bytes before."""

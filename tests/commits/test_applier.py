@@ -544,6 +544,19 @@ def test_attributes_of_a_version_that_is_not_there_bring_nothing_back(tmp_path: 
         assert (n.found("f").etag, n.found("f").mode) == ("e4", 0o600)
 
 
+def test_attributes_of_a_version_that_was_replaced_and_removed_make_the_directory_be_listed(tmp_path: Path) -> None:
+    """The listing from before shows neither object, and may count for long."""
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        n.list(plain("f", "e1", 9))
+        n.commit(20, told("e2"), Remove("f", hides="e2"))
+        assert n.tree.listing(ROOT_INODE) is not None
+        n.commit(21, SetAttr("f", OWN, 0, 1, "e1", 0o600, 0, 0, 0))
+        assert n.tree.listing(ROOT_INODE) is None
+        n.list(plain("f", "e2", 19))
+        assert n.shown() == {}
+
+
 @pytest.mark.parametrize("change", [put("f", 5), Remove("f", by_date=True)])
 @pytest.mark.parametrize(("seconds", "is_late"), [(15, False), (20.5, False), (20.5, True)])
 def test_copy_of_bytes_that_a_file_does_not_have_any_more_is_not_shown(
