@@ -52,8 +52,10 @@ from lakefs_fuse.meta.tombstones import (
     bury,
     is_put_since,
     is_replaced,
+    put_back,
     with_unlisted,
     without,
+    without_others,
 )
 
 NS = 1_000_000_000
@@ -413,11 +415,13 @@ class Application:
         current, tombstone = step.current, step.tombstone
         if current is not None and is_hiding(current, etag) and not is_put_since(dated_s, current.stamp):
             return True
-        gone = 0 if tombstone is None else tombstone.when_gone(etag)
-        if tombstone is None or not (dated_s or self._is_just_removed(step)):
-            return gone not in (0, self._stamp)  # `_when_ended`
-        is_before = 0 < gone < self._stamp  # what went with this record came back with it, if it is applied again
-        return gone > self._stamp or (is_before and 0 < dated_s <= tombstone.when_dated(etag))
+        if tombstone is None or tombstone.when_gone(etag) > self._stamp:
+            return tombstone is not None
+        named = tombstone.when_named(etag)
+        if not (dated_s or self._is_just_removed(step)):
+            return named not in (0, self._stamp)  # `_when_ended`
+        is_before = 0 < named < self._stamp  # what went with this record came back with it, if it is applied again
+        return is_before and 0 < dated_s <= tombstone.when_removed(etag)
 
     def _is_just_removed(self, step: _Step) -> bool:
         """The record itself removed the name before."""
@@ -427,14 +431,16 @@ class Application:
 
     def _bury(
         self, step: _Step, stamp: int = 0, *,
-        floor: int = 0, again: int = 0, etag: str = "", at: int = 0, dated_s: int = 0,
+        floor: int = 0, again: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0,
     ) -> None:  # fmt: skip
         current, told = step.current, 0 if step.tombstone is None else step.tombstone.unlisted[1]
         if current is not None and current.is_plain:
             told = max(told, current.stamp)
         if told > floor:  # what lies there is the file
             stamp, floor = max(stamp, floor), 0
-        step.tombstone = bury(step.tombstone, stamp, floor=floor, again=again, etag=etag, at=at, dated_s=dated_s)
+        step.tombstone = bury(
+            step.tombstone, stamp, floor=floor, again=again, etag=etag, ended=ended, at=at, dated_s=dated_s
+        )
         self._changes.tombstones[step.raw] = step.tombstone
 
     def _end_unlisted(self, step: _Step, hides: str, *, is_replaced: bool = True) -> None:
@@ -443,7 +449,7 @@ class Application:
         etag, stamp = ("", 0) if step.tombstone is None else step.tombstone.unlisted
         if stamp and (stamp < self._stamp or etag == hides):
             step.tombstone = with_unlisted(step.tombstone)
-            self._bury(step, min(stamp, self._stamp), etag=etag if is_replaced else "", at=self._stamp)
+            self._bury(step, min(stamp, self._stamp), ended=etag if is_replaced else "", at=self._stamp)
 
     def _when_ended(self, stamp: int) -> int:
         """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is
@@ -476,9 +482,9 @@ class Application:
                     self._uncover(step, current)
                     self._drop(current)
         elif is_elsewhere and current.stamp > self._stamp:  # type: ignore[union-attr]
-            self._bury(step, etag=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
+            self._bury(step, ended=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:
-            self._bury(step, etag=place.etag, at=self._when_ended(tombstone.floor))
+            self._bury(step, ended=place.etag, at=self._when_ended(tombstone.floor))
             if current is not None and current.is_plain and not current.stamp and current.etag == place.etag:
                 self._drop_listed(step, current)
         elif tombstone is not None and tombstone.newest >= PENDING and self._is_just_removed(step):
@@ -525,7 +531,7 @@ class Application:
         if current.flags & Flag.DATED_AGAIN and current.stamp > self._stamp:
             return  # which came after what the file was removed by
         if current.stamp < self._stamp or self._is_named(step, current, hides):
-            self._bury(step, etag=current.etag, at=self._stamp)
+            self._bury(step, ended=current.etag, at=self._stamp)
             self._drop(current)
 
     def _uncover(self, step: _Step, current: Entry) -> None:
@@ -551,12 +557,13 @@ class Application:
             current = None
         if place.number or isinstance(step.operation, Symlink):
             if current is not None and current.stamp > 0 and current.etag not in ("", hides):
-                self._bury(step, etag=current.etag, at=self._stamp)
+                named, ended = (current.etag, "") if lies_elsewhere(current) else ("", current.etag)
+                self._bury(step, etag=named, ended=ended, at=self._stamp)
             self._end_unlisted(step, hides)
             rest = step.tombstone
             if rest is not None and rest.when_gone(hides) <= self._stamp:
                 rest = without(rest, hides)
-            step.tombstone = rest if rest is not None and (rest.gone or rest.dated) else None
+            step.tombstone = rest if rest is not None and (rest.all_gone or rest.dated or rest.put) else None
         else:
             if current is not None and lies_elsewhere(current) and current.stamp > 0:
                 self._bury_replaced(step, current, place.etag)
@@ -566,12 +573,8 @@ class Application:
                 again = self._stamp if self._is_just_removed(step) else 0  # which ends no version but its own
                 is_lost = rest.when_gone(place.etag) == self._stamp  # beside what was pending here
                 rest = without(rest, place.etag, again) if is_again or is_lost else rest
-                dated = rest.dated
-                if self._etag_back(step.operation) or (again and not dated_s):
-                    # no date says that an earlier removal is of what is back
-                    dated = tuple(each for each in dated if each[0] != place.etag)
-                rest = msgspec.structs.replace(rest, floor=0, dated=dated)
-                step.tombstone = bury(with_unlisted(rest), etag=place.etag, dated_s=dated_s)
+                is_undated = bool(self._etag_back(step.operation) or (again and not dated_s))
+                step.tombstone = bury(put_back(rest, place.etag, undated=is_undated), etag=place.etag, put_s=dated_s)
         if step.tombstone != before:
             self._changes.tombstones[step.raw] = step.tombstone
 
@@ -639,7 +642,7 @@ class Application:
             return
         if operation.object == OWN and self._is_told_late(step, operation):
             if step.tombstone is not None and step.tombstone.floor > self._stamp:
-                self._bury(step, etag=operation.hides, at=self._when_ended(step.tombstone.floor))
+                self._bury(step, ended=operation.hides, at=self._when_ended(step.tombstone.floor))
             elif step.tombstone is not None and self._is_just_removed(step):
                 self._show_others(step, step.tombstone, operation.hides)
             elif not self._is_hidden_by(step.current, operation):
@@ -676,10 +679,9 @@ class Application:
     def _show_others(self, step: _Step, tombstone: Tombstone, etag: str) -> None:
         """What the record said to be there again is gone, and so ends no other version: the next listing tells what
         lies there. Where it went later, it had replaced what was elsewhere (`buried_with`)."""
-        gone = tuple(each for each in tombstone.gone if each[0] == etag or each[1] != self._stamp)
         again = self._stamp if tombstone.when_gone(etag) > self._stamp else 0  # as `buried_with`
-        rest = msgspec.structs.replace(tombstone, floor=0, gone=gone)
-        self._changes.tombstones[step.raw] = bury(rest, again=again)
+        rest = without_others(tombstone, etag, self._stamp)
+        self._changes.tombstones[step.raw] = bury(msgspec.structs.replace(rest, floor=0), again=again)
         if step.parent is not None:
             self._tree.forget_listing(self._changes.batch, step.parent)
 
@@ -822,7 +824,7 @@ class Application:
             if lies_elsewhere(current):
                 self._bury_replaced(step, current)
             elif floor and current.etag and current.etag != hides:
-                self._bury(step, etag=current.etag, at=self._stamp)
+                self._bury(step, ended=current.etag, at=self._stamp)
             else:
                 stamp, again = buried_with(current)
                 self._bury(step, min(stamp, self._stamp), again=min(again, self._stamp))

@@ -7,7 +7,7 @@ as long as they are no more than `GONE_MAX`. A row that cannot be decoded is lef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -28,6 +28,10 @@ UNLISTED = "\3"
 """As `DATED`, between the stamp and the ETag of ``unlisted``."""
 AGAIN = "\4"
 """A text of the row of a tombstone, after the stamp of ``again``. No ETag is this."""
+ENDED = "\5"
+"""As `DATED`, between the stamp and an ETag of ``ended``."""
+PUT = "\6"
+"""As `DATED`, of ``put``."""
 GONE_MAX = 8
 """ETags that a tombstone knows. Only what may still lie at the key matters, or what a late commit may tell of."""
 
@@ -39,8 +43,10 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     ``stamp``: files elsewhere that are older count as removed, or as replaced by what was removed since. ``floor`` is
     the newest removal of a file elsewhere, if no plain object was told of since: every older plain object counts as
     removed. ``gone`` are the ETags of plain objects that commits named when they removed or replaced them, with the
-    newest stamp of each, newest first: these versions count as removed whatever the times. ``dated`` are ETags with the
-    newest date, in seconds, of a version with those bytes that was removed, or put there again after another was.
+    newest stamp of each, newest first: these versions count as removed whatever the times. ``ended`` are ETags as in
+    ``gone`` that no commit named: what ended them was unaware of them, so who tells of one later puts it there again.
+    ``dated`` are ETags with the newest date, in seconds, of a version with those bytes that was removed, ``put`` those
+    of one that was put there again after another was.
     ``unlisted`` is the plain object of which the newest commit told, and that a listing did not show any more, or in
     whose place a later commit changed the attributes of another: its ETag, and the stamp of who told of it, or 0.
     ``again`` is ``stamp`` of files elsewhere that hide what was removed since: it had been put over them again, but
@@ -53,28 +59,43 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     dated: tuple[tuple[str, int], ...] = ()
     unlisted: tuple[str, int] = ("", 0)
     again: int = 0
+    ended: tuple[tuple[str, int], ...] = ()
+    put: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def all_gone(self) -> tuple[tuple[str, int], ...]:
+        """``gone`` and ``ended``."""
+        return self.gone + self.ended
 
     @property
     def etag(self) -> str:
-        """Of the plain object that was removed last; empty where none was named."""
-        return self.gone[0][0] if self.gone else ""
+        """Of the plain object that was removed last; empty where none is known."""
+        return max(self.all_gone, key=lambda each: each[1], default=("", 0))[0]
 
     @property
     def newest(self) -> int:
         """When a version went last."""
-        return max(self.stamp, self.gone[0][1] if self.gone else 0)
+        return max([self.stamp, *(at for _, at in self.all_gone)])
 
     def has(self, stamp: int) -> bool:
         """Something went then."""
-        return stamp in (self.stamp, self.floor, self.again) or any(at == stamp for _, at in self.gone)
+        return stamp in (self.stamp, self.floor, self.again) or any(at == stamp for _, at in self.all_gone)
 
     def when_gone(self, etag: str) -> int:
-        """When the plain object with this ETag was removed or replaced; 0 if no commit named it."""
-        return next((stamp for known, stamp in self.gone if known == etag), 0) if etag else 0
+        """When the plain object with this ETag was removed or replaced; 0 if it was not."""
+        return max(_find(self.gone, etag), _find(self.ended, etag))
+
+    def when_named(self, etag: str) -> int:
+        """As `when_gone`, by a commit that named it."""
+        return _find(self.gone, etag)
 
     def when_dated(self, etag: str) -> int:
         """The date, in seconds, of the newest version with this ETag that was removed or put again; 0 if unknown."""
-        return next((dated_s for known, dated_s in self.dated if known == etag), 0)
+        return max(_find(self.dated, etag), _find(self.put, etag))
+
+    def when_removed(self, etag: str) -> int:
+        """The date, in seconds, of the newest version with this ETag that was removed; 0 if unknown."""
+        return _find(self.dated, etag)
 
     def has_ended(self, stamp: int, hides: str) -> bool:
         """A file elsewhere of this stamp, which hides the plain object ``hides``, was removed later, unless that was
@@ -101,10 +122,10 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         def replaced(stamp: int) -> int:
             return after if stamp == before or PENDING <= stamp < before else stamp
 
-        gone = [(etag, replaced(stamp)) for etag, stamp in self.gone]
+        gone, ended = ([(etag, replaced(stamp)) for etag, stamp in each] for each in (self.gone, self.ended))
         return msgspec.structs.replace(
             self, stamp=replaced(self.stamp), floor=replaced(self.floor), gone=_newest_first(gone),
-            again=replaced(self.again),
+            again=replaced(self.again), ended=_newest_first(ended),
         )  # fmt: skip
 
 
@@ -121,31 +142,57 @@ def is_put_since(dated_s: int, stamp: int) -> bool:
 
 def bury(
     tombstone: Tombstone | None, stamp: int = 0, *,
-    floor: int = 0, again: int = 0, etag: str = "", at: int = 0, dated_s: int = 0,
+    floor: int = 0, again: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0, put_s: int = 0,
 ) -> Tombstone:  # fmt: skip
-    """A tombstone that also knows of a removal at ``stamp``, a ``floor`` and ``again``, of ``etag`` as gone ``at`` a
-    time, and of a version with this ETag that the store dates ``dated_s``."""
+    """A tombstone that also knows of a removal at ``stamp``, a ``floor`` and ``again``, of ``etag`` as gone and of
+    ``ended`` as ended ``at`` a time, and of a version of ``etag`` that the store dates ``dated_s``, or of one that was
+    put there again and that it dates ``put_s``."""
     known = tombstone or Tombstone(0)
-    gone, dated = known.gone, known.dated
-    if etag and known.when_gone(etag) < at:
-        gone = _newest_first([(etag, at), *(each for each in gone if each[0] != etag)])
-    if etag and known.when_dated(etag) < dated_s:
-        dated = _newest_first([(etag, dated_s), *(each for each in dated if each[0] != etag)])
     return Tombstone(
-        max(known.stamp, stamp, floor, again), max(known.floor, floor), gone, dated, known.unlisted,
-        max(known.again, again),
+        max(known.stamp, stamp, floor, again), max(known.floor, floor), _with(known.gone, etag, at),
+        _with(known.dated, etag, dated_s), known.unlisted, max(known.again, again), _with(known.ended, ended, at),
+        _with(known.put, etag, put_s),
     )  # fmt: skip
 
 
 def without(tombstone: Tombstone, etag: str, at: int = 0) -> Tombstone:
     """A tombstone that does not know of ``etag`` as gone, nor of what went ``at`` a time."""
-    gone = tuple(each for each in tombstone.gone if each[0] != etag and each[1] != at)
-    return msgspec.structs.replace(tombstone, gone=gone)
+    return _filter_gone(tombstone, lambda each: each[0] != etag and each[1] != at)
+
+
+def without_others(tombstone: Tombstone, etag: str, at: int) -> Tombstone:
+    """A tombstone that does not know of what went ``at`` a time, but for ``etag``."""
+    return _filter_gone(tombstone, lambda each: each[0] == etag or each[1] != at)
+
+
+def _filter_gone(tombstone: Tombstone, keeps: Callable[[tuple[str, int]], bool]) -> Tombstone:
+    gone, ended = (tuple(filter(keeps, pairs)) for pairs in (tombstone.gone, tombstone.ended))
+    return msgspec.structs.replace(tombstone, gone=gone, ended=ended)
+
+
+def put_back(tombstone: Tombstone, etag: str, *, undated: bool) -> Tombstone:
+    """A tombstone of a name that means the plain object with this ETag. ``undated``: no date says whether an earlier
+    removal is of that."""
+    ended = tuple(each for each in tombstone.ended if each[0] != etag)
+    dated, put = (
+        tuple(each for each in pairs if not undated or each[0] != etag) for pairs in (tombstone.dated, tombstone.put)
+    )
+    return msgspec.structs.replace(with_unlisted(tombstone), floor=0, ended=ended, dated=dated, put=put)
 
 
 def with_unlisted(tombstone: Tombstone | None, etag: str = "", stamp: int = 0) -> Tombstone:
     """A tombstone that knows of this plain object as ``unlisted``; without an ETag, of none."""
     return msgspec.structs.replace(tombstone or Tombstone(0), unlisted=(etag, stamp))
+
+
+def _find(pairs: tuple[tuple[str, int], ...], etag: str) -> int:
+    return next((at for known, at in pairs if known == etag), 0) if etag else 0
+
+
+def _with(pairs: tuple[tuple[str, int], ...], etag: str, at: int) -> tuple[tuple[str, int], ...]:
+    if not etag or _find(pairs, etag) >= at:
+        return pairs
+    return _newest_first([(etag, at), *(each for each in pairs if each[0] != etag)])
 
 
 def _newest_first(gone: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -155,9 +202,9 @@ def _newest_first(gone: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...
 def pack_tombstone(tombstone: Tombstone) -> bytes:
     """The row of a tombstone: ``stamp``, and the ETag that went with it; then what else there is to know."""
     stamp, floor, gone = tombstone.stamp, tombstone.floor, list(tombstone.gone)
-    dated = [(DATED + etag, dated_s) for etag, dated_s in tombstone.dated]
+    others_of = {DATED: tombstone.dated, ENDED: tombstone.ended, PUT: tombstone.put}
     first = gone.pop(0)[0] if gone and gone[0][1] == stamp else ""
-    gone += dated
+    gone += [(mark + etag, at) for mark, pairs in others_of.items() for etag, at in pairs]
     if tombstone.unlisted[0]:
         gone.append((UNLISTED + tombstone.unlisted[0], tombstone.unlisted[1]))
     if tombstone.again:
@@ -178,11 +225,13 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
     gone = [(each[16:], int(each[:16], 16)) for each in others]
     floor = stamp if is_by_date or not (first or gone) else max((at for etag, at in gone if not etag), default=0)
     named = [(first, stamp)] if first else []
-    dated = [(etag[1:], dated_s) for etag, dated_s in gone if etag.startswith(DATED)]
+    dated, ended, again_s = (
+        _newest_first((etag[1:], at) for etag, at in gone if etag.startswith(mark)) for mark in (DATED, ENDED, PUT)
+    )
     unlisted = next(((etag[1:], at) for etag, at in gone if etag.startswith(UNLISTED)), ("", 0))
     again = next((at for etag, at in gone if etag == AGAIN), 0)
-    gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED, AGAIN))]
-    return Tombstone(stamp, floor, _newest_first([*named, *gone]), _newest_first(dated), unlisted, again)
+    gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED, AGAIN, ENDED, PUT))]
+    return Tombstone(stamp, floor, _newest_first([*named, *gone]), dated, unlisted, again, ended, again_s)
 
 
 class Tombstones:

@@ -48,6 +48,8 @@ def test_is_the_same_in_any_order_and_after_a_restart(parts: list[Part]) -> None
         (b"\x000000000000000009\3e", Tombstone(7, unlisted=("e", 9))),
         (b"e\x000000000000000007\4", Tombstone(7, 0, (("e", 7),), again=7)),
         (b"\1f\x000000000000000009\3e", Tombstone(7, 7, (("f", 7),), unlisted=("e", 9))),
+        (b"e\x000000000000000009\5f", Tombstone(7, 0, (("e", 7),), ended=(("f", 9),))),
+        (b"\x000000000000000009\6e", Tombstone(7, put=(("e", 9),))),
     ],
 )
 def test_rows_are_as_the_format_says(row: bytes, tombstone: Tombstone) -> None:
@@ -73,6 +75,22 @@ def test_hides_what_a_commit_named_and_by_date_what_was_elsewhere() -> None:
     assert later.hides("e1", 103 * NS), "put there again, and before what was elsewhere since"
     assert not later.hides("e1", 103 * NS, by_date=False)
     assert not later.hides("e1", 104 * NS)
+
+
+def test_file_elsewhere_ends_with_a_removed_object_only_by_the_date_of_the_removal() -> None:
+    """Commits told of one that was put there again, so their times say which of the two came last."""
+    removed = bury(None, etag="e", at=642 * NS)
+    assert not bury(removed, etag="e", put_s=641).has_ended(641 * NS, "")
+    assert bury(removed, etag="e", dated_s=641).has_ended(641 * NS, "")
+
+
+def test_version_that_was_ended_unnamed_is_hidden_as_one_that_was_named() -> None:
+    tombstone = bury(bury(None, etag="named", at=30), ended="unnamed", at=40)
+    assert (tombstone.when_gone("named"), tombstone.when_gone("unnamed"), tombstone.newest) == (30, 40, 40)
+    assert (tombstone.when_named("named"), tombstone.when_named("unnamed"), tombstone.etag) == (30, 0, "unnamed")
+    assert tombstone.hides("unnamed", 1)
+    assert not tombstone.hides("unnamed", 3 * NS)
+    assert tombstone.restamped(40, 50).ended == (("unnamed", 50),)
 
 
 def test_knows_the_newest_of_many_etags() -> None:

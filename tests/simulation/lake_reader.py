@@ -209,18 +209,26 @@ _NO_ATTRIBUTES = _Attributes()
 @dataclass(frozen=True)
 class _Grave:
     """What was removed at a path: the newest removal of a file elsewhere, and what was replaced since; the same where
-    no plain object was told of since; when each ETag was named; and the newest date of a version with an ETag that was
-    removed or put again."""
+    no plain object was told of since; when each ETag was named; when what ended each had not named it; and the newest
+    date of a version with an ETag that was removed, and of one that was put again."""
 
     elsewhere: _Order = _BEFORE_ALL
     floor: _Order = _BEFORE_ALL
     gone: Mapping[str, _Order] = field(default_factory=dict)
+    ended: Mapping[str, _Order] = field(default_factory=dict)
     dated: Mapping[str, int] = field(default_factory=dict)
+    put: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def newest(self) -> _Order:
         """When a version went last."""
-        return max([self.elsewhere, *self.gone.values()])
+        return max([self.elsewhere, *self.gone.values(), *self.ended.values()])
+
+    def when_gone(self, etag: str) -> _Order:
+        return max(self.gone.get(etag, _BEFORE_ALL), self.ended.get(etag, _BEFORE_ALL))
+
+    def when_dated(self, etag: str) -> int:
+        return max(self.dated.get(etag, 0), self.put.get(etag, 0))
 
     def bury(
         self, elsewhere: _Order, floor: _Order = _BEFORE_ALL, etag: str = "", at: _Order = _BEFORE_ALL, dated: int = 0
@@ -228,27 +236,36 @@ class _Grave:
         gone = dict(self.gone)
         if etag:
             gone[etag] = max(gone.get(etag, _BEFORE_ALL), at)
-        grave = _Grave(max(self.elsewhere, elsewhere, floor), max(self.floor, floor), gone, self.dated)
-        return grave.date(etag, dated)
+        dates = {**self.dated, etag: dated} if etag and dated > self.dated.get(etag, 0) else self.dated
+        newest = max(self.elsewhere, elsewhere, floor)
+        return _Grave(newest, max(self.floor, floor), gone, self.ended, dates, self.put)
 
-    def date(self, etag: str, dated: int) -> _Grave:
-        if not etag or dated <= self.dated.get(etag, 0):
-            return self
-        return replace(self, dated={**self.dated, etag: dated})
+    def end(self, etag: str, at: _Order) -> _Grave:
+        """A version of which commits told went, and what ended it did not name it."""
+        return replace(self, ended={**self.ended, etag: max(self.ended.get(etag, _BEFORE_ALL), at)}) if etag else self
+
+    def date(self, etag: str, put: int) -> _Grave:
+        return self if put <= self.put.get(etag, 0) else replace(self, put={**self.put, etag: put})
 
     def undated(self, etag: str) -> _Grave:
-        return replace(self, dated={known: at for known, at in self.dated.items() if known != etag})
+        dated, put = ({known: at for known, at in all_.items() if known != etag} for all_ in (self.dated, self.put))
+        return replace(self, dated=dated, put=put)
 
     def without(self, etag: str, order: _Order | None = None) -> _Grave:
         """Without this ETag, and without those that went with a commit."""
-        return replace(self, gone={known: at for known, at in self.gone.items() if known != etag and at != order})
+        gone = {known: at for known, at in self.gone.items() if known != etag and at != order}
+        return replace(self.unended(etag, order), gone=gone)
+
+    def unended(self, etag: str, order: _Order | None = None) -> _Grave:
+        return replace(self, ended={known: at for known, at in self.ended.items() if known != etag and at != order})
 
     def without_floor(self) -> _Grave:
         """What lies at the key of the path is the file, whatever its date."""
         return replace(self, elsewhere=max(self.elsewhere, self.floor), floor=_BEFORE_ALL)
 
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
-        if etag in self.gone and mtime_ns < self.gone[etag].time + PUT_AGAIN_AFTER_S * NS:
+        gone = self.when_gone(etag)
+        if gone > _BEFORE_ALL and mtime_ns < gone.time + PUT_AGAIN_AFTER_S * NS:
             return True
         return by_date and mtime_ns + NS <= self.floor.time
 
@@ -580,27 +597,31 @@ class _State:
             return False
         is_again = grave.floor == order or operation.dated > 0
         is_version_gone = grave.gone.get(etag) != order and 0 < operation.dated <= grave.dated.get(etag, 0)
-        if etag in grave.gone and not (is_again and grave.gone[etag] <= order and not is_version_gone):
+        gone = grave.when_gone(etag)  # by what named it, or else by what is later
+        if gone > order or (etag in grave.gone and (not is_again or is_version_gone)):
             if grave.floor > order:
-                self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
+                self.graves[path] = grave.end(etag, grave.floor)
             elif is_again and grave.floor == order:  # and so it ends no other version
-                gone = {known: at for known, at in grave.gone.items() if known == etag or at != order}
-                self.graves[path] = replace(grave, gone=gone).without_floor()
+                named, ended = (
+                    {known: at for known, at in all_.items() if known == etag or at != order}
+                    for all_ in (grave.gone, grave.ended)
+                )
+                self.graves[path] = replace(grave, gone=named, ended=ended).without_floor()
             else:
-                self._end_older(path, min(order, grave.gone[etag]))
+                self._end_older(path, min(order, gone))
             return False
         if grave.floor > order:
-            self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
+            self.graves[path] = grave.end(etag, grave.floor)
             return False
         if grave.newest > order and not self._is_there(path, etag, grave.newest.time):
             return False
         if known is not None and known.order > order:
             if is_elsewhere:
-                self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=known.order)
+                self.graves[path] = grave.end(etag, known.order)
             return False
         if known is not None and is_elsewhere:
             self._bury_replaced(path, known, etag)
-        grave = self._grave(path)
+        grave = self._grave(path).unended(etag)
         grave = grave.without(etag, order if grave.floor == order else None) if is_again else grave
         self.graves[path] = grave.without_floor().date(etag, operation.dated)
         return True
@@ -608,7 +629,7 @@ class _State:
     def _names(self, order: _Order, operation: _Operation, known: _File) -> bool:
         """An operation names the plain object of which a later commit tells: that one's writer had not seen it. Where
         that was put again, the date says whether it is the same version."""
-        dated = self._grave(operation.path).dated.get(operation.hides, 0)
+        dated = self._grave(operation.path).when_dated(operation.hides)
         is_it = not known.is_put_again
         if not is_it and operation.kind == "remove":
             is_it = 0 < dated <= operation.dated
@@ -624,12 +645,12 @@ class _State:
         is_back = place is not None and place.key == path and not place.offset
         is_elsewhere = known is not None and not known.is_at_own_key(path)
         is_older = known is not None and known.order > order and not self._names(order, operation, known)
-        is_ended = is_back and place is not None and grave.gone.get(place.etag, _BEFORE_ALL) > order
+        is_ended = is_back and place is not None and grave.when_gone(place.etag) > order
         if is_older or is_ended or grave.elsewhere > order:
             if is_back and place is not None:
                 later = known.order if is_elsewhere and known is not None else grave.floor
                 if later > order:
-                    self.graves[path] = grave.bury(_BEFORE_ALL, etag=place.etag, at=later)
+                    self.graves[path] = grave.end(place.etag, later)
                 return False
             if hides and not (is_elsewhere and known is not None and known.hides == hides):
                 grave = grave.bury(_BEFORE_ALL, etag=hides, at=order)
@@ -639,7 +660,7 @@ class _State:
                 if known is not None and (
                     known.order < order or (not known.is_dated_again and self._names(order, operation, known))
                 ):
-                    grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
+                    grave = grave.end(known.own_etag(path), order)
                     del self.files[path]
             self.graves[path] = grave
             return False
@@ -648,10 +669,12 @@ class _State:
                 self._bury_replaced(path, known, place.etag)
             self.graves[path] = self._grave(path).without(place.etag).without_floor().undated(place.etag)
             return True
-        if known is not None and known.own_etag(path) not in ("", hides):
-            grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
-        grave = grave.without(hides) if grave.gone.get(hides, _BEFORE_ALL) <= order else grave
-        self.graves[path] = grave if grave.gone or grave.dated else _NO_GRAVE
+        if known is not None and is_elsewhere and known.hides not in ("", hides):
+            grave = grave.bury(_BEFORE_ALL, etag=known.hides, at=order)
+        elif known is not None and not is_elsewhere and known.own_etag(path) != hides:
+            grave = grave.end(known.own_etag(path), order)
+        grave = grave.without(hides) if grave.when_gone(hides) <= order else grave
+        self.graves[path] = grave if grave.gone or grave.ended or grave.dated or grave.put else _NO_GRAVE
         return True
 
     def _removes(self, order: _Order, operation: _Operation) -> bool:
@@ -672,7 +695,7 @@ class _State:
             if not is_own:
                 self._bury_replaced(path, known)
             elif is_by_date and known.own_etag(path) != hides:
-                self.graves[path] = self._grave(path).bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
+                self.graves[path] = self._grave(path).end(known.own_etag(path), order)
             else:
                 self.graves[path] = self._grave(path).bury(min(known.order, order))  # what it had replaced
         is_moot = False
@@ -698,7 +721,7 @@ class _State:
         assert source is not None and place is not None
         known = self.files.get(path)
         grave = self._grave(path)
-        is_unknown = known is None and grave.newest < order and source.etag not in grave.gone
+        is_unknown = known is None and grave.newest < order and grave.when_gone(source.etag) == _BEFORE_ALL
         is_replaced = known is not None and known.is_at_own_key(path) and known.place != source and known.order < order
         if source.key == path and (is_unknown or is_replaced):
             order = _BEFORE_ALL if known is None else known.order
@@ -781,13 +804,15 @@ class _Index:
         first, *others = text.removeprefix("\1").split("\0")
         dated = {each[17:]: int(each[:16], 16) for each in others if each[16:17] == "\2"}
         unlisted = {each[17:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] == "\3"}
-        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] not in ("\2", "\3", "\4")}
+        ended = {each[17:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] == "\5"}
+        put = {each[17:]: int(each[:16], 16) for each in others if each[16:17] == "\6"}
+        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] not in tuple("\2\3\4\5\6")}
         floor = gone.pop("", _BEFORE_ALL)
         if text.startswith("\1") or not text:
             floor = _Order(time, "")
         if first:
             gone[first] = _Order(time, "")
-        self.state.graves[path] = _Grave(_Order(time, ""), floor, gone, dated)
+        self.state.graves[path] = _Grave(_Order(time, ""), floor, gone, ended, dated, put)
         for etag, order in unlisted.items():
             own = _File(order, _Place(path, etag, 0), 0, None, etag, _NO_ATTRIBUTES)
             self.state.files.setdefault(path, own)

@@ -453,7 +453,7 @@ class ObjectWriter:
         """See `VersionFacts.gone_at_key`."""
         used, removed = self._ns.tree.objects.used(target.key), self._tombstone(target.key)
         doomed, before = self._deletions.superseded_etag(target.key), "" if used is None else used.etag
-        known = dict.fromkeys([before, doomed, removed.etag, *(etag for etag, _ in removed.gone)])
+        known = dict.fromkeys([before, doomed, removed.etag, *(etag for etag, _ in removed.all_gone)])
         return tuple(etag for etag in known if etag)
 
     def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None) -> str:
@@ -571,7 +571,7 @@ class ObjectWriter:
         """The name is this object, with the attributes that its metadata tells. ``dated_s`` is the store's date of it,
         0 where that is not known. Raises CacheError."""
         there, tombstone = self._ns.at(path), self._tombstone(path)
-        if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_dated(meta.etag):
+        if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_removed(meta.etag):
             return  # another node saw it, and removed it
         inode = there.inode if there is not None else 0  # whose extended attributes it keeps
         entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
