@@ -262,8 +262,7 @@ def when_replaced(known: Entry | None, tombstone: Tombstone | None) -> int:
         return 0
     if known.place or known.flags & Flag.SYMLINK:
         return known.stamp
-    is_over = known.flags & Flag.OVERRIDING and not known.stamp
-    return tombstone.floor if is_over and tombstone is not None else 0
+    return tombstone.floor if _is_over_another(known) and tombstone is not None else 0
 
 
 def carry_over(
@@ -421,6 +420,7 @@ class _CarryOver:
                 operation is None
                 or not _is_meant(found, before, operation, self._record)
                 or (removal is not None and not is_removing(self._tree, removal, found))
+                or (removal is not None and not removal.by_date and _is_over_another(found))
                 or (tombstone is not None and max(tombstone.newest, tombstone.unlisted[1]) > self._stamp)
             ):
                 return False
@@ -525,6 +525,12 @@ def is_removing(tree: Tree, removal: Remove, found: Entry) -> bool:
         return True
     row = tree.objects.get(found.place) if found.place else None
     return row is not None and (row.key, row.etag) == (removal.path, removal.hides)
+
+
+def _is_over_another(known: Entry) -> bool:
+    """A plain object that was only listed counts by its date over a file elsewhere, which may come into sight again
+    where another node removes the object (`Application._uncover`)."""
+    return bool(known.flags & Flag.OVERRIDING) and not known.stamp
 
 
 def _is_implied(directory: Entry) -> bool:

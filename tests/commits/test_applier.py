@@ -1259,6 +1259,19 @@ def test_file_elsewhere_that_a_listed_object_hid_is_back_when_that_goes_alone(
             assert n.found("f").size == 7
 
 
+def test_file_elsewhere_that_a_listed_object_hid_is_back_when_that_is_renamed(tmp_path: Path) -> None:
+    """By a node that had not heard of the file elsewhere."""
+    with node(tmp_path) as n:
+        record = n.commit(10.5, put("f", 7), writer="0000000b")
+        n.list(plain("f", "e1", 10))
+        n.commit(12, change=n.rename("f", "g"), writer="0000000c")
+        assert n.find("f") is None
+        assert not n.applier.commits.is_applied(record.time, record.writer), "the next poll applies it again"
+        n.apply(record)
+        assert n.found("f").size == 7
+        assert n.found("g").place
+
+
 def test_object_that_was_put_again_under_a_file_elsewhere_is_not_the_file_when_that_is_removed(tmp_path: Path) -> None:
     """By another program, whose object was removed long ago: it is older than the file, as any other would be."""
     with node(tmp_path) as n:
