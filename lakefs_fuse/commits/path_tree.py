@@ -282,7 +282,7 @@ class _CarryOver:
         self._names_max, self._own = names_max, own
         self._sources = {source for source, _ in record.moves}
         self._made: Made = {}
-        self._gone: dict[str, Remove] = {}
+        self._gone: dict[bytes, Remove] = {}
         self._buried: dict[str, tuple[int, int]] = {}
         self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
         """Directories that were read, by inode: their path, and the move that they belong to."""
@@ -291,8 +291,8 @@ class _CarryOver:
         for number, operation in enumerate(self._record.operations, 1):
             if isinstance(operation, Put | Symlink | Mkdir):
                 self._made[operation.path.encode() + (b"/" if isinstance(operation, Mkdir) else b"")] = operation
-            elif isinstance(operation, Remove) and not operation.directory:
-                self._gone[operation.path] = operation
+            elif isinstance(operation, Remove):
+                self._gone[operation.path.encode() + b"/" * operation.directory] = operation
             if not number % (READ_PER_NAME * self._names_max):
                 yield
         if self._names_max > len(self._record.operations):  # its caller takes all steps at once
@@ -403,21 +403,21 @@ class _CarryOver:
         return entry if is_free else None
 
     def _is_covered(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> bool:
-        """The record says of everything in sight where it is now, and is the newest to speak of it."""
+        """The record says of everything in sight where it is now, and what has its earlier name, and is the newest to
+        speak of it."""
         source, target = move
-        keys = [
-            (target + path[len(source) :]).encode() + (b"/" if found.flags & Flag.DIRECTORY else b"")
-            for path, found in names
-        ]
+        sources = [path.encode() + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in names]
+        keys = [target.encode() + raw[len(source.encode()) :] for raw in sources]
         tombstones = self._tree.tombstones.get_many(keys)
-        for (before, found), key, tombstone in zip(names, keys, tombstones, strict=True):
+        for (before, found), raw, key, tombstone in zip(names, sources, keys, tombstones, strict=True):
             if found.stamp > self._stamp:
                 return False
             if found.flags & (Flag.LOCAL | Flag.SHADOWED):
                 continue
-            operation, removal = self._made.get(key), self._gone.get(before)
+            operation, removal = self._made.get(key), self._gone.get(raw)
             if (
                 operation is None
+                or (removal is None and raw not in self._made)
                 or not _is_meant(found, before, operation, self._record)
                 or (removal is not None and not is_removing(self._tree, removal, found))
                 or (removal is not None and not removal.by_date and _is_over_another(found))

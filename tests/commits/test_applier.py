@@ -1259,6 +1259,17 @@ def test_file_elsewhere_that_a_listed_object_hid_is_back_when_that_goes_alone(
             assert n.found("f").size == 7
 
 
+def test_file_in_a_renamed_directory_stays_where_the_rename_names_only_another_at_its_new_name(tmp_path: Path) -> None:
+    """The writer of the rename had not seen it, and put another of that name into the renamed directory."""
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"), put("d/f", 7))
+        change = n.rename("d", "e")
+        change.operations.append(put("e/g", 9))
+        n.commit(2, put("d/g", 8), writer="0000000b")
+        n.commit(3, change=change, writer="0000000c")
+        assert {path: n.found(path).size for path in ("d/g", "e/f", "e/g")} == {"d/g": 8, "e/f": 7, "e/g": 9}
+
+
 def test_file_elsewhere_that_a_listed_object_hid_is_back_when_that_is_renamed(tmp_path: Path) -> None:
     """By a node that had not heard of the file elsewhere."""
     with node(tmp_path) as n:
