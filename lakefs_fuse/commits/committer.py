@@ -683,8 +683,9 @@ class Committer:
 
     async def _repeat_commit(self, record: Record, this: ObjectRef) -> tuple[Record, ObjectRef] | None:
         """The PUT took so long that polls may be past the commit's time: another one repeats its operations, but for
-        those on names of which later commits speak, of nodes that saw this one or not. Returns that one where it came
-        late, too. Raises LakeError."""
+        those on names of which later commits speak, of nodes that saw this one or not. What is at the source of a
+        rename now is not what was renamed, which has moved here. Returns that one where it came late, too. Raises
+        LakeError."""
         logger.warning("commit %s took long to store: another commit repeats its changes", this.key)
         change = linked(this, record, await still_newest(self._log, record))
         if not change.operations:
@@ -694,7 +695,7 @@ class Committer:
             objects=change.objects, operations=change.operations, stored=[],
         )  # fmt: skip
         this = await self._log.put_record(again)
-        self._applier.apply(again, this, own=True)
+        self._applier.apply(replace(again, moves=[]), this, own=True)
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
     async def commit_as_of(self, change: Change, time: int) -> None:

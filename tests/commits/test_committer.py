@@ -297,6 +297,48 @@ async def test_a_late_commit_is_not_said_again_over_what_came_after_it(tmp_path:
         assert await seen_by_others(site) == b.shown()
 
 
+async def test_late_rename_that_is_said_again_leaves_what_came_to_the_earlier_name(tmp_path: Path) -> None:
+    """Another node saw it before its writer had an answer, and put another file there."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        member = Member("f", b"bytes", 5, 0o644, 0, 0, 0)
+        await a.committer.commit(Change(operations=[Put("f", THIS, 0, 5, 0o644, 0, 0, 0)]), [member])
+        site.store.hook = pause = Pause(is_put, "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.commit, a.rename("f", "g"))
+            await reached(pause.reached)
+            site.store.hook = no_fault
+            site.clock.seconds = 1
+            assert await b.poller.poll() == 2
+            await b.committer.commit(Change(operations=[link("f")]))
+            await a.poller.poll()
+            site.clock.seconds = 300
+            pause.resume()
+        await a.poller.poll()
+        await b.poller.poll()
+        assert sorted(a.shown()) == sorted(b.shown()) == ["f", "g"]
+        assert await seen_by_others(site) == b.shown() == a.shown()
+
+
+async def test_late_rename_that_is_said_again_leaves_a_file_that_is_created_meanwhile(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        member = Member("f", b"bytes", 5, 0o644, 0, 0, 0)
+        await a.committer.commit(Change(operations=[Put("f", THIS, 0, 5, 0o644, 0, 0, 0)]), [member])
+        site.store.hook = pause = Pause(is_put)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.commit, a.rename("f", "g"))
+            await reached(pause.reached)
+            site.store.hook = again = Pause(is_put)
+            site.clock.seconds = 300
+            pause.resume()
+            await reached(again.reached)
+            created = a.dirty("f")
+            again.resume()
+        assert a.found("f").inode == created.inode
+        assert a.found("g").size == 5
+
+
 LATE_S = 300
 
 
