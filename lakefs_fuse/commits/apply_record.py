@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.path_tree import (
     Carried,
     PathTree,
@@ -47,7 +48,6 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import (
-    SAME_VERSION_NS,
     Tombstone,
     bury,
     is_put_since,
@@ -79,22 +79,6 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     number: int
     offset: int
     etag: str
-
-
-class Doubt(msgspec.Struct, frozen=True):
-    """A record says that ``path`` is something else than the plain object ``etag`` that is known there, and knew of
-    ``hides``; which of the two is newer only the store can tell."""
-
-    path: str
-    etag: str
-    hides: str
-    removed_ns: int = 0
-    """The time of a removal, or a change, of another version, which does not touch what has been there since before it.
-    0: what is there counts where it is not older than the record."""
-
-    def is_there(self, etag: str, mtime_ns: int) -> bool:
-        """With ``removed_ns``: the object that lies at the key is the version in doubt, and was not put there again."""
-        return etag == self.etag and mtime_ns < self.removed_ns + SAME_VERSION_NS
 
 
 class _Step(msgspec.Struct):
@@ -627,7 +611,7 @@ class Application:
         (current,) = self._paths.find_many([operation.path.encode()])
         if current is None or not self._is_known_before(current) or current.etag == operation.hides:
             return None
-        return Doubt(operation.path, current.etag, "", removed_ns=self._time)
+        return Doubt(operation.path, current.etag, operation.hides, sets_attributes=True)
 
     def _is_other(self, current: Entry, removal: Remove) -> bool:
         """A plain object that is known here, and that a removal of another does not name: its writer had not seen it,

@@ -42,11 +42,11 @@ import trio
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.applier import Applier
-from lakefs_fuse.commits.apply_record import Doubt
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
 from lakefs_fuse.commits.bundles import MIXED, OWN_DELAY_S, SUFFIX, Found, parse_bundle
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
+from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.hints import Hints
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S, CONFIRM_S, WINDOW_NS
 from lakefs_fuse.commits.idleness import Idleness
@@ -614,11 +614,12 @@ class Poller:
             try:
                 there = await self._log.head(doubt.path)
             except NotFound:
-                outdated[doubt.path] = doubt.etag
+                if not doubt.sets_attributes:
+                    outdated[doubt.path] = doubt.etag
                 return
             if is_copy(there):  # which counts only when a commit names it
                 outdated[doubt.path] = doubt.etag
-            elif doubt.removed_ns:
+            elif doubt.removed_ns or doubt.sets_attributes:
                 if not doubt.is_there(there.etag, there.mtime_ns):
                     outdated[doubt.path] = doubt.etag
             elif there.etag == doubt.hides or there.mtime_ns + NS <= record.time or self._applier.is_of_renamed(there):

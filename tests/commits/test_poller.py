@@ -12,13 +12,13 @@ import trio
 
 from lakefs_fuse.commits import poller
 from lakefs_fuse.commits.applier import Applier
-from lakefs_fuse.commits.apply_record import Doubt
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.commit_log import CommitLog
+from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S
 from lakefs_fuse.commits.poller import FETCHED_MAX
-from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Operation, Record, Remove, SetAttr
+from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.sorted_tables import are_names_outdated
@@ -343,6 +343,18 @@ async def test_new_attributes_make_a_plain_object_no_younger(tmp_path: Path) -> 
         commit(site, 5, "f", size=7, writer="00000def")
         await a.poller.poll()
         assert a.found("f").size == 7
+
+
+async def test_attributes_of_a_replaced_object_leave_the_file_that_was_packed_since(tmp_path: Path) -> None:
+    """Nothing lies at the key any more, which does not say that the version of which a commit told was replaced."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit_also(site, 1, {}, Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="new"))
+        commit_also(site, 2, {}, SetAttr("f", OWN, 0, 1, "old", 0o600, 0, 0, 0))
+        packed = Relocate("f", OWN, 0, "new", THIS, 0, 1, 0o644, 0, 0, 0, hides="new")
+        commit_also(site, 3, {}, packed)
+        assert await a.poller.poll() == 3
+        assert (a.found("f").place > 0, a.found("f").mode) == (True, 0o644)
 
 
 async def test_a_commit_waits_for_an_older_one_about_what_was_put_in_its_second(tmp_path: Path) -> None:
