@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from msgspec.structs import replace
 
-from lakefs_fuse.commits.record import COMMITS
+from lakefs_fuse.commits.archive import commit_key
+from lakefs_fuse.commits.record import COMMITS, OWN, Operation, Put, Remove
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.store.client import copy_metadata
+from tests.commits.archives import commit_of
+from tests.commits.nodes import NS
+from tests.commits.records import record_of
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, held_fresh, lake, two_lakes, unheard_commits
@@ -476,6 +481,37 @@ async def test_object_that_its_writer_sees_replaced_by_a_packed_file_is_not_said
             await m.poll()
             clock.advance(TTL_S + 1)
             assert await m.tree() == {"f": b"packed"}
+
+
+async def test_object_of_which_a_commit_told_with_its_date_is_told_of_with_it_again(tmp_path: Path) -> None:
+    """Another node heard of what came in between first, and so knows it as replaced."""
+    store, clock, writer = MemoryStore(), Clock(), "00000abc"
+    store.equal_bytes_have_equal_etags = True
+    store.clock, began_ns = clock, clock.now_ns
+    etag = store.give("f", b"told").etag
+    own = Put("f", OWN, 0, 4, 0o644, 0, 0, 0, hides=etag, dated_s=began_ns // NS)
+
+    def give(time: int, *operations: Operation, files: dict[str, bytes] | None = None) -> None:
+        record = replace(record_of(time=time), writer=writer)
+        store.give(commit_key(time, writer), commit_of(files or {}, record=record, more=operations))
+
+    async with (
+        lake(store, tmp_path / "in order", clock=clock) as one,
+        lake(store, tmp_path / "late", clock=clock) as two,
+    ):
+        clock.advance(0.4)
+        give(began_ns + 3, files={"f": b"packed"})
+        await two.poll()
+        give(began_ns + 1, own)
+        give(began_ns + 2, Remove("f", by_date=True), replace(own, hides="another", dated_s=0))
+        await two.poll()
+        await one.poll()
+        assert await one.names() == ["f"]
+        await until(lambda: one.commits()["written"] == 1)
+        for m in (one, two):
+            clock.advance(TTL_S + 1)
+            await m.poll()
+            assert await m.tree() == {"f": b"told"}
 
 
 async def test_directory_that_goes_while_the_store_is_asked_about_an_object_in_it(tmp_path: Path) -> None:

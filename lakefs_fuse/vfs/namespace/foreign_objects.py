@@ -171,7 +171,7 @@ class ForeignObjects:
             if entry is not None and meta is not None:
                 key, told = self._ns.key(entry), attributes.learn(entry, meta.metadata or {})
                 removed = self._ns.tree.tombstones.get(key.encode("utf-8", "surrogatepass"))
-                if removed is not None and removed.when_gone(row.etag):
+                if removed is not None and (removed.when_gone(row.etag) or removed.when_dated(row.etag)):
                     named = when_named(self._ns.tree, key, row.etag)
                     builder.put_again(key, told, meta.mtime_ns // NS, named)
                 else:
