@@ -46,7 +46,8 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     newest stamp of each, newest first: these versions count as removed whatever the times. ``ended`` are ETags as in
     ``gone`` that no commit named: what ended them was unaware of them, so who tells of one later puts it there again.
     ``dated`` are ETags with the newest date, in seconds, of a version with those bytes that was removed, ``put`` those
-    of one that was put there again after another was.
+    of one that was put there again after another was: a commit told of it, so that it replaced only what is older than
+    that commit (``again``), whatever its date.
     ``unlisted`` is the plain object of which the newest commit told, and that a listing did not show any more, or in
     whose place a later commit changed the attributes of another: its ETag, and the stamp of who told of it, or 0.
     ``again`` is ``stamp`` of files elsewhere that hide what was removed since: it had been put over them again, but
@@ -106,7 +107,7 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         is_removed = self.floor > stamp or is_put_again or (self.stamp > stamp and not is_hiding)
         return is_removed or any(
             etag != hides and is_replaced(stamp, dated_s) and stamp < self.when_gone(etag)
-            for etag, dated_s in self.dated
+            for etag, dated_s in (*self.dated, *(self.put if stamp < self.again else ()))
         )
 
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:

@@ -1259,6 +1259,36 @@ def test_file_elsewhere_that_a_listed_object_hid_is_back_when_that_goes_alone(
             assert n.found("f").size == 7
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_file_elsewhere_that_came_over_an_object_told_of_with_its_date_stays_when_that_is_removed(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """In the second of that date, by who had heard of the object alone."""
+    own = Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e1", dated_s=at(10) // NS)
+    commits: list[Operation] = [own, put("f", 7), Remove("f", hides="e1")]
+    with node(tmp_path) as n:
+        for number in order:
+            n.commit(10.2 + number / 10, commits[number], writer=WRITERS[number])
+        assert n.found("f").size == 7
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_file_elsewhere_that_an_object_told_of_with_its_date_had_replaced_ends_when_that_is_removed(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """Also where the record that tells of the object names what the file hides as gone."""
+    own = Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e2", dated_s=at(10) // NS)
+    commits: list[list[Operation]] = [
+        [put("f", 7, hides="e1")],
+        [Remove("f", hides="e1", dated_s=at(2) // NS), own],
+        [Remove("f", hides="e2")],
+    ]
+    with node(tmp_path) as n:
+        for number in order:
+            n.commit(10.2 + number / 10, *commits[number], writer=WRITERS[number])
+        assert n.find("f") is None
+
+
 def test_file_in_a_renamed_directory_stays_where_the_rename_names_only_another_at_its_new_name(tmp_path: Path) -> None:
     """The writer of the rename had not seen it, and put another of that name into the renamed directory."""
     with node(tmp_path) as n:
