@@ -433,7 +433,7 @@ class Application:
         etag, stamp = ("", 0) if step.tombstone is None else step.tombstone.unlisted
         if stamp and (stamp < self._stamp or etag == hides):
             step.tombstone = with_unlisted(step.tombstone)
-            self._bury(step, min(stamp, self._stamp), ended=etag if is_replaced else "", at=self._stamp)
+            self._bury(step, min(stamp, self._stamp - 1), ended=etag if is_replaced else "", at=self._stamp)
 
     def _when_ended(self, stamp: int) -> int:
         """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is
@@ -631,7 +631,7 @@ class Application:
                 self._show_others(step, step.tombstone, operation.hides)
             elif not self._is_hidden_by(step.current, operation):
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
-                self._end_older(step, min(gone, self._stamp))
+                self._end_older(step, min(gone - 1, self._stamp))
                 if operation.dated_s and gone > self._stamp:  # as `buried_with`
                     self._bury(step, again=self._stamp)
             return
@@ -811,10 +811,10 @@ class Application:
                 self._bury(step, ended=current.etag, at=self._stamp)
             else:
                 stamp, again = buried_with(current)
-                self._bury(step, min(stamp, self._stamp), again=min(again, self._stamp))
+                self._bury(step, min(stamp, self._stamp - 1), again=min(again, self._stamp))
         elif removes and current is None and operation.path in self._carried.buried:
             stamp, again = self._carried.buried[operation.path]
-            self._bury(step, stamp, again=min(again, self._stamp))
+            self._bury(step, min(stamp, self._stamp - 1), again=min(again, self._stamp))
         if removes or (step.tombstone is not None and step.tombstone.unlisted[0] == hides):
             self._end_unlisted(step, hides, is_replaced=bool(floor))
         if removes or not self._is_moot(current, hides):

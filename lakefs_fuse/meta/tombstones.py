@@ -40,7 +40,8 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     """What commits have removed, or replaced by a file elsewhere, at a name; it stays where the name is something else
     since. Stamps as in `Entry`.
 
-    ``stamp``: files elsewhere that are older count as removed, or as replaced by what was removed since. ``floor`` is
+    ``stamp``: files elsewhere that are older count as removed, or as replaced by what was removed since, whose ETag
+    went later than that: a file that hides it stays, and one that hides what went with ``stamp`` does not. ``floor`` is
     the newest removal of a file elsewhere, if no plain object was told of since: every older plain object counts as
     removed. ``gone`` are the ETags of plain objects that commits named when they removed or replaced them, with the
     newest stamp of each, newest first: these versions count as removed whatever the times. ``ended`` are ETags as in
@@ -101,7 +102,7 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     def has_ended(self, stamp: int, hides: str) -> bool:
         """A file elsewhere of this stamp, which hides the plain object ``hides``, was removed later, unless that was
         a removal of this very object; or it was replaced by another one that was removed since."""
-        is_hiding = bool(hides) and self.when_gone(hides) >= self.stamp
+        is_hiding = bool(hides) and self.when_gone(hides) > self.stamp
         is_hidden = is_hiding and bool(self.when_dated(hides)) and not is_put_since(self.when_dated(hides), stamp)
         is_put_again = self.again > stamp and not is_hidden
         is_removed = self.floor > stamp or is_put_again or (self.stamp > stamp and not is_hiding)
@@ -123,10 +124,14 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         def replaced(stamp: int) -> int:
             return after if stamp == before or PENDING <= stamp < before else stamp
 
-        gone, ended = ([(etag, replaced(stamp)) for etag, stamp in each] for each in (self.gone, self.ended))
+        gone, ended = ([(etag, replaced(at)) for etag, at in each] for each in (self.gone, self.ended))
+        stamp = replaced(self.stamp)
+        is_earlier = stamp == after and self.stamp not in (before, self.floor)
+        if is_earlier and any(at == before for _, at in self.all_gone):  # what was put, and went, by one commit
+            stamp = after - 1
         return msgspec.structs.replace(
-            self, stamp=replaced(self.stamp), floor=replaced(self.floor), gone=_newest_first(gone),
-            again=replaced(self.again), ended=_newest_first(ended),
+            self, stamp=stamp, floor=replaced(self.floor), gone=_newest_first(gone), again=replaced(self.again),
+            ended=_newest_first(ended),
         )  # fmt: skip
 
 

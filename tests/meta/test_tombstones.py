@@ -107,6 +107,17 @@ def test_pending_stamps_become_those_of_the_commit() -> None:
     assert told(parts).restamped(PENDING + 2, 30) == Tombstone(later, 30, gone, (("e2", 3),))
 
 
+@pytest.mark.parametrize(("put", "removed", "is_ended"), [(30, 30, False), (30, 31, True)])
+def test_file_over_an_object_stays_only_where_one_commit_put_and_removed_that(
+    put: int, removed: int, is_ended: bool
+) -> None:
+    """What was removed in a later commit than that in which the file's object went had replaced the file."""
+    etag = "e" if put == removed else "f"
+    tombstone = bury(bury(None, PENDING + 1, etag=etag, at=PENDING + 2), etag="e", at=PENDING + 1)
+    tombstone = tombstone.restamped(PENDING + 1, put).restamped(PENDING + 2, removed)
+    assert tombstone.has_ended(20, "e") is is_ended
+
+
 @pytest.mark.parametrize(
     ("dated_s", "hides", "is_ended"), [(639, "e", False), (642, "e", True), (0, "e", True), (639, "other", True)]
 )

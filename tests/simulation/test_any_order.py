@@ -72,6 +72,8 @@ def operations(kind: Kind, path: str, number: int) -> list[Operation]:
         "dated": [replace(own, dated_s=START_S + DATED_S)],
         "again twice": [Remove(path), replace(own, dated_s=START_S + DATED_S)] * 2,
         "again and removed": [Remove(path), own, Remove(path, hides=etag)],
+        "own and removed": [own, Remove(path, hides=etag)],
+        "in place of a": [Remove(path, hides="a"), own],
         "remove dated": [Remove(path, hides=etag, dated_s=START_S + DATED_S)],
         "packed": [put(path, seconds, hides=etag)],
         "remove": [Remove(path, hides=etag)],
@@ -343,6 +345,22 @@ def test_bytes_that_were_put_over_a_file_that_hides_them_are_the_file(tmp_path: 
     check(Node(tmp_path), cases)
     names = raw_lake(cases)
     assert {names[case.path] for case in cases} == {"a"}
+
+
+def test_file_over_an_object_ends_with_what_was_put_in_place_of_both(tmp_path: Path) -> None:
+    """One commit says that the object went, and what is there in its place; that is removed later."""
+    kinds = (("packed", "a"), ("in place of a", "b"), ("remove", "b"))
+    cases = [Case(kinds, order, None, str(number)) for number, order in enumerate(itertools.permutations(range(3)))]
+    check(Node(tmp_path), cases)
+    assert not {case.path for case in cases} & set(raw_lake(cases))
+
+
+def test_file_over_an_object_stays_where_one_commit_tells_of_that_and_removes_it(tmp_path: Path) -> None:
+    kinds = (("packed", "a"), ("own and removed", "a"))
+    cases = [Case(kinds, order, None, str(number)) for number, order in enumerate(itertools.permutations(range(2)))]
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {f"packed {time_of(0)}"}
 
 
 @pytest.mark.parametrize("again", ["again", "again dated"])
