@@ -33,7 +33,7 @@ from lakefs_fuse.vfs.writeback import replay
 from tests.fakes import open_database
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import SPANS, TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.lakes import NS, SPANS, TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import NEVER_S, Outage, writing_back
 
 KIB = 1024
@@ -220,6 +220,34 @@ async def test_an_answer_that_was_lost_and_then_the_daemon(tmp_path: Path, size:
         assert staging_bytes(m) == 0
     assert store.count("put") + len(store.parts_sent()) == sent
     assert staged(dead) == []
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_stored_version_that_another_node_replaced_before_its_writer_is_back_stays_away(
+    tmp_path: Path, size: int
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, retry_timeout_s=0) as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise("new", size))
+        store.hook = Failures(is_put, Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await m.fs.flush(handle)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    store.hook = lambda _request, _when: None
+    clock.now_ns += 4 * NS
+    async with lake(store, tmp_path / "other", clock=clock, delete_after_s=1e6) as other:
+        await other.write("other", b"other")
+        for old, new in (("other", "file"), ("file", "moved")):
+            await other.rename(old, new)
+            await other.fs.sync_names()
+        assert "file" in store.objects
+    async with lake(store, dead, clock=clock) as m:
+        assert m.fs.unfinished() == []
+        await m.fs.sync_names()
+        assert await m.names() == ["moved"]
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.names() == ["moved"]
 
 
 @pytest.mark.parametrize("size", [100, LARGE])

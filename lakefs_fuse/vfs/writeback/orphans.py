@@ -301,8 +301,10 @@ class Recovery:
         meta = await self._stored_versions.published(record)
         if meta is None:
             return False
-        if (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag):
-            self._writer.announce_object(path_of(record), meta, meta.mtime_ns // NS)
+        path, dated_s = path_of(record), meta.mtime_ns // NS
+        is_newest = (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag)
+        if is_newest and not self._writer.was_seen_and_removed(path, meta, dated_s, None):
+            self._writer.announce_object(path, meta, dated_s)
         return True
 
     def _forget(self, draft_id: str) -> None:

@@ -411,7 +411,7 @@ class ObjectWriter:
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = commits or is_again or bool(replaced)
         commits = commits and not file.unlinked and not published.is_superseded
-        commits = commits and not self._was_seen_and_removed(path, meta, dated_s, removed)
+        commits = commits and not self.was_seen_and_removed(path, meta, dated_s, removed)
         if commits:  # journaled, so that it will be made even if this fails
             dated_s, before = self._date_again(meta, dated_s), self._removal(path, replaced, there)
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=before)
@@ -470,7 +470,7 @@ class ObjectWriter:
         """A commit removed, or hid, the plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
 
-    def _was_seen_and_removed(self, path: str, meta: ObjectMeta, dated_s: int, before: Tombstone | None) -> bool:
+    def was_seen_and_removed(self, path: str, meta: ObjectMeta, dated_s: int, before: Tombstone | None) -> bool:
         """Another node removed the object after it was stored, and before its writer, who lost the answer, knew that it
         was. ``dated_s`` is the store's date of it, 0 where that is not known. ``before`` is the tombstone from before
         it was sent: removals of equal bytes that it has came first, whatever the dates, which are of other clocks."""
