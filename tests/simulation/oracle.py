@@ -488,10 +488,17 @@ class Oracle:
             shown = tree.get(moved.path)
             if shown == version.data or self._replaced(moved) or self._removed(moved) or self._is_overtaken(moved):
                 return True
-            if self._is_removed_later(moved):
+            if self._is_removed_later(moved) or self._may_be_replaced(moved, shown):
                 return True
             pending += moved.moved_to
         return False
+
+    def _may_be_replaced(self, version: Version, shown: bytes | None) -> bool:
+        """A put that knew it has happened, whatever its user was told: it is there, or a removal named it and nothing
+        is."""
+        later = [each for each in self.versions[version.path] if version in each.known]
+        named = [removal.named for removal in self.removals[version.path] if not removal.is_withdrawn]
+        return any(each.data == shown or (shown is None and any(each in some for some in named)) for each in later)
 
     def _is_removed_later(self, version: Version) -> bool:
         """The newest commit of its path is a removal by another node, which did not know it and takes all the same what

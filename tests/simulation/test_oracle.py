@@ -64,6 +64,26 @@ def test_write_in_place_of_a_renamed_file_goes_with_a_later_removal_of_its_new_n
     assert bool(oracle.check({})) == (remover != "n2" or is_known)
 
 
+@pytest.mark.parametrize(
+    ("tree", "is_removed", "is_excused"),
+    [({"g": b"newest"}, False, True), ({"g": b"bytes"}, True, False), ({}, True, True), ({}, False, False)],
+)
+def test_write_in_place_of_a_renamed_file_goes_with_a_put_at_its_new_name_that_is_not_acknowledged(
+    tree: dict[str, bytes], is_removed: bool, is_excused: bool
+) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"bytes"}, ["n0", "n1"])
+    (first,) = oracle.matching("f", b"bytes")
+    written = oracle.put("f", b"later", "n1", frozenset({first}))
+    renamed = oracle.remove("f", "n0", frozenset({first}), is_rename=True, operation=1)
+    moved = oracle.put("g", b"bytes", "n0", frozenset(), origin=first, operation=1)
+    written.is_plain = written.is_certain = renamed.is_plain = renamed.is_certain = moved.is_certain = True
+    newest = oracle.put("g", b"newest", "n1", frozenset({moved}))
+    if is_removed:
+        oracle.remove("g", "n1", frozenset({newest}))
+    assert bool(oracle.check(tree)) != is_excused
+
+
 @pytest.mark.parametrize(("is_known", "is_plain"), [(False, True), (True, True), (True, False)])
 def test_rename_of_a_directory_leaves_behind_only_what_replaced_a_file_elsewhere(
     is_known: bool, is_plain: bool
