@@ -345,6 +345,11 @@ class Oracle:
                         found.add(before)
         return found
 
+    def names_of(self, path: str) -> list[str]:
+        """A path, and where its file was before it, or a directory above it, was renamed."""
+        origins = {each.path for version in self.versions.get(path, ()) for each in version.origins()}
+        return [path, *sorted((self.moved_from(path) | origins) - {path})]
+
     def _replaced(self, version: Version, tree: Mapping[str, bytes] = NOTHING) -> bool:
         """An acknowledged put knew it, which is not under the name from which a rename was to take it along."""
         return any(
@@ -432,7 +437,7 @@ class Oracle:
         """These bytes may be kept beside what is at a path: another node put something there that their writer had not
         seen when it began. Unless the writer created the file with O_EXCL, or was disturbed, it had not applied that
         either when it sent the bytes, as a plain object."""
-        paths = [path, *self.moved_from(path)]
+        paths = self.names_of(path)
         puts = [each for where in paths for each in self.versions.get(where, ()) if not each.is_withdrawn]
         mine = [each for each in puts if each.data == data]
         return not mine or any(self._is_met(version, other) for version in mine for other in puts)

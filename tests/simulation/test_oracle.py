@@ -174,6 +174,16 @@ def test_packed_file_is_kept_beside_another_only_after_its_writer_was_disturbed(
     assert oracle.may_be_beside("f", version.data)
 
 
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_file_is_kept_beside_another_of_its_name_where_a_rename_took_both_along(is_renamed: bool) -> None:
+    oracle, version, other = two_writers()
+    oracle.disturbed.add("n0")
+    oracle.remove("f", "n2", frozenset({other}), is_rename=True, operation=1).is_certain = True
+    origin = other if is_renamed else None
+    oracle.put("g", b"other", "n2", frozenset(), origin=origin, operation=1).is_certain = True
+    assert bool(Views(oracle).check({"g": b"other", f"g{CONFLICT}1": version.data})) != is_renamed
+
+
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_file_created_with_o_excl_is_kept_beside_what_did_not_replace_it(is_replaced: bool) -> None:
     oracle, version, other = two_writers()

@@ -130,8 +130,7 @@ class Views:
             is_moved = any(each.origin is not None and CONFLICT in each.origin.path for each in versions)
             if not mark or is_moved or any(each.node == "everybody" for each in versions):
                 continue
-            names = [name, *self._oracle.moved_from(name)]
-            puts = [each for where in names for each in self._oracle.versions.get(where, ())]
+            puts = [each for where in self._oracle.names_of(name) for each in self._oracle.versions.get(where, ())]
             nodes = {each.node for each in puts if not each.is_withdrawn}
             only = nodes.pop() if len(nodes) == 1 else ""
             if only and not self.has_other_writer(only, name):
