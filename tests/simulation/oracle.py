@@ -36,7 +36,7 @@ The oracle starts anew whenever all nodes agreed on a tree, with what they agree
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -166,8 +166,8 @@ class Oracle:
         """How often something was decided by each rule."""
         self._serial = 0
 
-    def begin(self, tree: Mapping[str, bytes], nodes: Iterable[str]) -> None:
-        """Everybody agrees on this tree."""
+    def begin(self, tree: Mapping[str, bytes], nodes: Iterable[str], *, plain: Container[str] = ()) -> None:
+        """Everybody agrees on this tree. ``plain`` are files that are the objects at their own keys."""
         self.versions.clear()
         self.removals.clear()
         self.seen.clear()
@@ -177,7 +177,7 @@ class Oracle:
         names = list(nodes)
         for path, data in tree.items():
             version = self.put(path, data, "everybody", frozenset())
-            version.is_certain = True
+            version.is_certain, version.is_plain = True, path in plain
             for node in names:
                 self.seen[node, path].add(version)
 

@@ -159,6 +159,8 @@ class Simulation:
         self._others = OtherPrograms(self.store, self.oracle, self.read_lake)
         self._number = 0
         self._fresh = 0
+        self._plain: set[str] = set()
+        """Files that are objects at their own keys, as the raw store was read last."""
         if is_tracing:
             self.store.trace = lambda line: self.tell("store", line)
 
@@ -1201,7 +1203,7 @@ class Simulation:
         self._changed_by.clear()
         waiting = self._waiting()
         self._pending.clear()
-        self.oracle.begin(tree, [PROGRAM, *(node.name for node in self._nodes)])
+        self.oracle.begin(tree, [PROGRAM, *(node.name for node in self._nodes)], plain=self._plain)
         for key, path, data in waiting:
             self._pending[key] = version = self.oracle.put(path, data, key[0], frozenset())
             version.known = frozenset()
@@ -1223,6 +1225,7 @@ class Simulation:
         lake = self.read_lake()
         if lake.refused or lake.refused_indexes:
             raise Failed(f"the reader refuses {lake.refused or lake.refused_indexes}")
+        self._plain = {path for path, name in lake.names.items() if name.key == path}
         tree: dict[str, bytes] = {}
         for path, name in lake.names.items():
             if name.kind == "directory":

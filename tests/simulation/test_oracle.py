@@ -201,6 +201,20 @@ def test_later_version_of_a_file_created_with_o_excl_is_kept_beside_another() ->
     assert oracle.may_be_beside("f", later.data)
 
 
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_object_stored_over_a_file_goes_along_with_a_rename_of_that_which_had_not_seen_it(is_plain: bool) -> None:
+    """Who stored it had seen the file, which was there since the round began."""
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"first", "d/f": b"other"}, ["n0", "n1"], plain={"f"} if is_plain else ())
+    first, (other,) = oracle.matching("f", b"first"), oracle.matching("d/f", b"other")
+    stored = oracle.put("f", b"stored", "n0", frozenset(), origin=other)
+    oracle.remove("d/f", "n0", frozenset({other}), is_rename=True).is_certain = True
+    oracle.remove("f", "n1", first, is_rename=True, operation=1).is_certain = True
+    moved = oracle.put("g", b"first", "n1", frozenset(), origin=next(iter(first)), operation=1)
+    stored.is_plain = stored.is_certain = moved.is_certain = True
+    assert bool(oracle.check({"g": b"stored"})) != is_plain
+
+
 def test_object_put_after_a_removal_goes_along_with_a_rename_that_had_seen_neither() -> None:
     oracle = Oracle(deletes_conditionally=True)
     oracle.begin({"f": b"first"}, ["n0", "n1", PROGRAM])
