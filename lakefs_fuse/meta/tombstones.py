@@ -111,12 +111,13 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
             for etag, dated_s in (*self.dated, *(self.put if stamp < self.again else ()))
         )
 
-    def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
-        """The plain object of this ETag and LastModified counts as removed; without ``by_date`` only where a commit
-        named it. One that was put there again is like any other."""
-        stamp = self.when_gone(etag)
+    def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True, is_told: bool = False) -> bool:
+        """The plain object of this ETag and LastModified counts as removed; without ``by_date`` only where it went by
+        its ETag, and where a commit has told of an object here since (``is_told``), only where a commit named it. One
+        that was put there again is like any other."""
+        stamp = self.when_named(etag) if is_told else self.when_gone(etag)
         is_named = bool(stamp) and mtime_ns < stamp + SAME_VERSION_NS
-        return is_named or (by_date and mtime_ns + NS <= self.floor)
+        return is_named or (by_date and not is_told and mtime_ns + NS <= self.floor)
 
     def restamped(self, before: int, after: int) -> Tombstone:
         """With one stamp in place of another, and of earlier changes that are pending with it."""

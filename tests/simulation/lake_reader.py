@@ -263,11 +263,12 @@ class _Grave:
         """What lies at the key of the path is the file, whatever its date."""
         return replace(self, elsewhere=max(self.elsewhere, self.floor), floor=_BEFORE_ALL)
 
-    def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
-        gone = self.when_gone(etag)
+    def hides(self, etag: str, mtime_ns: int, *, is_told: bool = False) -> bool:
+        """``is_told``: a commit has told since of an object at this key."""
+        gone = self.gone.get(etag, _BEFORE_ALL) if is_told else self.when_gone(etag)
         if gone > _BEFORE_ALL and mtime_ns < gone.time + PUT_AGAIN_AFTER_S * NS:
             return True
-        return by_date and mtime_ns + NS <= self.floor.time
+        return not is_told and mtime_ns + NS <= self.floor.time
 
 
 _NO_GRAVE = _Grave()
@@ -767,7 +768,7 @@ def _plain_wins(file: _File | None, grave: _Grave, path: str, etag: str, mtime_n
     if file is None:
         return not grave.hides(etag, mtime_ns)
     if file.is_at_own_key(path):
-        return etag == file.own_etag(path) or not grave.hides(etag, mtime_ns, by_date=False)
+        return etag == file.own_etag(path) or not grave.hides(etag, mtime_ns, is_told=True)
     return etag != file.hides and mtime_ns + NS > file.order.time and not grave.hides(etag, mtime_ns)
 
 

@@ -262,6 +262,20 @@ def test_bytes_that_are_told_of_again_after_a_commit_that_did_not_know_them_are_
     assert {names[case.path] for case in cases} == {"a"}
 
 
+@pytest.mark.parametrize("ends", [("packed", ""), ("remove elsewhere", "")])
+def test_object_that_replaced_the_one_that_is_told_of_last_is_the_file_after_what_did_not_know_it(
+    tmp_path: Path, ends: Kind
+) -> None:
+    """Two nodes stored one in place of the other, and the first told of its own last."""
+    kinds, cases = (("own", "a"), ends, ("own", "b")), list[Case]()
+    for order in itertools.permutations(range(3)):
+        path = str(len(cases))
+        cases.append(Case(kinds, order, plain(path, "a", time_of(0)), path))
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {"a"}
+
+
 @pytest.mark.parametrize("again", ["again dated", "dated"])
 @pytest.mark.parametrize("ends", [("packed", ""), ("packed", "a"), ("remove", "a"), ("remove elsewhere", "")])
 def test_bytes_that_two_nodes_put_there_again_in_one_second_are_the_file_after_what_ended_the_first(

@@ -517,7 +517,7 @@ class DirectoryMerge:
         if tombstone is None:
             return False
         is_told = known is not None and known.is_plain and known.stamp > 0
-        return tombstone.hides(meta.etag, meta.mtime_ns, by_date=not is_told)
+        return tombstone.hides(meta.etag, meta.mtime_ns, is_told=is_told)
 
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
         if self._is_removed(name, meta) or meta.key in self._strays:
