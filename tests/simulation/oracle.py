@@ -322,7 +322,7 @@ class Oracle:
 
     def _is_changed_below(self, path: str) -> bool:
         """A directory that one node removed while another changed something in it stays."""
-        removers = {removal.node for removal in self.removals[path]}
+        removers = {removal.node for removal in self.removals[path] if not removal.is_withdrawn}
         changes: tuple[Mapping[str, list[Version]] | Mapping[str, list[Removal]], ...] = self.versions, self.removals
         return any(
             change.node != "everybody" and not change.is_withdrawn and {change.node} != removers

@@ -326,3 +326,15 @@ def test_directory_whose_last_name_another_node_removed_goes_along_with_renames_
     stored.is_certain = True
     assert not oracle.check({"h": DIRECTORY, "h/e": DIRECTORY})
     assert oracle.check({"h": DIRECTORY, "h/e": DIRECTORY, "h/other": DIRECTORY})
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_directory_of_a_file_stays_when_the_file_goes_unless_it_was_removed(is_refused: bool) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({}, ["n0"])
+    stored = oracle.put("d/f", b"bytes", "n0", frozenset())
+    stored.is_certain = True
+    removed = oracle.remove("d", "n0", frozenset())
+    removed.is_withdrawn, removed.is_certain = is_refused, not is_refused
+    oracle.remove("d/f", "n0", frozenset({stored})).is_certain = True
+    assert bool(oracle.check({"d": DIRECTORY})) != is_refused
