@@ -16,9 +16,11 @@ import pytest
 from tests import servers
 from tests.faults import Faults, faulty
 from tests.servers import Server
+from tests.temporary_files import use_memory
 from tests.tiers import INTEGRATION, is_integration, load_profile
 
 load_profile()
+use_memory()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: programs inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
