@@ -9,7 +9,9 @@ anything is served.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from msgspec import structs
 
@@ -19,8 +21,11 @@ from lakefs_fuse.errors import AccessDenied, ConfigError, MountError
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
 from lakefs_fuse.store.lake_record import KEY
 from lakefs_fuse.store.open_retries import retry_unavailable
-from lakefs_fuse.store.protocol import ObjectStore
+from lakefs_fuse.store.protocol import ListPage, ObjectStore
 from lakefs_fuse.store.rate_limit import RateLimiter
+
+if TYPE_CHECKING:
+    from lakefs_fuse.store.s3.store import S3Store
 
 LAKE_DIRECTORIES = ("commits", "index", "snapshots")
 """A place with one of these below its reserved name is the root of a lake."""
@@ -53,29 +58,57 @@ class FoundLake:
 
 
 def search_lake(place: StoreConfig, node: Node) -> FoundLake:
-    """The lake that a place is in; one LIST for each level. Where the bucket is in another region, that is asked from
-    the second level on, and is in the answer. Raises StoreError, ConfigError."""
-    region, recorded = place.region, None
-    for candidate, path in _candidates(place):
-        config = structs.replace(candidate, region=region)
-        found, region = _reserved_names(config, node, is_place=not path)
+    """The lake that a place is in; one LIST for each level. A bucket in another region is followed there, and that
+    is in the answer. Raises StoreError, ConfigError."""
+    if place.source.scheme == "file":
+        return _nearest(place, _local_names)
+    from lakefs_fuse.store.s3.store import open_s3
+
+    store = open_s3(place, node.clock, None)
+    try:
+        return _search_bucket(store, place, node)
+    finally:
+        store.close()
+
+
+def _search_bucket(store: S3Store, place: StoreConfig, node: Node) -> FoundLake:
+    """As `search_lake`, with a store that is open at the place. Above the place we may not be allowed to look; then we
+    could not write commits there either."""
+
+    def names_of(level: StoreConfig) -> set[str]:
+        try:
+            return _names_in(
+                retry_unavailable(lambda: store.list_level(level.source.prefix + RESERVED_PREFIX), node.clock)
+            )
+        except AccessDenied:
+            return set()
+
+    return _nearest(structs.replace(place, region=store.access.config.region), names_of)
+
+
+def _nearest(place: StoreConfig, names_of: Callable[[StoreConfig], set[str]]) -> FoundLake:
+    """``names_of`` answers which names of the lake's own objects and directories there are at a level."""
+    recorded = None
+    for level, path in _candidates(place):
+        found = names_of(level)
         if not found.isdisjoint(LAKE_DIRECTORIES):
-            return FoundLake(structs.replace(config, region=region), path, exists=True, is_recorded=True)
+            return FoundLake(level, path, exists=True, is_recorded=True)
         if recorded is None and RECORD in found:
-            recorded = FoundLake(structs.replace(config, region=region), path, exists=False, is_recorded=True)
-    return recorded or FoundLake(structs.replace(place, region=region), "", exists=False)
+            recorded = FoundLake(level, path, exists=False, is_recorded=True)
+    return recorded or FoundLake(place, "", exists=False)
 
 
 def require_root(store: ObjectStore, place: StoreConfig, node: Node) -> None:
-    """Raises MountError where the place, of which ``store`` is open, is no lake yet and is in one: a mount that may
-    change it would begin a second lake there, and would not show what the first has in packs. One LIST where there is a
-    lake; else as `search_lake`. Raises StoreError, too."""
+    """Raises MountError where the place, at which `open_store` opened ``store``, is no lake yet and is in one: a mount
+    that may change it would begin a second lake there, and would not show what the first has in packs. One LIST where
+    there is a lake; else one more for each level. Raises StoreError, too."""
     try:
         if retry_unavailable(lambda: _is_lake(place, store), node.clock):
             return
     except AccessDenied:
         return  # the mount says which permission is missing
-    found = search_lake(place, node)
+    is_local = place.source.scheme == "file"
+    found = search_lake(place, node) if is_local else _search_bucket(cast("S3Store", store), place, node)
     if found.exists and found.path:
         raise MountError(
             f"{place.source} is the directory {found.path} of the lake {found.store.source}: mount that, or this "
@@ -106,37 +139,18 @@ def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
     return found
 
 
-def _reserved_names(config: StoreConfig, node: Node, *, is_place: bool) -> tuple[set[str], str | None]:
-    """Names of the lake's own objects and directories that are there, and the region to ask from now on."""
-    if config.source.scheme == "file":
-        return _local_names(config), config.region
-    from lakefs_fuse.store.s3.store import open_s3
-
-    try:
-        store = open_s3(config, node.clock, None)
-    except AccessDenied:
-        # Above the place we may not be allowed to look; then we could not write commits there either.
-        if is_place:
-            raise
-        return set(), config.region
-    region = store.access.config.region
-    try:
-        return _names_in(store), region
-    except AccessDenied:
-        return set(), region
-    finally:
-        store.close()
-
-
 def _is_lake(config: StoreConfig, store: ObjectStore) -> bool:
-    found = _local_names(config) if config.source.scheme == "file" else _names_in(store)
+    if config.source.scheme == "file":
+        found = _local_names(config)
+    else:
+        page = store.list_page(RESERVED_PREFIX, delimiter="/")
+        found = {name.removeprefix(RESERVED_PREFIX) for name in _names_in(page)}
     return not found.isdisjoint(LAKE_DIRECTORIES)
 
 
-def _names_in(store: ObjectStore) -> set[str]:
-    page = store.list_page(RESERVED_PREFIX, delimiter="/")
+def _names_in(page: ListPage) -> set[str]:
     keys = [*page.prefixes, *(each.key for each in page.objects)]
-    return {key.removeprefix(RESERVED_PREFIX).rstrip("/") for key in keys}
+    return {key.rstrip("/") for key in keys}
 
 
 def _local_names(config: StoreConfig) -> set[str]:

@@ -37,9 +37,19 @@ class S3Pages:
             proxies=dict(access.proxies),
         )
 
-    def page(self, prefix: str, delimiter: str, start_after: str, token: str | None, keys_max: int) -> ListPage:
-        """See `ObjectStore.list_page`; keys are relative to the source's prefix."""
-        lake = self._access.config.source.prefix
+    def page(
+        self,
+        prefix: str,
+        delimiter: str,
+        start_after: str,
+        token: str | None,
+        keys_max: int,
+        *,
+        lake: str | None = None,
+    ) -> ListPage:
+        """See `ObjectStore.list_page`; keys are relative to ``lake``, which is the source's prefix if it is None."""
+        if lake is None:
+            lake = self._access.config.source.prefix
         parameters = {
             "list-type": "2",
             "prefix": lake + prefix,

@@ -180,6 +180,11 @@ class S3Store:
         """See `ObjectStore.list_page`."""
         return self._pages.page(prefix, delimiter, start_after, token, keys_max)
 
+    def list_level(self, place: str) -> ListPage:
+        """The first page of names right below a prefix of the bucket, at or above the source's, relative to it. Raises
+        as `list_page`."""
+        return self._pages.page("", "/", "", None, 1000, lake=place)
+
     # -- writing -------------------------------------------------------------------------------------------------
 
     def put(
