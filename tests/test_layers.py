@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -105,19 +106,44 @@ def layer_of(path: Path) -> str:
     return "lakefs_fuse" if first == "__init__" else first
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+@dataclass(frozen=True)
+class Source:
+    """What the tests ask of a module. Its tree is not kept: each collection of garbage would visit all its nodes."""
 
-
-def imports(path: Path) -> Iterator[str]:
+    docstring: str | None
+    imports: tuple[str, ...]
     """Dotted names of everything imported, wherever in the module; `from a import b` counts as a.b."""
-    for node in ast.walk(tree_of(path)):
+    classes: tuple[str, ...]
+    function_lines: tuple[tuple[str, int], ...]
+    strings: tuple[str, ...]
+    """In code: expressions that are a string alone, as docstrings are, do not count."""
+
+
+@cache
+def source_of(path: Path) -> Source:
+    tree = ast.parse(path.read_text(), str(path))
+    found: list[str] = []
+    classes: list[str] = []
+    function_lines: list[tuple[str, int]] = []
+    strings: dict[int, str] = {}
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(path)}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            function_lines.append((node.name, node.end_lineno - node.lineno + 1))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings.add(id(node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings[id(node)] = node.value
+    texts = tuple(text for key, text in strings.items() if key not in docstrings)
+    return Source(ast.get_docstring(tree), tuple(found), tuple(classes), tuple(function_lines), texts)
 
 
 def imported_layer(name: str) -> str | None:
@@ -138,7 +164,7 @@ def test_dependencies_point_down() -> None:
     for path in modules():
         layer = layer_of(path)
         assert layer in MAY_IMPORT, f"{layer} is not in the table of layers"
-        used = {found for name in imports(path) if (found := imported_layer(name)) is not None}
+        used = {found for name in source_of(path).imports if (found := imported_layer(name)) is not None}
         wrong[name_of(path)] = used - {layer} - MAY_IMPORT[layer]
     assert {name: layers for name, layers in wrong.items() if layers} == {}
 
@@ -157,25 +183,22 @@ def test_the_table_has_no_cycle() -> None:
 
 def test_libraries_stay_in_their_layer() -> None:
     for path in modules():
-        for name in imports(path):
+        for name in source_of(path).imports:
             owner = ONLY_IN.get(name.split(".")[0])
             assert owner in (None, layer_of(path)), f"{name_of(path)}: only {owner} may import {name}"
 
 
 def test_modules_are_small_and_say_what_they_are_for() -> None:
     for path in modules():
-        name, tree = name_of(path), tree_of(path)
+        name, source = name_of(path), source_of(path)
         assert path.stem not in BANNED_NAMES, name
         lines = len(path.read_text().splitlines())
         assert lines <= MODULE_LINES_MAX, f"{name} has {lines} lines"
-        assert ast.get_docstring(tree), f"{name}: a module opens with what it is for"
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                assert not node.name.endswith("Manager"), f"{name}: {node.name}"
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                lines = node.end_lineno - node.lineno + 1
-                assert lines <= FUNCTION_LINES_MAX, f"{name}: {node.name} has {lines} lines"
+        assert source.docstring, f"{name}: a module opens with what it is for"
+        for class_name in source.classes:
+            assert not class_name.endswith("Manager"), f"{name}: {class_name}"
+        for function, lines in source.function_lines:
+            assert lines <= FUNCTION_LINES_MAX, f"{name}: {function} has {lines} lines"
 
 
 NEVER_LOADED = {"boto3", "botocore", "obstore", "urllib3", "rocksdict", "pyfuse3", "trio"}
@@ -204,20 +227,7 @@ PRODUCT_NAMES = re.compile(r"\.lakefs|user\.lakefs|LAKEFS_|(?<!.)lakefs-fuse(?!.
 
 def product_names_in(path: Path) -> list[str]:
     """Product names in code: docstrings and sentences (strings with a space) may spell them."""
-    docstrings = {
-        id(node.value)
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    return [
-        node.value
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in docstrings
-        and not re.search(r"\s", node.value)
-        and PRODUCT_NAMES.search(node.value)
-    ]
+    return [text for text in source_of(path).strings if not re.search(r"\s", text) and PRODUCT_NAMES.search(text)]
 
 
 def test_names_of_the_product_are_spelled_in_one_module() -> None:
@@ -232,7 +242,8 @@ def test_the_command_line_starts_without_the_filesystem() -> None:
     while queue:
         layer = queue.pop()
         seen.add(layer)
-        used = {imported_layer(name) for path in modules() if layer_of(path) == layer for name in imports(path)}
+        paths = (path for path in modules() if layer_of(path) == layer)
+        used = {imported_layer(name) for path in paths for name in source_of(path).imports}
         queue += [found for found in used if found is not None and found not in seen]
     assert seen.isdisjoint(
         {"vfs", "kernel", "blockcache", "staging", "upload", "meta", "store", "commits", "ingest", "admin", "daemon"}
@@ -265,7 +276,11 @@ PATCHED_PRIVATE = {
 def test_tests_replace_public_names_only() -> None:
     tests, found = Path(__file__).parent, {}
     for path in tests.rglob("*.py"):
-        calls = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call) and len(node.args) > 1)
+        text = path.read_text()
+        if "setattr" not in text or not re.search("[\"']_", text):  # such a call is written with both
+            continue
+        nodes = ast.walk(ast.parse(text, str(path)))
+        calls = (node for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1)
         names = (call.args[1] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "setattr")
         private = {str(name.value) for name in names if isinstance(name, ast.Constant) and str(name.value)[0] == "_"}
         if private:

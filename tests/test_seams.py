@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
-from tests.test_layers import PACKAGE, layer_of, modules, name_of, tree_of
+from tests.test_layers import PACKAGE, layer_of, modules, name_of
 
 TOP = {"__main__", "cli", "control", "daemon", "environment", "kernel", "torch"}
 """What makes the clocks, generators, threads and disks, or runs in a process without a filesystem."""
@@ -34,9 +35,11 @@ def dotted(node: ast.expr) -> str:
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
 
 
-def found_in(path: Path) -> set[str]:
+@cache
+def found_in(path: Path) -> frozenset[str]:
     found = set()
-    for node in ast.walk(tree_of(path)):
+    nodes = list(ast.walk(ast.parse(path.read_text(), str(path))))
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] in BANNED_MODULES}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -47,13 +50,13 @@ def found_in(path: Path) -> set[str]:
             found.add(dotted(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BANNED_NAMES:
             found.add(node.func.id)
-    annotations = {"random.Random"} if not _makes_generator(path) else set()
-    return found - annotations
+    annotations = {"random.Random"} if not _makes_generator(nodes) else set()
+    return frozenset(found - annotations)
 
 
-def _makes_generator(path: Path) -> bool:
+def _makes_generator(nodes: list[ast.AST]) -> bool:
     """`random.Random` is a type in annotations, and a call where a generator is made."""
-    calls = (node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
     return any(dotted(call) == "random.Random" for call in calls)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -11,12 +12,9 @@ import warnings
 import zipfile
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 
 from lakefs_fuse.checkpoints import consolidate as module
 from lakefs_fuse.checkpoints import sharded
@@ -25,8 +23,29 @@ from lakefs_fuse.checkpoints.torch_pickle import DTYPE_BYTES
 from lakefs_fuse.cli import run
 from lakefs_fuse.errors import LakeError
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors import torch as safetensors_torch
+else:
+
+    class LazyModule:
+        """A module that its first use imports: torch takes nine seconds of CPU, and each worker collects this file."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            if attribute.startswith("_"):  # pytest asks all global objects for marks
+                raise AttributeError(attribute)
+            return getattr(importlib.import_module(self._name), attribute)
+
+    torch, dcp = LazyModule("torch"), LazyModule("torch.distributed.checkpoint")
+    safetensors_torch = LazyModule("safetensors.torch")
+
 RANKS = """
-import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+# torch._dynamo is imported for all ranks before the fork: distribute_tensor would import it in each of them.
+import os, sys, torch, torch._dynamo, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 torch.set_num_threads(1)
@@ -105,7 +124,7 @@ def test_safetensors_have_the_tensors_below_a_prefix(tmp_path: Path) -> None:
     model = {"a": torch.rand(3, 4), "b": {"c": torch.ones(5, dtype=torch.bfloat16), "d": torch.tensor([True])}}
     shards = save(tmp_path / "shards", {"model": model, "optimizer": {"m": torch.zeros(9)}, "step": 1})
     made = consolidate(shards, tmp_path / "m.safetensors", prefix="model.")
-    found = load_file(tmp_path / "m.safetensors")
+    found = safetensors_torch.load_file(tmp_path / "m.safetensors")
     assert same(ordered(found), {"a": model["a"], "b.c": model["b"]["c"], "b.d": model["b"]["d"]})
     assert (made.tensors, made.objects, made.format) == (3, 0, "safetensors")
     consolidate(shards, tmp_path / "m.pt", prefix="model.")
