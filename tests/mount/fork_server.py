@@ -4,7 +4,8 @@
 forks instead of starting `python -P -m lakefs_fuse…`: a daemon or a worker. Everything else of `subprocess.Popen` is as
 it was. What is not the same: modules that a program would not have loaded are there, and ``/proc/PID/cmdline`` is the
 server's. `make test-long` starts the program itself (`tiers.IS_LONG`), and so do tests that change what an import
-depends on (`IMPORT_PREFIXES`) or the command.
+depends on (`IMPORT_PREFIXES`) or the command. A lake that starts the program many times with other imports has a server
+of its own (`lakes.Lake.fork_server`).
 """
 
 from __future__ import annotations
@@ -37,22 +38,26 @@ FORKED = ("lakefs_fuse.daemon.mount_daemon", "lakefs_fuse.daemon.admin_worker")
 """A supervisor is started, and starts its daemons, as it always is: which process it is, its command line says."""
 IMPORT_PREFIXES = ("LAKEFS_", "LD_", "PYTHON")
 """Variables that modules and the interpreter look at when they are loaded."""
+READ_LATER = frozenset({"LAKEFS_CLUSTER_CACHE_TOKEN"})
+"""Variables with such a prefix that the program reads when it runs."""
 REQUEST_BYTES_MAX = 1 << 18
 STANDARD = ((0, "r"), (1, "w"), (2, "w"))
 """Descriptors and how they are opened."""
 
 
 def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(IMPORT_PREFIXES)}
+    names = (name for name in environment if name.startswith(IMPORT_PREFIXES) and name not in READ_LATER)
+    return {name: environment[name] for name in names}
 
 
 class ForkServer:
     """The client's side; the server ends when the client does."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
+        """``variables`` are its environment, but for credentials."""
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES_MAX)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "XDG_"))}
+        environment = {name: value for name, value in variables.items() if not name.startswith(("AWS_", "XDG_"))}
         self._of_imports = of_imports(environment)
         with other:
             self._server = subprocess.Popen(
@@ -73,12 +78,12 @@ class ForkServer:
         return of_imports(environment) == self._of_imports
 
     def run(
-        self, args: Sequence[str], environment: Mapping[str, str], timeout_s: float
+        self, args: Sequence[str], environment: Mapping[str, str], timeout_s: float, directory: str = "/"
     ) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run` with captured text, in the directory ``/``."""
+        """As `subprocess.run` with captured text, in ``directory``."""
         reading, writing = os.pipe()
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, open(reading, "rb") as answers:
-            request = json.dumps([list(args), dict(environment)]).encode()
+            request = json.dumps([list(args), dict(environment), directory]).encode()
             descriptors = array.array("i", [output.fileno(), errors.fileno(), writing])
             self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
             os.close(writing)
@@ -155,7 +160,7 @@ def run_module(name: str, args: Sequence[str]) -> int:
     return 0
 
 
-def answer(args: list[str], environment: dict[str, str], descriptors: list[int]) -> NoReturn:
+def answer(args: list[str], environment: dict[str, str], directory: str, descriptors: list[int]) -> NoReturn:
     """In a fork: run one command, and say its process id and its exit code."""
     output, errors, answers = descriptors
     os.write(answers, b"%d\n" % os.getpid())
@@ -163,6 +168,7 @@ def answer(args: list[str], environment: dict[str, str], descriptors: list[int])
     def command() -> int:
         os.environ.clear()
         os.environ.update(environment)
+        os.chdir(directory)
         code = run_module(PACKAGE, args)
         sys.stdout.flush()
         os.write(answers, b"%d\n" % code)
@@ -205,8 +211,8 @@ def serve(requests: socket.socket) -> None:
             return
         if os.fork() == 0:
             requests.close()
-            args, environment = json.loads(request)
-            answer(args, environment, descriptors)
+            args, environment, directory = json.loads(request)
+            answer(args, environment, directory, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 

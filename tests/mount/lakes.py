@@ -30,8 +30,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
+
+import obstore
+from obstore.store import S3Store
 
 from lakefs_fuse.cli.daemons import open_daemon
 from tests import servers
@@ -213,6 +218,16 @@ class Bucket:
             Bucket=self.bucket, Key=self.source_prefix + key, Body=data, Metadata=dict(metadata or {})
         )
 
+    def replace_all(self, objects: Mapping[str, bytes]) -> None:
+        """As `replace`, for many objects, in a fifth of the CPU time of boto3."""
+        store = S3Store(
+            self.bucket, prefix=self.source_prefix, endpoint=self.url, region=servers.REGION,
+            access_key_id=servers.ACCESS_KEY, secret_access_key=servers.SECRET_KEY,
+            client_options={"allow_http": True}, virtual_hosted_style_request=False,
+        )  # fmt: skip
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(partial(obstore.put, store, use_multipart=False), objects, objects.values()))
+
     def delete(self, key: str) -> None:
         self.client.delete_object(Bucket=self.bucket, Key=self.source_prefix + key)
 
@@ -252,13 +267,17 @@ class Lake:
         for made in (self.path, directory / "home"):
             made.mkdir(parents=True)
         self.env = environment(directory / "home")
+        self.fork_server: ForkServer | None = None
+        """For this lake alone, where its environment changes what is imported; ended by `close`."""
         self.pid = 0
 
     # -- the program
 
     def cli(self, *args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-        if self.command is CLI and not IS_LONG and (server := ForkServer.of_this_process()).suits(self.env):
-            return server.run(args, self.env, timeout_s)
+        if self.command is CLI and not IS_LONG:
+            server = self.fork_server or ForkServer.of_this_process()
+            if server.suits(self.env):
+                return server.run(args, self.env, timeout_s)
         return subprocess.run(
             [*self.command, *args],
             env=self.env,
@@ -338,6 +357,9 @@ class Lake:
             except AssertionError:
                 os.kill(self.pid, signal.SIGKILL)
                 raise
+        if self.fork_server is not None:
+            self.fork_server.close()
+            self.fork_server = None
         log = self.log()
         assert servers.SECRET_KEY not in log
         assert "Traceback" not in log, log[-6000:]
@@ -401,7 +423,9 @@ def hasten_maintenance(lake: Lake, directory: Path, *, interval_s: float, commit
     commits, not after 300. ``directory`` is for a file that the program imports."""
     patch = MAINTENANCE_PATCH.format(interval_s=interval_s, commits_max=commits_max)
     (directory / "sitecustomize.py").write_text(patch)
-    lake.env["PYTHONPATH"] = str(directory)
+    lake.env["PYTHONPATH"] = os.pathsep.join([str(directory), *filter(None, [lake.env.get("PYTHONPATH")])])
+    if not IS_LONG:
+        lake.fork_server = ForkServer(lake.env)
     return lake
 
 

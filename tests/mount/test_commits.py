@@ -1,6 +1,6 @@
 """Commits as users see them: packs, atomic renames, and several nodes on one lake.
 
-Sizes are small; LAKEFS_TEST_PACKED_FILES (default 300) and LAKEFS_TEST_RENAMES (default 8) raise them.
+Sizes are small; LAKEFS_TEST_PACKED_FILES (default 300) and LAKEFS_TEST_RENAMES (default 5) raise them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.servers import Server, latency
 from tests.tiers import sized
 
 FILES = scale("PACKED_FILES", 600, short=300)
-RENAMES = scale("RENAMES", 20, short=8)
+RENAMES = scale("RENAMES", 20, short=5)
 PLAIN = FILES // sized(12, 4)
 WRITERS = 16
 COMMITS = ".lakefs/commits/"
@@ -251,9 +251,9 @@ def test_the_old_name_of_a_renamed_object_is_free(make_lake: LakeMaker, tmp_path
 
 
 def test_readers_see_all_of_the_old_or_all_of_the_new(make_lake: LakeMaker, tmp_path: Path) -> None:
-    """One node exchanges a directory of 50 files with a new one; another lists and reads it all the time."""
+    """One node exchanges a directory of many files with a new one; another lists and reads it all the time."""
     lake = make_lake("seaweedfs", "--pack", "always").mount()
-    current, fresh = lake.path / "current", lake.path / "fresh"
+    current, fresh, files = lake.path / "current", lake.path / "fresh", sized(20, 50)
     current.mkdir()
 
     def fill(directory: Path, generation: int) -> None:
@@ -261,7 +261,7 @@ def test_readers_see_all_of_the_old_or_all_of_the_new(make_lake: LakeMaker, tmp_
             (directory / f"file{index:02d}").write_text(f"{generation}")
 
         with ThreadPoolExecutor(WRITERS) as pool:
-            list(pool.map(write, range(50)))
+            list(pool.map(write, range(files)))
 
     fill(current, 0)
     sync(lake.path)
@@ -280,7 +280,7 @@ def test_readers_see_all_of_the_old_or_all_of_the_new(make_lake: LakeMaker, tmp_
                         opened = os.open(name, os.O_RDONLY, dir_fd=fd)
                         texts.add(os.read(opened, 100).decode())
                         os.close(opened)
-                    if len(names) != 50 or len(texts) != 1:
+                    if len(names) != files or len(texts) != 1:
                         wrong.append(f"{len(names)} names, generations {texts}")
                     seen.update(texts)
                 except OSError as error:

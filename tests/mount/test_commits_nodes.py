@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Lake, eventually, noise, scale
+from tests.mount.lakes import Bucket, Lake, eventually, noise, scale
 from tests.mount.test_commits import COMMITS, another, renameat2, sync
 
 OPERATIONS = scale("NODE_OPERATIONS", 250, short=60)
@@ -213,10 +213,11 @@ def test_a_change_by_a_node_with_another_clock(make_lake: LakeMaker, tmp_path: P
 
 
 def test_large_directories_are_renamed_whole(make_lake: LakeMaker, tmp_path: Path) -> None:
-    """Plain objects of another client, a thousand of them, in one PUT."""
+    """Plain objects of another client, a hundred of them or more, in one PUT."""
     lake = make_lake("seaweedfs", "--refresh", "0.5")
-    for index in range(scale("RENAMED", 300)):
-        lake.outside.replace(f"old/deep{index % 3}/object{index:05d}", noise(10, index))
+    assert isinstance(lake.outside, Bucket)
+    count = scale("RENAMED", 300, short=100)
+    lake.outside.replace_all({f"old/deep{index % 3}/object{index:05d}": noise(10, index) for index in range(count)})
     lake.mount()
     before = lake.puts()
     (lake.path / "old").rename(lake.path / "new")
@@ -225,5 +226,5 @@ def test_large_directories_are_renamed_whole(make_lake: LakeMaker, tmp_path: Pat
         for node in (lake.path, other.path):
             assert os.listdir(node) == ["new"]
             found = sorted(path for path in (node / "new").rglob("object*"))
-            assert len(found) == scale("RENAMED", 300)
+            assert len(found) == count
             assert all(path.read_bytes() == noise(10, int(path.name[6:])) for path in found)

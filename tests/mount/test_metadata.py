@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,8 +34,7 @@ def fill(lake: Lake) -> set[str]:
             os.utime(lake.outside.root / name, (OLD_S, OLD_S))
     else:
         assert isinstance(lake.outside, Bucket)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(partial(lake.outside.replace, data=b"x"), names))
+        lake.outside.replace_all(dict.fromkeys(names, b"x"))
     return names
 
 
@@ -205,8 +202,8 @@ def test_a_directory_appears_as_its_first_page_arrives(
     server, controls = faults
     lake = make_lake("seaweedfs", "--metadata-ttl", "1h", "--refresh", "1h", through=server)
     names = {f"image-{index:07d}.jpg" for index in range(1020)}
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: lake.outside.replace(f"d/{name}", b"x"), names))
+    assert isinstance(lake.outside, Bucket)
+    lake.outside.replace_all({f"d/{name}": b"x" for name in names})
     lake.mount()
     controls.hang(1000, method="GET", containing="continuation-token")
     controls.hang(1000, method="GET", containing="start-after=some%2Flake%2Fd%2F")

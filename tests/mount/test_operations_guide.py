@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.environment.failpoints import NAMES
+from tests.mount.fork_server import ForkServer
 from tests.mount.lakes import CLI, environment, noise
 from tests.servers import REGION, Server
+from tests.tiers import IS_LONG
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -55,15 +58,19 @@ class Terminal:
         """Standard output; the command must succeed."""
         for printed, real in self._names.items():
             command = command.replace(printed, real)
-        done = subprocess.run(
-            ["bash", "-c", command],
-            env=self._env,
-            cwd=self.directory,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        words, server = shlex.split(command, comments=True), ForkServer.of_this_process()
+        if words[0] == "lakefs-fuse" and "|" not in words and not IS_LONG and server.suits(self._env):
+            done = server.run(words[1:], self._env, 120, str(self.directory))
+        else:
+            done = subprocess.run(
+                ["bash", "-c", command],
+                env=self._env,
+                cwd=self.directory,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout
 

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lakefs_fuse.vfs.namespace import namespace as namespace_module
 from lakefs_fuse.vfs.namespace import subtree_listing
 from lakefs_fuse.vfs.namespace.namespace import BACKGROUND_LISTINGS_MAX
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.tiers import sized
 from tests.upload.drafting import reached
 from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, held_fresh, lake, two_lakes
 
@@ -1206,6 +1207,15 @@ async def test_keys_that_a_page_repeats_are_one_name(tmp_path: Path, is_known: b
         assert await m.names("d") == ["g"]
 
 
+@pytest.fixture
+def low_recursion_limit() -> Iterator[None]:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(min(before, sized(400, 1000)))
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("low_recursion_limit")
 async def test_deep_tree_that_another_program_removes_goes(tmp_path: Path) -> None:
     """Deeper than Python recurses, as local directories can be."""
     store, clock = MemoryStore(), Clock()
