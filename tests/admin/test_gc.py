@@ -376,7 +376,7 @@ def _from(number: int) -> Callable[[Request], bool]:
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path, when: str) -> None:
     """A mount that was there all the time, and one that comes after, find every file."""
-    every = sized(5, 1)
+    every = sized(11, 1)
     leftover = store.give("left", b"over")
     clock.advance(5)
     give_commit(store, clock, Remove("left", hides=leftover.etag), writer="0badcaff")

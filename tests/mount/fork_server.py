@@ -38,7 +38,7 @@ FORKED = ("lakefs_fuse.daemon.mount_daemon", "lakefs_fuse.daemon.admin_worker")
 """A supervisor is started, and starts its daemons, as it always is: which process it is, its command line says."""
 IMPORT_PREFIXES = ("LAKEFS_", "LD_", "PYTHON")
 """Variables that modules and the interpreter look at when they are loaded."""
-READ_LATER = frozenset({"LAKEFS_CLUSTER_CACHE_TOKEN"})
+READ_LATER = frozenset({"LAKEFS_CLUSTER_CACHE_TOKEN", "LAKEFS_HINTS_PASSWORD"})
 """Variables with such a prefix that the program reads when it runs."""
 REQUEST_BYTES_MAX = 1 << 18
 STANDARD = ((0, "r"), (1, "w"), (2, "w"))

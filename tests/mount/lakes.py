@@ -73,12 +73,12 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 15.0) -> None:
-    """Wait for something that another process does."""
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 15.0, pause_s: float = 0.03) -> None:
+    """Wait for something that another process does; ``pause_s`` between two questions."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
-        time.sleep(0.03)
+        time.sleep(pause_s)
 
 
 def given_away(path: Path, uid: int, gid: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from tests.mount.lakes import Lake, eventually
 from tests.mount.test_commits import another
 from tests.tiers import sized
 
-NAMES = sized(60, 1000)
+NAMES = sized(20, 1000)
 APPENDS = sized(4, 30)
 
 

@@ -82,6 +82,7 @@ def test_log_tells_what_two_mounts_changed(nodes: tuple[Lake, Lake]) -> None:
     assert short(log_of(lake, f"{url[0]}/d/b", *url[1:])[1]) == [expected[2], expected[4]]
 
 
+@pytest.mark.parametrize("nodes", ["file", pytest.param("moto", marks=pytest.mark.long)], indirect=True)
 def test_log_escapes_names_for_the_terminal(nodes: tuple[Lake, Lake]) -> None:
     lake, other = nodes
     expected = change(lake, other)
@@ -106,6 +107,7 @@ def test_log_tells_of_object_that_another_client_puts_over_a_packed_file(make_la
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("nodes", ["file", pytest.param("moto", marks=pytest.mark.long)], indirect=True)
 def test_log_follows_what_is_committed(nodes: tuple[Lake, Lake]) -> None:
     lake, other = nodes
     (lake.path / "before").mkdir()
