@@ -95,7 +95,8 @@ def test_refresh_shows_objects_of_other_programs_at_once(nodes: tuple[Lake, Lake
 def test_refresh_after_thousands_of_changes_returns_when_programs_see_all_of_them(make_lake: LakeMaker) -> None:
     """The kernel holds each name, and more change than wait for it in memory."""
     lake = make_lake("file", *OPTIONS)
-    before, after = ([f"{kind}{number}" for number in range(3 * NAMES_MAX)] for kind in "ba")
+    changes = sized(3 * NAMES_MAX // 2, 3 * NAMES_MAX)
+    before, after = ([f"{kind}{number}" for number in range(changes)] for kind in "ba")
     source, shown = Path(lake.source.removeprefix("file://")) / "d", lake.path / "d"
     source.mkdir()
     for name in before:

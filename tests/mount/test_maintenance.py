@@ -133,9 +133,9 @@ def test_upgraded_lake_is_folded_with_a_database_that_is_kept(
 
 
 def test_mount_without_maintenance_looks_at_nothing(make_lake: LakeMaker, patched: Callable[..., Lake]) -> None:
-    lake = patched(make_lake("file", "--maintenance", "off"), interval_s=0.1).mount()
+    lake = patched(make_lake("file", "--maintenance", "off"), interval_s=0.05).mount()
     make_commits(lake, 20)
-    time.sleep(2)
+    time.sleep(1)
     assert section(lake) == {"mode": "off"}
     lake.remount("--read-only", "--maintenance", "auto")
     assert section(lake) == {"mode": "off"}

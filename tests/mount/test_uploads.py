@@ -10,6 +10,7 @@ import pytest
 
 from tests.mount.conftest import LakeMaker, Place
 from tests.mount.lakes import LARGE_BYTES, MIB, PART_BYTES, Stats, eventually, noise, number
+from tests.tiers import sized
 
 
 def test_backwards_in_pieces(here: Place) -> None:
@@ -114,12 +115,12 @@ def test_a_large_sparse_file(here: Place) -> None:
 
 def test_a_file_larger_than_staging(make_lake: LakeMaker) -> None:
     """The writer waits for uploads; it neither fails nor fills the disk."""
-    lake = make_lake("seaweedfs", "--staging-size", "160M", "--uploads", "2").mount()
-    pieces, piece = 12, 16 * MIB
+    pieces, piece, staged = sized(6, 12), 16 * MIB, sized(64, 160)
+    lake = make_lake("seaweedfs", "--staging-size", f"{staged}M", "--uploads", "2").mount()
     fd = os.open(lake.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     for index in range(pieces):
         os.write(fd, noise(1024, index) * (piece // 1024))
-        assert lake.number("staging.bytes") <= 160 * MIB
+        assert lake.number("staging.bytes") <= staged * MIB
     os.close(fd)
     assert lake.outside.objects() == {"f": pieces * piece}
     stored = lake.outside.read("f")

@@ -288,7 +288,7 @@ def test_others_see_files_whole_and_in_order(
     the marker sees the rest, once what it had listed before is out of date."""
     lake = make_lake("seaweedfs", *OPTIONS, "--pack", "never", through=faults[0]).mount()
     faults[1].bytes_s_max = 40 * MIB
-    shards = {f"rank{rank}": noise(MIB + rank * PART_BYTES, rank) for rank in range(3)}
+    shards = {f"rank{rank}": noise(MIB + rank * PART_BYTES, rank) for rank in range(sized(2, 3))}
     steps = [f"step{number}" for number in range(sized(2, 3))]
     stop, wrong = threading.Event(), list[str]()
 
