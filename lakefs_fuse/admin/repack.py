@@ -11,10 +11,11 @@ commit: nothing happened. Between a commit and the deletions: objects that every
 deletes. A second run completes the work.
 
 Unpack and relocate: each file is put, or its object copied by the store, as a plain object at its own key, if there is
-none; then one commit relocates many of them. Killed in between: the objects of `unpack` are copies that do not count
-(`is_copy`), which a second run names; those of `relocate` count as new objects of another program, with the same bytes
-and attributes. Files are checked again before the commit, and the object of a changed file is
-deleted. A change within the last two requests is not seen. Renamed objects stay at their old keys until `gc`.
+none; then one commit relocates many of them. Killed in between: these objects are copies that do not count (`is_copy`),
+which a second run names; those that `relocate` has the store copy in one request count as new objects of another
+program, with the same bytes and attributes. The relocation of a file that was changed meanwhile has no effect, but that
+its object is hidden. That stays until `gc` (*listed objects stay*): a mount may have listed it, and given it another
+name. So do renamed objects at their old keys.
 """
 
 from __future__ import annotations
@@ -312,23 +313,13 @@ class _Unpack:
         await self._lake.refresh()
         builder = RelocationBuilder()
         for file, meta in put:
+            builder.add(file.path, file.entry, file.source, OWN, 0, meta.etag)  # which hides the copy of a changed one
             if self._is_current(file):
-                builder.add(file.path, file.entry, file.source, OWN, 0, meta.etag)
                 self.done.files += 1
                 self.done.bytes += file.entry.size
             else:
                 self._leave(file.path, "it was changed meanwhile")
-                await self._delete_own(meta)
         await builder.commit(self._lake)
-
-    async def _delete_own(self, meta: ObjectMeta) -> None:
-        now = self._lake.entry_at(meta.key)
-        if now is not None and now.is_plain and now.etag == meta.etag:
-            return
-        try:
-            await self._lake.client.delete(meta.key, etag=meta.etag)
-        except PreconditionFailed:
-            pass
 
     def _leave(self, path: str, why: str) -> None:
         self.done.left += 1

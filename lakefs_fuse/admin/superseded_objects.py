@@ -46,20 +46,20 @@ def hidden_since(lake: LakeView, meta: ObjectMeta, *, removed: bool) -> int | No
     if lake.references(key, meta.etag):
         return None
     entry = lake.entry_at(key)
-    if entry is not None:
+    if entry is not None and (not entry.stamp or entry.stamp >= PENDING or entry.is_plain):
+        return None
+    if entry is not None and entry.etag == meta.etag:
         return _hidden_by_entry(lake, entry, meta)
     tombstone = tree.tombstones.get(key.encode("utf-8", "surrogatepass"))
     gone = 0 if tombstone is None else tombstone.when_gone(meta.etag)
-    if not removed or tombstone is None or not 0 < gone < PENDING:
+    if not (removed or entry) or tombstone is None or not 0 < gone < PENDING:
         return None
     if not tombstone.hides(meta.etag, meta.mtime_ns, by_date=False):
         return None
     return max(gone, meta.mtime_ns)
 
 
-def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int | None:
-    if not entry.stamp or entry.stamp >= PENDING or entry.is_plain or entry.etag != meta.etag:
-        return None
+def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int:
     since = max(entry.stamp, meta.mtime_ns)
     row = lake.tree.objects.get(entry.place) if entry.place else None
     named = None if row is None else parse_commit_key(row.key)

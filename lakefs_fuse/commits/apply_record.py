@@ -500,12 +500,15 @@ class Application:
         copy of bytes which the name did not have any more, or (``since``) a version that was moved away, and replaced
         at its key or removed later."""
         current, ended = step.current, 0
+        listed = None if since or current is None or not _is_listed(current, etag) else current
         if current is not None and (since or lies_elsewhere(current)):
             ended = current.stamp if current.etag != etag else 0
-        elif current is None and step.tombstone is not None:
+        elif (current is None or listed is not None) and step.tombstone is not None:
             ended = step.tombstone.newest if since else step.tombstone.floor
         if ended > since:
             self._bury(step, etag=etag, at=max(self._stamp, self._when_ended(ended)))
+            if listed is not None:
+                self._drop(listed)
 
     def _remove_replaced(self, step: _Step, hides: str) -> None:
         """A file elsewhere has replaced the plain object that is known, and was removed itself since."""
@@ -974,6 +977,11 @@ def _bit(path: str, length: int) -> int:
 def _says_what(operation: Operation) -> bool:
     """Of a file's name: which bytes it has, or that it is gone."""
     return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
+
+
+def _is_listed(entry: Entry, etag: str) -> bool:
+    """It is the plain object with this ETag, of which no commit told, and for which no file elsewhere was forgotten."""
+    return entry.is_plain and not entry.stamp and entry.etag == etag and not entry.flags & Flag.OVERRIDING
 
 
 def _shown(entry: Entry) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import trio
 
 from lakefs_fuse.errors import NotFound, PreconditionFailed, Unavailable, Unsupported
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, copy_metadata
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 
 COPY_BYTES_MAX = 5 << 30
@@ -24,8 +24,8 @@ async def copy_object(
     client: StoreClient, source: str, etag: str, size: int, target: str, *, if_absent: bool = False
 ) -> ObjectMeta:
     """Copy the version ``etag``, of ``size`` bytes, of the object ``source``. ``if_absent``: in parts, because the
-    store then refuses where something is at ``target``; a store that has no such condition copies over it, and so does
-    every store where the object is empty, as no range of it can be a part.
+    store then refuses where something is at ``target``, and with `copy_metadata`; a store that has no such condition
+    copies over it, and so does every store where the object is empty, as no range of it can be a part.
 
     Raises NotFound (of ``source``), PreconditionFailed (another version is at ``source``, or something at ``target``,
     which after a lost answer may be the copy), Unsupported where the store cannot copy so much, and other StoreErrors.
@@ -36,7 +36,7 @@ async def copy_object(
         if size > COPY_BYTES_MAX:
             raise Unsupported(f"{source} has {size} bytes, and parts cannot be copied")
         return await client.copy(source, target, etag=etag)
-    metadata = (await client.head(source)).metadata
+    metadata = {**((await client.head(source)).metadata or {}), **(copy_metadata(target) if if_absent else {})}
     upload_id = await client.create_multipart(target, metadata=metadata)
     completed = False
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -18,14 +19,16 @@ from lakefs_fuse.commits.committer import LATE_NS
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import OBJECTS, Remove
+from lakefs_fuse.config import DELETE_AFTER_S
 from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.product import RESERVED_PREFIX
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, plain, silent
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.tiers import sized
 from tests.vfs.lakes import NS, TTL_S, Clock, Lake, lake
-from tests.vfs.writing_back import until
+from tests.vfs.writing_back import rewrite, until
 
+PUTS = ("put", "copy", "complete_multipart")
 FILES = dataset(30) | dataset(10, "data/deep/er") | {"top": b"at the top", "data/empty": b""}
 
 
@@ -374,7 +377,7 @@ async def test_a_key_that_another_name_needs_is_left_alone(store: MemoryStore, c
 
 
 async def test_file_whose_directory_is_renamed_while_it_is_unpacked_keeps_its_bytes(tmp_path: Path) -> None:
-    """The copy is deleted then. A mount that took it for an object of another program would have renamed that."""
+    """The copy is hidden then. A mount that took it for an object of another program would have renamed that."""
     store, clock = MemoryStore(), Clock()
     store.clock = clock
     give_pack(store, clock, {"d/a": b"packed"})
@@ -388,8 +391,9 @@ async def test_file_whose_directory_is_renamed_while_it_is_unpacked_keeps_its_by
             await trio.to_thread.run_sync(pause.reached.wait)
             await mounted.rename("d", "e")
             pause.resume()
-        assert plain(store) == []
+        assert plain(store) == ["d/a"]
         clock.advance(TTL_S + 1)
+        await mounted.poll()
         assert await mounted.tree() == {"e": None, "e/a": b"packed"}
     assert await fresh(store, clock, tmp_path) == {"e/a": b"packed"}
 
@@ -416,6 +420,59 @@ async def test_unpacking_does_not_overwrite_what_came_meanwhile(
     clock.advance(5)
     found = await fresh(store, clock, tmp_path)
     assert (found["a"], found["b"]) == (b"new a", b"theirs")
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+async def test_object_of_a_file_that_was_removed_while_it_was_put_stays_for_who_renamed_it(
+    tmp_path: Path, is_packed: bool
+) -> None:
+    """A mount has listed it, and given it another name, before its relocation is committed."""
+    store, clock = MemoryStore(), Clock()
+    store.clock = clock
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always" if is_packed else "never") as mounted:
+        await mounted.mkdir("d")
+        await mounted.write("d/before" if not is_packed else "d/f", b"bytes")
+        await mounted.sync()
+        if not is_packed:
+            await mounted.rename("d/before", "d/f")
+            await mounted.fs.sync_names()
+        clock.advance(600)
+        await mounted.poll()
+        pause = store.hook = Pause(lambda request: request.key == "d/f" and request.what in PUTS, "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(unpack, store, clock, packed=is_packed))
+            await until(pause.reached.is_set)
+            await mounted.unlink("d/f")
+            await mounted.fs.sync_names()
+            clock.advance(TTL_S + 1)
+            assert await mounted.names("d") == ["f"]
+            await mounted.rename("d/f", "renamed")
+            await mounted.fs.sync_names()
+            pause.resume()
+        await mounted.poll()
+        assert await mounted.read("renamed") == b"bytes"
+        assert "d/f" in store.objects
+    found = await fresh(store, clock, tmp_path)
+    assert found["renamed"] == b"bytes" and "d/f" not in found
+
+
+async def test_object_of_a_file_that_was_rewritten_while_it_was_put_makes_room_for_a_later_one(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.clock = clock
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as mounted:
+        await mounted.write("f", b"bytes")
+        await mounted.sync()
+        clock.advance(5)
+        pause = store.hook = Pause(lambda request: (request.what, request.key) == ("put", "f"), "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(unpack, store, clock)
+            await until(pause.reached.is_set)
+            await rewrite(mounted, "f", b"later bytes")
+            pause.resume()
+        clock.advance(DELETE_AFTER_S + 1)
+        assert store.objects["f"][0] == b"bytes" and (await unpack(store, clock)).files == 1
+        assert store.objects["f"][0] == b"later bytes"
+    assert await fresh(store, clock, tmp_path) == {"f": b"later bytes"}
 
 
 async def test_names_that_share_bytes_are_unpacked_and_packed_as_others_are(tmp_path: Path) -> None:

@@ -1347,3 +1347,18 @@ def test_object_that_a_relocation_hid_stays_gone_after_a_removal_by_date(tmp_pat
         n.commit(11, Remove("f", by_date=True), writer="0000000b")
         n.list(plain("f", "e1", 9))
         assert n.find("f") is None
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_copy_of_a_file_that_was_removed_before_its_relocation_is_hidden(tmp_path: Path, is_listed: bool) -> None:
+    """Also where a listing has shown it before that."""
+    with node(tmp_path) as n:
+        n.commit(10, put("f", 7))
+        n.commit(11, Remove("f", by_date=True), writer="0000000b")
+        if is_listed:
+            n.list(plain("f", "e1", 11, 7))
+            assert n.found("f").etag == "e1"
+        n.commit(12, Relocate("f", THIS, 100, "", OWN, 0, 7, 0o644, 0, 0, 0, hides="e1"), writer="0000000c")
+        assert n.find("f") is None
+        n.list(plain("f", "e1", 11, 7))
+        assert n.find("f") is None

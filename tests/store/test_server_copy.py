@@ -6,6 +6,7 @@ import pytest
 
 from lakefs_fuse.errors import PreconditionFailed, Unavailable
 from lakefs_fuse.store import server_copy
+from lakefs_fuse.store.client import is_copy
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.store.server_copy import copy_object
 from tests.fakes import store_client
@@ -35,7 +36,7 @@ async def test_conditional_copy_whose_answer_is_lost_says_that_the_target_exists
     client = store_client(store, Capabilities(name="memory"))
     with pytest.raises(PreconditionFailed, match="target"):
         await copy_object(client, "source", store.head("source").etag, SIZE, "target", if_absent=True)
-    assert store.data("target") == bytes(SIZE)
+    assert store.data("target") == bytes(SIZE) and is_copy(store.head("target"))
 
 
 async def test_copy_whose_upload_was_ended_by_others_is_to_be_tried_again(store: MemoryStore) -> None:

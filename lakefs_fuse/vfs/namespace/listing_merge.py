@@ -13,8 +13,8 @@ What commits say of a name stands, unless the LIST shows a plain object that the
 older; names that commits removed stay away by the same rule. A directory of which nothing but removed names may be left
 is one of `ghosts`: the caller looks below it, and says `add_directory` where there is something to see. An object that
 would count in place of bytes elsewhere is one of `overriding`: the caller asks for its metadata, because a copy that
-`unpack` has put there counts only when a commit names it, and a later version of a file that was renamed from there is
-that file.
+`unpack` or `relocate` has put there counts only when a commit names it, and a later version of a file that was renamed
+from there is that file.
 """
 
 from __future__ import annotations
