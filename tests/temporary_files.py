@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import MutableMapping
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.tiers import IS_LONG
@@ -43,3 +45,10 @@ def use_memory(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let pytest make its temporary directories in memory, unless somebody chose where, or this is `make test-long`."""
     if not IS_LONG and not any(name in environment for name in CHOICES) and is_suitable(MEMORY):
         environment["PYTEST_DEBUG_TEMPROOT"] = str(MEMORY)
+
+
+@contextmanager
+def directory_on_disk() -> Iterator[Path]:
+    """For tests that find out whether a read has to wait for the disk, which a filesystem in memory does not tell."""
+    with tempfile.TemporaryDirectory(prefix="lakefs-test-") as directory:
+        yield Path(directory)

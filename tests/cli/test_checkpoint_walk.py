@@ -114,9 +114,10 @@ def test_deleting_beside_another_run_deletes_all_of_it(tmp_path: Path, monkeypat
         raise FileNotFoundError(path)
 
     made = item(look(tmp_path), "1")
-    monkeypatch.setattr(os, "unlink", unlink_late)
-    monkeypatch.setattr(os, "rmdir", rmdir_late)
-    delete(str(tmp_path), made)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_late)
+        patch.setattr(os, "rmdir", rmdir_late)
+        delete(str(tmp_path), made)
     assert list(tmp_path.iterdir()) == []
 
 

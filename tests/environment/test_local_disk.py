@@ -1,13 +1,22 @@
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lakefs_fuse.environment import local_disk as disk
 from tests.blockcache.reading import reads_now
+from tests.temporary_files import directory_on_disk
 
 KIB = 1024
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """On a disk."""
+    with directory_on_disk() as directory:
+        yield directory
 
 
 def test_a_hole_frees_space_reads_as_zeros_and_keeps_the_length(tmp_path: Path) -> None:

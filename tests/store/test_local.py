@@ -135,13 +135,15 @@ def test_a_directory_that_is_about_to_go_is_no_object(
             store.head(f"{Path(path).relative_to(root)}/")
         rmdir(path)
 
-    monkeypatch.setattr(os, "rmdir", seeing)
-    store.delete(removed[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", seeing)
+        store.delete(removed[0])
     assert seen == [[], []]
     assert not (root / "above").exists()
-    monkeypatch.setattr(os, "rmdir", lambda _: None)
-    store.put(removed[0], b"")
-    store.delete_many(removed)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", lambda _: None)
+        store.put(removed[0], b"")
+        store.delete_many(removed)
     assert keys(store) == []
     store.put("above/dir/b", b"")
     assert keys(store) == ["above/dir/b"]
