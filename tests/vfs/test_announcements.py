@@ -79,7 +79,8 @@ async def test_name_in_a_large_directory_costs_no_listing(tmp_path: Path) -> Non
     for number in range(2500):
         store.give(f"d/{number:04}", b"x")
     async with two_lakes(store, tmp_path) as (one, two):
-        assert len(await two.names("d")) == 2500
+        for node in (one, two):  # all pages, of which a lookup waits for some
+            assert len(await node.names("d")) == 2500
         await one.write("d/1000x", b"new")
         await one.write("d/0007", b"replaced")
         await announce(one, two)
