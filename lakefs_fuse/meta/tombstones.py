@@ -232,13 +232,13 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
     gone = [(each[16:], int(each[:16], 16)) for each in others]
     floor = stamp if is_by_date or not (first or gone) else max((at for etag, at in gone if not etag), default=0)
     named = [(first, stamp)] if first else []
-    dated, ended, again_s = (
+    dated, ended, put = (
         _newest_first((etag[1:], at) for etag, at in gone if etag.startswith(mark)) for mark in (DATED, ENDED, PUT)
     )
     unlisted = next(((etag[1:], at) for etag, at in gone if etag.startswith(UNLISTED)), ("", 0))
     again = next((at for etag, at in gone if etag == AGAIN), 0)
     gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED, AGAIN, ENDED, PUT))]
-    return Tombstone(stamp, floor, _newest_first([*named, *gone]), dated, unlisted, again, ended, again_s)
+    return Tombstone(stamp, floor, _newest_first([*named, *gone]), dated, unlisted, again, ended, put)
 
 
 class Tombstones:
