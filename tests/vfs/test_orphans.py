@@ -202,17 +202,22 @@ async def test_changed_after_a_failed_close(tmp_path: Path) -> None:
         assert store.uploads == {}
 
 
-@pytest.mark.parametrize("size", [100, LARGE])
-async def test_an_answer_that_was_lost_and_then_the_daemon(tmp_path: Path, size: int) -> None:
-    """The object is there: nothing is an orphan, and nothing is sent again."""
-    store = MemoryStore()
-    async with lake(store, tmp_path / "cache", retry_timeout_s=0) as m:
+async def die_after_lost_answer(store: MemoryStore, root: Path, size: int, clock: Clock) -> Path:
+    """The cache directory of a writer that died after its PUT or completion, whose answer was lost."""
+    async with lake(store, root / "cache", clock=clock, retry_timeout_s=0) as m:
         handle = await m.create("file")
         await m.fs.write(handle, 0, noise("new", size))
         store.hook = Failures(is_put, Unavailable("lost"), when="after")
         with pytest.raises(Unavailable):
             await m.fs.flush(handle)
-        dead = die(tmp_path / "cache", tmp_path / "dead")
+        return die(root / "cache", root / "dead")
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_an_answer_that_was_lost_and_then_the_daemon(tmp_path: Path, size: int) -> None:
+    """The object is there: nothing is an orphan, and nothing is sent again."""
+    store = MemoryStore()
+    dead = await die_after_lost_answer(store, tmp_path, size, Clock())
     sent = store.count("put") + len(store.parts_sent())
     async with lake(store, dead) as m:
         assert m.fs.unfinished() == []
@@ -227,13 +232,7 @@ async def test_stored_version_that_another_node_replaced_before_its_writer_is_ba
     tmp_path: Path, size: int
 ) -> None:
     store, clock = MemoryStore(), Clock()
-    async with lake(store, tmp_path / "cache", clock=clock, retry_timeout_s=0) as m:
-        handle = await m.create("file")
-        await m.fs.write(handle, 0, noise("new", size))
-        store.hook = Failures(is_put, Unavailable("lost"), when="after")
-        with pytest.raises(Unavailable):
-            await m.fs.flush(handle)
-        dead = die(tmp_path / "cache", tmp_path / "dead")
+    dead = await die_after_lost_answer(store, tmp_path, size, clock)
     store.hook = lambda _request, _when: None
     clock.now_ns += 4 * NS
     async with lake(store, tmp_path / "other", clock=clock, delete_after_s=1e6) as other:
