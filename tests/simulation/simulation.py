@@ -813,17 +813,28 @@ class Simulation:
             await node.lake.fs.clone(*paths, force=op.how == "force")
 
     def _check_alone(self, node: SimulatedNode, path: str) -> None:
-        """No other node has linked a name that nobody has taken away, or created it with O_EXCL, which under write-back
-        asks the store for nothing. Raises Failed."""
+        """No other node has linked a name that nobody has taken away, or created it with O_EXCL as a plain object: a
+        packed file replaces what it finds, and under write-back O_EXCL asks the store for nothing. Raises Failed."""
         above = {path[:at] for at, mark in enumerate(path + "/") if mark == "/"}
         if any(self.oracle.removals.get(each) for each in above):
             return
         acknowledging = {each.name for each in self._nodes if self._durability_of(each) == "writeback"}
         for other in self.oracle.versions.get(path, ()):
-            if other.node in acknowledging and other not in self._linked:
+            if other not in self._linked and (other.node in acknowledging or self._is_packed(other)):
                 continue
             if other.is_exclusive and other.is_certain and other.node != node.name:
                 raise Failed(f"{node.name} and {other.node} have both linked {path}")
+
+    def _is_packed(self, version: Version) -> bool:
+        """Its node has the file in a pack."""
+        node = next((each for each in self._nodes if each.name == version.node), None)
+        if node is None or node.daemon is None:
+            return False
+        entry = node.entry(version.path)
+        if entry is None or node.row_bytes(entry) != version.data:
+            return False
+        extent = node.lake.fs.namespace.extent(entry)
+        return extent is not None and extent.version.key.startswith(COMMITS)
 
     def _doubt_move(
         self, node: SimulatedNode, call: _Call, begun: tuple[str, str], ended: tuple[str | None, str | None]
