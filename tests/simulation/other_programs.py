@@ -88,6 +88,10 @@ class OtherPrograms:
             and (senders.get(name.key) == PROGRAM or name.key in copies or name.key in self._deleted)
         ]
 
+    def has_deleted(self, path: str) -> bool:
+        """A program has deleted an object at this key."""
+        return path in self._deleted
+
     def _shown(self, lake: Lake, path: str) -> frozenset[Version]:
         name = lake.names.get(path)
         shown = frozenset() if name is None or name.data is None else self._oracle.matching(path, name.data)

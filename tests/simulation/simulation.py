@@ -1159,12 +1159,16 @@ class Simulation:
 
     async def _read_replaced(self, quiet_s: float) -> None:
         """Users read renamed files whose bytes are in no cache, where a node replaced them before it heard of the
-        rename, and died: nobody else says what they are now."""
+        rename, and died, or found another program's object at the new name, which is deleted since: nobody else says
+        what they are now."""
         alive = {f"{node.name}#{node.lives}" for node in self._nodes}
         paths = [
             path
             for path, name in self.read_lake().names.items()
-            if name.problem and name.key != path and self.store.senders.get(name.key, PROGRAM) not in (*alive, PROGRAM)
+            if name.problem
+            and name.key != path
+            and (sender := self.store.senders.get(name.key, PROGRAM)) != PROGRAM
+            and (sender not in alive or self._others.has_deleted(path))
         ]
         if not paths or self.oracle.is_strict:
             return
