@@ -28,8 +28,9 @@ from lakefs_fuse.kernel.operations import Operations
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
-TASKS_MAX = 128
-"""Requests served at once; each may be waiting for the store."""
+TASKS_MAX = 1024
+"""Requests served at once. Each may be waiting for the store, while the kernel queues what comes after the last. A task
+that is busy has a buffer of 1 MiB, of which only what its request sent takes memory."""
 UNMOUNT_S_MAX = 20.0
 log = logging.getLogger(__name__)
 

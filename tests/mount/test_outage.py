@@ -64,6 +64,12 @@ def apart(dev_fuse: Path, stoppable: StoppableStore, tmp_path: Path) -> Iterator
             yield lake, faults
 
 
+WAITING = 150
+"""Programs that wait for the store."""
+FREE_S_MAX = 5.0
+"""For a read and a write beside them, on a busy machine."""
+
+
 def parts_stored(faults: Faults) -> Counter[str]:
     """How often the store took each part and said so, by key, upload and number."""
     return Counter(path for path in faults.stored if "partNumber=" in path and "/.lakefs/" not in path)
@@ -488,3 +494,29 @@ def test_unmounting_while_the_store_is_away(make_lake: LakeMaker, faults: tuple[
     written_back(lake)
     for name, data in files.items():
         assert lake.outside.read(name) == data
+
+
+def test_programs_that_wait_for_a_store_that_hangs_keep_nobody_from_what_needs_none(
+    make_lake: LakeMaker, faults: tuple[Server, Faults]
+) -> None:
+    proxied, controls = faults
+    lake = make_lake("seaweedfs", through=proxied).mount()
+    (lake.path / "kept").write_bytes(b"kept")
+    stored = {f"{number}": noise(1000, number) for number in range(WAITING)}
+    with ThreadPoolExecutor(8) as pool:
+        for name, data in stored.items():
+            pool.submit(lake.outside.replace, f"d/{name}", data)
+    names = os.listdir(lake.path / "d")
+    controls.hang(2 * WAITING, method="GET", containing="/d/")
+    with ThreadPoolExecutor(WAITING) as pool:
+        try:
+            waiting = [pool.submit((lake.path / "d" / name).read_bytes) for name in names]
+            eventually(lambda: lake.number("upcalls.read") >= WAITING, "all wait for the store")
+            began = time.monotonic()
+            assert (lake.path / "kept").read_bytes() == b"kept"
+            (lake.path / "new").write_bytes(b"new")
+            assert took_s(began) < FREE_S_MAX
+            assert not any(each.done() for each in waiting)
+        finally:
+            controls.clear()
+    assert {name: each.result() for name, each in zip(names, waiting, strict=True)} == stored
