@@ -16,6 +16,7 @@ from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.segments import PREFIX
+from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.memory_store import MemoryStore, Request, When
 from tests.upload.drafting import noise
@@ -194,7 +195,7 @@ async def test_power_cut_before_segments_are_synced_loses_nothing(
 ) -> None:
     """Records and bytes are in the log; the next mount has both, and so has the one after it."""
     store, logs = MemoryStore(), SyncedLogs(monkeypatch, tmp_path / "cache")
-    outage = Outage(store)
+    outage = Outage(store, away=False)
     async with writing_back(store, tmp_path / "cache", pack="auto", delay_s=NEVER_S) as m:
         for number in range(3):
             await m.write(f"{number}", noise(number, 500))
@@ -222,7 +223,7 @@ async def test_bytes_of_a_close_that_failed_do_not_replace_those_of_the_next(
 ) -> None:
     """The log had the record and the bytes when its sync failed; the same draft was written to, and closed again."""
     store, sync = MemoryStore(), Database.sync
-    outage = Outage(store)
+    outage = Outage(store, away=False)
 
     def fails(_: Database) -> None:
         raise CacheError("the disk is full")
@@ -240,3 +241,33 @@ async def test_bytes_of_a_close_that_failed_do_not_replace_those_of_the_next(
     outage.away = False
     async with writing_back(store, tmp_path / "dead", pack="auto") as m:
         assert await m.read("file") == noise(1, LOGGED_BYTES_MAX + 1)
+
+
+async def test_object_that_a_journaled_change_tells_of_is_told_of_once_after_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The change was synced, and the end of the record was not: another node may have removed what the first tells."""
+    store, after = MemoryStore(), tmp_path / "after"
+    outage = Outage(store, away=False)
+
+    def cut(name: str) -> None:
+        if name == "publish.sent" and not after.exists():
+            outage.away = True
+            die(tmp_path / "cache", after)
+
+    async with writing_back(store, tmp_path / "cache", pack="never") as m:
+        await m.write("file", b"before")
+        await stored(m)
+        await m.unlink("file")
+        await m.fs.make_durable()
+        before = said(store)
+        monkeypatch.setattr(publisher, "reached", cut)
+        await m.write("file", noise(1, 100))
+        await until(after.exists)
+    outage.away = False
+    async with writing_back(store, after, pack="never") as m:
+        assert told(m)["replayed"] == 1
+        await stored(m)
+        await m.fs.make_durable()
+        assert await m.tree() == {"file": noise(1, 100)}
+    assert said(store)[len(before) :] == ["file"]

@@ -567,15 +567,21 @@ class ObjectWriter:
         self.announce_object(path, described, await self._find_date(client, described))
         await self._committer.flush()
 
-    def announce_object(self, path: str, meta: ObjectMeta, dated_s: int) -> None:
+    def announce_object(self, path: str, meta: ObjectMeta, dated_s: int, before: Entry | None = None) -> None:
         """The name is this object, with the attributes that its metadata tells. ``dated_s`` is the store's date of it,
-        0 where that is not known. Raises CacheError."""
+        0 where that is not known, ``before`` the row from before it was known to be this object, if it was another.
+        Raises CacheError."""
         there, tombstone = self._ns.at(path), self._tombstone(path)
         if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_removed(meta.etag):
             return  # another node saw it, and removed it
         inode = there.inode if there is not None else 0  # whose extended attributes it keeps
         entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
         entry = attributes.learn(entry, meta.metadata or {})
+        told = before or there
+        if told is not None and _is_told(told, meta, dated_s):
+            if attributes.describe(told, with_mtime=True) != attributes.describe(entry, with_mtime=True):
+                self.set_attributes([LateAttributes.of(path, there or told, entry, None)])
+            return
         is_named = self._has_tombstone(path) or bool(there is not None and there.stamp)
         flags = entry.flags & ~(Flag.XATTRS | Flag.MTIME_KEPT)
         bare = msgspec.structs.replace(entry, flags=flags)
@@ -625,6 +631,12 @@ class ObjectWriter:
         for late in late_attributes:
             builder.set_attributes(late.path, late.entry, late.xattrs)
         self._committer.enqueue(builder.change(), batch)
+
+
+def _is_told(there: Entry, meta: ObjectMeta, dated_s: int) -> bool:
+    """A change has told of this object, and not of earlier bytes like it."""
+    is_told = there.is_plain and there.stamp > 0 and there.etag == meta.etag
+    return is_told and (there.stamp >= PENDING or 0 < (dated_s + 1) * NS <= there.stamp)
 
 
 class Publisher:

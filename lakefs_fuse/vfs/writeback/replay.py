@@ -193,11 +193,12 @@ class Replay:
     def _tell_object(self, item: AcknowledgedVersion, meta: ObjectMeta, is_newest: bool) -> None:
         """The plain object that it became, with the attributes that the record has: some were set since the upload
         began, perhaps. Raises CacheError."""
+        before = self._ns.tree.entry(item.file.entry.inode)
         self._learn(item.file, item.draft, meta.etag, meta.size, is_newest=is_newest)
         if is_newest:
             record = item.draft.record()
             described = msgspec.structs.replace(meta, metadata=record.metadata)
-            self._writer.announce_object(path_of(record), described, meta.mtime_ns // NS)
+            self._writer.announce_object(path_of(record), described, meta.mtime_ns // NS, before)
 
     def _tell_late(self, item: AcknowledgedVersion) -> None:
         """Attributes that were set while the pack was on its way, or since: as the record has them, and as the row had.
