@@ -8,8 +8,9 @@ an object means for its name is decided by the reader of the raw store, from doc
 * a removal of the object that its name shows removes that version. Where it wins over bytes that a commit names, and
   no commit has said so yet, the name may show those again, or be gone. A renamed file comes back as one: with what was
   written in place of the object by who had not heard of the rename. So may a directory in which nothing else was go;
-* an object that has the bytes of another name (which a rename has left there) is left alone, as is one that no name
-  shows: a program that touches the first destroys a file, and a node may be about to give the second a name.
+* an object that has the bytes of another name (which a rename has left there, perhaps one that only its node knows of)
+  is left alone, as is one that no name shows: a program that touches the first destroys a file, and a node may be about
+  to give the second a name.
 """
 
 from __future__ import annotations
@@ -23,10 +24,17 @@ from tests.simulation.oracle import DIRECTORY, PROGRAM, Oracle, Version
 
 
 class OtherPrograms:
-    """See the module's head. ``read_lake`` answers what the store holds now. Each request answers what came of it."""
+    """See the module's head. ``read_lake`` answers what the store holds now, ``is_renamed`` whether some node has the
+    bytes of another name at a key. Each request answers what came of it."""
 
-    def __init__(self, store: SimulatedStore, oracle: Oracle, read_lake: Callable[[], Lake]) -> None:
-        self._store, self._oracle, self._read_lake = store, oracle, read_lake
+    def __init__(
+        self,
+        store: SimulatedStore,
+        oracle: Oracle,
+        read_lake: Callable[[], Lake],
+        is_renamed: Callable[[str], bool] = lambda _key: False,
+    ) -> None:
+        self._store, self._oracle, self._read_lake, self._is_renamed = store, oracle, read_lake, is_renamed
         self._put: set[tuple[str, str]] = set()
         """Keys and ETags of all that was put."""
         self._deleted: set[str] = set()
@@ -35,7 +43,7 @@ class OtherPrograms:
     def put(self, path: str, data: bytes, operation: int) -> str:
         """Store an object at the key of a path."""
         before = self._read_lake()
-        if _is_of_another_name(before, path):
+        if _is_of_another_name(before, path) or self._is_renamed(path):
             return "of another name"
         shown = self._shown(before, path)
         version = self._oracle.put(path, data, PROGRAM, shown, operation=operation)
@@ -61,7 +69,7 @@ class OtherPrograms:
         if path not in self._store.objects:
             return "nothing there"
         before = self._read_lake()
-        if _is_of_another_name(before, path):
+        if _is_of_another_name(before, path) or self._is_renamed(path):
             return "of another name"
         if not _is_own(before, path):
             return "not shown"

@@ -156,7 +156,7 @@ class Simulation:
         self._linked: set[Version] = set()
         self._bytes_ever: set[bytes] = {b""}
         self._reader, self._commits = Reader(), Commits()
-        self._others = OtherPrograms(self.store, self.oracle, self.read_lake)
+        self._others = OtherPrograms(self.store, self.oracle, self.read_lake, self._is_renamed)
         self._number = 0
         self._fresh = 0
         self._plain: set[str] = set()
@@ -824,6 +824,11 @@ class Simulation:
                 continue
             if other.is_exclusive and other.is_certain and other.node != node.name:
                 raise Failed(f"{node.name} and {other.node} have both linked {path}")
+
+    def _is_renamed(self, key: str) -> bool:
+        """A node has the bytes of another name at this key."""
+        running = (node for node in self._nodes if node.daemon is not None)
+        return any(node.lake.fs.namespace.tree.objects.used(key) is not None for node in running)
 
     def _is_packed(self, version: Version) -> bool:
         """Its node has the file in a pack."""
