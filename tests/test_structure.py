@@ -16,8 +16,9 @@ from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, s
 CLOSE = 29, 57
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
 bytes to the end (`local_disk.pread_all`), and for what of earlier commits is not settled (`Committer.reconcile`)."""
-RENAME = 36, 191
-"""The last one for the rule which keys are markers of directories; switches also for the clock of `Poller.heard`."""
+RENAME = 36, 192
+"""The last one for the rule which keys are markers of directories; switches also for the clock of `Poller.heard`, and
+for `count_repeated`, which is beside what operations mean."""
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8

@@ -8,7 +8,6 @@ twice, or its directory is missing or goes. Trio thread only. A crash leaves who
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from types import MappingProxyType
@@ -42,17 +41,21 @@ from lakefs_fuse.commits.record import (
     Remove,
     SetAttr,
     Symlink,
+    count_repeated,
     is_copy,
     is_of_version,
+    says_what,
 )
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import (
     Tombstone,
+    beside_file,
     bury,
     is_put_since,
     is_replaced,
     put_back,
+    told_until,
     with_unlisted,
     without,
     without_others,
@@ -161,15 +164,15 @@ class Application:
             if (directory := self._directory(above)) is not None:
                 self._changes.directories[directory] = None
         said: Counter[str] = Counter()
-        yield from self._count(said, operations_max)
+        yield from count_repeated(self._record.operations, said, COUNTED_PER_OPERATION * operations_max)
         to_come = said.copy()
         some: dict[str, _Step] = {}
         leaving = set[str]()  # directories that may go with removals in `some`, before other names are set there
         looked_at = set[str]()  # directories of those removals
         for number, operation in enumerate(self._record.operations, 1):
             path = operation.path
-            is_last, is_only = True, self._whole and _says_what(operation)
-            if path in said and _says_what(operation):
+            is_last, is_only = True, self._whole and says_what(operation)
+            if path in said and says_what(operation):
                 to_come[path] -= 1
                 is_last, is_only = not to_come[path], self._whole and said[path] == 1
             is_removal = isinstance(operation, Remove)
@@ -206,25 +209,6 @@ class Application:
     def _is_writable(self, operation: Operation) -> bool:
         """No directory has to be made first."""
         return isinstance(operation, Remove) or self._directory(operation.path.rpartition("/")[0]) is not None
-
-    def _count(self, said: Counter[str], operations_max: int) -> Iterator[None]:
-        """Count operations by path in ``said``, for paths that occur more than once. A bitmap of eight bits for each
-        operation finds the candidates in the first pass; a few others pass it, too."""
-        operations = self._record.operations
-        bits, again = bytearray(len(operations)), set[int]()
-        for number, operation in enumerate(operations, 1):
-            if _says_what(operation):
-                at = _bit(operation.path, len(bits))
-                if bits[at >> 3] & 1 << (at & 7):
-                    again.add(at)
-                bits[at >> 3] |= 1 << (at & 7)
-            if not number % (COUNTED_PER_OPERATION * operations_max):
-                yield
-        for number, operation in enumerate(operations if again else (), 1):
-            if _says_what(operation) and _bit(operation.path, len(bits)) in again:
-                said[operation.path] += 1
-            if not number % (COUNTED_PER_OPERATION * operations_max):
-                yield
 
     def _apply_all(self, some: dict[str, _Step]) -> None:
         """Apply operations on different names, and empty ``some``."""
@@ -416,16 +400,29 @@ class Application:
     def _bury(
         self, step: _Step, stamp: int = 0, *,
         floor: int = 0, again: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0,
+        told: tuple[str, int] = ("", 0),
     ) -> None:  # fmt: skip
-        current, told = step.current, 0 if step.tombstone is None else step.tombstone.unlisted[1]
+        current, newest = step.current, 0 if step.tombstone is None else step.tombstone.unlisted[1]
         if current is not None and current.is_plain:
-            told = max(told, current.stamp)
-        if told > floor:  # what lies there is the file
+            newest = max(newest, current.stamp)
+        if newest > floor:  # what lies there is the file
             stamp, floor = max(stamp, floor), 0
         step.tombstone = bury(
-            step.tombstone, stamp, floor=floor, again=again, etag=etag, ended=ended, at=at, dated_s=dated_s
+            step.tombstone, stamp, floor=floor, again=again, etag=etag, ended=ended, at=at, dated_s=dated_s, told=told
         )
         self._changes.tombstones[step.raw] = step.tombstone
+        self._end_told(step, etag, at)
+
+    def _end_told(self, step: _Step, etag: str, at: int) -> None:
+        """A commit names a plain object ``at`` a time: one that told of it later, and not that it was put there again,
+        had no effect. What counted as replaced by that may be there for others, and is applied again."""
+        tombstone = step.tombstone
+        if tombstone is None or not tombstone.told:
+            return
+        if max(at, tombstone.again) < (told := tombstone.when_told(etag)) < PENDING:
+            step.tombstone = told_until(tombstone, etag, at)
+            self._changes.tombstones[step.raw] = step.tombstone
+            self._changes.uncovered |= step.tombstone.between(self._stamp, told - 1)
 
     def _end_unlisted(self, step: _Step, hides: str, *, is_replaced: bool = True) -> None:
         """The plain object that a listing did not show any more is not what the name means since the record, or since
@@ -433,7 +430,8 @@ class Application:
         etag, stamp = ("", 0) if step.tombstone is None else step.tombstone.unlisted
         if stamp and (stamp < self._stamp or etag == hides):
             step.tombstone = with_unlisted(step.tombstone)
-            self._bury(step, min(stamp, self._stamp - 1), ended=etag if is_replaced else "", at=self._stamp)
+            self._repeat(step.tombstone, stamp)
+            self._bury(step, told=(etag, stamp), ended=etag if is_replaced else "", at=self._stamp)
 
     def _when_ended(self, stamp: int) -> int:
         """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is
@@ -458,13 +456,17 @@ class Application:
                 self._bury(step, floor=self._stamp)
                 self._remove_replaced(step, hides)
             is_told = step.tombstone is not None and step.tombstone.unlisted[1] > self._stamp
-            if current is not None and current.is_plain and not current.stamp and not is_told:
-                if self._own or self._is_unknown(current, step.operation.path, hides):
-                    flags = current.flags | Flag.OVERRIDING
-                    self._tree.update(self._changes.batch, msgspec.structs.replace(current, flags=flags))
+            listed = current if current is not None and current.is_plain and not current.stamp else None
+            if listed is not None and is_told:
+                if listed.etag == hides:
+                    self._drop_listed(step, listed)
+            elif listed is not None:
+                if self._own or self._is_unknown(listed, step.operation.path, hides):
+                    flags = listed.flags | Flag.OVERRIDING
+                    self._tree.update(self._changes.batch, msgspec.structs.replace(listed, flags=flags))
                 else:  # older than what was removed since
-                    self._uncover(step, current)
-                    self._drop(current)
+                    self._uncover(step.tombstone, listed)
+                    self._drop(listed)
         elif is_elsewhere and current.stamp > self._stamp:  # type: ignore[union-attr]
             self._bury(step, ended=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:
@@ -473,18 +475,22 @@ class Application:
                 self._drop_listed(step, current)
         elif tombstone is not None and tombstone.newest >= PENDING and self._is_just_removed(step):
             self._show_others(step, tombstone, place.etag)  # of which it is one: another version is being removed here
-        elif current is None or not current.is_plain or current.etag != place.etag:  # else the row says it
-            self._end_older(step, self._stamp)
+        else:
+            if isinstance(step.operation, Put) and step.operation.dated_s:
+                step.tombstone = bury(step.tombstone, etag=place.etag, put_s=step.operation.dated_s)
+                self._bury(step, told=(place.etag, self._stamp), again=self._stamp)
+            if current is None or not current.is_plain or current.etag != place.etag:  # else the row says it
+                self._end_older(step, self._stamp, place.etag)
 
     def _drop_listed(self, step: _Step, current: Entry) -> None:
         """A plain object that was only listed had counted by its date, and is gone by its ETag. The next listing tells
         whether the same bytes were put there again."""
-        self._uncover(step, current)
+        self._uncover(step.tombstone, current)
         self._drop(current)
         if step.parent is not None:
             self._tree.forget_listing(self._changes.batch, step.parent)
 
-    def _end_older(self, step: _Step, stamp: int) -> None:
+    def _end_older(self, step: _Step, stamp: int, etag: str) -> None:
         """A plain object that was removed had replaced what was elsewhere until then, also earlier in this record."""
         current = step.current
         if current is not None and lies_elsewhere(current) and 0 < current.stamp < stamp:
@@ -493,7 +499,7 @@ class Application:
         elif current is not None and lies_elsewhere(current) and current.stamp == stamp == self._stamp and step.is_last:
             self._bury(step, etag=current.etag, at=stamp)
             self._drop(current)
-        self._bury(step, stamp)
+        self._bury(step, told=(etag, stamp))
 
     def _note_not_moved(self, step: _Step, etag: str, *, since: int) -> None:
         """A plain object is not the file, because a file elsewhere took its place after ``since``, or was removed: a
@@ -518,15 +524,23 @@ class Application:
         if current.flags & Flag.DATED_AGAIN and current.stamp > self._stamp:
             return  # which came after what the file was removed by
         if current.stamp < self._stamp or self._is_named(step, current, hides):
+            self._uncover(step.tombstone, current)
             self._bury(step, ended=current.etag, at=self._stamp)
             self._drop(current)
 
-    def _uncover(self, step: _Step, current: Entry) -> None:
-        """A plain object that was only listed goes. What it hid by its date, a file elsewhere, is not known here any
-        more, and may be there for others."""
-        floor = 0 if step.tombstone is None else step.tombstone.floor
-        if current.flags & Flag.OVERRIDING and not current.stamp and 0 < floor < PENDING:
-            self._changes.uncovered.add(floor)
+    def _uncover(self, tombstone: Tombstone | None, current: Entry) -> None:
+        """A plain object goes that was only listed, or of which a later commit told. What it hid, by its date or by the
+        order of commits, is not known here any more, and may be there for others."""
+        if tombstone is None:
+            return
+        if current.flags & Flag.OVERRIDING and not current.stamp and 0 < tombstone.floor < PENDING:
+            self._changes.uncovered.add(tombstone.floor)
+        self._repeat(tombstone, current.stamp)
+
+    def _repeat(self, tombstone: Tombstone, until: int) -> None:
+        """Apply what a commit made count no more that told of a plain object ``until`` then, and that commit, again."""
+        if self._stamp < until < PENDING and (hidden := tombstone.between(self._stamp, until)):
+            self._changes.uncovered |= {*hidden, until}
 
     def _drop(self, current: Entry) -> None:
         if not self._paths.keeps(current):
@@ -543,17 +557,22 @@ class Application:
         if current is not None and current.flags & Flag.LOCAL:
             current = None
         if place.number or isinstance(step.operation, Symlink):
+            if current is not None and current.stamp > self._stamp:
+                self._uncover(step.tombstone, current)
             if current is not None and current.stamp > 0 and current.etag not in ("", hides):
                 named, ended = (current.etag, "") if lies_elsewhere(current) else ("", current.etag)
                 self._bury(step, etag=named, ended=ended, at=self._stamp)
             self._end_unlisted(step, hides)
-            rest = step.tombstone
-            if rest is not None and rest.when_gone(hides) <= self._stamp:
-                rest = without(rest, hides)
-            step.tombstone = rest if rest is not None and (rest.all_gone or rest.dated or rest.put) else None
+            self._end_told(step, hides, self._stamp)
+            if step.tombstone is not None:
+                step.tombstone = beside_file(step.tombstone, self._stamp, hides)
         else:
             if current is not None and lies_elsewhere(current) and current.stamp > 0:
                 self._bury_replaced(step, current, place.etag)
+            elif current is not None and current.is_plain and 0 < current.stamp < self._stamp:
+                told, again = buried_with(current)
+                self._bury(step, told=told, again=again)
+            self._end_unlisted(step, place.etag, is_replaced=False)
             dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
             if step.tombstone is not None or dated_s:
                 rest = step.tombstone or Tombstone(0)
@@ -634,9 +653,9 @@ class Application:
                 self._show_others(step, step.tombstone, operation.hides)
             elif not self._is_hidden_by(step.current, operation):
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
-                self._end_older(step, min(gone - 1, self._stamp))
-                if operation.dated_s and gone > self._stamp:  # as `buried_with`
-                    self._bury(step, again=self._stamp)
+                self._end_older(step, min(gone - 1, self._stamp), operation.hides)
+                if operation.dated_s:  # as `buried_with`
+                    self._bury(step, again=min(gone, self._stamp))
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
@@ -768,7 +787,7 @@ class Application:
         return entry
 
     def _remove(self, step: _Step, operation: Remove) -> None:
-        current = step.current
+        current, before = step.current, step.tombstone
         if operation.directory:
             if self._is_older(step, ""):
                 return
@@ -791,7 +810,7 @@ class Application:
             self._changes.names.append((current.parent, current.name))
             self._changes.directories[current.parent] = None
         else:
-            self._uncover(step, current)
+            self._uncover(before, current)
             self._drop(current)
 
     def _is_removing(self, step: _Step, operation: Remove) -> bool:
@@ -813,11 +832,11 @@ class Application:
             elif floor and current.etag and current.etag != hides:
                 self._bury(step, ended=current.etag, at=self._stamp)
             else:
-                stamp, again = buried_with(current)
-                self._bury(step, min(stamp, self._stamp - 1), again=min(again, self._stamp))
+                told, again = buried_with(current)
+                self._bury(step, told=told, again=min(again, self._stamp))
         elif removes and current is None and operation.path in self._carried.buried:
-            stamp, again = self._carried.buried[operation.path]
-            self._bury(step, min(stamp, self._stamp - 1), again=min(again, self._stamp))
+            told, again = self._carried.buried[operation.path]
+            self._bury(step, told=told, again=min(again, self._stamp))
         if removes or (step.tombstone is not None and step.tombstone.unlisted[0] == hides):
             self._end_unlisted(step, hides, is_replaced=bool(floor))
         if removes or not self._is_moot(current, hides):
@@ -967,16 +986,6 @@ class Application:
         ref = self._ref(operation.from_object) if before.number else ObjectRef(operation.path, before.etag)
         moved = Relocated(ref.key, ref.etag, operation.from_offset, self._update(current, relocated))
         self._changes.relocated.append(moved)
-
-
-def _bit(path: str, length: int) -> int:
-    """Which bit of so many bytes a path has."""
-    return zlib.crc32(path.encode()) % (8 * length)
-
-
-def _says_what(operation: Operation) -> bool:
-    """Of a file's name: which bytes it has, or that it is gone."""
-    return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
 
 
 def _is_listed(entry: Entry, etag: str) -> bool:

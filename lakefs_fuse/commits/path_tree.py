@@ -231,7 +231,7 @@ class Carried(NamedTuple):
     (`buried_with`) with the plain objects of which commits told, by the paths that they left."""
 
     directories: Sequence[int] = ()
-    buried: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    buried: Mapping[str, tuple[tuple[str, int], int]] = MappingProxyType({})
 
 
 def lies_elsewhere(entry: Entry) -> bool:
@@ -244,10 +244,10 @@ def is_hiding(entry: Entry, etag: str) -> bool:
     return lies_elsewhere(entry) and entry.stamp > 0 and entry.etag == etag
 
 
-def buried_with(entry: Entry) -> tuple[int, int]:
-    """What a tombstone has of a plain object of which a commit told, ``stamp`` and ``again``: what it had replaced is
+def buried_with(entry: Entry) -> tuple[tuple[str, int], int]:
+    """What a tombstone has of a plain object of which a commit told, ``told`` and ``again``: what it had replaced is
     gone. Where it was put there again, so is what had replaced the same bytes before."""
-    return entry.stamp, entry.stamp if entry.flags & Flag.PUT_AGAIN else 0
+    return (entry.etag, entry.stamp), entry.stamp if entry.flags & Flag.PUT_AGAIN else 0
 
 
 def other_name(sort_name: bytes) -> bytes:
@@ -283,7 +283,7 @@ class _CarryOver:
         self._sources = {source for source, _ in record.moves}
         self._made: Made = {}
         self._gone: dict[bytes, Remove] = {}
-        self._buried: dict[str, tuple[int, int]] = {}
+        self._buried: dict[str, tuple[tuple[str, int], int]] = {}
         self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
         """Directories that were read, by inode: their path, and the move that they belong to."""
 

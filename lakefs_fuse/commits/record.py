@@ -15,7 +15,9 @@ from __future__ import annotations
 import operator
 import re
 import struct
+import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TypeAlias, overload
@@ -188,6 +190,36 @@ class Relocate(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="relo
 def is_of_version(operation: Operation) -> bool:
     """It applies to one version of a file, and leaves the time of the name as it is."""
     return isinstance(operation, SetAttr | Relocate) or (isinstance(operation, Put) and operation.replaces != ANY)
+
+
+def says_what(operation: Operation) -> bool:
+    """Of a file's name: which bytes it has, or that it is gone."""
+    return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
+
+
+def count_repeated(operations: Sequence[Operation], said: Counter[str], per_step: int) -> Iterator[None]:
+    """Count operations that say what a name is by path in ``said``, for paths that occur more than once; it yields
+    after each ``per_step``. A bitmap of eight bits for each operation finds the candidates in the first pass; a few
+    others pass it, too."""
+    bits, again = bytearray(len(operations)), set[int]()
+    for number, operation in enumerate(operations, 1):
+        if says_what(operation):
+            at = _bit(operation.path, len(bits))
+            if bits[at >> 3] & 1 << (at & 7):
+                again.add(at)
+            bits[at >> 3] |= 1 << (at & 7)
+        if not number % per_step:
+            yield
+    for number, operation in enumerate(operations if again else (), 1):
+        if says_what(operation) and _bit(operation.path, len(bits)) in again:
+            said[operation.path] += 1
+        if not number % per_step:
+            yield
+
+
+def _bit(path: str, length: int) -> int:
+    """Which bit of so many bytes a path has."""
+    return zlib.crc32(path.encode()) % (8 * length)
 
 
 Operation: TypeAlias = Put | Mkdir | Symlink | Remove | SetAttr | Relocate

@@ -1,8 +1,8 @@
 """Tombstones: what commits have removed at a name, so that what still lies there, or is told of later, stays away.
 
 What always holds (*in any order*): a tombstone says the same whatever the order in which `bury` was told of its parts,
-as long as they are no more than `GONE_MAX`. A row that cannot be decoded is left out and counted
-(`Database.note_damaged`). Trio thread only; nothing here survives a crash but the rows of whole batches.
+as long as they are no more than `GONE_MAX`, and `TOLD_MAX` of ``told``. A row that cannot be decoded is left out and
+counted (`Database.note_damaged`). Trio thread only; nothing here survives a crash but the rows of whole batches.
 """
 
 from __future__ import annotations
@@ -32,20 +32,26 @@ ENDED = "\5"
 """As `DATED`, between the stamp and an ETag of ``ended``."""
 PUT = "\6"
 """As `DATED`, of ``put``."""
+TOLD = "\7"
+"""As `DATED`, between the stamp and an ETag of ``told``."""
 GONE_MAX = 8
 """ETags that a tombstone knows. Only what may still lie at the key matters, or what a late commit may tell of."""
+TOLD_MAX = 4
+"""ETags in ``told``. A file elsewhere hides one at most, so the newest two decide; each of the others stands in for one
+that a late commit names. The row has 50 bytes for each."""
 
 
 class Tombstone(msgspec.Struct, frozen=True, gc=False):
     """What commits have removed, or replaced by a file elsewhere, at a name; it stays where the name is something else
     since. Stamps as in `Entry`.
 
-    ``stamp``: files elsewhere that are older count as removed, or as replaced by what was removed since, whose ETag
-    went later than that: a file that hides it stays, and one that hides what went with ``stamp`` does not. ``floor`` is
-    the newest removal of a file elsewhere, if no plain object was told of since: every older plain object counts as
-    removed. ``gone`` are the ETags of plain objects that commits named when they removed or replaced them, with the
-    newest stamp of each, newest first: these versions count as removed whatever the times. ``ended`` are ETags as in
-    ``gone`` that no commit named: what ended them was unaware of them, so who tells of one later puts it there again.
+    ``stamp``: files elsewhere that are older count as removed. ``floor`` is the newest removal of a file elsewhere, if
+    no plain object was told of since: every older plain object counts as removed. ``told`` are ETags of plain objects
+    that count no more, with the newest stamp of a commit that told of each: files elsewhere that are older than that,
+    and than when the ETag went, count as replaced, but for those that hide it. ``gone`` are the ETags of plain objects
+    that commits named when they removed or replaced them, with the newest stamp of each, newest first: these versions
+    count as removed whatever the times. ``ended`` are ETags as in ``gone`` that no commit named: what ended them was
+    unaware of them, so who tells of one later puts it there again.
     ``dated`` are ETags with the newest date, in seconds, of a version with those bytes that was removed, ``put`` those
     of one that was put there again after another was: a commit told of it, so that it replaced only what is older than
     that commit (``again``), whatever its date.
@@ -63,6 +69,7 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     again: int = 0
     ended: tuple[tuple[str, int], ...] = ()
     put: tuple[tuple[str, int], ...] = ()
+    told: tuple[tuple[str, int], ...] = ()
 
     @property
     def all_gone(self) -> tuple[tuple[str, int], ...]:
@@ -77,11 +84,11 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     @property
     def newest(self) -> int:
         """When a version went last."""
-        return max([self.stamp, *(at for _, at in self.all_gone)])
+        return max([self.stamp, self.again, *(at for _, at in self.all_gone)])
 
     def has(self, stamp: int) -> bool:
         """Something went then."""
-        return stamp in (self.stamp, self.floor, self.again) or any(at == stamp for _, at in self.all_gone)
+        return stamp in (self.stamp, self.floor, self.again) or any(at == stamp for _, at in self.all_gone + self.told)
 
     def when_gone(self, etag: str) -> int:
         """When the plain object with this ETag was removed or replaced; 0 if it was not."""
@@ -95,21 +102,31 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         """The date, in seconds, of the newest version with this ETag that was removed or put again; 0 if unknown."""
         return max(_find(self.dated, etag), _find(self.put, etag))
 
+    def when_told(self, etag: str) -> int:
+        """When a commit told last of a plain object with this ETag that counts no more; 0 if unknown."""
+        return _find(self.told, etag)
+
     def when_removed(self, etag: str) -> int:
         """The date, in seconds, of the newest version with this ETag that was removed; 0 if unknown."""
         return _find(self.dated, etag)
 
     def has_ended(self, stamp: int, hides: str) -> bool:
-        """A file elsewhere of this stamp, which hides the plain object ``hides``, was removed later, unless that was
-        a removal of this very object; or it was replaced by another one that was removed since."""
-        is_hiding = bool(hides) and self.when_gone(hides) > self.stamp
-        is_hidden = is_hiding and bool(self.when_dated(hides)) and not is_put_since(self.when_dated(hides), stamp)
-        is_put_again = self.again > stamp and not is_hidden
-        is_removed = self.floor > stamp or is_put_again or (self.stamp > stamp and not is_hiding)
-        return is_removed or any(
+        """A file elsewhere of this stamp, which hides the plain object ``hides``, was removed later, or was replaced by
+        another object that counts no more, or by this one, which was put there again."""
+        is_hidden = bool(self.when_dated(hides)) and not is_put_since(self.when_dated(hides), stamp)
+        if self.stamp > stamp or (self.again > stamp and not is_hidden):
+            return True
+        if any(etag != hides and stamp < min(at, self.when_gone(etag) or at) for etag, at in self.told):
+            return True
+        return any(
             etag != hides and is_replaced(stamp, dated_s) and stamp < self.when_gone(etag)
             for etag, dated_s in (*self.dated, *(self.put if stamp < self.again else ()))
         )
+
+    def between(self, after: int, until: int) -> set[int]:
+        """Times of commits that count no more: they put a file elsewhere, removed one, or told of a plain object."""
+        times = {self.stamp, self.floor, self.again, *(at for _, at in self.told)}
+        return {at for at in times if after < at <= until}
 
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True, is_told: bool = False) -> bool:
         """The plain object of this ETag and LastModified counts as removed; without ``by_date`` only where it went by
@@ -125,14 +142,12 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         def replaced(stamp: int) -> int:
             return after if stamp == before or PENDING <= stamp < before else stamp
 
-        gone, ended = ([(etag, replaced(at)) for etag, at in each] for each in (self.gone, self.ended))
-        stamp = replaced(self.stamp)
-        is_earlier = stamp == after and self.stamp not in (before, self.floor)
-        if is_earlier and any(at == before for _, at in self.all_gone):  # what was put, and went, by one commit
-            stamp = after - 1
+        gone, ended, told = (
+            _newest_first((etag, replaced(at)) for etag, at in each) for each in (self.gone, self.ended, self.told)
+        )
         return msgspec.structs.replace(
-            self, stamp=stamp, floor=replaced(self.floor), gone=_newest_first(gone), again=replaced(self.again),
-            ended=_newest_first(ended),
+            self, stamp=replaced(self.stamp), floor=replaced(self.floor), gone=gone, again=replaced(self.again),
+            ended=ended, told=told,
         )  # fmt: skip
 
 
@@ -150,16 +165,31 @@ def is_put_since(dated_s: int, stamp: int) -> bool:
 def bury(
     tombstone: Tombstone | None, stamp: int = 0, *,
     floor: int = 0, again: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0, put_s: int = 0,
+    told: tuple[str, int] = ("", 0),
 ) -> Tombstone:  # fmt: skip
     """A tombstone that also knows of a removal at ``stamp``, a ``floor`` and ``again``, of ``etag`` as gone and of
     ``ended`` as ended ``at`` a time, and of a version of ``etag`` that the store dates ``dated_s``, or of one that was
-    put there again and that it dates ``put_s``."""
+    put there again and that it dates ``put_s``, and of one as ``told``."""
     known = tombstone or Tombstone(0)
     return Tombstone(
-        max(known.stamp, stamp, floor, again), max(known.floor, floor), _with(known.gone, etag, at),
+        max(known.stamp, stamp, floor), max(known.floor, floor), _with(known.gone, etag, at),
         _with(known.dated, etag, dated_s), known.unlisted, max(known.again, again), _with(known.ended, ended, at),
-        _with(known.put, etag, put_s),
+        _with(known.put, etag, put_s), _with(known.told, *told, TOLD_MAX),
     )  # fmt: skip
+
+
+def told_until(tombstone: Tombstone, etag: str, at: int) -> Tombstone:
+    """A tombstone that knows of ``etag`` as ``told`` no later than ``at`` a time."""
+    told = _newest_first((known, min(stamp, at) if known == etag else stamp) for known, stamp in tombstone.told)
+    return msgspec.structs.replace(tombstone, told=told)
+
+
+def beside_file(tombstone: Tombstone, stamp: int, hides: str) -> Tombstone | None:
+    """What a tombstone has to say beside a file elsewhere of this stamp, which hides the plain object ``hides``; None:
+    nothing."""
+    rest = without(tombstone, hides) if tombstone.when_gone(hides) <= stamp else tombstone
+    rest = msgspec.structs.replace(rest, told=tuple(each for each in rest.told if each[1] > stamp))
+    return rest if rest.all_gone or rest.dated or rest.put or rest.told else None
 
 
 def without(tombstone: Tombstone, etag: str, at: int = 0) -> Tombstone:
@@ -196,20 +226,22 @@ def _find(pairs: tuple[tuple[str, int], ...], etag: str) -> int:
     return next((at for known, at in pairs if known == etag), 0) if etag else 0
 
 
-def _with(pairs: tuple[tuple[str, int], ...], etag: str, at: int) -> tuple[tuple[str, int], ...]:
+def _with(
+    pairs: tuple[tuple[str, int], ...], etag: str, at: int, pairs_max: int = GONE_MAX
+) -> tuple[tuple[str, int], ...]:
     if not etag or _find(pairs, etag) >= at:
         return pairs
-    return _newest_first([(etag, at), *(each for each in pairs if each[0] != etag)])
+    return _newest_first([(etag, at), *(each for each in pairs if each[0] != etag)], pairs_max)
 
 
-def _newest_first(gone: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(gone, key=lambda each: (-each[1], each[0]))[:GONE_MAX])
+def _newest_first(pairs: Iterable[tuple[str, int]], pairs_max: int = GONE_MAX) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(pairs, key=lambda each: (-each[1], each[0]))[:pairs_max])
 
 
 def pack_tombstone(tombstone: Tombstone) -> bytes:
     """The row of a tombstone: ``stamp``, and the ETag that went with it; then what else there is to know."""
     stamp, floor, gone = tombstone.stamp, tombstone.floor, list(tombstone.gone)
-    others_of = {DATED: tombstone.dated, ENDED: tombstone.ended, PUT: tombstone.put}
+    others_of = {DATED: tombstone.dated, ENDED: tombstone.ended, PUT: tombstone.put, TOLD: tombstone.told}
     first = gone.pop(0)[0] if gone and gone[0][1] == stamp else ""
     gone += [(mark + etag, at) for mark, pairs in others_of.items() for etag, at in pairs]
     if tombstone.unlisted[0]:
@@ -232,13 +264,14 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
     gone = [(each[16:], int(each[:16], 16)) for each in others]
     floor = stamp if is_by_date or not (first or gone) else max((at for etag, at in gone if not etag), default=0)
     named = [(first, stamp)] if first else []
-    dated, ended, put = (
-        _newest_first((etag[1:], at) for etag, at in gone if etag.startswith(mark)) for mark in (DATED, ENDED, PUT)
+    dated, ended, put, told = (
+        _newest_first((etag[1:], at) for etag, at in gone if etag.startswith(mark))
+        for mark in (DATED, ENDED, PUT, TOLD)
     )
     unlisted = next(((etag[1:], at) for etag, at in gone if etag.startswith(UNLISTED)), ("", 0))
     again = next((at for etag, at in gone if etag == AGAIN), 0)
-    gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED, AGAIN, ENDED, PUT))]
-    return Tombstone(stamp, floor, _newest_first([*named, *gone]), dated, unlisted, again, ended, put)
+    gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED, AGAIN, ENDED, PUT, TOLD))]
+    return Tombstone(stamp, floor, _newest_first([*named, *gone]), dated, unlisted, again, ended, put, told)
 
 
 class Tombstones:

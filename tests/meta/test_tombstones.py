@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakefs_fuse.meta.entry import PENDING
-from lakefs_fuse.meta.tombstones import GONE_MAX, NS, Tombstone, bury, pack_tombstone, unpack_tombstone, without
+from lakefs_fuse.meta.tombstones import (
+    GONE_MAX,
+    NS,
+    TOLD_MAX,
+    Tombstone,
+    bury,
+    pack_tombstone,
+    told_until,
+    unpack_tombstone,
+    without,
+)
 
 STAMPS = st.integers(1, 5).map(lambda at: at * 10 * NS) | st.integers(PENDING, PENDING + 3)
 ETAGS = st.sampled_from(["", "e1", "e2", "e3"])
@@ -50,6 +60,7 @@ def test_is_the_same_in_any_order_and_after_a_restart(parts: list[Part]) -> None
         (b"\1f\x000000000000000009\3e", Tombstone(7, 7, (("f", 7),), unlisted=("e", 9))),
         (b"e\x000000000000000009\5f", Tombstone(7, 0, (("e", 7),), ended=(("f", 9),))),
         (b"\x000000000000000009\6e", Tombstone(7, put=(("e", 9),))),
+        (b"\x000000000000000009\7e", Tombstone(7, told=(("e", 9),))),
     ],
 )
 def test_rows_are_as_the_format_says(row: bytes, tombstone: Tombstone) -> None:
@@ -84,6 +95,26 @@ def test_file_elsewhere_ends_with_a_removed_object_only_by_the_date_of_the_remov
     assert bury(removed, etag="e", dated_s=641).has_ended(641 * NS, "")
 
 
+def test_object_that_counts_no_more_has_replaced_older_files_but_those_that_hide_it() -> None:
+    tombstone = bury(bury(None, etag="e", at=40), told=("e", 30))
+    assert tombstone.has_ended(29, "")
+    assert tombstone.has_ended(29, "other")
+    assert not tombstone.has_ended(29, "e"), "was put over it"
+    assert not tombstone.has_ended(30, "")
+    assert not told_until(tombstone, "e", 20).has_ended(29, ""), "named before it was told of"
+    assert tombstone.between(10, 30) == {30}
+    assert tombstone.restamped(30, 35).when_told("e") == 35
+
+
+def test_objects_that_count_no_more_are_few_and_the_newest() -> None:
+    tombstone = None
+    for at in range(1, 20):
+        tombstone = bury(tombstone, told=(f"e{at}", at))
+    assert tombstone is not None
+    assert tombstone.told == tuple((f"e{at}", at) for at in range(19, 19 - TOLD_MAX, -1))
+    assert tombstone.newest == 0, "nothing went: each was replaced in place"
+
+
 def test_version_that_was_ended_unnamed_is_hidden_as_one_that_was_named() -> None:
     tombstone = bury(bury(None, etag="named", at=30), ended="unnamed", at=40)
     assert (tombstone.when_gone("named"), tombstone.when_gone("unnamed"), tombstone.newest) == (30, 40, 40)
@@ -113,7 +144,7 @@ def test_file_over_an_object_stays_only_where_one_commit_put_and_removed_that(
 ) -> None:
     """What was removed in a later commit than that in which the file's object went had replaced the file."""
     etag = "e" if put == removed else "f"
-    tombstone = bury(bury(None, PENDING + 1, etag=etag, at=PENDING + 2), etag="e", at=PENDING + 1)
+    tombstone = bury(bury(None, told=(etag, PENDING + 1), etag=etag, at=PENDING + 2), etag="e", at=PENDING + 1)
     tombstone = tombstone.restamped(PENDING + 1, put).restamped(PENDING + 2, removed)
     assert tombstone.has_ended(20, "e") is is_ended
 
@@ -126,5 +157,5 @@ def test_file_elsewhere_stands_where_what_it_hides_was_not_put_again_since(
 ) -> None:
     """What was put again at 640, and removed at 641, ends an earlier file elsewhere unless that was put over it."""
     dated = (("e", dated_s),) if dated_s else ()
-    tombstone = Tombstone(640 * NS, gone=(("e", 641 * NS),), dated=dated, again=640 * NS)
+    tombstone = Tombstone(0, gone=(("e", 641 * NS),), dated=dated, again=640 * NS, told=(("e", 640 * NS),))
     assert tombstone.has_ended(639 * NS + NS // 2, hides) is is_ended

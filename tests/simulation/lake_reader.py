@@ -807,13 +807,16 @@ class _Index:
         unlisted = {each[17:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] == "\3"}
         ended = {each[17:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] == "\5"}
         put = {each[17:]: int(each[:16], 16) for each in others if each[16:17] == "\6"}
-        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] not in tuple("\2\3\4\5\6")}
+        told = [int(each[:16], 16) for each in others if each[16:17] == "\7"]
+        gone = {
+            each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] not in tuple("\2\3\4\5\6\7")
+        }
         floor = gone.pop("", _BEFORE_ALL)
         if text.startswith("\1") or not text:
             floor = _Order(time, "")
         if first:
             gone[first] = _Order(time, "")
-        self.state.graves[path] = _Grave(_Order(time, ""), floor, gone, ended, dated, put)
+        self.state.graves[path] = _Grave(_Order(max(time, *told, 0), ""), floor, gone, ended, dated, put)
         for etag, order in unlisted.items():
             own = _File(order, _Place(path, etag, 0), 0, None, etag, _NO_ATTRIBUTES)
             self.state.files.setdefault(path, own)
