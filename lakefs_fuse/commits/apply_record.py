@@ -427,11 +427,13 @@ class Application:
     def _end_unlisted(self, step: _Step, hides: str, *, is_replaced: bool = True) -> None:
         """The plain object that a listing did not show any more is not what the name means since the record, or since
         before where that names it. Its ETag is gone if it was replaced, or if any version was removed."""
-        etag, stamp = ("", 0) if step.tombstone is None else step.tombstone.unlisted
-        if stamp and (stamp < self._stamp or etag == hides):
-            step.tombstone = with_unlisted(step.tombstone)
-            self._repeat(step.tombstone, stamp)
-            self._bury(step, told=(etag, stamp), ended=etag if is_replaced else "", at=self._stamp)
+        if step.tombstone is None or not step.tombstone.has_ended_unlisted(self._stamp, hides):
+            return
+        etag, stamp = step.tombstone.unlisted
+        again = stamp if step.tombstone.when_put(etag) else 0  # as `buried_with`
+        step.tombstone = with_unlisted(step.tombstone)
+        self._repeat(step.tombstone, stamp)
+        self._bury(step, told=(etag, stamp), again=again, ended=etag if is_replaced else "", at=self._stamp)
 
     def _when_ended(self, stamp: int) -> int:
         """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is

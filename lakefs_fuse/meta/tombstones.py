@@ -110,6 +110,21 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         """The date, in seconds, of the newest version with this ETag that was removed; 0 if unknown."""
         return _find(self.dated, etag)
 
+    def when_put(self, etag: str) -> int:
+        """The date, in seconds, of the newest version with this ETag that was put there again; 0 if unknown."""
+        return _find(self.put, etag)
+
+    def is_put_again_since(self, etag: str, at: int, dated_s: int = 0) -> bool:
+        """A commit ``at`` a time, which dates what it names ``dated_s``, names an earlier version with this ETag than
+        the one that was put there again."""
+        return dated_s < self.when_put(etag) and is_put_since(self.when_put(etag), at)
+
+    def has_ended_unlisted(self, stamp: int, hides: str) -> bool:
+        """A commit of this stamp, which names ``hides``, is later than what told of ``unlisted``, or ended that."""
+        etag, told = self.unlisted
+        is_named = etag == hides and not self.is_put_again_since(etag, stamp)
+        return bool(told) and (told < stamp or is_named)
+
     def has_ended(self, stamp: int, hides: str) -> bool:
         """A file elsewhere of this stamp, which hides the plain object ``hides``, was removed later, or was replaced by
         another object that counts no more, or by this one, which was put there again."""
@@ -171,6 +186,7 @@ def bury(
     ``ended`` as ended ``at`` a time, and of a version of ``etag`` that the store dates ``dated_s``, or of one that was
     put there again and that it dates ``put_s``, and of one as ``told``."""
     known = tombstone or Tombstone(0)
+    etag = "" if known.is_put_again_since(etag, at, dated_s) else etag
     return Tombstone(
         max(known.stamp, stamp, floor), max(known.floor, floor), _with(known.gone, etag, at),
         _with(known.dated, etag, dated_s), known.unlisted, max(known.again, again), _with(known.ended, ended, at),

@@ -229,6 +229,31 @@ def test_bytes_that_went_unlisted_and_were_replaced_count_as_for_who_did_not_lis
     check(Node(tmp_path), cases)
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (("packed", "a"), ("dated", "a"), ("remove", "b")),
+        (("remove elsewhere", "a"), ("packed", "b"), ("in place dated", "a")),
+    ],
+)
+def test_bytes_that_were_put_again_and_went_unlisted_have_replaced_what_they_had(
+    tmp_path: Path, kinds: tuple[Kind, ...]
+) -> None:
+    cases = [
+        Case(kinds, order, None, f"{number} {after}", None, after)
+        for number, order in enumerate(itertools.permutations(range(3)))
+        for after in range(1, 4)
+    ]
+    check(Node(tmp_path), cases)
+
+
+def test_removal_from_before_the_same_bytes_were_put_again_is_of_an_earlier_version(tmp_path: Path) -> None:
+    """It comes after a commit that ended them unaware, and before one that tells of them once more."""
+    kinds = (("own and removed", "a"), ("in place dated", "a"), ("again twice", "b"), ("own", "a"))
+    orders = enumerate(itertools.permutations(range(4)))
+    check(Node(tmp_path), [Case(kinds, order, plain(str(number), "a", 7), str(number)) for number, order in orders])
+
+
 def test_bytes_that_are_put_again_after_a_removal_of_others_are_the_file(tmp_path: Path) -> None:
     """Another program replaced the object before the removal, and a rename came over the name before it put the earlier
     bytes there again: their ETag was told before, and no removal named it."""
