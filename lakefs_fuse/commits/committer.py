@@ -182,7 +182,8 @@ class Committer:
             tables.reapplied(self._db)
         elif self.journal.changes:  # the daemon may have died before its last change was in effect
             sequence, change = next(reversed(self.journal.changes.items()))
-            if not self._applier.is_in_effect(change.operations, PENDING | sequence):
+            sent = () if self.journal.sending is None else self.journal.sending.sequences  # they were in effect then
+            if sequence not in sent and not self._applier.is_in_effect(change.operations, PENDING | sequence):
                 self._applier.apply_pending(change, PENDING | sequence)
         if self.journal.changes:
             self._acknowledged.progressed.wake_all()

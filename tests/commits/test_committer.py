@@ -13,8 +13,9 @@ from trio.testing import MockClock
 from lakefs_fuse.commits import committer
 from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import Change, merged
+from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.committer import Gathering
-from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING
@@ -613,6 +614,31 @@ async def test_a_lost_answer_of_a_commit_with_journaled_changes(tmp_path: Path) 
         await a.poller.poll()
         assert sorted(a.shown()) == ["l", "m"]
         assert await seen_by_others(site) == a.shown()
+
+
+async def test_change_that_was_sent_when_the_daemon_died_is_not_put_in_effect_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had stored an object. Another node saw that, and put a link in its place, of which the daemon had heard."""
+    site = Site(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise CacheError("the machine lost its power")
+
+    with site.daemon("a") as a, site.daemon("b") as b:
+        a.enqueue(Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e1"))
+        site.clock.seconds = 1
+        await b.committer.commit(Change(operations=[Remove("f", hides="e1"), link("f", "b")]))
+        await a.poller.poll()
+        site.clock.seconds = 2
+        with monkeypatch.context() as patched, pytest.raises(CacheError):
+            patched.setattr(ChangeJournal, "delete", fail)
+            await a.committer.flush()
+    with site.daemon("a") as a:
+        await a.committer.reconcile_journal()
+        await a.poller.poll()
+        assert a.tree.target(a.found("f").inode) == b"b"
+        assert a.shown() == await seen_by_others(site)
 
 
 async def test_others_see_changes_of_two_nodes_in_the_order_of_their_commits(tmp_path: Path) -> None:
