@@ -491,7 +491,12 @@ class Oracle:
         while pending:
             moved = pending.pop()
             shown = tree.get(moved.path)
-            if shown == version.data or self._replaced(moved) or self._removed(moved) or self._is_overtaken(moved):
+            if (
+                shown == version.data
+                or self._replaced(moved)
+                or self._removed(moved)
+                or self._is_overtaken(moved, shown)
+            ):
                 return True
             if self._is_removed_later(moved) or self._may_be_replaced(moved, shown):
                 return True
@@ -515,10 +520,10 @@ class Oracle:
             if not (version.is_plain and removal.is_plain)
         )
 
-    def _is_overtaken(self, version: Version) -> bool:
-        """Another put that it did not know came to the same path."""
+    def _is_overtaken(self, version: Version, shown: bytes | None) -> bool:
+        """Another put that it did not know came to the same path, as its user was told, or as the path shows."""
         others = [each for each in self.versions[version.path] if each is not version and each not in version.known]
-        return any(each.is_certain and not each.is_withdrawn for each in others)
+        return any((each.is_certain or each.data == shown) and not each.is_withdrawn for each in others)
 
     def _bytes_of(self, version: Version) -> set[bytes]:
         """Its own, and those that were written in place of an origin, or of a file created there after that was

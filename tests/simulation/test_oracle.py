@@ -338,3 +338,20 @@ def test_directory_of_a_file_stays_when_the_file_goes_unless_it_was_removed(is_r
     removed.is_withdrawn, removed.is_certain = is_refused, not is_refused
     oracle.remove("d/f", "n0", frozenset({stored})).is_certain = True
     assert bool(oracle.check({"d": DIRECTORY})) != is_refused
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_what_a_rename_took_along_is_replaced_by_what_its_new_name_shows(is_shown: bool) -> None:
+    """Another directory was renamed over it; which of the versions there was moved nobody knows."""
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"d/f": b"before", "e/f": b"other"}, ["n0", "n1", "n2"], plain={"d/f"})
+    (before,), (other,) = oracle.matching("d/f", b"before"), oracle.matching("e/f", b"other")
+    written = oracle.put("d/f", b"written", "n0", frozenset({before}))
+    renamed = oracle.remove("d/f", "n1", frozenset({before}), is_rename=True, operation=1)
+    renamed.is_plain = renamed.is_certain = True
+    oracle.put("g/f", b"before", "n1", frozenset(), origin=before, operation=1).is_certain = True
+    oracle.remove("e/f", "n2", frozenset({other}), is_rename=True, operation=2).is_certain = True
+    oracle.put("g/f", b"other", "n2", frozenset(), origin=other, operation=2)
+    written.is_certain = written.is_plain = True
+    wrong = oracle.check({"g/f": b"other" if is_shown else b"before"})
+    assert bool(wrong) != is_shown
