@@ -4,8 +4,7 @@
 forks instead of starting `python -P -m lakefs_fuse…`: a daemon or a worker. Everything else of `subprocess.Popen` is as
 it was. What is not the same: modules that a program would not have loaded are there, and ``/proc/PID/cmdline`` is the
 server's. `make test-long` starts the program itself (`tiers.IS_LONG`), and so do tests that change what an import
-depends on (`IMPORT_PREFIXES`) or the command. A lake that starts the program many times with other imports has a server
-of its own (`lakes.Lake.fork_server`).
+depends on (`IMPORT_PREFIXES`) or the command. A test that changes the program itself has `PATCH`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ FORKED = ("lakefs_fuse.daemon.mount_daemon", "lakefs_fuse.daemon.admin_worker")
 """A supervisor is started, and starts its daemons, as it always is: which process it is, its command line says."""
 IMPORT_PREFIXES = ("LAKEFS_", "LD_", "PYTHON")
 """Variables that modules and the interpreter look at when they are loaded."""
-READ_LATER = frozenset({"LAKEFS_CLUSTER_CACHE_TOKEN", "LAKEFS_HINTS_PASSWORD"})
+PATCH = "LAKEFS_TEST_PATCH"
+"""Variable with Python source that a command runs first; so a daemon that it forks has run it, too."""
+READ_LATER = frozenset({"LAKEFS_CLUSTER_CACHE_TOKEN", "LAKEFS_HINTS_PASSWORD", PATCH})
 """Variables with such a prefix that the program reads when it runs."""
 REQUEST_BYTES_MAX = 1 << 18
 STANDARD = ((0, "r"), (1, "w"), (2, "w"))
@@ -169,6 +170,7 @@ def answer(args: list[str], environment: dict[str, str], directory: str, descrip
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
+        exec(os.environ.pop(PATCH, ""), {})
         code = run_module(PACKAGE, args)
         sys.stdout.flush()
         os.write(answers, b"%d\n" % code)

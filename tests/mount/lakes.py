@@ -40,7 +40,7 @@ from obstore.store import S3Store
 
 from lakefs_fuse.cli.daemons import open_daemon
 from tests import servers
-from tests.mount.fork_server import ForkServer
+from tests.mount.fork_server import PATCH, ForkServer
 from tests.servers import Server, s3_client
 from tests.tiers import IS_LONG, sized
 
@@ -267,17 +267,16 @@ class Lake:
         for made in (self.path, directory / "home"):
             made.mkdir(parents=True)
         self.env = environment(directory / "home")
-        self.fork_server: ForkServer | None = None
-        """For this lake alone, where its environment changes what is imported; ended by `close`."""
         self.pid = 0
 
     # -- the program
 
     def cli(self, *args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         if self.command is CLI and not IS_LONG:
-            server = self.fork_server or ForkServer.of_this_process()
+            server = ForkServer.of_this_process()
             if server.suits(self.env):
                 return server.run(args, self.env, timeout_s)
+            assert PATCH not in self.env, "what is started does not read it"
         return subprocess.run(
             [*self.command, *args],
             env=self.env,
@@ -357,9 +356,6 @@ class Lake:
             except AssertionError:
                 os.kill(self.pid, signal.SIGKILL)
                 raise
-        if self.fork_server is not None:
-            self.fork_server.close()
-            self.fork_server = None
         log = self.log()
         assert servers.SECRET_KEY not in log
         assert "Traceback" not in log, log[-6000:]
@@ -421,11 +417,17 @@ maintenance.COMMITS_MAX = maintenance.LEVELS_COMMITS_MAX = {commits_max}
 def hasten_maintenance(lake: Lake, directory: Path, *, interval_s: float, commits_max: int) -> Lake:
     """A mount looks about every ``interval_s``, not every hour, and 24 of these are a day; a fold is due after so many
     commits, not after 300. ``directory`` is for a file that the program imports."""
-    patch = MAINTENANCE_PATCH.format(interval_s=interval_s, commits_max=commits_max)
+    return patch_program(lake, directory, MAINTENANCE_PATCH.format(interval_s=interval_s, commits_max=commits_max))
+
+
+def patch_program(lake: Lake, directory: Path, patch: str) -> Lake:
+    """This source runs before the program, and before each that it starts, which imports it from ``directory``."""
     (directory / "sitecustomize.py").write_text(patch)
-    lake.env["PYTHONPATH"] = os.pathsep.join([str(directory), *filter(None, [lake.env.get("PYTHONPATH")])])
-    if not IS_LONG:
-        lake.fork_server = ForkServer(lake.env)
+    path = os.pathsep.join([str(directory), *filter(None, [lake.env.get("PYTHONPATH")])])
+    if IS_LONG:
+        lake.env["PYTHONPATH"] = path
+    else:
+        lake.env[PATCH] = f"import os\nos.environ['PYTHONPATH'] = {path!r}\n{patch}"
     return lake
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import select
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lakefs_fuse.errors import LakeError
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Directory, Lake, eventually, file_lake, is_running, noise
 from tests.mount.other_user import other_user
@@ -68,10 +68,13 @@ def is_mounted(path: Path) -> bool:
 
 
 def serves(lake: Lake) -> bool:
-    done = lake.cli("stats", "--json", str(lake.path))
-    if done.returncode or not is_mounted(lake.path):  # it answers before it has taken the dead mount's place
+    try:
+        pid = lake.number("daemon.pid")
+    except (LakeError, OSError):
         return False
-    lake.pid = json.loads(done.stdout)["daemon"]["pid"]
+    if not is_mounted(lake.path):  # it answers before it has taken the dead mount's place
+        return False
+    lake.pid = pid
     return True
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import eventually
+from tests.mount.lakes import eventually, patch_program
 from tests.mount.test_commits import another
 
 PATCH = """
@@ -20,9 +20,7 @@ REFRESH_S = 0.5
 
 def test_first_question_after_a_pause_sees_what_another_node_did(make_lake: LakeMaker, tmp_path: Path) -> None:
     lake = make_lake("file", "--refresh", str(REFRESH_S), "--metadata-ttl", "1")
-    (tmp_path / "sitecustomize.py").write_text(PATCH)
-    lake.env["PYTHONPATH"] = str(tmp_path)
-    lake.mount()
+    patch_program(lake, tmp_path, PATCH).mount()
 
     def polls() -> int:
         return lake.number("commits.polls")
