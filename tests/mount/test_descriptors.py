@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,8 +28,13 @@ def many_files_here() -> Iterator[None]:
 
 
 def limited(lake: Lake, descriptors: int) -> Lake:
+    """Mounted; other commands have no limit."""
     lake.command = ["prlimit", f"--nofile={descriptors}:{descriptors}", *CLI]
-    return lake.mount()
+    done = lake.try_mount("--delete-after", "0")
+    assert done.returncode == 0, done.stderr
+    lake.command = CLI
+    lake.pid = lake.number("daemon.pid")
+    return lake
 
 
 def held_by(lake: Lake) -> int:
@@ -64,7 +70,9 @@ def test_daemon_more_open_files_than_descriptors_stores_all(
             os.close(fd)
     assert lake.number("dirty.files") == 0
     assert held_by(lake) <= limit * 3 // 4
-    lake.remount(empty_cache=True)
+    lake.umount()
+    shutil.rmtree(lake.cache_dir)
+    limited(lake, limit)
     for index, name in enumerate(names):
         assert name.read_bytes() == content(index)
     assert held_by(lake) <= limit * 3 // 4
