@@ -1,10 +1,11 @@
 """Runs the program in forks of a process that has imported it: half of the CPU time of a mount is imports.
 
 `ForkServer.run` is `subprocess.run` of the command line, captured. The server forks for each command, and that process
-forks instead of starting `python -P -m lakefs_fuse…`: a daemon or a worker. Everything else of `subprocess.Popen` is as
-it was. What is not the same: modules that a program would not have loaded are there, and ``/proc/PID/cmdline`` is the
-server's. `make test-long` starts the program itself (`tiers.IS_LONG`), and so do tests that change what an import
-depends on (`IMPORT_PREFIXES`) or the command. A test that changes the program itself has `PATCH`.
+forks instead of starting `python -P -m lakefs_fuse…`: a daemon, a worker, or a supervisor, which forks its daemons.
+Everything else of `subprocess.Popen` and `os.posix_spawn` is as it was. What is not the same: modules that a program
+would not have loaded are there, and ``/proc/PID/cmdline`` is the server's. `make test-long` starts the program itself
+(`tiers.IS_LONG`), and so do tests that change what an import depends on (`IMPORT_PREFIXES`) or the command. A test that
+changes the program itself has `PATCH`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import pkgutil
 import runpy
@@ -33,8 +35,11 @@ PACKAGE = "lakefs_fuse"
 FIRST = ("lakefs_fuse.kernel.session", "rocksdict", "obstore.store")
 """The first loads a C library before pyfuse3; the others are loaded by functions."""
 START = [sys.executable, "-P", "-m"]
-FORKED = ("lakefs_fuse.daemon.mount_daemon", "lakefs_fuse.daemon.admin_worker")
-"""A supervisor is started, and starts its daemons, as it always is: which process it is, its command line says."""
+FORKED = (
+    "lakefs_fuse.daemon.mount_daemon",
+    "lakefs_fuse.daemon.admin_worker",
+    "lakefs_fuse.daemon.supervisor",
+)
 IMPORT_PREFIXES = ("LAKEFS_", "LD_", "PYTHON")
 """Variables that modules and the interpreter look at when they are loaded."""
 PATCH = "LAKEFS_TEST_PATCH"
@@ -122,6 +127,42 @@ class ForkedPopen(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+posix_spawn = os.posix_spawn
+handlers_of_the_parent: list[logging.Handler] = []
+"""Kept, because one that is collected closes its descriptor, which may be another file's by then."""
+
+
+def fork_or_spawn(
+    path: Any, argv: Any, env: Any, *, file_actions: Any = (), setsid: bool = False, **options: Any
+) -> int:
+    """As `os.posix_spawn`, by which a supervisor starts daemons; the actions are those of POSIX_SPAWN_DUP2."""
+    if [*argv[:3]] != START or argv[3] not in FORKED or options:
+        return posix_spawn(path, argv, env, file_actions=file_actions, setsid=setsid, **options)
+    pid = os.fork()
+    if pid == 0:
+        if setsid:
+            os.setsid()
+        be_spawned(argv, env, file_actions)
+    return pid
+
+
+def be_spawned(argv: Sequence[str], env: Mapping[str, str], file_actions: Sequence[tuple[int, int, int]]) -> NoReturn:
+    sources = {target: descriptor for _, descriptor, target in file_actions}
+    kept = [descriptor for descriptor in map(int, os.listdir("/proc/self/fd")) if is_inheritable(descriptor)]
+    handlers_of_the_parent.extend(logging.root.handlers)
+    logging.root.handlers.clear()
+    os.environ.clear()
+    os.environ.update(env)
+    run_child([sources.get(target, -1) for target in range(3)], kept, lambda: run_module(argv[3], argv[4:]))
+
+
+def is_inheritable(descriptor: int) -> bool:
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:  # that of the listing itself
+        return False
+
+
 def run_child(standard: Sequence[int], kept: Collection[int], body: Callable[[], int]) -> NoReturn:
     """Be the program from here on: with these descriptors as the standard ones (-1: as they are), and those kept."""
     code = 1
@@ -133,8 +174,10 @@ def run_child(standard: Sequence[int], kept: Collection[int], body: Callable[[],
             if descriptor > 2 and descriptor not in kept:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, *filter(is_handled, signal.valid_signals())):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, 1, closefd=False) for number, mode in STANDARD)
         code = body()
@@ -145,6 +188,11 @@ def run_child(standard: Sequence[int], kept: Collection[int], body: Callable[[],
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def is_handled(signum: int) -> bool:
+    """By a function of Python, which a program that is started would not have."""
+    return callable(signal.getsignal(signum)) and not isinstance(signal.getsignal(signum), signal.Handlers)
 
 
 def run_module(name: str, args: Sequence[str]) -> int:
@@ -207,6 +255,7 @@ def serve(requests: socket.socket) -> None:
     load()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the forks: they say how they end.
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    os.posix_spawn = fork_or_spawn
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, 3)
         if not request:

@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from lakefs_fuse.errors import LakeError
+from tests.mount import fork_server
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Directory, Lake, eventually, file_lake, is_running, noise
+from tests.mount.lakes import CLI, Directory, Lake, eventually, file_lake, is_running, noise
 from tests.mount.other_user import other_user
 
 BACK_S_MAX = 30.0
@@ -29,16 +30,18 @@ SUPERVISOR_BYTES_MAX = 32 << 20
 
 
 def supervisor_of(lake: Lake) -> int:
-    """The pid of the process that started the daemon of a lake."""
+    """The pid of the process that started the daemon of a lake. The parent of a daemon that has none is PID 1."""
     pid = psutil.Process(lake.pid).ppid()
-    assert "lakefs_fuse.daemon.supervisor" in psutil.Process(pid).cmdline()
+    assert {"lakefs_fuse.daemon.supervisor", fork_server.__file__} & {*psutil.Process(pid).cmdline()}
     return int(pid)
 
 
 @pytest.fixture
-def supervised(make_lake: LakeMaker) -> Iterator[Lake]:
-    """A mounted lake on a local directory, whose supervisor does not outlive the test."""
-    lake = make_lake("file", "--supervise").mount()
+def supervised(make_lake: LakeMaker, request: pytest.FixtureRequest) -> Iterator[Lake]:
+    """A mounted lake on a local directory, whose supervisor does not outlive the test; the parameter is the command."""
+    lake = make_lake("file", "--supervise")
+    lake.command = getattr(request, "param", lake.command)
+    lake.mount()
     supervisor = psutil.Process(supervisor_of(lake))
     yield lake
     if supervisor.is_running():
@@ -197,6 +200,7 @@ def test_what_was_accepted_is_there_in_the_next_life(make_lake: LakeMaker) -> No
     lake.umount()
 
 
+@pytest.mark.parametrize("supervised", [[*CLI]], indirect=True, ids=["started"])
 def test_umount_ends_both(supervised: Lake) -> None:
     supervisor, daemon = supervisor_of(supervised), supervised.pid
     assert psutil.Process(supervisor).memory_info().rss < SUPERVISOR_BYTES_MAX
@@ -221,7 +225,7 @@ def test_a_supervisor_that_is_killed_leaves_the_daemon_serving(supervised: Lake)
     supervised.umount()
     assert not is_running(daemon)
     supervised.mount()
-    assert "lakefs_fuse.daemon.supervisor" in psutil.Process(psutil.Process(supervised.pid).ppid()).cmdline()
+    assert supervisor_of(supervised) != supervisor.pid
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
