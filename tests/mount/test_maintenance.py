@@ -19,6 +19,7 @@ from tests.tiers import sized
 
 COMMITS_MAX = sized(40, 100)
 COMMITS = sized(60, 500)
+FILES = sized(50, 200)
 BEGINS_S_MAX = 60.0
 LISTED_S = 0.5
 """Between two listings of a bucket: they cost more than what is waited for."""
@@ -108,8 +109,8 @@ def test_lake_is_folded_and_collected_by_itself(make_lake: LakeMaker, patched: C
 def test_upgraded_lake_is_folded_with_a_database_that_is_kept(
     make_lake: LakeMaker, patched: Callable[..., Lake]
 ) -> None:
-    lake = patched(make_lake("file"), interval_s=0.05).mount()
-    for number_of in range(200):
+    lake = patched(make_lake("file"), interval_s=0.2).mount()
+    for number_of in range(FILES):
         (lake.path / f"stays-{number_of}").write_bytes(b"bytes")
     lake.umount()
     assert lake.cli("upgrade", lake.source).returncode == 0
@@ -123,7 +124,7 @@ def test_upgraded_lake_is_folded_with_a_database_that_is_kept(
     assert section(lake)["last_error"] == ""
     eventually(lambda: sorted(path.name for path in kept.iterdir()) == ["lock", "meta", "newest"], "the worker ends")
     names = sorted(os.listdir(lake.path))
-    assert len(names) == 202
+    assert len(names) == FILES + 2
     lake.umount()
     assert lake.cli("fsck", lake.source).returncode == 0
     lake.mount("--maintenance", "off")
