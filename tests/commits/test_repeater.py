@@ -26,6 +26,7 @@ from tests.commits.committing import Clock, Daemon, Site
 from tests.commits.nodes import at
 from tests.fakes import InlineThreads
 from tests.memory_store import Failures
+from tests.tiers import sized
 
 T = TypeVar("T")
 
@@ -187,7 +188,7 @@ async def test_follower_sends_four_gets_a_poll(
 ) -> None:
     lake = Lake(tmp_path, followers=6)
     with lake.stack:
-        costs = await follow(lake, writers, 20.0, a_second)
+        costs = await follow(lake, writers, sized(8, 20), a_second)
     assert costs.gets
     assert mean(costs.gets) <= 4, costs
     assert max(costs.delays_s) <= 7, costs

@@ -24,7 +24,7 @@ COUNTED = {
 """What a copy may cost: its commit, announcements, what repeats commits, and polls; no byte of a file."""
 
 
-@pytest.mark.parametrize("pack", ["auto", "always"])
+@pytest.mark.parametrize("pack", ["auto", pytest.param("always", marks=pytest.mark.long)])
 def test_clone_is_equal_to_its_source_costs_no_byte_and_outlives_it(
     make_lake: LakeMaker, tmp_path: Path, pack: str
 ) -> None:
@@ -70,7 +70,7 @@ def _store_options(options: tuple[str, ...]) -> tuple[str, ...]:
     return options[at : at + 2]
 
 
-@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("durability", ["close", pytest.param("writeback", marks=pytest.mark.long)])
 def test_cp_of_large_files_moves_no_byte(make_lake: LakeMaker, tmp_path: Path, durability: str) -> None:
     lake = make_lake("seaweedfs", "--refresh", "1", "--durability", durability).mount()
     source, target = lake.path / "v1", lake.path / "v2"

@@ -45,7 +45,10 @@ def content(index: int) -> bytes:
     return noise(2 * PIECE_BYTES, index)
 
 
-@pytest.mark.parametrize(("store", "limit", "files"), [("file", 256, sized(270, 400)), ("seaweedfs", 256, 150)])
+@pytest.mark.parametrize(
+    ("store", "limit", "files"),
+    [("file", 256, sized(270, 400)), pytest.param("seaweedfs", 256, 150, marks=pytest.mark.long)],
+)
 def test_daemon_more_open_files_than_descriptors_stores_all(
     make_lake: LakeMaker, store: str, limit: int, files: int
 ) -> None:

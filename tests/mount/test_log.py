@@ -21,7 +21,7 @@ HOSTILE = "evil\u202e"
 Entry = dict[str, object]
 
 
-@pytest.fixture(params=["file", "moto"])
+@pytest.fixture(params=["file", "seaweedfs"])
 def nodes(request: pytest.FixtureRequest, make_lake: LakeMaker, tmp_path: Path) -> Iterator[tuple[Lake, Lake]]:
     lake = make_lake(request.param, *OPTIONS).mount()
     with another(lake, tmp_path) as other:
@@ -82,7 +82,7 @@ def test_log_tells_what_two_mounts_changed(nodes: tuple[Lake, Lake]) -> None:
     assert short(log_of(lake, f"{url[0]}/d/b", *url[1:])[1]) == [expected[2], expected[4]]
 
 
-@pytest.mark.parametrize("nodes", ["file", pytest.param("moto", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("nodes", ["file", pytest.param("seaweedfs", marks=pytest.mark.long)], indirect=True)
 def test_log_escapes_names_for_the_terminal(nodes: tuple[Lake, Lake]) -> None:
     lake, other = nodes
     expected = change(lake, other)
@@ -94,7 +94,7 @@ def test_log_escapes_names_for_the_terminal(nodes: tuple[Lake, Lake]) -> None:
 
 
 def test_log_tells_of_object_that_another_client_puts_over_a_packed_file(make_lake: LakeMaker) -> None:
-    lake = make_lake("moto", *OPTIONS).mount()
+    lake = make_lake("seaweedfs", *OPTIONS).mount()
     (lake.path / "f").write_bytes(b"packed")
     lake.sync()
     lake.outside.replace("f", b"of another client")
@@ -107,7 +107,7 @@ def test_log_tells_of_object_that_another_client_puts_over_a_packed_file(make_la
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes", ["file", pytest.param("moto", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("nodes", ["file", pytest.param("seaweedfs", marks=pytest.mark.long)], indirect=True)
 def test_log_follows_what_is_committed(nodes: tuple[Lake, Lake]) -> None:
     lake, other = nodes
     (lake.path / "before").mkdir()

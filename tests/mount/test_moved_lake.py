@@ -16,7 +16,7 @@ from tests.mount.lakes import MIB, PART_BYTES, Bucket, Directory, Lake, noise, s
 from tests.tiers import sized
 
 LARGE_BYTES = PART_BYTES + MIB
-REMOVED_BYTES = sized(2 * MIB, LARGE_BYTES)
+ONE_PUT_BYTES = sized(2 * MIB, LARGE_BYTES)
 """An object of its own, not in a pack."""
 MTIME_NS = 1_234_567_890_987_654_321
 
@@ -29,8 +29,8 @@ def fill(lake: Lake) -> None:
     (lake.path / "large").write_bytes(noise(LARGE_BYTES, 100))
     (lake.path / "renamed.tmp").write_bytes(noise(LARGE_BYTES, 101))
     (lake.path / "renamed.tmp").rename(lake.path / "renamed")
-    (lake.path / "renamed.tmp").write_bytes(noise(LARGE_BYTES, 102))  # below .lakefs/objects/
-    (lake.path / "removed").write_bytes(noise(REMOVED_BYTES, 103))
+    (lake.path / "renamed.tmp").write_bytes(noise(ONE_PUT_BYTES, 102))  # below .lakefs/objects/
+    (lake.path / "removed").write_bytes(noise(ONE_PUT_BYTES, 103))
     (lake.path / "link").symlink_to("d/0")
     (lake.path / "d" / "1").rename(lake.path / "packed-elsewhere")
     os.chmod(lake.path / "large", 0o640)

@@ -76,7 +76,7 @@ def test_wait_for_version_of_another_mount_ends_when_open_reads_it(nodes: tuple[
 
 
 def test_wait_for_etag_of_another_client_ends_when_open_reads_it(make_lake: LakeMaker) -> None:
-    lake = make_lake("moto", "--refresh", "1", "--metadata-ttl", "1").mount()
+    lake = make_lake("seaweedfs", "--refresh", "1", "--metadata-ttl", "1").mount()
     lake.outside.replace("config", b"old")
     assert (lake.path / "config").read_bytes() == b"old"
     lake.outside.replace("config", b"new")

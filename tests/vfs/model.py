@@ -26,7 +26,7 @@ from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.vfs.ops.attributes import AttributeChange, file_type_and_mode
 from tests.fakes import local_store
 from tests.memory_store import MemoryStore
-from tests.tiers import examples
+from tests.tiers import sized
 from tests.upload.drafting import noise
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake
 
@@ -54,7 +54,7 @@ class Operation:
 
 
 def searched(full: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Try as many sequences as `examples` says, the same every day.
+    """Try ``full`` sequences an eighth or ten times in the tiers, the same every day.
 
     ``LAKEFS_MODEL_EXAMPLES`` sets another number, of others each time. With ``LAKEFS_MODEL_NO_SHRINK`` a failure is
     shown as it was found, for failures that depend on timing.
@@ -64,7 +64,7 @@ def searched(full: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
         phases.append(Phase.shrink)
     asked_for = os.environ.get("LAKEFS_MODEL_EXAMPLES")
     chosen = settings(
-        max_examples=int(asked_for or examples(full)),
+        max_examples=int(asked_for or sized(full // 8, full * 10)),
         deadline=None,
         derandomize=asked_for is None,
         phases=phases,
