@@ -48,6 +48,8 @@ MIB = 1 << 20
 PART_BYTES = 16 * MIB
 """The first parts of an upload are so large; smaller files are one PUT."""
 STOP_TIMEOUT_S = 30.0
+PAUSE_S_MAX, PAUSE_SHARE = 0.3, 0.06
+"""Between two questions of `eventually`: this share of the time it has waited."""
 START_HEADS, START_LISTS = 1, 3
 """What every mount asks when it begins: what time it is there; the horizon, and which indexes and commits there are."""
 RECORD = ".lakefs/lake"
@@ -74,11 +76,13 @@ def sha256(data: bytes) -> str:
 
 
 def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 15.0, pause_s: float = 0.03) -> None:
-    """Wait for something that another process does; ``pause_s`` between two questions."""
-    deadline = time.monotonic() + timeout_s
+    """Wait for something that another process does; ``pause_s`` between two questions, and more after seconds: a
+    question to a daemon takes 10 ms of CPU, and whoever waits for long need not know at once."""
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
-        time.sleep(pause_s)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(max(pause_s, min(PAUSE_S_MAX, waited_s * PAUSE_SHARE)))
 
 
 def given_away(path: Path, uid: int, gid: int) -> tuple[int, int]:

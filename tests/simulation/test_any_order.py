@@ -20,6 +20,7 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from tests.commits.archives import commit_of
 from tests.commits.nodes import NS, START_S, Node, archive, at, plain, put
 from tests.simulation.lake_reader import StoredObject, read_lake
+from tests.tiers import sized
 
 ETAGS = "ab"
 KINDS = [
@@ -40,7 +41,8 @@ KINDS = [
 ``dated``: at DATED_S, after the first commit; alone the same bytes put there again, as the date says."""
 DATED_S = 15
 DATED = ("again dated", "again twice", "in place dated", "dated", "remove dated")
-SAMPLE = 300
+SAMPLES = {2: 300, 3: sized(100, 300)}
+"""Combinations of what commits say, by their number."""
 FORMAT = Path(__file__).parents[2] / "docs/format.md"
 Kind = tuple[str, str]
 
@@ -170,7 +172,7 @@ def raw_lake(cases: Sequence[Case]) -> dict[str, str]:
 @pytest.mark.parametrize("commits", [2, 3])
 def test_any_order_of_commits_shows_what_the_order_of_their_names_shows(tmp_path: Path, commits: int) -> None:
     combinations = list(itertools.product(KINDS, repeat=commits))
-    some = Random(commits).sample(combinations, min(SAMPLE, len(combinations)))
+    some = Random(commits).sample(combinations, min(SAMPLES[commits], len(combinations)))
     node, cases, numbers = Node(tmp_path), [], itertools.count()
     for kinds in some:
         if not is_dated_later(kinds):
@@ -184,7 +186,7 @@ def test_any_order_of_commits_shows_what_the_order_of_their_names_shows(tmp_path
     assert len(cases) > 500
 
 
-@pytest.mark.parametrize(("commits", "sample"), [(2, 60), (3, 12)])
+@pytest.mark.parametrize(("commits", "sample"), [(2, 60), (3, sized(8, 12))])
 def test_object_that_is_listed_between_commits_counts_for_no_node_alone(
     tmp_path: Path, commits: int, sample: int
 ) -> None:
@@ -210,7 +212,7 @@ def test_object_that_a_listing_does_not_show_any_more_is_not_forgotten(tmp_path:
     """Another program deleted it. A node that lists the name then goes on as nodes do that never listed it."""
     combinations = list(itertools.product(KINDS, repeat=commits))
     cases, numbers = list[Case](), itertools.count()
-    for kinds in Random(commits).sample(combinations, min(SAMPLE // 2, len(combinations))):
+    for kinds in Random(commits).sample(combinations, min(SAMPLES[commits] // 2, len(combinations))):
         told = told_in(kinds)
         if len(set(told)) < len(told) or not is_dated_later(kinds):
             continue
