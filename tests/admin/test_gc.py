@@ -108,7 +108,9 @@ async def test_a_second_run_finds_nothing(store: MemoryStore, clock: Clock) -> N
 
 
 @pytest.mark.parametrize("directory", ["", "some/long/directory/name/"])
-@pytest.mark.parametrize("count", [1, 2, 3, 20, 100])
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(2, marks=pytest.mark.long), 3, 20, pytest.param(100, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("packs", [1, 5])
 async def test_packs_of_tiny_files_are_not_rewritten_for_ever(
     clock: Clock, tmp_path: Path, directory: str, count: int, packs: int
@@ -376,7 +378,7 @@ def _from(number: int) -> Callable[[Request], bool]:
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path, when: str) -> None:
     """A mount that was there all the time, and one that comes after, find every file."""
-    every = sized(11, 1)
+    every = sized(19, 1)
     leftover = store.give("left", b"over")
     clock.advance(5)
     give_commit(store, clock, Remove("left", hides=leftover.etag), writer="0badcaff")

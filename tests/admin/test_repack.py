@@ -250,7 +250,7 @@ async def test_directories_are_listed_concurrently_before_a_commit(clock: Clock)
 
 async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     """Nothing is lost, and the second run does what is left."""
-    every = sized(19, 3)
+    every = sized(31, 3)
     original = dict(store.objects)
     for back in (False, True):
         at, ended = 0, False

@@ -92,6 +92,7 @@ def test_warm_then_reading_every_file_asks_the_store_for_nothing(filled: tuple[L
     assert gets(lake) == fetched, "what is there is not asked for again"
 
 
+@pytest.mark.parametrize("filled", ["read-write", pytest.param("immutable", marks=pytest.mark.long)], indirect=True)
 def test_warm_after_the_daemon_was_killed_fetches_only_the_rest(filled: tuple[Lake, dict[str, bytes]]) -> None:
     lake, files = filled
     some = [str(lake.path / "set" / "plain")]

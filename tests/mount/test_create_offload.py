@@ -23,11 +23,12 @@ from tests.mount.lakes import Lake, eventually, noise
 from tests.mount.test_commits import another
 from tests.mount.test_kernel_caches import answered
 from tests.mount.writeback_lakes import flush, state
+from tests.tiers import sized
 
 pytestmark = pytest.mark.usefixtures("with_hooks")
 OPTIONS = ("--durability", "writeback", "--writeback-delay", "0.2", "--metadata-ttl", "1h", "--refresh", "1h")
 KINDS = ("lookup", "getattr", "create", "write", "setattr", "flush", "release")
-FILES = 200
+FILES = sized(60, 200)
 FILE_BYTES_MAX = 256 << 10
 SOON_S = 10.0
 

@@ -38,7 +38,9 @@ TWICE = [
 ]
 """Nodes die in the last ones."""
 OPERATIONS = sized(50, 100)
-PROGRAM = f"OPERATIONS = {OPERATIONS}" + """
+PROGRAM = (
+    f"OPERATIONS = {OPERATIONS}"
+    + """
 import hashlib, sys
 from tests.simulation.generator import make_plan
 from tests.simulation.simulation import simulate
@@ -47,6 +49,7 @@ for seed in sys.argv[1:]:
     history = simulate(make_plan(profile, int(number), operations=OPERATIONS), is_tracing=True).history
     print(seed, len(history), hashlib.sha256("\\n".join(history).encode()).hexdigest())
 """
+)
 
 
 @pytest.mark.parametrize(("profile", "seed"), SEEDS)
