@@ -186,7 +186,7 @@ def names_of(rng: random.Random, count: int) -> list[bytes]:
     return sorted({b"%06d%s" % (rng.randrange(10**6), b"/" if rng.random() < 0.2 else b"") for _ in range(count)})
 
 
-@pytest.mark.parametrize("seed", range(sized(4, 40)))
+@pytest.mark.parametrize("seed", range(sized(2, 40)))
 async def test_fresh_database_gets_what_the_folder_has(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -251,22 +251,22 @@ async def test_base_is_written_again_when_increments_are_a_share_of_it(opener: O
     folder.fill(b"data", names)
     bases, ratios = 0, []
     live = (await folder.fold()).bytes
-    for _ in range(60):
+    for _ in range(sized(30, 60)):
         folder.touch(b"data", rng.sample(range(names), names // 40))
         manifest = await folder.fold()
         bases += not manifest.increments
         ratios.append(sum(len(data) for key, (data, _) in store.objects.items() if INDEX in key) / live)
-    assert 1 <= bases <= 15
+    assert 1 <= bases <= sized(8, 15)
     assert sum(ratios) / len(ratios) <= 1.3
 
 
 async def test_index_of_another_folder_is_continued(opener: Opener, store: MemoryStore) -> None:
     """Two nodes in turn, each with the database of its last fold, fetch what the other wrote and no base."""
     one, other = opener("one"), opener("other")
-    one.fill(b"data", 3000)
+    one.fill(b"data", sized(1000, 3000))
     base = await one.fold()
     assert await other.load() == base
-    for turn in range(6):
+    for turn in range(sized(4, 6)):
         folder = (one, other)[turn % 2]
         store.requests.clear()
         await folder.load()

@@ -22,7 +22,10 @@ def write(place: Place, name: str, size: int, flags: int = 0) -> bytes:
     return data
 
 
-@pytest.mark.parametrize(("size", "flags"), [(SMALL, 0), (SMALL, os.O_EXCL), (LARGE, 0), (LARGE, os.O_EXCL)])
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [(SMALL, 0), (SMALL, os.O_EXCL), (LARGE, 0), pytest.param(LARGE, os.O_EXCL, marks=pytest.mark.long)],
+)
 def test_file_gets_the_name_of_a_directory_that_was_renamed(here: Place, size: int, flags: int) -> None:
     (here.path / "d").mkdir()
     before = write(here, "d/x", LARGE)
