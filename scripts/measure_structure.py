@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +34,14 @@ def modules(root: Path) -> dict[str, ast.Module]:
     return found
 
 
+@cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a module, in the order of `ast.walk`, which takes most of the time of each measure."""
+    return tuple(ast.walk(tree))
+
+
 def statements(tree: ast.Module) -> int:
-    return sum(isinstance(node, ast.stmt) and not _is_text(node) for node in ast.walk(tree))
+    return sum(isinstance(node, ast.stmt) and not _is_text(node) for node in nodes_of(tree))
 
 
 def _is_text(node: ast.stmt) -> bool:
@@ -54,7 +61,7 @@ def cycles(trees: dict[str, ast.Module]) -> list[list[str]]:
 
 
 def _imported(tree: ast.Module, trees: dict[str, ast.Module]) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 below = f"{node.module}.{alias.name}"
@@ -78,12 +85,12 @@ def assigned_outside(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
     own: set[str] = set()
     fields: set[str] = set()
     for tree in trees.values():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.ClassDef):
                 (fields if _is_record(node) else own).update(_declared(node))
     found: dict[str, list[str]] = {}
     for name, tree in trees.items():
-        for target in _assigned(tree):
+        for target in _assigned(nodes_of(tree)):
             if target.attr in own - fields and not _is_ourselves(target):
                 found.setdefault(target.attr, []).append(f"{name}:{target.lineno} {ast.unparse(target)}")
     return dict(sorted(found.items()))
@@ -100,11 +107,11 @@ def _declared(node: ast.ClassDef) -> Iterator[str]:
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             yield each.target.id
-    yield from (target.attr for target in _assigned(node) if _is_ourselves(target))
+    yield from (target.attr for target in _assigned(ast.walk(node)) if _is_ourselves(target))
 
 
-def _assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
-    for node in ast.walk(tree):
+def _assigned(nodes: Iterable[ast.AST]) -> Iterator[ast.Attribute]:
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node
 
@@ -115,7 +122,7 @@ def _is_ourselves(target: ast.Attribute) -> bool:
 
 def widest_constructor(trees: dict[str, ast.Module]) -> tuple[int, str]:
     """Its number of parameters, and its class."""
-    nodes = ((name, node) for name, tree in trees.items() for node in ast.walk(tree))
+    nodes = ((name, node) for name, tree in trees.items() for node in nodes_of(tree))
     classes = [(name, node) for name, node in nodes if isinstance(node, ast.ClassDef)]
     return max((_parameters(each), f"{name}.{node.name}") for name, node in classes for each in node.body)
 

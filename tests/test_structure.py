@@ -11,7 +11,7 @@ import pytest
 
 from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
-from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, statements, widest_constructor
+from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, nodes_of, statements, widest_constructor
 
 CLOSE = 29, 57
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
@@ -38,6 +38,7 @@ def without_collection() -> Iterator[None]:
     """Trees of the whole source are a million objects and no garbage: each collection would visit them all."""
     gc.disable()
     yield
+    nodes_of.cache_clear()
     gc.enable()
 
 
