@@ -8,7 +8,7 @@ Sizes are small; the environment raises them:
 
 =========================== ======= ==================================================================
 LAKEFS_TEST_STORES          *       stores, by commas, of tests that run on any: file, seaweedfs (default), moto, rclone
-LAKEFS_TEST_LARGE_MIB       40      size of a file that takes several parts (at least 33)
+LAKEFS_TEST_LARGE_MIB       40      size of a file that takes several parts (at least 33, as in `make test`)
 LAKEFS_TEST_DIRECTORIES     30      directories of the lake that is listed
 LAKEFS_TEST_OBJECTS         3000    objects in them, all together
 LAKEFS_TEST_IMAGES          200     files that a DataLoader reads
@@ -63,7 +63,7 @@ def scale(name: str, default: int, *, short: int | None = None) -> int:
     return int(os.environ.get(f"LAKEFS_TEST_{name}", sized(default if short is None else short, default)))
 
 
-LARGE_BYTES = scale("LARGE_MIB", 40) * MIB
+LARGE_BYTES = scale("LARGE_MIB", 40, short=33) * MIB
 
 
 def noise(size: int, seed: int = 0) -> bytes:

@@ -38,6 +38,8 @@ from tests.servers import Server
 from tests.tiers import sized
 
 LARGE_BYTES = 2 * PART_BYTES + 4321
+PARTS_BYTES = sized(PART_BYTES + 4321, LARGE_BYTES)
+"""Several parts."""
 SMALL_FILES = 40
 NAMES_DELAY_S = 1.1
 CLOSE_S_MAX = 8.0
@@ -60,7 +62,7 @@ def away(faults: tuple[Server, Faults]) -> Faults:
 
 def some_files() -> dict[str, bytes]:
     """One that goes into a pack, one that is a single request, one of several parts."""
-    return {"small": noise(30_000, 1), "medium": noise(3 * MIB, 2), "large": noise(LARGE_BYTES, 3)}
+    return {"small": noise(30_000, 1), "medium": noise(3 * MIB, 2), "large": noise(PARTS_BYTES, 3)}
 
 
 def write_all(directory: Path, files: dict[str, bytes]) -> None:
