@@ -258,11 +258,15 @@ async def test_version_stored_after_a_journaled_rename_is_not_older_than_that(tm
         assert await one.tree() == await two.tree() == {"f": b"third"}
 
 
-async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stored_stays_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stored_stays_away(
+    tmp_path: Path, is_replaced: bool
+) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
         await one.write("before", b"first")
         await one.rename("before", "f")
+        await one.write("other", b"other")
         await two.poll()
         lost = Failures(lambda request: request.what == "put" and request.key == "f", Unavailable("lost"), when="after")
         looking = Pause(lambda request: request.what == "head" and request.key == "f")
@@ -278,13 +282,16 @@ async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stor
             await trio.to_thread.run_sync(looking.reached.wait)
             clock.advance(TTL_S + 5)
             assert await one.read("f") == b"second"
-            await one.unlink("f")
+            if is_replaced:
+                await one.rename("other", "f")
+            else:
+                await one.unlink("f")
             await one.fs.sync_names()
             await two.poll()
             looking.resume()
         await two.fs.sync_names()
         await one.poll()
-        assert await one.tree() == await two.tree() == {}
+        assert await one.tree() == await two.tree() == ({"f": b"other"} if is_replaced else {"other": b"other"})
 
 
 async def test_bytes_that_are_there_again_stay_where_the_clock_of_their_writer_is_behind(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.path_tree import is_hiding
 from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.failpoints import reached
@@ -37,7 +38,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
-from lakefs_fuse.meta.tombstones import NS, Tombstone
+from lakefs_fuse.meta.tombstones import NS, Tombstone, bury
 from lakefs_fuse.path_rules import PackPolicy, Rules
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.draft_record import DraftState
@@ -261,7 +262,7 @@ class ObjectWriter:
         there: str | None = None,
     ) -> tuple[PublishPlan, Tombstone | None]:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
-        look has just shown at the key, empty for nothing. Returns also what has been removed at the path."""
+        look has just shown at the key, empty for nothing. Returns also what is gone at the path."""
         if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
             await draft.wait_idle()
         if self._deletions.waiting:
@@ -308,7 +309,7 @@ class ObjectWriter:
             return await self._plan(file, draft, policy, alone=alone)
         target.key, target.path = plan.key, plan.path
         target.if_absent, target.expected = plan.if_absent, plan.expected
-        return plan, removed
+        return plan, _gone(removed, row)
 
     async def commit_location(self, path: str) -> None:
         """The commit that others need to find what was stored last for a path is in the store. Raises LakeError; then
@@ -367,8 +368,8 @@ class ObjectWriter:
     async def _plain(
         self, file: OpenFile, draft: Draft, plan: PublishPlan, removed: Tombstone | None, there: ObjectMeta | None
     ) -> StoredVersion:
-        """``removed`` is what had been removed at the path when the version was planned, ``there`` what a look has
-        shown at the key before."""
+        """``removed`` is what was gone at the path when the version was planned, ``there`` what a look has shown at the
+        key before."""
         key, removed = plan.key, None if draft.target.unsure else removed
         self._storing_plain += 1
         try:
@@ -397,22 +398,22 @@ class ObjectWriter:
         row = self._ns.tree.entry(file.entry.inode)
         now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
-            now,
-            flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN,
-            etag=meta.etag,
-            size=meta.size,
+            now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
+            place=0, offset=0,
             stamp=0 if row is None else row.stamp,  # what was pending when the file was opened is in a commit, perhaps
-            place=0,
-            offset=0,
-        )
+        )  # fmt: skip
         is_named = has_tombstone or bool(row is not None and (row.stamp or row.flags & Flag.OVERRIDING))
         is_again = row is not None and row.etag == meta.etag and row.is_plain
         replaced = replaced if key == path else ""
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = commits or is_again or bool(replaced)
         commits = commits and not file.unlinked and not published.is_superseded
-        commits = commits and not self.was_seen_and_removed(path, meta, dated_s, removed)
-        if commits:  # journaled, so that it will be made even if this fails
+        if commits and self.was_seen_and_removed(path, meta, dated_s, removed):
+            commits = False
+            if row is not None and is_hiding(row, meta.etag):
+                self.leave_to_others(row)
+                row = None
+        elif commits:  # journaled, so that it will be made even if this fails
             dated_s, before = self._date_again(meta, dated_s), self._removal(path, replaced, there)
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=before)
             if key != path or replaced:  # or who replaces this next does not hear of what it has replaced
@@ -471,11 +472,12 @@ class ObjectWriter:
         return self._ns.tree.tombstones.get(path.encode()) is not None
 
     def was_seen_and_removed(self, path: str, meta: ObjectMeta, dated_s: int, before: Tombstone | None) -> bool:
-        """Another node removed the object after it was stored, and before its writer, who lost the answer, knew that it
-        was. ``dated_s`` is the store's date of it, 0 where that is not known. ``before`` is the tombstone from before
-        it was sent: removals of equal bytes that it has came first, whatever the dates, which are of other clocks."""
-        gone = self._tombstone(path).when_gone(meta.etag) if meta.key == path else 0
-        known = 0 if before is None else before.when_gone(meta.etag)
+        """Another node removed or replaced the object after it was stored, and before its writer, who lost the answer,
+        knew that it was. ``dated_s`` is the store's date of it, 0 where that is not known. ``before`` is what `_gone`
+        answered before it was sent: removals of equal bytes that it has came first, whatever the dates, which are of
+        other clocks."""
+        gone = _when_gone(_gone(self._tombstone(path), self._ns.at(path)), meta.etag) if meta.key == path else 0
+        known = _when_gone(before, meta.etag)
         return dated_s > 0 and (dated_s + 1) * NS < gone < PENDING and known != gone and known < PENDING
 
     async def _find_date(self, client: StoreClient, meta: ObjectMeta, *, may_be_hidden: bool = False) -> int:
@@ -631,6 +633,16 @@ class ObjectWriter:
         for late in late_attributes:
             builder.set_attributes(late.path, late.entry, late.xattrs)
         self._committer.enqueue(builder.change(), batch)
+
+
+def _gone(removed: Tombstone | None, there: Entry | None) -> Tombstone | None:
+    """What was removed at a path, with the plain object that the file there hides."""
+    is_over = there is not None and bool(there.etag) and is_hiding(there, there.etag)
+    return bury(removed, etag=there.etag, at=there.stamp) if there is not None and is_over else removed
+
+
+def _when_gone(tombstone: Tombstone | None, etag: str) -> int:
+    return 0 if tombstone is None else tombstone.when_gone(etag)
 
 
 def _is_told(there: Entry, meta: ObjectMeta, dated_s: int) -> bool:
