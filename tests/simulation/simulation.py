@@ -918,13 +918,13 @@ class Simulation:
         mine = {v for v in self.oracle.versions[old] if v.data == data and v.node == node.name and not v.is_withdrawn}
         if mine and shown and all(version.data != data for version in shown):
             found = frozenset(mine)  # and not what another node put there, which this one polled during the rename
-        elif any(moved in shown for moved in call.versions):
+        elif any(moved in shown and data in (None, moved.data) for moved in call.versions):
             return
         elif pending is not None and pending.path == old and data in (None, pending.data):
             found = frozenset({pending})
         elif data is not None:
             found = self.oracle.matching(old, data)
-            there = self.oracle.matching(new, data)
+            there = {version for version in self.oracle.matching(new, data) if version not in call.versions}
             if there.difference(*([*version.origins(), *version.moved_to] for version in found)):
                 return  # it was there; what had come from there has gone back, or another's rename has moved it, too
         else:
