@@ -589,8 +589,10 @@ class Simulation:
                 self._confirm_write(node, call, version, inode, file)
             except LakeError:
                 self._bytes_ever.add(bytes(data))  # other users of the node see what was written before
-                if version is not None and self._pending.get(key) is version and bytes(data) != version.data:
-                    self._pending[key] = self._put(call, node, version.path, bytes(data), shown)
+                pending = self._pending.get(key)
+                is_pending = pending is not None and version in (pending, *pending.origins())
+                if pending is not None and is_pending and bytes(data) != pending.data:
+                    self._pending[key] = self._put(call, node, pending.path, bytes(data), shown)
                 if not is_closed:
                     call.has_begun = call.has_begun or creates
                     with _ignored():
