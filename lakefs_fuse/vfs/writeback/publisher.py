@@ -571,7 +571,7 @@ class ObjectWriter:
 
     def announce_object(self, path: str, meta: ObjectMeta, dated_s: int, before: Entry | None = None) -> None:
         """The name is this object, with the attributes that its metadata tells. ``dated_s`` is the store's date of it,
-        0 where that is not known, ``before`` the row from before it was known to be this object, if it was another.
+        0 where that is not known; ``before`` is the row as it was before it got the object's ETag, by default as it is.
         Raises CacheError."""
         there, tombstone = self._ns.at(path), self._tombstone(path)
         if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_removed(meta.etag):
