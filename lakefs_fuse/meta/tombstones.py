@@ -1,8 +1,10 @@
 """Tombstones: what commits have removed at a name, so that what still lies there, or is told of later, stays away.
 
 What always holds (*in any order*): a tombstone says the same whatever the order in which `bury` was told of its parts,
-as long as they are no more than `GONE_MAX`, and `TOLD_MAX` of ``told``. A row that cannot be decoded is left out and
-counted (`Database.note_damaged`). Trio thread only; nothing here survives a crash but the rows of whole batches.
+as long as they are no more than `GONE_MAX`, and `TOLD_MAX` of ``told``. One part is told in its turn: the date of a put
+(``put_s``) keeps away only earlier namings of its ETag that are told after it; its caller forgets those from before. A
+row that cannot be decoded is left out and counted (`Database.note_damaged`). Trio thread only; nothing here survives a
+crash but the rows of whole batches.
 """
 
 from __future__ import annotations
