@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
+from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.config import KIB, MIB, Rule
 from lakefs_fuse.meta import tree
 from lakefs_fuse.vfs.pinning import pinner
@@ -149,6 +152,32 @@ async def test_each_run_has_its_own_newest(tmp_path: Path) -> None:
         for seed, path in enumerate(paths):
             await save(mounted, path, seed)
         assert await survivors(mounted, *paths) == paths[2:]
+
+
+async def test_a_walk_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two at the same time the first would let go what became durable since it began, and the next one keeps."""
+    async with lake(MemoryStore(), tmp_path, rules=keep("ckpt/**")) as mounted:
+        await mounted.mkdir("ckpt")
+        await save(mounted, "ckpt/1.pt")
+        began, go_on, ended = trio.Event(), threading.Event(), []
+
+        def slow(version: Version, first: int, stop: int) -> list[bool]:
+            trio.from_thread.run_sync(began.set)
+            assert go_on.wait(10)
+            return [True] * (stop - first)
+
+        async def walk(name: str, *, measure: bool) -> None:
+            await keeper(mounted).reconcile(measure=measure)
+            ended.append(name)
+
+        monkeypatch.setattr(mounted.parts.cache, "has_blocks", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(walk, "first", measure=True))
+            await began.wait()
+            nursery.start_soon(partial(walk, "second", measure=False))
+            await trio.sleep(0.05)
+            go_on.set()
+        assert ended == ["first", "second"]
 
 
 async def test_a_replaced_file_lets_the_old_version_go(tmp_path: Path) -> None:

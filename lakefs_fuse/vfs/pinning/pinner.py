@@ -141,6 +141,7 @@ class Pinner:
         """Kept extents that were seen to be in the cache from end to end."""
         self._refused = 0
         self._stale = trio.Event()
+        self._one_at_a_time = trio.Lock()
         self.kept = KeptStatistics()
         self.reserved_bytes_max = bytes_max if units.any else 0
         """What `keep-newest` may come to keep."""
@@ -255,8 +256,12 @@ class Pinner:
                 log.exception("keeping the newest checkpoints")
 
     async def reconcile(self, *, measure: bool = True) -> None:
-        """Pin what is to be kept now, and nothing else. ``measure`` also looks at what of it is in the cache. Raises
-        LakeError."""
+        """Pin what is to be kept now, and nothing else. ``measure`` also looks at what of it is in the cache. Waits for
+        another that is under way, which would let go what this one keeps. Raises LakeError."""
+        async with self._one_at_a_time:
+            await self._reconcile(measure=measure)
+
+    async def _reconcile(self, *, measure: bool) -> None:
         self._stale = trio.Event()
         self._fresh = set()
         found = KeptStatistics()
