@@ -39,7 +39,6 @@ from lakefs_fuse.commits.record import (
     Record,
     Remove,
     SetAttr,
-    is_of_version,
 )
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta.database import Batch, Database
@@ -164,15 +163,6 @@ class Applier:
         application = Application(self.paths, record, this, stamp, own=own, outdated=outdated, whole=whole)
         with self.paths.editing(quiet=own and quiet):
             application.run()
-
-    def is_in_effect(self, operations: Sequence[Operation], stamp: int) -> bool:
-        """Whether `apply_pending` came to the end of these under a stamp; what sets attributes leaves no mark."""
-        last = next((each for each in reversed(operations) if not is_of_version(each)), None)
-        if last is None:
-            return not operations
-        path = _row_path(last)
-        (entry,), tombstone = self.paths.find_many([path]), self._tree.tombstones.get(path)
-        return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.has(stamp))
 
     def restamp(self, pending: Sequence[tuple[Change, int]], time: int) -> None:
         """Give what `apply_pending` merged, each change under its stamp, and is unchanged, the time of the commit that

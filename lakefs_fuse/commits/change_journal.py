@@ -3,6 +3,8 @@
 What always holds:
 
 * *journal first*: a change is in the database before anything shows it, and leaves it once its commit is in the store;
+* *applied once*: a row says which change may not be in effect yet, and goes once it is, so that the next daemon puts no
+  change in effect over what others did after it;
 * *reserved keys*: from the moment a change is journaled that dooms an object at another path than its own, until that
   change is in the store, nobody writes to the object's key: other nodes still find the bytes of a name there.
 
@@ -32,6 +34,8 @@ class ChangeJournal:
         """The commit that is on its way, or may be in the store."""
         self.changes: dict[int, Change] = {}
         """In ascending order; changed by the methods here only."""
+        self.unapplied = 0
+        """The number of the newest change, as long as that may not be in effect, else 0."""
         self.mentioned: dict[int, frozenset[str]] = {}
         """Keys that changes mention: see `Change.mentioned`."""
         self.newest = 0
@@ -44,6 +48,8 @@ class ChangeJournal:
         """Read what the last daemon left; called once."""
         for sequence, change in self._rows.items():
             self._add(sequence, change)
+        unapplied = self.database.get(schema.SINGLE_UNAPPLIED)
+        self.unapplied = 0 if unapplied is None else schema.NUMBER.unpack(unapplied)[0]
         self.sending = self._sending_row.get()
         if self.sending is not None:
             self.newest = max([self.newest, *self.sending.sequences])
@@ -83,12 +89,21 @@ class ChangeJournal:
     # -- changing
 
     def append(self, change: Change, batch: Batch) -> int:
-        """Commit ``batch`` with the change; returns its number. Raises CacheError; then nothing happened."""
+        """Commit ``batch`` with the change; returns its number. `end_applying` follows once it is in effect. Raises
+        CacheError; then nothing happened."""
         sequence = self.newest + 1
         self._rows.put(batch, sequence, change)
+        batch.rows[schema.SINGLE_UNAPPLIED] = schema.NUMBER.pack(sequence)
         self.database.commit(batch)
         self._add(sequence, change)
+        self.unapplied = sequence
         return sequence
+
+    def end_applying(self) -> None:
+        """All that is journaled is in effect. Raises CacheError."""
+        if self.unapplied:
+            self.database.commit(Batch({schema.SINGLE_UNAPPLIED: None}))
+            self.unapplied = 0
 
     def _add(self, sequence: int, change: Change) -> None:
         self.newest = max(self.newest, sequence)

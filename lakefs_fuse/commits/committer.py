@@ -157,9 +157,8 @@ class Committer:
         """Who committed from this cache directory before."""
         self.unsure: Unsure | None = None
         """A commit that failed, and is perhaps in the store: see `reconcile`."""
-        self._unapplied = 0
-        """The newest change in the journal where the disk failed before it was in effect, else 0."""
         self._unapplied_why = CacheError("")
+        """How the disk failed before the newest change was in effect."""
         self._late: tuple[Record, ObjectRef] | None = None
         """A commit that came so late that polls may be past its time. Another one repeats it before anything else is
         sent; its `Sending` row stays until then."""
@@ -180,11 +179,10 @@ class Committer:
             for sequence, change in self.journal.changes.items():
                 self._applier.apply_pending(change, PENDING | sequence)
             tables.reapplied(self._db)
-        elif self.journal.changes:  # the daemon may have died before its last change was in effect
-            sequence, change = next(reversed(self.journal.changes.items()))
-            sent = () if self.journal.sending is None else self.journal.sending.sequences  # they were in effect then
-            if sequence not in sent and not self._applier.is_in_effect(change.operations, PENDING | sequence):
-                self._applier.apply_pending(change, PENDING | sequence)
+        elif self.journal.unapplied in self.journal.changes:
+            change = self.journal.changes[self.journal.unapplied]
+            self._applier.apply_pending(change, PENDING | self.journal.unapplied)
+        self.journal.end_applying()
         if self.journal.changes:
             self._acknowledged.progressed.wake_all()
 
@@ -318,7 +316,7 @@ class Committer:
         """Make a change here now, and everywhere within ``delay_s``; journaled with ``batch``. One that is journaled
         when the disk fails is made all the same: see *in effect*. The next one, which may have been planned before
         that is in effect, fails as the disk did. Raises CacheError; then nothing happened."""
-        if self._unapplied:
+        if self.journal.unapplied:
             self._apply_unapplied()
             raise self._unapplied_why
         batch = Batch() if batch is None else batch
@@ -329,18 +327,19 @@ class Committer:
         sequence = self.journal.append(change, batch)
         try:
             self._applier.apply_pending(change, PENDING | sequence)
+            self.journal.end_applying()
         except CacheError as error:
-            self._unapplied, self._unapplied_why = sequence, error
+            self._unapplied_why = error
             logger.warning("%d changes of names are not in effect yet: %s", len(change.operations), error)
         self._acknowledged.progressed.wake_all()
 
     def _apply_unapplied(self) -> None:
         """Put the newest change in effect where the disk failed before it was. The kernel may have looked since. Raises
         CacheError."""
-        if self._unapplied:
-            change = self.journal.changes[self._unapplied]
-            self._applier.apply_pending(change, PENDING | self._unapplied, quiet=False)
-            self._unapplied = 0
+        if self.journal.unapplied:
+            change = self.journal.changes[self.journal.unapplied]
+            self._applier.apply_pending(change, PENDING | self.journal.unapplied, quiet=False)
+            self.journal.end_applying()
 
     def retire(self, doomed: Deletion) -> None:
         """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""
@@ -419,7 +418,7 @@ class Committer:
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
-            while not (self._has_sendable or self._late or self._unapplied):
+            while not (self._has_sendable or self._late or self.journal.unapplied):
                 await self._acknowledged.progressed.wait()
             await gathering.pause()
             with trio.move_on_after(WITH_PACK_S_MAX):
@@ -630,7 +629,7 @@ class Committer:
     async def reconcile(self) -> None:
         """What is journaled is in effect, no commit that failed is in the store without being in effect here, and none
         came so late that others miss it. Raises LakeError."""
-        if self.unsure is not None or self._late is not None or self._unapplied:
+        if self.unsure is not None or self._late is not None or self.journal.unapplied:
             async with self._lock:
                 await self._reconcile()
 

@@ -641,6 +641,22 @@ async def test_change_that_was_sent_when_the_daemon_died_is_not_put_in_effect_ag
         assert a.shown() == await seen_by_others(site)
 
 
+async def test_journaled_change_that_another_node_replaced_is_not_put_in_effect_again(tmp_path: Path) -> None:
+    """It had stored an object, and died before it told others, and after it heard that another put a link there."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        a.enqueue(Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e1"))
+        site.clock.seconds = 1
+        await b.committer.commit(Change(operations=[Remove("f", hides="e1"), link("f", "b")]))
+        await a.poller.poll()
+        assert a.tree.target(a.found("f").inode) == b"b"
+    site.clock.seconds = 2
+    with site.daemon("a") as a:
+        assert a.tree.target(a.found("f").inode) == b"b"
+        await a.committer.flush()
+        assert a.shown() == await seen_by_others(site)
+
+
 async def test_others_see_changes_of_two_nodes_in_the_order_of_their_commits(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a, site.daemon("b") as b:
