@@ -348,7 +348,7 @@ class Application:
                 return True
             return tombstone.has_ended(self._stamp, etag)
         is_there = self._outdated.get(step.operation.path) != etag
-        survives = is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
+        survives = is_there and tombstone.floor <= self._stamp
         return tombstone.newest > self._stamp and not survives
 
     def _etag_back(self, operation: Operation) -> str:
@@ -475,8 +475,6 @@ class Application:
             self._bury(step, ended=place.etag, at=self._when_ended(tombstone.floor))
             if current is not None and current.is_plain and not current.stamp and current.etag == place.etag:
                 self._drop_listed(step, current)
-        elif tombstone is not None and tombstone.newest >= PENDING and self._is_just_removed(step):
-            self._show_others(step, tombstone, place.etag)  # of which it is one: another version is being removed here
         else:
             if isinstance(step.operation, Put) and step.operation.dated_s:
                 step.tombstone = bury(step.tombstone, etag=place.etag, put_s=step.operation.dated_s)

@@ -979,6 +979,24 @@ def test_object_that_is_there_again_beside_a_pending_removal_of_another_is_the_f
         assert n.find("f") is None
 
 
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_object_told_of_beside_a_pending_removal_of_another_replaces_what_is_elsewhere(
+    tmp_path: Path, is_in_order: bool
+) -> None:
+    """The file elsewhere came over the version that is removed here, and the object over the file."""
+    with node(tmp_path) as n:
+        n.commit(1, told("e1"), writer="0000000b")
+        mine = Change(operations=[Remove("f", hides="e1")])
+        n.apply_pending(1, mine)
+        theirs = (10, put("f", hides="e1"), "0000000b"), (11, told("e2"), "0000000c")
+        for seconds, operation, writer in theirs if is_in_order else reversed(theirs):
+            n.commit(seconds, operation, writer=writer)
+        assert n.found("f").etag == "e2"
+        n.applier.restamp([(mine, PENDING | 1)], at(20))
+        n.list(plain("f", "e2", 5))
+        assert n.found("f").etag == "e2"
+
+
 def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
     """Another node's came between the call and the commit: ours is the later commit, for every node."""
     with node(tmp_path) as n:
