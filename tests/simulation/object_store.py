@@ -159,16 +159,20 @@ class SimulatedStore:
             self._note("head", key)
             if key in self.objects:
                 self._found(key, etag)
-                raise NextRequest(lambda: self._delete(key))
+                looked = self._stored[key]
+                raise NextRequest(lambda: self._delete(key, looked=looked))
             return
         self._delete(key, etag)
 
-    def _delete(self, key: str, etag: str | None = None) -> None:
+    def _delete(self, key: str, etag: str | None = None, *, looked: int | None = None) -> None:
+        """``looked``: how many versions the key had when the sender's client compared ETags itself, in place of the
+        store; the request may be long on its way."""
         self._note("delete", key, f"if {etag}")
         if etag is not None and key in self.objects:
             self._found(key, etag)
         is_checked = etag is not None or not self.capabilities.delete_if_match
-        if key in self.objects and is_checked and any(seen < self._stored[key] for seen in self._looks(key).values()):
+        looks = [*self._looks(key).values(), *(() if looked is None else (looked,))]
+        if key in self.objects and is_checked and any(seen < self._stored[key] for seen in looks):
             self.deleted_unseen(key, self.objects[key][0])
         self.remove(key)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lakefs_fuse.store.protocol import Capabilities
-from tests.simulation.object_store import LOOK_NS, SimulatedStore
+from tests.simulation.object_store import LOOK_NS, NextRequest, SimulatedStore
 from tests.simulation.oracle import CONFLICT, DIRECTORY, PROGRAM, Oracle, Version
 from tests.simulation.views import Views
 
@@ -308,6 +308,27 @@ def test_equal_bytes_that_are_stored_between_a_look_and_the_deletion_are_lost(is
         store.head("f")
     store.delete("f", etag=meta.etag)
     assert bool(oracle.check({})) == is_seen
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_object_that_is_stored_before_an_unconditional_delete_arrives_is_lost(is_late: bool) -> None:
+    oracle = Oracle(deletes_conditionally=False)
+    now_ns = START_NS
+    store = SimulatedStore(Capabilities(name="simulated", delete_if_match=False), lambda: now_ns)
+    store.deleted_unseen = lambda key, data: oracle.deleted_unseen.add((key, data))
+    store.sender = "n0"
+    meta = store.put("f", b"removed")
+    with pytest.raises(NextRequest) as sent:
+        store.delete("f", etag=meta.etag)
+    if not is_late:
+        sent.value.call()
+    now_ns += 2 * LOOK_NS
+    store.put("f", b"bytes")
+    put = oracle.put("f", b"bytes", "n0", frozenset())
+    put.is_plain = put.is_certain = True
+    if is_late:
+        sent.value.call()
+    assert bool(oracle.check({})) != is_late
 
 
 def test_directory_whose_last_name_another_node_removed_goes_along_with_renames_of_the_one_above() -> None:
