@@ -348,7 +348,7 @@ class Application:
                 return True
             return tombstone.has_ended(self._stamp, etag)
         is_there = self._outdated.get(step.operation.path) != etag
-        survives = is_there and tombstone.floor <= self._stamp
+        survives = is_there and max(tombstone.floor, tombstone.when_gone(etag)) <= self._stamp
         return tombstone.newest > self._stamp and not survives
 
     def _etag_back(self, operation: Operation) -> str:

@@ -997,6 +997,16 @@ def test_object_told_of_beside_a_pending_removal_of_another_replaces_what_is_els
         assert n.found("f").etag == "e2"
 
 
+def test_object_that_is_removed_here_stays_so_when_what_told_of_it_is_committed_again(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.apply_pending(1, Change(operations=[told("e1")]))
+        n.apply_pending(2, Change(operations=[Remove("f", hides="e1")]))
+        n.applier.restamp([(Change(operations=[told("e1")]), PENDING | 1)], at(1))
+        record = Record(writer=n.writer, time=at(9), operations=[told("e1")])
+        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        assert n.find("f") is None
+
+
 def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
     """Another node's came between the call and the commit: ours is the later commit, for every node."""
     with node(tmp_path) as n:
