@@ -22,6 +22,7 @@ from lakefs_fuse.commits.path_tree import (
     buried_with,
     carry_over,
     is_hiding,
+    is_only_listed,
     is_removing,
     lies_elsewhere,
     other_name,
@@ -506,7 +507,7 @@ class Application:
         copy of bytes which the name did not have any more, or (``since``) a version that was moved away, and replaced
         at its key or removed later."""
         current, ended = step.current, 0
-        listed = None if since or current is None or not _is_listed(current, etag) else current
+        listed = None if since or current is None or not is_only_listed(current, etag) else current
         if current is not None and (since or lies_elsewhere(current)):
             ended = current.stamp if current.etag != etag else 0
         elif (current is None or listed is not None) and step.tombstone is not None:
@@ -607,8 +608,8 @@ class Application:
         return map(self._doubt, self._record.operations)
 
     def _doubt(self, operation: Operation) -> Doubt | None:
-        if isinstance(operation, SetAttr):
-            return self._doubt_attributes(operation) if operation.object == OWN else None
+        if isinstance(operation, SetAttr | Relocate):
+            return self._doubt_version(operation)
         if not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation):
             return None
         if isinstance(operation, Remove) and operation.directory:
@@ -629,11 +630,16 @@ class Application:
             return Doubt(operation.path, current.etag, operation.hides)
         return None
 
-    def _doubt_attributes(self, operation: SetAttr) -> Doubt | None:
-        (current,) = self._paths.find_many([operation.path.encode()])
-        if current is None or not self._is_known_before(current) or current.etag == operation.hides:
+    def _doubt_version(self, operation: SetAttr | Relocate) -> Doubt | None:
+        index = operation.from_object if isinstance(operation, Relocate) else operation.object
+        (current,) = self._paths.find_many([operation.path.encode()]) if index == OWN else (None,)
+        if current is None or not current.is_plain or current.etag == operation.hides:
             return None
-        return Doubt(operation.path, current.etag, operation.hides, sets_attributes=True)
+        if isinstance(operation, SetAttr) and self._is_known_before(current):
+            return Doubt(operation.path, current.etag, operation.hides, sets_attributes=True)
+        if isinstance(operation, Relocate) and not current.stamp and current.flags & Flag.ATTRIBUTED:
+            return Doubt(operation.path, current.etag, "", PENDING)  # whose attributes do not say which is newer
+        return None
 
     def _is_other(self, current: Entry, removal: Remove) -> bool:
         """A plain object that is known here, and that a removal of another does not name: its writer had not seen it,
@@ -884,12 +890,11 @@ class Application:
     def _applies(self, step: _Step, place: Place) -> bool:
         """The name is still the version at ``place``; where no name is known, this may come into sight with a listing
         (a plain object at its own key)."""
-        current, tombstone = step.current, step.tombstone
+        current, tombstone, path = step.current, step.tombstone or Tombstone(0), step.operation.path
+        is_gone = tombstone.when_gone(place.etag) > 0
         if current is not None:
-            path = step.operation.path
-            return self._is_at(current, place, path) or self._may_follow(current, place, path)
-        unknown = not place.number and (tombstone is None or tombstone.newest < self._stamp)
-        unknown = unknown and not (tombstone is not None and tombstone.when_gone(place.etag))
+            return self._is_at(current, place, path) or (not is_gone and self._may_follow(current, place, path))
+        unknown = not place.number and tombstone.newest < self._stamp and not is_gone
         if unknown and step.parent is not None and not self._own:  # the listing before did not show it
             self._tree.forget_listing(self._changes.batch, step.parent)
         return unknown
@@ -900,7 +905,7 @@ class Application:
         if self._own or place.number or current.place or current.flags & NO_OBJECT:
             return False
         if current.stamp or current.flags & Flag.ATTRIBUTED:
-            return self._is_known_before(current) and self._outdated.get(path) == current.etag
+            return current.stamp < self._stamp and self._outdated.get(path) == current.etag
         if current.ctime_ns >= self._time + NS:
             return False
         self._tree.forget_listing(self._changes.batch, current.parent)
@@ -986,11 +991,6 @@ class Application:
         ref = self._ref(operation.from_object) if before.number else ObjectRef(operation.path, before.etag)
         moved = Relocated(ref.key, ref.etag, operation.from_offset, self._update(current, relocated))
         self._changes.relocated.append(moved)
-
-
-def _is_listed(entry: Entry, etag: str) -> bool:
-    """It is the plain object with this ETag, of which no commit told, and for which no file elsewhere was forgotten."""
-    return entry.is_plain and not entry.stamp and entry.etag == etag and not entry.flags & Flag.OVERRIDING
 
 
 def _shown(entry: Entry) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ class Doubt(msgspec.Struct, frozen=True):
     etag: str
     hides: str
     removed_ns: int = 0
-    """The time of a removal of another version, which does not touch what has been there since before it. 0: what is
-    there counts where it is not older than the record."""
+    """The time of a removal of another version, which does not touch what has been there since before it; `PENDING`
+    where any date is right, and for a relocation of another version. 0: what is there counts where it is not older than
+    the record."""
     sets_attributes: bool = False
     """The record sets attributes of the version ``hides``, which counts only if it lies there. Where nothing does, the
     version ``etag`` may have replaced that, and be in a pack since."""

@@ -527,6 +527,11 @@ def is_removing(tree: Tree, removal: Remove, found: Entry) -> bool:
     return row is not None and (row.key, row.etag) == (removal.path, removal.hides)
 
 
+def is_only_listed(entry: Entry, etag: str) -> bool:
+    """It is the plain object with this ETag, of which no commit told, and for which no file elsewhere was forgotten."""
+    return entry.is_plain and not entry.stamp and entry.etag == etag and not entry.flags & Flag.OVERRIDING
+
+
 def _is_over_another(known: Entry) -> bool:
     """A plain object that was only listed counts by its date over a file elsewhere, which may come into sight again
     where another node removes the object (`Application._uncover`)."""

@@ -357,6 +357,31 @@ async def test_attributes_of_a_replaced_object_leave_the_file_that_was_packed_si
         assert (a.found("f").place > 0, a.found("f").mode) == (True, 0o644)
 
 
+@pytest.mark.parametrize(("attributed_s", "packed_s"), [(2, 3), (3, 2)])
+async def test_object_that_replaced_one_with_other_attributes_is_followed_into_its_pack(
+    tmp_path: Path, attributed_s: float, packed_s: float
+) -> None:
+    """No commit told of either, and nothing lies at the key any more."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit_also(site, attributed_s, {}, SetAttr("f", OWN, 0, 1, "old", 0o600, 0, 0, 0))
+        assert await a.poller.poll() == 1
+        packed = Relocate("f", OWN, 0, "new", THIS, 0, 1, 0o644, 0, 0, 0, hides="new")
+        commit_also(site, packed_s, {}, packed, writer="00000def")
+        assert await a.poller.poll() == 1
+        assert (a.found("f").place > 0, a.found("f").mode) == (True, 0o644)
+
+
+async def test_attributes_of_the_object_that_lies_there_outlast_a_relocation_of_another(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        etag = listed(site, a, 1)
+        commit_also(site, 2, {}, SetAttr("f", OWN, 0, 1, etag, 0o600, 0, 0, 0))
+        commit_also(site, 3, {}, Relocate("f", OWN, 0, "before", THIS, 0, 1, 0o644, 0, 0, 0, hides="before"))
+        assert await a.poller.poll() == 2
+        assert (a.found("f").place, a.found("f").etag, a.found("f").mode) == (0, etag, 0o600)
+
+
 async def test_a_commit_waits_for_an_older_one_about_what_was_put_in_its_second(tmp_path: Path) -> None:
     """Somebody who knew the plain object removed it; somebody who did not packed a file of that name after that."""
     site = Site(tmp_path)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.change import Change, merged
-from lakefs_fuse.commits.record import OWN, Operation, Put, Record, Remove
+from lakefs_fuse.commits.record import OWN, THIS, Operation, Put, Record, Relocate, Remove, SetAttr
 from lakefs_fuse.store.protocol import ObjectMeta
 from tests.commits.archives import commit_of
 from tests.commits.nodes import NS, START_S, Node, archive, at, plain, put
@@ -89,6 +89,8 @@ def operations(kind: Kind, path: str, number: int) -> list[Operation]:
         "packed": [put(path, seconds, hides=etag)],
         "remove": [Remove(path, hides=etag)],
         "remove elsewhere": [Remove(path, hides=etag, by_date=True)],
+        "attributes": [SetAttr(path, OWN, 0, 1, etag, 0o640, 0, 0, 0)],
+        "relocate": [Relocate(path, OWN, 0, etag, THIS, 0, 1, 0o600, 0, 0, 0, hides=etag)],
     }[what]  # type: ignore[return-value]
 
 
@@ -131,8 +133,8 @@ def outdated(node: Node, record: Record, lying: ObjectMeta | None) -> dict[str, 
         if doubt is None:
             continue
         if lying is None:
-            is_outdated = True
-        elif doubt.removed_ns:
+            is_outdated = not doubt.sets_attributes
+        elif doubt.removed_ns or doubt.sets_attributes:
             is_outdated = not doubt.is_there(lying.etag, lying.mtime_ns)
         else:
             is_outdated = lying.etag == doubt.hides or lying.mtime_ns + NS <= record.time
@@ -433,6 +435,24 @@ def test_object_that_was_listed_goes_when_a_commit_tells_that_it_is_older_than_a
         cases.append(Case(kinds, order, lying, path, lying, after))
     check(Node(tmp_path), cases)
     assert not raw_lake(cases).keys() & {case.path for case in cases}
+
+
+def test_object_that_was_put_in_place_of_one_with_other_attributes_is_relocated(tmp_path: Path) -> None:
+    """Whichever of the two commits is dated first, unless the object that got attributes lies there again, or a commit
+    has removed the one that is relocated."""
+    changes: list[tuple[Kind, ...]] = [
+        (("attributes", "a"), ("relocate", "b")),
+        (("relocate", "b"), ("attributes", "a")),
+    ]
+    whole = [(kinds, order) for kinds in changes for order in itertools.permutations(range(2))]
+    whole += [((("remove", "b"), *kinds), (0, 1, 2)) for kinds in changes]
+    cases = [
+        Case(kinds, order, None if etag is None else plain(f"f{number}{etag}", etag, 5), f"f{number}{etag}")
+        for number, (kinds, order) in enumerate(whole)
+        for etag in (None, *ETAGS)
+    ]
+    for commits in (2, 3):
+        check(Node(tmp_path / f"{commits}"), [case for case in cases if len(case.kinds) == commits])
 
 
 @pytest.mark.parametrize("commits", [1, 2])
