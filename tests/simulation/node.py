@@ -286,13 +286,13 @@ class SimulatedNode:
         path = self.path_of(directory)
         return None if path is None else f"{path}/{name.decode()}" if path else name.decode()
 
-    def below(self, path: str) -> list[str]:
-        """Paths of the files that the tree has below a directory."""
+    def below(self, path: str, *, directories: bool = False) -> list[str]:
+        """Paths of the files that the tree has below a directory, or of the directories."""
         entry = self.entry(path)
         if entry is None or not entry.is_dir:
             return []
         tree = self.lake.fs.namespace.tree
-        return [f"{path}/{below}" for below, file in _files_below(tree, entry.inode, "") if not file.is_dir]
+        return [f"{path}/{below}" for below, each in _files_below(tree, entry.inode, "") if each.is_dir is directories]
 
     def unpublished(self) -> set[str]:
         """Paths of files that have a version which is not in the store, and directories above them."""

@@ -740,7 +740,7 @@ class Simulation:
 
             def register() -> None:
                 for old, new in moves:
-                    for path in (old, *node.below(old), *self._directories(node, old)):
+                    for path in (old, *node.below(old), *node.below(old, directories=True)):
                         self._register_move(node, call, path, new + path[len(old) :], registered)
 
             is_moved = entry.is_dir and old_path != new_path and not self._is_writeback
@@ -867,11 +867,6 @@ class Simulation:
             for change in (*self.oracle.versions.get(path, ()), *self.oracle.removals.get(path, ()))
         )
 
-    def _directories(self, node: SimulatedNode, path: str) -> list[str]:
-        """Directories below a path that the oracle knows."""
-        below = [known for known in list(self.oracle.versions) if known.startswith(path + "/")]
-        return [known for known in below if self._is_directory(node, known)]
-
     def _is_directory(self, node: SimulatedNode, path: str) -> bool:
         entry = node.entry(path)
         return entry is not None and entry.is_dir
@@ -902,7 +897,8 @@ class Simulation:
             self._pending[node.name, node.lives, entry.inode] = moved
 
     def _register_implied(self, node: SimulatedNode, call: _Call, old: str, new: str) -> None:
-        """A directory is moved that was there only because another program put something into it: now it is made."""
+        """A directory is moved that was there only because another program put something into it, or that a node made
+        when it removed that: now it is made."""
         if all(version.operation != call.number for version in self.oracle.versions.get(new, ())):
             call.doubtful.add(self._put(call, node, new, DIRECTORY, self._shown(node, new)))
             call.doubtful.add(self._remove(call, node, old, frozenset(), is_rename=True))
