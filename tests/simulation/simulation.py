@@ -783,9 +783,11 @@ class Simulation:
             registered: dict[bytes, Version] = {}
 
             def register() -> None:
-                row = node.entry(old)
+                moved = node.path_of(entry.inode) if op.how == "link" else None
+                source = moved or old  # a link is of the file, whatever its name is by now
+                row = node.entry(source)
                 data = None if row is None else node.stored_bytes(row)
-                found = {version.data for version in self._shown(node, old)} if data is None else {data}
+                found = {version.data for version in self._shown(node, source)} if data is None else {data}
                 for each in sorted(found - set(registered)):
                     registered[each] = self._put(call, node, new, each, self._shown(node, new))
                     registered[each].is_exclusive = op.how == "link"
