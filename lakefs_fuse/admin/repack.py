@@ -16,12 +16,14 @@ which a second run names; those that `relocate` has the store copy in one reques
 program, with the same bytes and attributes. The relocation of a file that was changed meanwhile has no effect, but that
 its object is hidden. That stays until `gc` (*listed objects stay*): a mount may have listed it, and given it another
 name. So do renamed objects at their old keys.
+
+A plain object that a named snapshot names is neither packed nor relocated, because what comes after that deletes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import trio
@@ -29,6 +31,7 @@ import trio
 from lakefs_fuse.admin.extent_reader import CHUNK_BYTES, Bytes, ExtentReader, Moving
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import Moved, RelocationBuilder, Relocator
+from lakefs_fuse.admin.snapshot_names import SnapshotNames, open_snapshot_names
 from lakefs_fuse.admin.superseded_objects import Swept, delete, hidden_since, sweep
 from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.index import snapshots
@@ -60,10 +63,13 @@ NOTES_MAX = 20
 
 @dataclass(slots=True)
 class Packed:
-    """Result of `pack`, or of a dry run."""
+    """Result of `pack`, or of a dry run. ``kept`` counts files that named snapshots, of which ``snapshot`` is one, have
+    as plain objects."""
 
     moved: Moved = field(default_factory=Moved)
     swept: Swept = field(default_factory=Swept)
+    kept: int = 0
+    snapshot: str = ""
 
     def summary(self) -> dict[str, object]:
         """The result for scripts; names are final."""
@@ -72,6 +78,7 @@ class Packed:
             "bytes": self.moved.bytes,
             "packs": self.moved.packs,
             "left": self.moved.left,
+            "kept": self.kept,
             "objects_deleted": self.swept.objects,
             "bytes_deleted": self.swept.bytes,
             "objects_not_deleted": self.swept.failed,
@@ -82,7 +89,7 @@ class Packed:
         if dry_run:
             return (
                 f"{counted(self.moved.files, 'file')} of {counted(self.moved.bytes, 'byte')} would be packed; "
-                f"{counted(self.swept.objects, 'superseded object')} would be deleted"
+                f"{counted(self.swept.objects, 'superseded object')} would be deleted{self._describe_kept()}"
             )
         files = counted(self.moved.files, "file")
         verb = "is" if self.moved.files == 1 else "are"
@@ -91,7 +98,14 @@ class Packed:
         if self.moved.left:
             left = counted(self.moved.left, "file that changed meanwhile was", "files that changed meanwhile were")
             text += f"; {left} left"
+        text += self._describe_kept()
         return text + (f"; {counted(self.swept.failed, 'object')} could not be deleted" if self.swept.failed else "")
+
+    def _describe_kept(self) -> str:
+        if not self.kept:
+            return ""
+        stay = counted(self.kept, "stays a plain object", "stay plain objects")
+        return f"; {stay}, which snapshot {self.snapshot} needs: delete it to pack them, or use a dataset in its place"
 
 
 async def pack(
@@ -109,12 +123,15 @@ async def pack(
     elsewhere: list[ObjectMeta] = []
     count = size = left = 0
     relocator = Relocator(lake, report=lambda moved: report("packing", moved.files, moved.bytes))
-    async with aclosing(lake.listed_files(path)) as files:
+    async with open_snapshot_names(lake, report) as named, aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
             if not _is_small_plain(lake, entry, threshold_bytes):
                 continue
             if lake.is_uncommitted(entry):
                 left += 1
+                continue
+            if snapshot := _keeper(lake, named, entry):
+                packed.kept, packed.snapshot = packed.kept + 1, snapshot
                 continue
             if dry_run:
                 count, size = count + 1, size + entry.size
@@ -145,6 +162,12 @@ async def pack(
 def _is_small_plain(lake: LakeView, entry: Entry, threshold_bytes: int) -> bool:
     is_small = not entry.flags & (Flag.SYMLINK | Flag.LOCAL) and entry.size <= threshold_bytes
     return is_small and not lake.is_in_pack(entry)
+
+
+def _keeper(lake: LakeView, named: SnapshotNames, entry: Entry) -> str:
+    """The snapshot that has the file's bytes as a plain object; empty for none."""
+    extent = lake.namespace.extent(entry)
+    return "" if extent is None else named.find(extent.version.key, extent.version.etag)
 
 
 async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept: Swept) -> None:
@@ -199,11 +222,15 @@ async def unpack(
     work = _Unpack(lake, report, note, is_relocation=not packed)
     batch: list[Moving] = []
     size = 0
-    async with aclosing(lake.listed_files(path)) as files:
+    opening = nullcontext(SnapshotNames([])) if packed else open_snapshot_names(lake, report)
+    async with opening as named, aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
             is_meant = bool(entry.place) and lake.is_in_pack(entry) == packed
             extent = lake.namespace.extent(entry) if is_meant else None
             if extent is None or (not packed and not extent.is_whole):
+                continue
+            if not packed and (snapshot := named.find(extent.version.key, extent.version.etag)):
+                work.leave(name, f"snapshot {snapshot} needs the object at its old key")
                 continue
             if dry_run:
                 work.done.files += 1
@@ -235,9 +262,9 @@ class _Unpack:
         async def put_one(read: tuple[Moving, Bytes | None]) -> None:
             file, found = read
             if found is None and not self._is_relocation:
-                self._leave(file.path, "its bytes are damaged or gone: run fsck")
+                self.leave(file.path, "its bytes are damaged or gone: run fsck")
             elif not self._is_current(file):
-                self._leave(file.path, "it was changed meanwhile")
+                self.leave(file.path, "it was changed meanwhile")
             elif meta := await self._put(file, None if found is None else found.data):
                 put.append((file, meta))
 
@@ -256,7 +283,7 @@ class _Unpack:
         """Put the bytes, or have the store copy the object where there are none."""
         lake, key = self._lake, file.path
         if lake.tree.objects.used(key) is not None:
-            self._leave(key, "another name has its bytes in the object at this key")
+            self.leave(key, "another name has its bytes in the object at this key")
             return None
         try:
             if not await self._is_free(file):
@@ -267,11 +294,11 @@ class _Unpack:
             version = file.source.version
             return await copy_object(lake.client, version.key, version.etag, version.size, key, if_absent=True)
         except NotFound:
-            self._leave(key, "its bytes are gone: run fsck")
+            self.leave(key, "its bytes are gone: run fsck")
         except PreconditionFailed:
             return await self._adopted(file, raw)
         except (KeyRefused, Unsupported) as error:
-            self._leave(key, str(error))
+            self.leave(key, str(error))
         return None
 
     async def _is_free(self, file: Moving) -> bool:
@@ -285,7 +312,7 @@ class _Unpack:
         if since is None:
             raise PreconditionFailed(file.path)
         if since + DELETE_AFTER_S * NS > self._lake.clock.wall_ns():
-            self._leave(file.path, f"the version before is at its key: run this again in {DELETE_AFTER_S:g} s")
+            self.leave(file.path, f"the version before is at its key: run this again in {DELETE_AFTER_S:g} s")
             return False
         with suppress(PreconditionFailed):
             await client.delete(file.path, etag=there.etag)
@@ -306,7 +333,7 @@ class _Unpack:
                     return fetched.meta
         except NotFound:
             pass
-        self._leave(file.path, "another object was put at its key")
+        self.leave(file.path, "another object was put at its key")
         return None
 
     async def _commit(self, put: Sequence[tuple[Moving, ObjectMeta]]) -> None:
@@ -318,10 +345,10 @@ class _Unpack:
                 self.done.files += 1
                 self.done.bytes += file.entry.size
             else:
-                self._leave(file.path, "it was changed meanwhile")
+                self.leave(file.path, "it was changed meanwhile")
         await builder.commit(self._lake)
 
-    def _leave(self, path: str, why: str) -> None:
+    def leave(self, path: str, why: str) -> None:
         self.done.left += 1
         if self.done.left <= NOTES_MAX:
             self._note(f"left where it is: {path}: {why}")

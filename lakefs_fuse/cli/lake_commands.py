@@ -130,8 +130,8 @@ def pack(
     """Move small plain objects into packs.
 
     Names, attributes and open files stay as they are; mounts may read and write meanwhile. The objects are deleted
-    after packs hold their bytes. After an interruption, a second run completes the work. Exit code 75 while another
-    command changes the lake.
+    after packs hold their bytes, but for those that a named snapshot needs, which are not packed. After an
+    interruption, a second run completes the work. Exit code 75 while another command changes the lake.
     """
     args = PackArgs(threshold_bytes=threshold, grace_s=grace, dry_run=dry_run)
     return run_offline("pack", find_place(path, options, lake), args, as_json=as_json)

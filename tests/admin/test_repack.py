@@ -336,6 +336,35 @@ async def test_pack_leaves_an_object_of_ours_that_a_snapshot_keeps(
         assert ours in await snapshots.kept_objects(view.client)
 
 
+async def test_pack_and_relocate_leave_plain_objects_that_a_snapshot_names(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    async with lake(store, tmp_path / "node", clock=clock, delete_after_s=1e6) as mounted:
+        await mounted.rename("data/deep", "moved")
+        await mounted.fs.sync_names()
+    clock.advance(60)
+    async with headless(store, clock) as view:
+        await fold(view, name="v1", report=silent)
+    named = {key: store.data(key) for key in plain(store)}
+    assert len(named) == len(FILES)
+    store.give("data/0003", b"replaced since")
+    store.give("new", b"put since")
+    clock.advance(60)
+    done = await pack(store, clock)
+    assert (done.moved.files, done.kept, done.swept.objects) == (2, len(FILES) - 1, 2)
+    assert "snapshot v1" in done.describe(dry_run=False)
+    relocated = await unpack(store, clock, packed=False)
+    assert (relocated.files, relocated.left) == (0, 10)
+    del named["data/0003"]
+    assert {key: store.data(key) for key in plain(store)} == named
+    async with headless(store, clock) as view:
+        await snapshots.delete(view.client, "v1")
+    clock.advance(60)
+    done = await pack(store, clock)
+    assert (done.moved.files, done.kept) == (len(FILES) - 1, 0)
+    assert plain(store) == []
+
+
 async def test_relocate_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     async with lake(store, tmp_path / "node", clock=clock, delete_after_s=1e6) as mounted:
         await mounted.rename("data/deep", "moved")
