@@ -26,8 +26,8 @@ from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount import default_cache_dir, default_log_file
 from lakefs_fuse.cli.parameters import LocalPath
-from lakefs_fuse.cli.preflight import Host
-from lakefs_fuse.cli.stats_values import section
+from lakefs_fuse.cli.preflight import ROOM_BYTES_MIN, Host
+from lakefs_fuse.cli.stats_values import number, section
 from lakefs_fuse.cli.store_options import Options, absolute, any_given, build_store, json_option, store_options
 from lakefs_fuse.cli.terminal import escaped, print_json
 from lakefs_fuse.cli.worker import DIAGNOSIS, run_child
@@ -166,7 +166,10 @@ def _checks(target: Target) -> Iterator[CheckResult]:
     host = Host.this()
     yield from machine_checks.machine(host, platform.release())
     if target.cache_dir:
-        yield from machine_checks.cache_directory(target.cache_dir, _FREE_BYTES_MIN, host.mountinfo)
+        needed = _FREE_BYTES_MIN + ROOM_BYTES_MIN
+        if target.statistics:  # by its own --free-space
+            needed = int(number(target.statistics, "staging", "disk_needed_bytes"))
+        yield from machine_checks.cache_directory(target.cache_dir, needed, host.mountinfo)
         if target.is_named:  # else it is the directory above all default ones, which lists their names only
             yield machine_checks.cache_permissions(target.cache_dir)
     yield from target.results

@@ -49,8 +49,9 @@ def machine(host: preflight.Host, release: str) -> Iterator[CheckResult]:
     )
 
 
-def cache_directory(cache_dir: str, free_bytes_min: int, mountinfo: Path) -> Iterator[CheckResult]:
-    """Kind of disk, room and permissions of a cache directory, or of the nearest directory above one to be made."""
+def cache_directory(cache_dir: str, needed: int, mountinfo: Path) -> Iterator[CheckResult]:
+    """Kind of disk, room and permissions of a cache directory, or of the nearest directory above one to be made;
+    ``needed`` are the free bytes with which a mount works."""
     directory = preflight.nearest_directory(cache_dir)
     mounted = mount_of(os.path.realpath(directory), mountinfo)
     kind = mounted.fstype if mounted is not None else "unknown"
@@ -68,7 +69,6 @@ def cache_directory(cache_dir: str, free_bytes_min: int, mountinfo: Path) -> Ite
     else:
         yield ok("cache.disk", f"{cache_dir} is on {kind}", kind=kind)
     free = shutil.disk_usage(directory).free
-    needed = free_bytes_min + preflight.ROOM_BYTES_MIN
     if free < needed:
         yield failed(
             "cache.room",

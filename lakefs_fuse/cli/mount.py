@@ -64,7 +64,11 @@ class MountCommand(GroupedCommand):
         }
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, expand(args, self.flags()))
+        try:
+            return super().parse_args(ctx, expand(args, self.flags()))
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # whose help has the options
+            raise
 
 
 CACHE, DURABILITY = "Cache options", "Durability options"

@@ -10,6 +10,7 @@ compares.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -99,7 +100,9 @@ def _long_options(text: str, flags: Mapping[str, bool]) -> list[str]:
             continue
         name = _long_name(key)
         if name not in flags:
-            raise click.UsageError(f"unknown mount option {key!r} in -o: use a long option of mount")
+            close = difflib.get_close_matches(name, flags, 1)
+            meant = f"did you mean {close[0].replace('-', '_')}?" if close else "use a long option of mount"
+            raise click.UsageError(f"unknown mount option {key!r} in -o: {meant}")
         if flags[name] and equals:
             raise click.UsageError(f"mount option {key!r} in -o takes no value")
         if not flags[name] and not equals:

@@ -62,7 +62,7 @@ def check_mountpoint(mountpoint: str, host: Host) -> None:
     if is_dead(mountpoint):
         raise MountError(
             f"mountpoint {mountpoint}: a mount whose daemon died is still there (Transport endpoint is not "
-            f"connected): run `fusermount3 -u -z {mountpoint}`, then mount again"
+            f"connected): run `lakefs-fuse umount {mountpoint}`, then mount again"
         )
     if mounted is not None:
         raise MountError(

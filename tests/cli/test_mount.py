@@ -338,6 +338,7 @@ def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[Moun
         (["--staging-size", "47MiB"], "--staging-size"),
         (["--uid", "nobody"], "--uid"),
         (["-o", "supervise=no"], "supervise"),
+        (["-o", "cache_sise=5G"], "did you mean cache_size? (see `lakefs-fuse mount --help`)"),
         (["--rules", "/nonexistent/rules.toml"], "--rules"),
         (["-o", "pack=sometimes"], "--pack"),
         (["--ca-bundle", "/nonexistent/ca.pem"], "--ca-bundle"),

@@ -97,7 +97,7 @@ def test_a_mountpoint_in_use(config: MountConfig, host: Host) -> None:
 
 @pytest.mark.parametrize(
     ("call", "code", "advice"),
-    [("statvfs", errno.ENOTCONN, "fusermount3 -u -z"), ("stat", errno.EACCES, "Permission denied")],
+    [("statvfs", errno.ENOTCONN, "lakefs-fuse umount"), ("stat", errno.EACCES, "Permission denied")],
 )
 def test_a_mountpoint_that_does_not_answer(
     config: MountConfig, host: Host, monkeypatch: pytest.MonkeyPatch, call: str, code: int, advice: str

@@ -327,7 +327,7 @@ class Lake:
         self._signal(signal.SIGKILL)
         refused = self.try_mount()
         assert refused.returncode == 1
-        assert f"fusermount3 -u -z {self.path}" in refused.stderr
+        assert f"lakefs-fuse umount {self.path}" in refused.stderr
         cleared = self.cli("umount", str(self.path))
         assert cleared.returncode == 1, "bytes may be in the cache directory only"
         assert not os.path.ismount(self.path), cleared.stderr

@@ -369,6 +369,7 @@ def test_the_staging_disk_fills(make_lake: LakeMaker, faults: tuple[Server, Faul
     flush(lake)
     assert lake.outside.read("accepted") == noise(4 * MIB, 2)
     assert lake.outside.read("f") == noise(4 * MIB, 4)
+    assert "ok       cache.room" in lake.cli("doctor", "--no-throughput", str(lake.path)).stdout
 
 
 def fill_with_names(lake: Lake, disk: Path) -> Path:
