@@ -389,3 +389,32 @@ async def test_acknowledged_file_leaves_the_name_that_was_taken_after_a_restart(
         for each in (again, two):
             beside = [name for name in await each.names() if name.startswith("f.conflict-")]
             assert await each.tree() == {"f": b"theirs", beside[0]: noise(1, size)}
+
+
+@pytest.mark.parametrize("is_renamed", [True, False])
+@pytest.mark.parametrize("delay_s", [0.0, NEVER_S])
+async def test_rename_of_an_acknowledged_file_takes_along_what_another_node_put_at_its_name(
+    tmp_path: Path, delay_s: float, is_renamed: bool
+) -> None:
+    """Without a delay an attempt to store the file has begun at its earlier name."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock, delay_s=delay_s) as one,
+        lake(store, tmp_path / "two", clock=clock, pack="never") as two,
+    ):
+        assert await one.names() == []
+        ours = await create(one, "f", b"ours")
+        if is_renamed:
+            await two.write("before", b"theirs")
+            await two.rename("before", "f")
+        else:
+            await two.close(await create(two, "f", b"theirs"))
+        await tell(two, one)
+        await one.close(ours)
+        await one.rename("f", "g")
+        await (one.fs.make_durable() if delay_s else stored(one))
+        await tell(one, two)
+        clock.advance(2 * TTL_S)
+        (beside,) = [name for name in await one.names() if ".conflict-" in name]
+        for each in (one, two):
+            assert await each.tree() == {"g": b"theirs", beside: b"ours"}

@@ -274,15 +274,17 @@ class Replay:
         self._files.forget_if_idle(file)
         return True
 
-    async def rename_conflict(self, item: AcknowledgedVersion, key: str) -> None:
+    async def rename_conflict(self, item: AcknowledgedVersion, key: str) -> bool:
         """The name ``key`` has another client's version: the acknowledged bytes get a name beside it, unless they have
-        another by now. Raises LakeError."""
+        another by now. Whether they got it. Raises LakeError."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:
             await give_up_upload(draft, file.key)
         async with file.publishing:
-            if file.key == key and file.owner_of(draft) is not None and not file.unlinked:
-                self._rename(file, draft)
+            if file.key != key or file.owner_of(draft) is None or file.unlinked:
+                return False
+            self._rename(file, draft)
+            return True
 
     def _rename(self, file: OpenFile, draft: Draft) -> None:
         suffix = f".conflict-{draft.id[:CONFLICT_CHARACTERS]}"

@@ -162,14 +162,17 @@ class PublishScheduler:
             self._queue.end_attempt([item])
 
     async def _publish(self, item: AcknowledgedVersion) -> None:
-        key = item.file.key
-        try:
-            await self._publisher.publish_version(item)
-        except FileError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            await self._replay.rename_conflict(item, key)
-            await self._publisher.publish_version(item)
+        is_last = False
+        while True:
+            key = item.file.key
+            try:
+                await self._publisher.publish_version(item)
+                return
+            except FileError as error:
+                if error.errno != errno.EEXIST or is_last:
+                    raise
+            # A rename meanwhile may have taken the other client's file along: then its next name is that one's, too.
+            is_last = await self._replay.rename_conflict(item, key) or item.file.key == key
 
     async def _publish_pack(self, pack: list[AcknowledgedVersion]) -> None:
         try:
