@@ -919,6 +919,8 @@ class Simulation:
         if mine and shown and all(version.data != data for version in shown):
             found = frozenset(mine)  # and not what another node put there, which this one polled during the rename
         elif any(moved in shown and data in (None, moved.data) for moved in call.versions):
+            if data is None and pending is not None:
+                self._register_taken(node, call, old, new, pending, node.row_bytes(entry))
             return
         elif pending is not None and pending.path == old and data in (None, pending.data):
             found = frozenset({pending})
@@ -935,6 +937,18 @@ class Simulation:
             self._remove(call, node, old, found, is_rename=True)  # one of them
             if version is pending:
                 self._pending[node.name, node.lives, entry.inode] = moved
+
+    def _register_taken(
+        self, node: SimulatedNode, call: _Call, old: str, new: str, pending: Version, data: bytes | None
+    ) -> None:
+        """A file that was created with O_EXCL moves, and with it what another node had put at its name: its row has
+        these bytes. They get the new name, and the file is kept beside them."""
+        if data is None or not any(each.is_exclusive for each in pending.origins()):
+            return
+        for version in self.oracle.matching(old, data):
+            if version.node != node.name and all(moved.operation != call.number for moved in version.moved_to):
+                call.doubtful.add(self._put(call, node, new, version.data, frozenset(), origin=version))
+                call.doubtful.add(self._remove(call, node, old, frozenset({version}), is_rename=True))
 
     # -- other programs
 
