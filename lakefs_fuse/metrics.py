@@ -46,6 +46,11 @@ class StoreMetrics:
     )
     """By kind, in the buckets of LATENCY_BOUNDS_S."""
 
+    def as_dict(self) -> dict[str, object]:
+        values = asdict(self)
+        values["bytes"] = {"read": values.pop("bytes_read"), "written": values.pop("bytes_written")}
+        return values
+
 
 @dataclass(slots=True)
 class ReadMetrics:
@@ -317,8 +322,4 @@ class Metrics:
 
     def as_dict(self) -> dict[str, object]:
         """Nested plain values: ``stats --json`` before gauges are added."""
-        values = asdict(self)
-        values["reads"] = self._reads()
-        store = values["store"]
-        store["bytes"] = {"read": store.pop("bytes_read"), "written": store.pop("bytes_written")}
-        return values
+        return asdict(self) | {"reads": self._reads(), "store": self.store.as_dict()}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
+from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon, with_reason
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import RATE, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import json_option
@@ -300,7 +300,7 @@ def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.Wa
         client.select(selected)
         with progress_bar(remaining=True) as bar:
             shown = _Shown(bar)
-            for reply in client.follow(request):
+            for reply in with_reason(client.follow(request), mountpoint):
                 if isinstance(reply, protocol.Progress):
                     shown.show(reply)
     return _values(reply)

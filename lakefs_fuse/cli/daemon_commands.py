@@ -9,7 +9,15 @@ from typing import TypeAlias
 
 import click
 
-from lakefs_fuse.cli.daemons import checked_text, describe_files, is_missing, locate, open_daemon, store_changes
+from lakefs_fuse.cli.daemons import (
+    checked_text,
+    describe_files,
+    is_missing,
+    locate,
+    open_daemon,
+    store_changes,
+    with_reason,
+)
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, LocalPath, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import json_option
@@ -94,7 +102,7 @@ def refresh(path: str, recursive: bool, as_json: bool) -> None:
     """
     mountpoint, relative = locate(path)
     with open_daemon(mountpoint) as client:
-        *_, reply = client.follow(protocol.Refresh(checked_text(relative), recursive))
+        *_, reply = with_reason(client.follow(protocol.Refresh(checked_text(relative), recursive)), mountpoint)
     if isinstance(reply, protocol.Failed):
         raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
     values = reply.values if isinstance(reply, protocol.Statistics) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import click
 
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
+from lakefs_fuse.cli.stats_values import section
 from lakefs_fuse.cli.terminal import escaped, printable, progress_bar
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import SILENCE_S_MAX, ControlClient, connect
@@ -24,6 +26,8 @@ FILES_SHOWN_MAX = 20
 """Files that a message lists by name."""
 STORE_S_MAX = 24 * 3600.0
 """A backlog of write-back may take hours; Ctrl-C ends the wait, and the uploads go on."""
+LATE_S = 5.0
+"""Whoever waits for longer is told where the store does not answer."""
 REASON_S_MAX = 5.0
 """A daemon that is silent for longer is not waited for to explain a delay."""
 
@@ -113,6 +117,27 @@ def checked_text(path: str) -> str:
     return path
 
 
+def with_reason(replies: Iterator[protocol.Reply], mountpoint: str) -> Iterator[protocol.Reply]:
+    """The replies of the daemon of ``mountpoint``; where the last one is late because the store does not answer, a line
+    on stderr says so, once."""
+    ask_s = time.monotonic() + LATE_S
+    for reply in replies:
+        if isinstance(reply, protocol.Progress) and time.monotonic() >= ask_s:
+            is_away = _is_store_away(mountpoint)
+            if is_away:
+                click.echo(f"{PROGRAM}: the store does not answer, and is asked again; Ctrl-C ends the wait", err=True)
+            ask_s = math.inf if is_away else time.monotonic() + LATE_S
+        yield reply
+
+
+def _is_store_away(mountpoint: str) -> bool:
+    try:
+        with open_daemon(mountpoint, silence_s_max=REASON_S_MAX) as client:
+            return bool(section(client.statistics(), "store").get("away"))
+    except LakeError:
+        return False
+
+
 def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float, mountpoint: str) -> protocol.Reply:
     """Show progress until the last reply of the daemon of ``mountpoint``, `Done` or `Failed`, and return that.
 
@@ -121,7 +146,7 @@ def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float, m
     """
     reply: protocol.Reply = protocol.Done()
     with progress_bar() as bar:
-        for reply in replies:
+        for reply in with_reason(replies, mountpoint):
             if isinstance(reply, protocol.Progress) and time.monotonic() > deadline_s:
                 left = f": {counted(reply.files_left, 'file is', 'files are')} left" if reply.files_left else ""
                 raise LakeError(
@@ -182,7 +207,7 @@ def show_changes(path: str) -> None:
     try:
         mountpoint, relative = locate(path)
         with open_daemon(mountpoint) as client:
-            *_, reply = client.follow(protocol.Refresh(checked_text(relative)))
+            *_, reply = with_reason(client.follow(protocol.Refresh(checked_text(relative))), mountpoint)
         why = reply.message if isinstance(reply, protocol.Failed) else ""
     except LakeError as error:
         why = str(error)

@@ -77,6 +77,8 @@ def _requests(store: Values) -> CheckResult:
     errors, throttled = number(store, "errors"), number(store, "throttled")
     text = f"{counted(sent, 'request')}, {counted(errors, 'error')}, {throttled:,.0f} throttled"
     counts = {"requests": int(sent), "errors": int(errors), "throttled": int(throttled)}
+    if store.get("away"):
+        return failed(check, f"{text}: the store does not answer, the log says how it fails", **counts)
     if errors:
         return warning(check, f"{text}: the log names them", **counts)
     if throttled:

@@ -96,7 +96,8 @@ def _store(values: Values, before: Values | None, interval_s: float) -> Renderab
         f"{counted(number(store, 'retries'), 'retry', 'retries')}, {number(store, 'throttled'):,.0f} throttled, "
         f"{counted(number(store, 'errors'), 'error')}"
     )
-    return Group(table, Text(line))
+    away = [Text("the store does not answer", "bold red")] if store.get("away") else []
+    return Group(*away, table, Text(line))
 
 
 def _cache(values: Values) -> Text:

@@ -353,6 +353,7 @@ class Assembly:
         ground, metrics, namespace = self._ground, self._ground.metrics, self.namespace
         objects, reader = namespace.tree.objects, self._reader
         return {
+            "store": lambda: {**metrics.store.as_dict(), "away": ground.client.is_away},
             "cache": lambda: cache_section(metrics, ground.cache),
             "reader": lambda: dataclasses.asdict(reader.statistics()),
             "namespace": lambda: {**dataclasses.asdict(metrics.namespace), **namespace.statistics()},

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
+from lakefs_fuse.cli.daemons import LATE_S
 from lakefs_fuse.config import parse_size
 from lakefs_fuse.staging.staging_area import FREE_AGE_S
 from tests.faults import Faults, faulty
@@ -463,6 +464,24 @@ def test_names_are_changed_while_the_store_is_away(make_lake: LakeMaker, faults:
         assert (root / "latest" / "model").stat().st_mode & 0o777 == 0o600
         assert (root / "latest" / "config.json").read_bytes() == b"{}\n"
         lake.remount(empty_cache=True)
+
+
+def test_commands_that_wait_for_a_store_that_is_away_say_so(
+    make_lake: LakeMaker, faults: tuple[Server, Faults]
+) -> None:
+    lake = make_lake("seaweedfs", "--retry-timeout", "8s", "--refresh", "1s", through=faults[0]).mount()
+    assert "does not answer" not in lake.cli("stats", str(lake.path)).stdout
+    faults[1].reset(FOR_EVER)
+    eventually(lambda: bool(lake.number("store.away")), "every request has failed for a while", 30)
+    assert "the store does not answer" in lake.cli("stats", str(lake.path)).stdout
+    assert "the store does not answer" in lake.cli("doctor", "--no-throughput", str(lake.path)).stdout
+    began = time.monotonic()
+    refused = lake.cli("refresh", str(lake.path))
+    assert refused.returncode == 1
+    assert took_s(began) > LATE_S, "or nobody waits for a reason"
+    assert refused.stderr.startswith("lakefs-fuse: the store does not answer, and is asked again"), refused.stderr
+    faults[1].clear()
+    assert lake.cli("refresh", str(lake.path)).stderr == ""
 
 
 def test_unmounting_while_the_store_is_away(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:

@@ -388,6 +388,7 @@ class ImmutableFilesystem:
         self.metrics.commits.names_missing = int(missing_before(self._state.database) > 0)
         counters: dict[str, object] = {
             **self.metrics.as_dict(),
+            "store": {**self.metrics.store.as_dict(), "away": self._lake.client.is_away},
             "cache": cache_section(self.metrics, self._lake.cache),
             "reader": dataclasses.asdict(self._reader.statistics()),
             "warm": self.residency.statistics(),
