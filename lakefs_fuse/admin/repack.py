@@ -94,7 +94,7 @@ class Packed:
         files = counted(self.moved.files, "file")
         verb = "is" if self.moved.files == 1 else "are"
         text = f"{files} of {counted(self.moved.bytes, 'byte')} {verb} in {counted(self.moved.packs, 'pack')} now; "
-        text += f"{counted(self.swept.objects, 'plain object')} deleted"
+        text += f"{counted(self.swept.objects, 'plain object')} of packed files deleted"
         if self.moved.left:
             left = counted(self.moved.left, "file that changed meanwhile was", "files that changed meanwhile were")
             text += f"; {left} left"
@@ -195,11 +195,12 @@ async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept
 @dataclass(slots=True)
 class Unpacked:
     """Result of `unpack` or `relocate`, or of a dry run. ``left`` counts files that stay where they are; notes say
-    why."""
+    why. ``old_keys``: files were copied away from the keys of earlier names."""
 
     files: int = 0
     bytes: int = 0
     left: int = 0
+    old_keys: bool = False
 
     def summary(self) -> dict[str, object]:
         """The result for scripts; names are final."""
@@ -211,7 +212,8 @@ class Unpacked:
         what = "a plain object at its own key" if self.files == 1 else "plain objects at their own keys"
         text = f"{counted(self.files, 'file')} of {counted(self.bytes, 'byte')} {verb} {what}"
         left = counted(self.left, "stays where it is", "stay where they are")
-        return text + ("" if dry_run else " now") + (f"; {left}" if self.left else "")
+        text += ("" if dry_run else " now") + (f"; {left}" if self.left else "")
+        return text + ("; `lakefs-fuse gc` deletes the objects at the old keys" if self.old_keys else "")
 
 
 async def unpack(
@@ -342,6 +344,7 @@ class _Unpack:
         for file, meta in put:
             builder.add(file.path, file.entry, file.source, OWN, 0, meta.etag)  # which hides the copy of a changed one
             if self._is_current(file):
+                self.done.old_keys = self._is_relocation
                 self.done.files += 1
                 self.done.bytes += file.entry.size
             else:

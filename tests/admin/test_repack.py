@@ -355,14 +355,18 @@ async def test_pack_and_relocate_leave_plain_objects_that_a_snapshot_names(
     assert "snapshot v1" in done.describe(dry_run=False)
     relocated = await unpack(store, clock, packed=False)
     assert (relocated.files, relocated.left) == (0, 10)
+    assert "gc" not in relocated.describe(dry_run=False)
     del named["data/0003"]
     assert {key: store.data(key) for key in plain(store)} == named
     async with headless(store, clock) as view:
         await snapshots.delete(view.client, "v1")
     clock.advance(60)
+    relocated = await unpack(store, clock, "moved/er/0000", packed=False)
+    assert relocated.describe(dry_run=False).endswith("`lakefs-fuse gc` deletes the objects at the old keys")
+    clock.advance(60)
     done = await pack(store, clock)
     assert (done.moved.files, done.kept) == (len(FILES) - 1, 0)
-    assert plain(store) == []
+    assert plain(store) == ["data/deep/er/0000"]
 
 
 async def test_relocate_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
