@@ -60,8 +60,17 @@ def log(path: str, count: int, follow: bool, refresh: float, as_json: bool, lake
       lakefs-fuse log /mnt/lake/datasets --follow
     """
     args = LogArgs(count=None if count == ALL else count, follow=follow, refresh_s=max(REFRESH_S_MIN, refresh))
-    show = _show_json if as_json else _show_text
-    return run_offline("log", find_place(path, options, lake), args, show=show)
+    show_answer, is_without_entries = _show_json if as_json else _show_text, False
+
+    def show(answer: Row) -> None:
+        nonlocal is_without_entries
+        is_without_entries = isinstance(answer, LogStart) and answer.since_ns > 0
+        show_answer(answer)
+
+    code = run_offline("log", find_place(path, options, lake), args, show=show)
+    if is_without_entries and not as_json:
+        click.echo(f"-- no change of {escaped(path)}")
+    return code
 
 
 def _show_text(answer: Row) -> None:

@@ -70,6 +70,15 @@ def test_log_is_a_line_for_each_change(log_of: Callable[..., LogArgs], capsys: p
     ]
 
 
+def test_log_without_changes_says_so(log_of: Callable[..., LogArgs], capsys: pytest.CaptureFixture[str]) -> None:
+    log_of(ENTRIES[:1])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"-- since {AT}, the first commit"
+    assert second.startswith("-- no change of file://")
+    log_of(ENTRIES[:1], "--json")
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
 def test_log_as_json_is_an_object_a_line(log_of: Callable[..., LogArgs], capsys: pytest.CaptureFixture[str]) -> None:
     log_of(ENTRIES, "--json")
     start, put, rename, symlink, remove = map(json.loads, capsys.readouterr().out.splitlines())
@@ -101,7 +110,7 @@ def test_log_begins_with_since_when_it_reaches(
 ) -> None:
     log_of([start])
     log_of([start], "--json")
-    text, document = capsys.readouterr().out.splitlines()
+    text, *_, document = capsys.readouterr().out.splitlines()
     assert (text, json.loads(document)) == (said, as_json)
 
 
