@@ -13,13 +13,14 @@ import trio.testing
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.vfs.ops import rename_preparation
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
-from tests.memory_store import MemoryStore, Pause, Request, When, pause_of_commits
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
+from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import KIB, LARGE, PART, Outage, die, rewrite, stored, until, writing_back
 
 
@@ -756,8 +757,13 @@ async def test_file_renamed_while_its_earlier_name_is_found_taken_has_the_next_o
         assert await one.tree() == await two.tree() == {"f": b"theirs", "g": b"mine"}
 
 
+def _is_commit_of(node: Lake, request: Request) -> bool:
+    return request.what == "put" and request.key.startswith(COMMITS) and str(node.commits()["writer"]) in request.key
+
+
 async def test_file_renamed_while_its_upload_begins_takes_the_place_of_its_own_object(tmp_path: Path) -> None:
-    """What another node had stored in place of the name, and this file was then written over: nothing stays of it."""
+    """What another node had stored in place of the name, and this file was then written over: nothing stays of it. The
+    other has told nobody of it: else it would have the name until the file is stored."""
     store, clock = MemoryStore(), Clock()
     back = partial(writing_back, store, clock=clock)
     async with back(tmp_path / "one") as one, back(tmp_path / "two") as two:
@@ -769,18 +775,27 @@ async def test_file_renamed_while_its_upload_begins_takes_the_place_of_its_own_o
         await one.fs.fsync(handle)
         await one.rename("a", "name")
         await rewrite(two, "name", b"of another node")
+        untold = Failures(partial(_is_commit_of, two), Unavailable("away"), count=1000)
+        store.hook = untold
         await two.fs.make_durable("name")
         await one.sync()
         await two.poll()
-        await two.sync()
         await one.poll()
         await one.fs.write(handle, 0, noise(1, LARGE))
-        store.hook = pause = Pause(lambda request: request.what == "create_multipart", when="after")
+        pause = Pause(lambda request: request.what == "create_multipart", when="after")
+
+        def hold(request: Request, when: When) -> None:
+            untold(request, when)
+            pause(request, when)
+
+        store.hook = hold
         await one.close(handle)
         await reached(pause.reached)
         await one.rename("name", "renamed")
         pause.resume()
         await one.sync()
+        store.hook = lambda _request, _when: None
+        await two.sync()
         for m in (one, two):
             await m.poll()
             clock.advance(2 * TTL_S)
