@@ -17,7 +17,8 @@ program, with the same bytes and attributes. The relocation of a file that was c
 its object is hidden. That stays until `gc` (*listed objects stay*): a mount may have listed it, and given it another
 name. So do renamed objects at their old keys.
 
-A plain object that a named snapshot names is neither packed nor relocated, because what comes after that deletes it.
+A file whose plain object a named snapshot needs is neither packed nor relocated: `pack`, or `gc` after `relocate`,
+would delete the object.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import trio
 from lakefs_fuse.admin.extent_reader import CHUNK_BYTES, Bytes, ExtentReader, Moving
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import Moved, RelocationBuilder, Relocator
-from lakefs_fuse.admin.snapshot_names import SnapshotNames, open_snapshot_names
+from lakefs_fuse.admin.snapshot_rows import SnapshotNames, open_snapshot_names
 from lakefs_fuse.admin.superseded_objects import Swept, delete, hidden_since, sweep
 from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.index import snapshots
@@ -105,7 +106,7 @@ class Packed:
         if not self.kept:
             return ""
         stay = counted(self.kept, "stays a plain object", "stay plain objects")
-        return f"; {stay}, which snapshot {self.snapshot} needs: delete it to pack them, or use a dataset in its place"
+        return f"; {stay}, as snapshot {self.snapshot} needs them: delete the snapshot, or keep a dataset in its place"
 
 
 async def pack(
@@ -352,6 +353,7 @@ class _Unpack:
         await builder.commit(self._lake)
 
     def leave(self, path: str, why: str) -> None:
+        """Count a file that stays where it is, and say why."""
         self.done.left += 1
         if self.done.left <= NOTES_MAX:
             self._note(f"left where it is: {path}: {why}")

@@ -166,9 +166,8 @@ def _checks(target: Target) -> Iterator[CheckResult]:
     host = Host.this()
     yield from machine_checks.machine(host, platform.release())
     if target.cache_dir:
-        needed = _FREE_BYTES_MIN + ROOM_BYTES_MIN
-        if target.statistics:  # by its own --free-space
-            needed = int(number(target.statistics, "staging", "disk_needed_bytes"))
+        of_mount = int(number(target.statistics, "staging", "disk_needed_bytes"))  # by its own --free-space
+        needed = of_mount or _FREE_BYTES_MIN + ROOM_BYTES_MIN
         yield from machine_checks.cache_directory(target.cache_dir, needed, host.mountinfo)
         if target.is_named:  # else it is the directory above all default ones, which lists their names only
             yield machine_checks.cache_permissions(target.cache_dir)

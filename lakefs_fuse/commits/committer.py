@@ -158,7 +158,7 @@ class Committer:
         self.unsure: Unsure | None = None
         """A commit that failed, and is perhaps in the store: see `reconcile`."""
         self._unapplied_why = CacheError("")
-        """How the disk failed before the newest change was in effect."""
+        """How the disk failed while the newest change was put in effect (`ChangeJournal.unapplied`)."""
         self._late: tuple[Record, ObjectRef] | None = None
         """A commit that came so late that polls may be past its time. Another one repeats it before anything else is
         sent; its `Sending` row stays until then."""
