@@ -226,6 +226,13 @@ class Oracle:
         """The versions of a path that may have taken these bytes along, which were written in place of an origin."""
         return frozenset(v for v in self.versions.get(path, ()) if data in self._bytes_of(v) and not v.is_withdrawn)
 
+    def follow(self, path: str, data: bytes) -> frozenset[Version]:
+        """What is shown here, and was put elsewhere before another node renamed a directory, is a version of this path
+        from now on."""
+        return frozenset(
+            self.put(path, data, version.node, frozenset(), origin=version) for version in self._moved_along(path, data)
+        )
+
     def acknowledge(self, version: Version) -> None:
         """The user of a write is told that it succeeded."""
         version.is_certain, version.told = True, self._serial
@@ -293,11 +300,16 @@ class Oracle:
         return True
 
     def _is_moved_along(self, path: str, data: bytes) -> bool:
-        return any(
-            version.data == data and not version.is_withdrawn and path in self._along(version)
+        return bool(self._moved_along(path, data))
+
+    def _moved_along(self, path: str, data: bytes) -> list[Version]:
+        """Versions with these bytes that were being written, and may be here as another node renamed a directory."""
+        return [
+            version
             for versions in list(self.versions.values())
             for version in versions
-        )
+            if version.data == data and not version.is_withdrawn and path in self._along(version)
+        ]
 
     def _along(self, version: Version) -> set[str]:
         """Paths to which a version that was not in the store yet goes, because another node renamed a directory. As the

@@ -414,6 +414,8 @@ class Simulation:
         if entry is None:
             return frozenset()
         shown = self._versions_of(node, path, entry)
+        if not shown and (data := node.stored_bytes(entry)) is not None:
+            shown = self.oracle.follow(path, data)
         self.oracle.observe(node.name, path, shown)
         return shown
 
