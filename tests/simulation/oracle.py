@@ -391,7 +391,7 @@ class Oracle:
         for removal in self.removals[version.path]:
             if removal.is_withdrawn:
                 continue
-            if version in removal.named and self._has_arrived(removal, tree):
+            if self._may_have_taken(removal, version, tree):
                 return True
             is_in_place = any(
                 version in self._in_place_of(named) or version in self._created_after(named) for named in removal.named
@@ -427,6 +427,10 @@ class Oracle:
         """What its node wrote in its place was acknowledged where another node's rename had taken the file."""
         later = (each for each in self.versions[version.path] if version in each.known)
         return any(moved.is_certain and moved.operation == -1 for each in later for moved in each.moved_to)
+
+    def _may_have_taken(self, removal: Removal, version: Version, tree: Mapping[str, bytes]) -> bool:
+        """It named the version, and has happened, whatever its user was told."""
+        return version in removal.named and not removal.is_withdrawn and self._has_arrived(removal, tree)
 
     def _has_arrived(self, removal: Removal, tree: Mapping[str, bytes]) -> bool:
         """What an uncertain rename may have taken from its old name is under the new one then, or something that came
@@ -511,6 +515,8 @@ class Oracle:
             ):
                 return True
             if self._is_removed_later(moved) or self._may_be_replaced(moved, shown):
+                return True
+            if shown is None and any(self._may_have_taken(r, moved, tree) for r in self.removals[moved.path]):
                 return True
             pending += moved.moved_to
         return False

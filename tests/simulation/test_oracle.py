@@ -376,3 +376,20 @@ def test_what_a_rename_took_along_is_replaced_by_what_its_new_name_shows(is_show
     written.is_certain = written.is_plain = True
     wrong = oracle.check({"g/f": b"other" if is_shown else b"before"})
     assert bool(wrong) != is_shown
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_what_a_rename_took_along_may_be_removed_by_a_machine_that_lost_its_power(is_refused: bool) -> None:
+    """It named the file before its writer gave the new name the version that it had written in place."""
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"before"}, ["n0", "n1", "n2"], plain={"f"})
+    (before,) = oracle.matching("f", b"before")
+    renamed = oracle.remove("f", "n0", frozenset({before}), is_rename=True, operation=1)
+    renamed.is_plain = renamed.is_certain = True
+    moved = oracle.put("g", b"before", "n0", frozenset(), origin=before, operation=1)
+    written = oracle.put("f", b"written", "n1", frozenset({before}))
+    moved.is_certain = written.is_certain = written.is_plain = True
+    removed = oracle.remove("g", "n2", frozenset({moved}), operation=2)
+    removed.is_withdrawn = is_refused
+    assert bool(oracle.check({})) == is_refused
+    assert not oracle.check({"g": b"written"})
