@@ -66,6 +66,8 @@ class Published(msgspec.Struct, frozen=True):
     is_superseded: bool = False
     """Another writer's version replaced it before its own was known to be stored. Its ETag is the draft's token, which
     no object has."""
+    is_back: bool = False
+    """An earlier version of the file had these bytes, and others replaced that, as far as this node knows."""
 
 
 Confirm = Callable[[], Awaitable[None]]
@@ -111,7 +113,8 @@ async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
             await draft.delete_spills()
         except LakeError as error:
             log.warning("hidden objects of %s are left to `gc`: %s", draft.target.key, error)
-    return Published(meta, await _all_hashes(draft) if hashes is None else hashes, described, is_superseded)
+    is_back = _is_back(draft.uploader, meta)
+    return Published(meta, await _all_hashes(draft) if hashes is None else hashes, described, is_superseded, is_back)
 
 
 async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mapping[str, str]]:
@@ -136,6 +139,11 @@ def note_stored(uploader: Uploader, key: str, etag: str, metadata: Mapping[str, 
     uploader.stored[key] = etag, metadata.get(REPLACES_METADATA, "")
     if len(uploader.stored) > STORED_MAX:
         del uploader.stored[next(iter(uploader.stored))]
+
+
+def _is_back(uploader: Uploader, meta: ObjectMeta) -> bool:
+    etag, history = uploader.stored.get(meta.key, ("", ""))
+    return etag == meta.etag and etag in history.split(",")[1:]
 
 
 async def find_own_object(draft: Draft) -> ObjectMeta | None:

@@ -930,6 +930,35 @@ async def test_same_bytes_that_are_put_again_while_another_node_removes_the_ones
         await assert_stays(store, clock, tmp_path, two, one)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_same_bytes_that_are_put_again_after_others_while_another_node_removes_the_ones_before_stay(
+    tmp_path: Path, is_told: bool
+) -> None:
+    """No commit of which their writer knows removed them, and one told of them before or none."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
+        if is_told:
+            await one.write("f", b"before")
+            await one.unlink("f")
+        await one.write("f", b"bytes")
+        await one.fs.sync_names()
+        await two.poll()
+        assert await two.names() == ["f"]
+        clock.advance(10)
+        await rewrite(two, "f", b"OTHER")
+        await two.fs.sync_names()
+        clock.advance(1)
+        await one.unlink("f")
+        await one.fs.sync_names()
+        clock.advance(1)
+        await rewrite(two, "f", b"bytes")
+        await two.fs.sync_names()
+        for m in (one, two):
+            await m.poll()
+        await assert_stays(store, clock, tmp_path, one, two)
+
+
 async def test_read_only_mount_leaves_a_renamed_file_that_was_replaced_as_it_is(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):

@@ -388,10 +388,10 @@ class ObjectWriter:
                 await self._renamed.hide(key, published.meta.etag)
         replaced = self._replaced_untold(file.key, draft, plan, published.meta)
         has_tombstone = self._has_tombstone(file.key)
-        may_be_again = has_tombstone or bool(file.entry.place or replaced)
+        may_be_hidden = published.is_back or bool(replaced)  # who put that may have replaced the same bytes
         dated_s = 0
-        if may_be_again:  # who put what was replaced may have replaced the same bytes, and say that these are gone
-            dated_s = await self._find_date(draft.uploader.client, published.meta, may_be_hidden=bool(replaced))
+        if has_tombstone or may_be_hidden or file.entry.place:
+            dated_s = await self._find_date(draft.uploader.client, published.meta, may_be_hidden=may_be_hidden)
         path, meta = file.key, published.meta
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
@@ -406,7 +406,7 @@ class ObjectWriter:
         is_again = row is not None and row.etag == meta.etag and row.is_plain
         replaced = replaced if key == path else ""
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
-        commits = commits or is_again or bool(replaced)
+        commits = commits or is_again or published.is_back or bool(replaced)
         commits = commits and not file.unlinked and not published.is_superseded
         if commits and self.was_seen_and_removed(path, meta, dated_s, removed):
             commits = False
@@ -481,10 +481,11 @@ class ObjectWriter:
         return dated_s > 0 and (dated_s + 1) * NS < gone < PENDING and known != gone and known < PENDING
 
     async def _find_date(self, client: StoreClient, meta: ObjectMeta, *, may_be_hidden: bool = False) -> int:
-        """The store's date, in seconds, of bytes that were removed before, and are there again: the answer to a PUT may
-        have this machine's. 0 where no commit hides them that is known here, unless one ``may_be_hidden``, and where
-        the store does not tell."""
-        if not (may_be_hidden or self._is_hidden(meta.key, meta.etag)):
+        """The store's date, in seconds, of bytes that were removed or replaced before, and are there again: the answer
+        to a PUT may have this machine's. 0 where no commit that is known here hides them, or told of them before,
+        unless one ``may_be_hidden``, and where the store does not tell."""
+        was_there = self._is_hidden(meta.key, meta.etag) or self._tombstone(meta.key).when_told(meta.etag) > 0
+        if not (may_be_hidden or was_there):
             return 0
         try:
             there = await client.find(meta.key)
