@@ -16,6 +16,7 @@ from scripts.bench.results import Results, Sample
 from scripts.bench.sizes import MIB
 from scripts.bench.stage import DIRECTORIES
 from tests.bench.conftest import TINY
+from tests.mount.lakes import PART_BYTES
 
 FILES = TINY.files
 PAGE = 1
@@ -136,7 +137,7 @@ def test_pieces_of_a_large_file(found: Results) -> None:
 def test_a_checkpoint(found: Results) -> None:
     size = TINY.checkpoint_bytes
     saved = Cost(found, workloads.SAVE)
-    saved.asks_at_most(part=math.ceil(size / (16 * MIB)), upload=2, list=1 + PAGE, put=ANNOUNCEMENT)
+    saved.asks_at_most(part=math.ceil(size / PART_BYTES), upload=2, list=1 + PAGE, put=ANNOUNCEMENT)
     assert saved.upcalls["write"] <= size // MIB + 3
     assert transferred(saved.sample) < 1.01 * size
     loaded = Cost(found, workloads.LOAD)
@@ -150,7 +151,7 @@ def test_a_checkpoint(found: Results) -> None:
 
 def test_ranks(found: Results) -> None:
     cost = Cost(found, workloads.RANKS)
-    parts = TINY.ranks * math.ceil(TINY.shard_bytes / (16 * MIB))
+    parts = TINY.ranks * math.ceil(TINY.shard_bytes / PART_BYTES)
     cost.asks_at_most(part=parts, upload=2 * TINY.ranks, list=TINY.ranks + PAGE, put=ANNOUNCEMENT * TINY.ranks)
     assert transferred(cost.sample) < 1.01 * TINY.ranks * TINY.shard_bytes
 

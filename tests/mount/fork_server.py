@@ -3,7 +3,8 @@
 `ForkServer.run` is `subprocess.run` of the command line, captured. The server forks for each command, and that process
 forks instead of starting `python -P -m lakefs_fuse…`: a daemon, a worker, or a supervisor, which forks its daemons.
 Everything else of `subprocess.Popen` and `os.posix_spawn` is as it was. What is not the same: modules that a program
-would not have loaded are there, and ``/proc/PID/cmdline`` is the server's. `make test-long` starts the program itself
+would not have loaded are there, ``/proc/PID/cmdline`` is the server's, and an upload has smaller parts (`PART_BYTES`),
+because bytes are most of the cost of a large file. `make test-long` starts the program itself
 (`tiers.IS_LONG`), and so do tests that change what an import depends on (`IMPORT_PREFIXES`) or the command. A test that
 changes the program itself has `PATCH`.
 """
@@ -47,6 +48,8 @@ PATCH = "LAKEFS_TEST_PATCH"
 READ_LATER = frozenset({"LAKEFS_CLUSTER_CACHE_TOKEN", "LAKEFS_HINTS_PASSWORD", PATCH})
 """Variables with such a prefix that the program reads when it runs."""
 REQUEST_BYTES_MAX = 1 << 18
+PART_BYTES = 8 << 20
+"""The first parts of an upload in a fork: a multiple of the cache's block, and no less than S3 takes (5 MiB)."""
 STANDARD = ((0, "r"), (1, "w"), (2, "w"))
 """Descriptors and how they are opened."""
 
@@ -229,6 +232,7 @@ def answer(args: list[str], environment: dict[str, str], directory: str, descrip
 
 def load() -> None:
     """Import all of the program, and nothing that starts a thread."""
+    make_parts_small()
     for name in FIRST:
         importlib.import_module(name)
     package = importlib.import_module(PACKAGE)
@@ -238,6 +242,15 @@ def load() -> None:
     parse_service_files()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread only"
     gc.freeze()
+
+
+def make_parts_small() -> None:
+    """Before any other module has taken the sizes from this one."""
+    from lakefs_fuse.staging import part_layout
+
+    (_, count), *others = part_layout.SPANS
+    part_layout.SPANS = ((PART_BYTES, count), *others)  # type: ignore[assignment]
+    part_layout.PartLayout.__init__.__defaults__ = (part_layout.SPANS,)  # type: ignore[misc]
 
 
 def parse_service_files() -> None:

@@ -8,7 +8,7 @@ Sizes are small; the environment raises them:
 
 =========================== ======= ==================================================================
 LAKEFS_TEST_STORES          *       stores, by commas, of tests that run on any: file, seaweedfs (default), moto, rclone
-LAKEFS_TEST_LARGE_MIB       40      size of a file that takes several parts (at least 33, as in `make test`)
+LAKEFS_TEST_LARGE_MIB       40      size of a file that takes several parts (at least 33; 17 in `make test`)
 LAKEFS_TEST_DIRECTORIES     30      directories of the lake that is listed
 LAKEFS_TEST_OBJECTS         3000    objects in them, all together
 LAKEFS_TEST_IMAGES          200     files that a DataLoader reads
@@ -40,12 +40,13 @@ from obstore.store import S3Store
 
 from lakefs_fuse.cli.daemons import open_daemon
 from tests import servers
+from tests.mount import fork_server
 from tests.mount.fork_server import PATCH, ForkServer
 from tests.servers import Server, s3_client
 from tests.tiers import IS_LONG, sized
 
 MIB = 1 << 20
-PART_BYTES = 16 * MIB
+PART_BYTES = sized(fork_server.PART_BYTES, 16 * MIB)
 """The first parts of an upload are so large; smaller files are one PUT."""
 STOP_TIMEOUT_S = 30.0
 PAUSE_S_MAX, PAUSE_SHARE = 0.3, 0.06
@@ -63,7 +64,7 @@ def scale(name: str, default: int, *, short: int | None = None) -> int:
     return int(os.environ.get(f"LAKEFS_TEST_{name}", sized(default if short is None else short, default)))
 
 
-LARGE_BYTES = scale("LARGE_MIB", 40, short=33) * MIB
+LARGE_BYTES = scale("LARGE_MIB", 40, short=17) * MIB
 
 
 def noise(size: int, seed: int = 0) -> bytes:

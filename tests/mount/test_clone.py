@@ -14,7 +14,7 @@ from tests.mount.test_commits import another
 from tests.tiers import sized
 
 FILES = sized(40, 400)
-LARGE_BYTES = sized(18, 256) << 20
+LARGE_BYTES = sized(10, 256) << 20
 COUNTED = {
     "store.requests.part": 0,
     "store.requests.put": 6,

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Lake, eventually, noise, scale
+from tests.mount.lakes import PART_BYTES, Lake, eventually, noise, scale
 from tests.servers import Server, latency
 from tests.tiers import sized
 
@@ -215,13 +215,13 @@ def test_a_file_is_renamed_while_it_is_written(shared_lake: Lake) -> None:
 def test_a_large_file_is_renamed_while_it_is_uploaded(make_lake: LakeMaker, tmp_path: Path) -> None:
     """The upload goes on under the name it began with, and is seen under the new name only."""
     lake = make_lake("seaweedfs").mount()
-    data = noise(40 << 20)
+    data = noise(2 * PART_BYTES + (8 << 20))
     with open(lake.path / "model.tmp", "wb") as file:
-        file.write(data[: 36 << 20])
+        file.write(data[: -(4 << 20)])
         file.flush()
         eventually(lambda: lake.number("store.requests.part") > 0, "a part goes up")
         (lake.path / "model.tmp").rename(lake.path / "model.pt")
-        file.write(data[36 << 20 :])
+        file.write(data[-(4 << 20) :])
     assert os.listdir(lake.path) == ["model.pt"]
     assert (lake.path / "model.pt").read_bytes() == data
     with another(lake, tmp_path) as reader:

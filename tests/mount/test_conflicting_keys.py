@@ -7,8 +7,9 @@ import os
 import pytest
 
 from tests.mount.conftest import Place
+from tests.mount.lakes import PART_BYTES
 
-SMALL, LARGE = 100, 20 << 20
+SMALL, LARGE = 100, PART_BYTES + (4 << 20)
 
 
 def write(place: Place, name: str, size: int, flags: int = 0) -> bytes:

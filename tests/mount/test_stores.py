@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Lake, noise, number
+from tests.mount.lakes import PART_BYTES, Lake, noise, number
 
 MIB = 1 << 20
 
@@ -27,7 +27,7 @@ def test_a_dataset_and_a_checkpoint_come_back_from_an_empty_cache(anywhere: Lake
     for name, image in images.items():
         (dataset / name).write_bytes(image)
     (anywhere.path / "data" / "nothing").mkdir()
-    body = noise(38 * MIB + 5, 7)
+    body = noise(2 * PART_BYTES + 6 * MIB + 5, 7)
     with open(anywhere.path / "model.pt", "wb") as file:
         file.write(bytes(100) + body[100:])
         file.flush()
@@ -47,13 +47,13 @@ def test_a_dataset_and_a_checkpoint_come_back_from_an_empty_cache(anywhere: Lake
 
 def test_a_header_rewritten_while_parts_are_on_their_way(anywhere: Lake) -> None:
     """Where a store takes a part once only, the upload starts anew."""
-    body = noise(40 * MIB, 9)
+    body = noise(3 * PART_BYTES, 9)
     with open(anywhere.path / "big", "wb") as file:
         file.write(bytes(64) + body[64:])
         file.seek(0)
         file.write(body[:64])
-        file.truncate(33 * MIB + 1)
-    assert anywhere.outside.read("big") == body[: 33 * MIB + 1]
+        file.truncate(2 * PART_BYTES + MIB + 1)
+    assert anywhere.outside.read("big") == body[: 2 * PART_BYTES + MIB + 1]
     assert anywhere.outside.uploads() == []
 
 

@@ -115,7 +115,7 @@ def test_a_large_sparse_file(here: Place) -> None:
 
 def test_a_file_larger_than_staging(make_lake: LakeMaker) -> None:
     """The writer waits for uploads; it neither fails nor fills the disk."""
-    pieces, piece, staged = sized(6, 12), 16 * MIB, sized(64, 160)
+    pieces, piece, staged = sized(8, 12), PART_BYTES, sized(48, 160)
     lake = make_lake("seaweedfs", "--staging-size", f"{staged}M", "--uploads", "2").mount()
     fd = os.open(lake.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     for index in range(pieces):

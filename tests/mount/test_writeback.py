@@ -132,7 +132,7 @@ def test_closed_means_on_the_local_disk(back: Lake, faults: tuple[Server, Faults
 def test_states_one_after_the_other(back: Lake, faults: tuple[Server, Faults]) -> None:
     """dirty while it is written, uploading while parts go, durable in the end; a write begins at dirty again."""
     controls = faults[1]
-    controls.bytes_s_max = 24 * MIB
+    controls.bytes_s_max = 3 * PART_BYTES // 2
     path = back.path / "model"
     with path.open("wb") as file:
         file.write(noise(LARGE_BYTES))
@@ -241,12 +241,12 @@ def run_on_a_terminal(args: list[str], env: dict[str, str]) -> tuple[int, str]:
 
 
 def test_flush_shows_how_far_it_is(back: Lake, faults: tuple[Server, Faults]) -> None:
-    faults[1].bytes_s_max = 16 * MIB
+    faults[1].bytes_s_max = PART_BYTES
     (back.path / "model").write_bytes(noise(LARGE_BYTES))
     code, seen = run_on_a_terminal(["flush", str(back.path / "model")], back.env)
     assert code == 0, seen
     assert f"storing {back.path / 'model'}" in seen
-    assert re.search(r"[\d.]+/3[\d.]+ MiB", seen), seen
+    assert re.search(rf"[\d.]+/{LARGE_BYTES // MIB}[\d.]+ MiB", seen), seen
     assert "1 file left" in seen
     assert back.outside.read("model") == noise(LARGE_BYTES)
 
