@@ -9,7 +9,9 @@ import gc
 import os
 import random
 import signal
+import ssl
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests import servers
 from tests.faults import Faults, faulty
 from tests.servers import Server
 from tests.temporary_files import use_memory
-from tests.tiers import INTEGRATION, is_integration, load_profile
+from tests.tiers import INTEGRATION, IS_LONG, is_integration, load_profile
 
 load_profile()
 use_memory()
@@ -63,6 +65,23 @@ def aws_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
     monkeypatch.setenv("AWS_CONFIG_FILE", nowhere)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", nowhere)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The machine trusts one certificate authority: to read them all takes 10 ms of CPU for each S3 client. Servers of
+    tests have no certificate, or one that the client is given; `make test-long` installs packages over the network."""
+    system = ssl.get_default_verify_paths().cafile
+    if IS_LONG or not system:
+        yield
+        return
+    first, end, _ = Path(system).read_text().partition("-----END CERTIFICATE-----\n")
+    directory = tmp_path_factory.mktemp("authority")
+    (directory / "one.pem").write_text(first + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(directory / "one.pem"))
+        patch.setenv("SSL_CERT_DIR", str(directory))
+        yield
 
 
 @pytest.fixture(scope="session")
