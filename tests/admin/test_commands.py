@@ -112,6 +112,7 @@ def fresh(lake: Lake, numbers: list[int]) -> None:
         assert (lake.path / "data" / f"{number:04d}").read_bytes() == data_of(number)
 
 
+@pytest.mark.long  # test_repack.py shows it
 def test_packing_and_unpacking_while_a_mount_reads(s3: Lake) -> None:
     for number in range(FILES):
         s3.outside.replace(f"data/{number:04d}", data_of(number))

@@ -70,7 +70,12 @@ WEAK = Capabilities(name="memory")
 """As a local directory: a lease that has ended is not taken over by a condition."""
 
 
-@pytest.fixture(params=[ABLE, WEAK], ids=["all conditions", "If-None-Match alone"])
+@pytest.fixture(
+    params=[
+        pytest.param(ABLE, id="all conditions"),
+        pytest.param(WEAK, id="If-None-Match alone", marks=pytest.mark.long),
+    ]
+)
 def store(clock: Clock, request: pytest.FixtureRequest) -> MemoryStore:
     """A pack of which half was removed a day ago, and a small plain object."""
     made = MemoryStore(request.param)

@@ -29,6 +29,8 @@ SMALL_READS = 16
 """READs of less than 1 MiB, at the ends of what the kernel reads at once."""
 FIRST_EPOCH, SECOND_EPOCH = workloads.first_epoch(TINY.readers[0]), workloads.second_epoch(TINY.readers[0])
 
+PACKED = pytest.param("lakefs packed", marks=pytest.mark.long)
+
 
 class Cost:
     """Of one workload for one of ours, once."""
@@ -75,6 +77,7 @@ def test_first_epoch_of_plain_objects(found: Results) -> None:
     assert transferred(cost.sample) < 1.1 * cost.sample.bytes
 
 
+@pytest.mark.long  # the same workload as that of plain objects, above
 def test_first_epoch_of_packed_files(found: Results) -> None:
     cost = Cost(found, FIRST_EPOCH, "lakefs packed")
     assert cost.sample.operations == FILES
@@ -82,7 +85,7 @@ def test_first_epoch_of_packed_files(found: Results) -> None:
     assert transferred(cost.sample) < 1.1 * cost.sample.bytes
 
 
-@pytest.mark.parametrize("peer", ["lakefs", "lakefs packed"])
+@pytest.mark.parametrize("peer", ["lakefs", PACKED])
 def test_second_epoch(found: Results, peer: str) -> None:
     cost = Cost(found, SECOND_EPOCH, peer)
     assert cost.sample.operations == FILES
@@ -90,7 +93,7 @@ def test_second_epoch(found: Results, peer: str) -> None:
     cost.calls_at_most(open=FILES, flush=FILES, release=FILES, read=FILES // 4)  # the kernel may drop what it likes
 
 
-@pytest.mark.parametrize("peer", ["lakefs", "lakefs packed"])
+@pytest.mark.parametrize("peer", ["lakefs", PACKED])
 def test_an_epoch_after_a_restart(found: Results, peer: str) -> None:
     cost = Cost(found, workloads.epoch_after_restart(TINY.readers[0]), peer)
     assert cost.sample.operations == FILES

@@ -106,6 +106,7 @@ def test_a_day_in_the_life_of_a_lake(lake: Lake) -> None:
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long  # each kill in mount/test_crash.py does so
 def test_a_killed_daemon_leaves_a_mount_that_umount_clears(lake: Lake) -> None:
     assert lake.run(*lake.mount_arguments("--no-supervise")).returncode == 0
     pid = json.loads(lake.run("stats", "--json", lake.point).stdout)["daemon"]["pid"]

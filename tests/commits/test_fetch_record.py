@@ -18,6 +18,7 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from tests.commits.archives import FILES, KEY, client_of, commit_of, fixed, log_of, member
 from tests.commits.records import TIME, WRITER, put, record_of, valid_records
 from tests.memory_store import MemoryStore
+from tests.tiers import examples
 
 DATA = commit_of(FILES)
 
@@ -61,7 +62,7 @@ async def test_two_where_it_does_not_fit(tail_bytes: int) -> None:
     assert client.metrics.requests["get"] == (1 if max(tail_bytes, 78) >= len(DATA) - offset else 2)
 
 
-@pytest.mark.parametrize("window_bytes", [1, 7, 64, len(DATA)])
+@pytest.mark.parametrize("window_bytes", [7, 64, len(DATA), pytest.param(1, marks=pytest.mark.long)])
 async def test_fetch_record_in_windows(monkeypatch: pytest.MonkeyPatch, window_bytes: int) -> None:
     monkeypatch.setattr(commit_log, "WINDOW_BYTES", window_bytes)
     for tail_bytes in range(0, len(DATA) + 2, 13):
@@ -139,7 +140,7 @@ async def test_any_damage_changes_nothing_or_is_found(data: st.DataObject) -> No
         assert record == await fetched(DATA)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(60))
 @given(valid_records(), st.binary(max_size=200))
 async def test_records_that_need_not_fit_their_archive(record: Record, data: bytes) -> None:
     """What is read points inside, whatever was written."""

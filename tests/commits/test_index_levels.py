@@ -186,7 +186,7 @@ def names_of(rng: random.Random, count: int) -> list[bytes]:
     return sorted({b"%06d%s" % (rng.randrange(10**6), b"/" if rng.random() < 0.2 else b"") for _ in range(count)})
 
 
-@pytest.mark.parametrize("seed", range(sized(2, 40)))
+@pytest.mark.parametrize("seed", range(sized(1, 40)))
 async def test_fresh_database_gets_what_the_folder_has(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -330,7 +330,7 @@ PUTS = ("0000.sst", "0001.removed", "manifest")
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", PUTS)
-@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize("merges", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_folder_goes_on_after_a_crash(
     opener: Opener, store: MemoryStore, what: str, when: When, merges: bool
 ) -> None:

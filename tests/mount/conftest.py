@@ -107,11 +107,11 @@ class Place:
         return {key for key in keys if key and not key.endswith("/")}
 
 
-@pytest.fixture(scope="module", params=["file", "seaweedfs"])
+@pytest.fixture(scope="module", params=[pytest.param("file", marks=pytest.mark.long), "seaweedfs"])
 def shared_lake(
     request: pytest.FixtureRequest, dev_fuse: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lake]:
-    """One mount for a whole module, on each store."""
+    """One mount for a whole module, on each store; in `make test` on that which has more rules of its own."""
     directory = tmp_path_factory.mktemp("shared")
     with ExitStack() as stack:
         if request.param == "file":

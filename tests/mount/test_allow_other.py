@@ -56,7 +56,9 @@ def heads(lake: Lake) -> int:
     return lake.number("store.requests.head")
 
 
-@pytest.mark.parametrize("options", [(), ("--immutable",)], ids=["live", "immutable"])
+@pytest.mark.parametrize(
+    "options", [pytest.param((), id="live"), pytest.param(("--immutable",), id="immutable", marks=pytest.mark.long)]
+)
 def test_open_by_another_user_obeys_the_metadata(make_lake: LakeMaker, options: tuple[str, ...]) -> None:
     """Whatever was asked before; one HEAD for each file, once."""
     lake = make_lake("seaweedfs", "--allow-other", *(options or OPTIONS))

@@ -21,7 +21,7 @@ OPTIONS = ("--refresh", f"{REFRESH_S:g}", "--metadata-ttl", "1h", "--pack", "nev
 SEEN_S_MAX = REFRESH_S + 2.0
 SLOW_MACHINE_S = 5.0
 SAMPLE = 32
-FILES = sized(300, 1000)
+FILES = sized(150, 1000)
 """They take longer than a second to close."""
 
 
@@ -95,7 +95,7 @@ def test_refresh_shows_objects_of_other_programs_at_once(nodes: tuple[Lake, Lake
 def test_refresh_after_thousands_of_changes_returns_when_programs_see_all_of_them(make_lake: LakeMaker) -> None:
     """The kernel holds each name, and more change than wait for it in memory."""
     lake = make_lake("file", *OPTIONS)
-    changes = sized(3 * NAMES_MAX // 2, 3 * NAMES_MAX)
+    changes = sized(5 * NAMES_MAX // 4, 3 * NAMES_MAX)
     before, after = ([f"{kind}{number}" for number in range(changes)] for kind in "ba")
     source, shown = Path(lake.source.removeprefix("file://")) / "d", lake.path / "d"
     source.mkdir()

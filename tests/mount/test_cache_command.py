@@ -73,6 +73,7 @@ def fill_unmounted(lake: Lake, directory: Path) -> dict[str, bytes]:
     return files | plain
 
 
+@pytest.mark.parametrize("filled", ["read-write", pytest.param("immutable", marks=pytest.mark.long)], indirect=True)
 def test_warm_then_reading_every_file_asks_the_store_for_nothing(filled: tuple[Lake, dict[str, bytes]]) -> None:
     lake, files = filled
     (before,) = listed(lake, str(lake.path / "set"))

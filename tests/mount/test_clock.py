@@ -28,7 +28,8 @@ def follow_file(lake: Lake, times: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("jump", ["+12y", pytest.param("-30d", marks=pytest.mark.long)])
+@pytest.mark.long  # commits/test_future_commits.py shows it
+@pytest.mark.parametrize("jump", ["+12y", "-30d"])
 def test_mount_whose_clock_jumps_and_comes_back_dates_its_commits_rightly(
     make_lake: LakeMaker, tmp_path: Path, jump: str
 ) -> None:

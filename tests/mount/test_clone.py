@@ -70,7 +70,8 @@ def _store_options(options: tuple[str, ...]) -> tuple[str, ...]:
     return options[at : at + 2]
 
 
-@pytest.mark.parametrize("durability", ["close", pytest.param("writeback", marks=pytest.mark.long)])
+@pytest.mark.long  # vfs/test_copy_range.py shows it
+@pytest.mark.parametrize("durability", ["close", "writeback"])
 def test_cp_of_large_files_moves_no_byte(make_lake: LakeMaker, tmp_path: Path, durability: str) -> None:
     lake = make_lake("seaweedfs", "--refresh", "1", "--durability", durability).mount()
     source, target = lake.path / "v1", lake.path / "v2"

@@ -21,11 +21,11 @@ from tests.servers import Server, make_bucket
 from tests.tiers import sized
 
 PACKED = {f"packed/{number:03}": noise(30_000 + 500 * number, number) for number in range(120)}
-PLAIN = {f"plain/{number}": noise(700_000 + 300_000 * number, 1000 + number) for number in range(9)}
+PLAIN = {f"plain/{number}": noise(700_000 + 300_000 * number, 1000 + number) for number in range(sized(5, 9))}
 LARGE = {"large": noise(9 * MIB + 11, 2000)}
 FILES = PACKED | PLAIN | LARGE
 PACK = ".zip"
-NODES = sized(2, 4)
+NODES, MODES = sized(2, 4), sized(3, 4)
 Maker = Callable[..., Lake]
 
 
@@ -120,10 +120,8 @@ def factors(store: CountedStore, lakes: list[Lake]) -> dict[str, float]:
     }
 
 
-def test_four_mounts_that_trust_the_cache_fetch_the_dataset_once(
-    node: Maker, store: CountedStore, proxy: Nginx
-) -> None:
-    modes: list[tuple[str, ...]] = [(), (), ("--read-only",), ("--immutable",)]
+def test_mounts_that_trust_the_cache_fetch_the_dataset_once(node: Maker, store: CountedStore, proxy: Nginx) -> None:
+    modes: list[tuple[str, ...]] = [(), ("--immutable",), ("--read-only",), ()][:MODES]
     lakes = [node("--cluster-cache", proxy.url, "--trust-cluster-cache", *mode) for mode in modes]
     found = factors(store, lakes)
     assert found["all"] <= 1.1, found
@@ -143,6 +141,7 @@ def test_mounts_that_trust_nothing_fetch_what_no_sum_proves_each(
     assert NODES - 0.1 <= found["large"] <= NODES + 0.1, found
 
 
+@pytest.mark.long  # test_metadata.py counts GETs without it
 def test_mounts_without_a_cache_fetch_the_dataset_each(node: Maker, store: CountedStore) -> None:
     lakes = [node() for _ in range(NODES)]
     assert NODES - 0.1 <= factors(store, lakes)["all"] <= NODES + 0.1
@@ -155,7 +154,10 @@ NOISE_S_MAX = 3.0
 """Of a machine that does other things, too."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.long), pytest.param(signal.SIGSTOP, id="hanging")],
+)
 def test_mount_whose_proxy_fails_reads_on(node: Maker, proxy: Nginx, number: signal.Signals) -> None:
     lake, without = node("--cluster-cache", proxy.url, "--trust-cluster-cache"), node()
     read(lake, files=PACKED)
@@ -187,6 +189,7 @@ def test_mounts_whose_proxy_is_killed_while_they_read_show_no_error(node: Maker,
     assert any(counters(lake)["failures"] for lake in lakes)
 
 
+@pytest.mark.long  # blockcache/test_cluster_cache.py shows it
 def test_mount_whose_proxy_changes_bytes_shows_none_of_them(node: Maker, store: CountedStore) -> None:
     with forward_proxy(store.server) as proxy:
         lake = node("--cluster-cache", proxy.url)
@@ -207,6 +210,7 @@ def test_mount_with_a_wrong_password_of_the_proxy_reads_from_the_store(node: Mak
     assert "wrong-password" not in lake.log()
 
 
+@pytest.mark.long  # blockcache/test_cluster_cache.py shows it
 def test_mount_with_two_proxies_keeps_about_half_at_each(
     node: Maker, store: CountedStore, proxy: Nginx, tmp_path: Path
 ) -> None:
@@ -220,6 +224,7 @@ def test_mount_with_two_proxies_keeps_about_half_at_each(
     assert min(kept) >= total / 4
 
 
+@pytest.mark.long  # blockcache/test_cluster_cache.py shows it
 def test_mount_whom_the_store_refuses_at_the_proxy_asks_the_store_itself(
     node: Maker, store: CountedStore, tmp_path: Path
 ) -> None:

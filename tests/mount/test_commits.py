@@ -26,8 +26,8 @@ from tests.mount.lakes import PART_BYTES, Lake, eventually, noise, scale
 from tests.servers import Server, latency
 from tests.tiers import sized
 
-FILES = scale("PACKED_FILES", 600, short=300)
-RENAMES = scale("RENAMES", 20, short=5)
+FILES = scale("PACKED_FILES", 600, short=200)
+RENAMES = scale("RENAMES", 20, short=3)
 PLAIN = FILES // sized(12, 4)
 WRITERS = 16
 COMMITS = ".lakefs/commits/"
@@ -91,6 +91,7 @@ def packed(lake: Lake) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.long  # test_uploads.py shows it
 def test_files_that_close_together_share_packs(make_lake: LakeMaker, seaweed: Server, tmp_path: Path) -> None:
     """One PUT for a batch of files; another node, and unzip, read every one of them."""
     with latency(seaweed, tmp_path / "proxy") as slow:

@@ -90,6 +90,7 @@ def as_the_format_says(lake: Lake) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long  # the simulation shows it
 @pytest.mark.parametrize("pack", [pytest.param("always", marks=pytest.mark.long), "auto"])
 def test_two_nodes_settle_on_one_tree(make_lake: LakeMaker, tmp_path: Path, pack: str) -> None:
     """After thousands of conflicts both, and a third node, show the same tree, and it is what the format says."""
@@ -212,6 +213,7 @@ def test_a_change_by_a_node_with_another_clock(make_lake: LakeMaker, tmp_path: P
             eventually(lambda: settled(reader) == {"x": str(turn)}, "the last writer wins")  # noqa: B023
 
 
+@pytest.mark.long  # vfs/test_large_directories.py shows it
 def test_large_directories_are_renamed_whole(make_lake: LakeMaker, tmp_path: Path) -> None:
     """Plain objects of another client, a hundred of them or more, in one PUT."""
     lake = make_lake("seaweedfs", "--refresh", "0.5")

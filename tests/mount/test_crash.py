@@ -111,7 +111,7 @@ def test_finish(either: Lake, tmp_path: Path) -> None:
     assert (either.path / "model").read_bytes() == data, "this node sees it at once"
 
 
-@pytest.mark.parametrize("how", ["finish", "abort"])
+@pytest.mark.parametrize("how", ["finish", pytest.param("abort", marks=pytest.mark.long)])
 def test_told_at_the_mount(s3: Lake, tmp_path: Path, how: str) -> None:
     data = noise(LARGE_BYTES)
     crash_while_writing(s3, "model", data, tmp_path)

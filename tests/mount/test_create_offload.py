@@ -144,7 +144,7 @@ def test_written_to_after_a_time_was_chosen(lake: Lake) -> None:
     assert path.stat().st_mtime_ns > 10**18
 
 
-@pytest.mark.parametrize("year", [1600, 2120, 2300])
+@pytest.mark.parametrize("year", [1600, 2300, pytest.param(2120, marks=pytest.mark.long)])
 def test_time_that_no_lake_keeps_is_the_nearest(lake: Lake, year: int) -> None:
     path, seconds = lake.path / "d" / f"of-{year}", int((year - 1970) * 365.25 * 86400)
     fd = begin(path, b"bytes")

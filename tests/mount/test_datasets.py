@@ -47,8 +47,9 @@ def shown(root: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long  # admin/test_datasets.py shows it
 @pytest.mark.usefixtures("with_hooks")
-@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.long), "seaweedfs"])
+@pytest.mark.parametrize("store", ["file", "seaweedfs"])
 def test_dataset_is_read_after_another_mount_has_replaced_and_removed_its_files(
     make_lake: LakeMaker, store: str
 ) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import CLI, Lake, noise
-from tests.tiers import sized
 
 PIECE_BYTES = 3000
 CLOSERS = 16
@@ -45,9 +44,10 @@ def content(index: int) -> bytes:
     return noise(2 * PIECE_BYTES, index)
 
 
+@pytest.mark.long  # staging/test_descriptor_pool.py shows it
 @pytest.mark.parametrize(
     ("store", "limit", "files"),
-    [("file", 256, sized(270, 400)), pytest.param("seaweedfs", 256, 150, marks=pytest.mark.long)],
+    [("file", 256, 400), ("seaweedfs", 256, 150)],
 )
 def test_daemon_more_open_files_than_descriptors_stores_all(
     make_lake: LakeMaker, store: str, limit: int, files: int

@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lakefs_fuse.store.probe import PROBES
 from tests import servers
 from tests.mount.conftest import LakeMaker
@@ -133,6 +135,7 @@ def test_explain_of_a_directory_that_was_never_mounted_assumes_nothing_of_it(mak
     assert "cannot: " not in done.stdout
 
 
+@pytest.mark.long  # cli/test_explain.py shows it
 def test_explain_tells_what_a_mount_would_do_and_makes_none(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs")
     done = lake.try_mount("--explain", "--json")

@@ -76,7 +76,10 @@ def test_fsync_in_the_middle_of_a_large_file(here: Place) -> None:
     assert here.outside.uploads() == []
 
 
-@pytest.mark.parametrize("size", [100_000, 2 * PART_BYTES + 5], ids=["one-put", "parts"])
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(100_000, id="one-put"), pytest.param(2 * PART_BYTES + 5, id="parts", marks=pytest.mark.long)],
+)
 def test_a_store_that_fails_for_longer_makes_close_fail(failing: Failing, size: int) -> None:
     lake, path = failing.lake, failing.path / "f"
     path.write_bytes(b"the version before")
@@ -151,6 +154,7 @@ def test_fsync_fails_and_the_next_one_succeeds(failing: Failing) -> None:
     os.close(fd)
 
 
+@pytest.mark.long  # vfs/test_orphans.py shows it
 def test_what_failed_survives_a_restart(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
     """Unmounted by force while the store is away: the next mount lists the file, and stores it when told."""
     proxied, controls = faults

@@ -20,6 +20,7 @@ from tests.servers import Server
 
 COMMITS = ".lakefs/commits/"
 KINDS = ("error_500", "slow_down", "reset", "truncate")
+CONFLICTS = ("conflict", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("aborted", "odd_409")))
 REFUSALS = ("error_500", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("slow_down", "reset")))
 """Requests that end without an effect: the client treats them alike, and reads see all of them in `make test`."""
 
@@ -70,7 +71,7 @@ def test_a_write_survives(failing: Failing, kind: str, size: int) -> None:
     assert failing.lake.number("dirty.files") == 0
 
 
-@pytest.mark.parametrize("kind", ["conflict", "aborted", "odd_409"])
+@pytest.mark.parametrize("kind", CONFLICTS)
 def test_completion_conflict_sends_parts_once(failing: Failing, kind: str) -> None:
     data = noise(2 * PART_BYTES + 9, 6)
     inject(failing.faults, kind, 1, method="POST", containing=failing.url("f") + "?uploadId")
@@ -92,7 +93,7 @@ def test_three_completion_conflicts_send_parts_once(make_lake: LakeMaker, faults
     assert sorted(part_numbers(controls, "/f")) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["conflict", "odd_409"])
+@pytest.mark.parametrize("kind", [CONFLICTS[0], CONFLICTS[-1]])
 @pytest.mark.parametrize("size", [70_000, 2 * MIB], ids=["obstore", "boto3"])
 def test_put_conflict_is_tried_again(failing: Failing, size: int, kind: str) -> None:
     data = noise(size, 6)
@@ -239,7 +240,9 @@ def test_a_rename_whose_answers_are_lost_is_asked_for(failing: Failing) -> None:
     assert tree_of(here) == expected
 
 
-@pytest.mark.parametrize("then", ["nothing", "unlink", "again", "replaced"])
+@pytest.mark.parametrize(
+    "then", ["nothing", "replaced", *(pytest.param(then, marks=pytest.mark.long) for then in ("unlink", "again"))]
+)
 def test_a_rename_of_which_nothing_is_known_when_it_fails(failing: Failing, then: str) -> None:
     """Made in the store, but that could not even be asked: soon it is in effect, and whatever is done to the old name
     meanwhile takes no bytes from the new one."""

@@ -114,6 +114,7 @@ def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
         store.close()
 
 
+@pytest.mark.long  # admin/test_upgrade.py shows it
 def test_lake_of_format_1_is_upgraded(kept_lake: Lake, seaweed: Server, tmp_path: Path) -> None:
     format_1_files.unpack_tree("cache.tar.xz", kept_lake.cache_dir)
     assert upgrade_later(seaweed, kept_lake).summary["switched_on"] == sorted(FEATURES)

@@ -103,6 +103,7 @@ def test_file_is_seen_within_a_second_whatever_the_refresh(nodes: Nodes, redis: 
     assert PASSWORD not in lake.log() + other.log()
 
 
+@pytest.mark.long  # commits/test_hints.py shows it
 def test_mounts_go_on_without_redis_and_with_it_again(nodes: Nodes, redis: Redis) -> None:
     lake, other = nodes("2s")
     redis.stop()

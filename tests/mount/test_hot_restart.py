@@ -178,6 +178,7 @@ def test_what_open_files_see(supervised: Lake) -> None:
     assert ("written", "orphan") in [(file["path"], file["state"]) for file in supervised.unfinished()]
 
 
+@pytest.mark.long  # vfs/test_replay.py shows it
 def test_what_was_accepted_is_there_in_the_next_life(make_lake: LakeMaker) -> None:
     """The first daemon dies when the third file is accepted and close() has not returned; uploads wait until umount."""
     lake = make_lake("file", "--supervise", "--durability", "writeback", "--writeback-delay", "1h")
@@ -260,7 +261,7 @@ OPTIONS = {"umount": ["--timeout", "2s"], "lazy": ["--lazy"], "waits": []}
 
 
 @pytest.mark.parametrize(
-    "how", ["umount", "lazy", *(pytest.param(how, marks=pytest.mark.long) for how in ("waits", "plainly"))]
+    "how", ["umount", *(pytest.param(how, marks=pytest.mark.long) for how in ("lazy", "waits", "plainly"))]
 )
 def test_unmounting_between_two_lives(supervised: Lake, how: str) -> None:
     (supervised.path / "file").write_text("here")
@@ -306,6 +307,7 @@ def test_an_ordinary_users_mount_comes_back_too(dev_fuse: Path) -> None:
         shutil.rmtree(directory)
 
 
+@pytest.mark.long  # daemon/test_supervisor.py shows it
 def test_a_daemon_that_fails_by_itself_is_started_again(make_lake: LakeMaker, tmp_path: Path) -> None:
     """An error that nobody caught, in a task beside the requests, in the first daemon only."""
     lake = make_lake("file", "--supervise")
@@ -356,7 +358,7 @@ class Systemd:
             pass
 
 
-@pytest.mark.parametrize("mode", ["--supervise", "--no-supervise"])
+@pytest.mark.parametrize("mode", ["--supervise", pytest.param("--no-supervise", marks=pytest.mark.long)])
 def test_in_the_foreground_a_service_manager_is_told(make_lake: LakeMaker, tmp_path: Path, mode: str) -> None:
     lake = make_lake("file")
     systemd = Systemd(tmp_path / "notify")

@@ -183,6 +183,7 @@ def test_policy_writer_may_not_collect_garbage_and_maintainer_may(checked: Guard
     assert done["commits_deleted"] > 0
 
 
+@pytest.mark.long  # daemon/test_maintenance.py shows it
 def test_mount_of_policy_writer_folds_and_leaves_collection_to_one_that_may_delete(
     checked: Guarded, tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import eventually, patch_program
 from tests.mount.test_commits import another
@@ -18,6 +20,7 @@ idleness.IDLE_AFTER_S, idleness.IDLE_REFRESH_S = 2.0, 3600.0
 REFRESH_S = 0.5
 
 
+@pytest.mark.long  # commits/test_idleness.py shows it
 def test_first_question_after_a_pause_sees_what_another_node_did(make_lake: LakeMaker, tmp_path: Path) -> None:
     lake = make_lake("file", "--refresh", str(REFRESH_S), "--metadata-ttl", "1")
     patch_program(lake, tmp_path, PATCH).mount()

@@ -357,7 +357,7 @@ def test_what_is_on_is_said(lake: Lake) -> None:
     assert any("kernel: hooks, explicit_inval_data, stateless_opendir" in line for line in lines[:10])
 
 
-@pytest.mark.parametrize("immutable", [False, True])
+@pytest.mark.parametrize("immutable", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_without_the_hooks_it_works_as_well(make_lake: LakeMaker, immutable: bool) -> None:
     lake = make_lake("file", *(["--immutable"] if immutable else []))
     lake.env |= OFF

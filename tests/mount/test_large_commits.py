@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from lakefs_fuse.commits.archive import build, commit_key
 from lakefs_fuse.commits.record import Mkdir, Operation, Record, encode
 from tests.mount.conftest import LakeMaker
@@ -43,6 +45,7 @@ def test_large_commit_is_seen_whole_by_every_listing(make_lake: LakeMaker) -> No
     assert (lake.path / "other").read_text() == "here"
 
 
+@pytest.mark.long  # commits/test_apply_steps.py shows it
 def test_large_commit_killed_between_two_steps_is_whole_after_the_next_mount(make_lake: LakeMaker) -> None:
     lake = make_lake("file", "--refresh", "0.3")
     lake.env["LAKEFS_FAILPOINT"] = "apply.step:9"

@@ -22,7 +22,7 @@ NAMES = sized(20, 1000)
 APPENDS = sized(4, 30)
 
 
-@pytest.fixture(params=["close", "writeback"])
+@pytest.fixture(params=["close", pytest.param("writeback", marks=pytest.mark.long)])
 def nodes(make_lake: LakeMaker, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Lake, Lake]]:
     lake = make_lake("seaweedfs", "--refresh", "1", "--durability", request.param).mount()
     with another(lake, tmp_path) as other:

@@ -21,7 +21,7 @@ HOSTILE = "evil\u202e"
 Entry = dict[str, object]
 
 
-@pytest.fixture(params=["file", "seaweedfs"])
+@pytest.fixture(params=["file", pytest.param("seaweedfs", marks=pytest.mark.long)])
 def nodes(request: pytest.FixtureRequest, make_lake: LakeMaker, tmp_path: Path) -> Iterator[tuple[Lake, Lake]]:
     lake = make_lake(request.param, *OPTIONS).mount()
     with another(lake, tmp_path) as other:

@@ -84,7 +84,7 @@ def await_worker(lake: Lake) -> int:
     return workers(lake)[0]
 
 
-@pytest.mark.parametrize("store", ["seaweedfs", pytest.param("file", marks=pytest.mark.long)])
+@pytest.mark.parametrize("store", ["file", pytest.param("seaweedfs", marks=pytest.mark.long)])
 def test_lake_is_folded_and_collected_by_itself(make_lake: LakeMaker, patched: Callable[..., Lake], store: str) -> None:
     lake = patched(make_lake(store), interval_s=0.03).mount()
     make_commits(lake)
@@ -106,6 +106,7 @@ def test_lake_is_folded_and_collected_by_itself(make_lake: LakeMaker, patched: C
     assert lake.number("commits.applied") <= 20, "the others come from the index"
 
 
+@pytest.mark.long  # daemon/test_admin_worker.py and admin/test_fold_database.py show it
 def test_upgraded_lake_is_folded_with_a_database_that_is_kept(
     make_lake: LakeMaker, patched: Callable[..., Lake]
 ) -> None:
@@ -182,6 +183,7 @@ def test_killed_worker_harms_nothing_and_is_followed_by_another(
     assert not (lake.cache_dir / "maintenance").exists()
 
 
+@pytest.mark.long  # daemon/test_maintenance.py shows it
 def test_store_that_fails_during_a_fold_harms_nothing_and_is_logged_once(
     faults: tuple[Server, Faults], seaweed: Server, new_bucket: Callable[[Server], str], patched: Callable[..., Lake],
     tmp_path: Path, dev_fuse: Path,

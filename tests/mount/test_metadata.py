@@ -16,7 +16,7 @@ from tests.mount.lakes import MIB, START_HEADS, START_LISTS, Bucket, Directory, 
 from tests.servers import Server
 
 DIRECTORIES = scale("DIRECTORIES", 30)
-OBJECTS = scale("OBJECTS", 3000)
+OBJECTS = scale("OBJECTS", 3000, short=1500)
 RSS_BYTES_MAX = 250 * MIB
 OLD_S = 1_700_000_000
 """LastModified of what lay there long before the mount, which lists commits as well after it has listed new objects."""
@@ -46,7 +46,7 @@ def find(lake: Lake) -> set[str]:
 
 
 @pytest.mark.usefixtures("with_hooks")
-@pytest.mark.parametrize("store", ["file", "seaweedfs"])
+@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.long), "seaweedfs"])
 def test_a_lake_is_listed_once(make_lake: LakeMaker, store: str) -> None:
     lake = make_lake(store, "--metadata-ttl", "1h", "--refresh", "1h")
     names = fill(lake)

@@ -60,7 +60,9 @@ def drop_page_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-@pytest.mark.parametrize("mode", [(), ("--immutable",)], ids=["read-write", "immutable"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param((), id="read-write"), pytest.param(("--immutable",), id="immutable", marks=pytest.mark.long)]
+)
 def test_waiting_times_by_source_and_rule(
     make_lake: LakeMaker, seaweed: Server, tmp_path: Path, mode: tuple[str, ...]
 ) -> None:

@@ -74,7 +74,8 @@ def bytes_of(tree: dict[str, tuple[object, ...]]) -> dict[str, tuple[object, ...
     return {path: about[3:5] for path, about in tree.items()}
 
 
-@pytest.mark.parametrize("with_index", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long  # admin/test_rebind.py shows it
+@pytest.mark.parametrize("with_index", [False, True])
 def test_moved_lake_is_what_it_was_after_rebind(make_lake: LakeMaker, with_index: bool) -> None:
     source = make_lake("seaweedfs", "--delete-after", "1h").mount("--pack", "auto")
     fill(source)

@@ -277,6 +277,7 @@ def write_until_full(directory: Path, size: int) -> tuple[dict[str, bytes], int]
     raise AssertionError("it is never full")
 
 
+@pytest.mark.long  # vfs/test_queue.py and staging/test_staging_area.py show it
 def test_staging_is_full_for_too_long(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
     """ENOSPC after --staging-timeout; what was accepted stays, is read, and goes when the store is back."""
     lake = make_lake(
@@ -340,6 +341,7 @@ def small_disk(tmp_path: Path) -> Iterator[Disk]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.long  # staging/test_staging_area.py shows it
 def test_the_staging_disk_fills(make_lake: LakeMaker, faults: tuple[Server, Faults], small_disk: Disk) -> None:
     """Others fill it: writers wait, then get ENOSPC; with room again everything goes on."""
     lake = make_lake("seaweedfs", *OPTIONS, "--staging-timeout", "3s", through=faults[0])
@@ -466,6 +468,7 @@ def test_names_are_changed_while_the_store_is_away(make_lake: LakeMaker, faults:
         lake.remount(empty_cache=True)
 
 
+@pytest.mark.long  # cli/test_mount_health.py and vfs/test_path_waits.py show it
 def test_commands_that_wait_for_a_store_that_is_away_say_so(
     make_lake: LakeMaker, faults: tuple[Server, Faults]
 ) -> None:

@@ -38,6 +38,7 @@ def shows(path: Path, text: str) -> None:
     eventually(lambda: path.exists() and path.read_text() == text, f"{path} shows {text!r}")
 
 
+@pytest.mark.long  # vfs/test_open_publisher.py shows it
 def test_log_that_a_program_keeps_open_is_read_on_another_node(publishing: Lake, tmp_path: Path) -> None:
     (publishing.path / "runs").mkdir()
     for number in range(8):  # so that the C library would receive the next file

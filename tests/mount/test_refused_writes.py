@@ -16,7 +16,6 @@ from tests.mount.lakes import MIB, PART_BYTES, Lake, eventually, noise
 from tests.mount.test_outage import Disk, small_disk  # noqa: F401  (a fixture)
 from tests.mount.writeback_lakes import COMMITS, state
 from tests.servers import Server
-from tests.tiers import sized
 
 SMALL_STAGING = ("--staging-size", "64MiB", "--staging-timeout", "5s")
 OLD = noise(40 * MIB, 1)
@@ -101,11 +100,12 @@ def test_shuffled_pieces_beyond_staging_are_not_published(make_lake: LakeMaker) 
     assert lake.outside.uploads() == []
 
 
+@pytest.mark.long  # upload/test_spilled_parts.py shows it
 def test_shuffled_pieces_beyond_staging_are_stored_where_parts_can_be_copied(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs", *SMALL_STAGING).mount()
     path = lake.path / "f"
     path.write_bytes(OLD[:MIB])
-    pieces = sized(80, 120)  # more than is staged
+    pieces = 120  # more than is staged
     assert write_shuffled(path, pieces) == 0
     assert lake.number("upload.parts_spilled") > 0
     assert lake.outside.read("f") == b"".join(noise(MIB, number) for number in range(pieces))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import time
 
+import pytest
+
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import LARGE_BYTES, MIB, Lake, eventually, noise
@@ -59,6 +61,7 @@ def test_mount_after_a_lazy_detach_in_use_is_refused(make_lake: LakeMaker) -> No
     assert "detached while its files were open" in refused.stderr
 
 
+@pytest.mark.long  # daemon/test_mount_daemon.py shows it
 def test_umount_does_not_wait_for_a_store_that_hangs(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
     """Nothing is to be uploaded; what waits to be deleted is deleted by the next mount."""
     lake = make_lake("seaweedfs", "--pack", "never", "--refresh", "0.3", through=faults[0]).mount()

@@ -31,6 +31,7 @@ def written(number: int, version: int) -> bytes:
     return noise(SIZES[(number + version) % len(SIZES)], number + 1000 * version)
 
 
+@pytest.mark.long  # vfs/test_replaced_files.py shows it
 def test_open_of_a_file_replaced_elsewhere_reads_the_new_version(writer: Lake, tmp_path: Path) -> None:
     names = [f"d/{number:03d}" for number in range(FILES)]
     large = [noise(10 * MIB + version, version) for version in range(2)]

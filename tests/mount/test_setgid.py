@@ -15,7 +15,7 @@ FILES = 8
 """More than are made in a directory before the hooks make the next ones."""
 
 
-@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("durability", ["close", pytest.param("writeback", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("with_hooks")
 def test_a_setgid_directory_gives_its_group_to_what_is_made_in_it(make_lake: LakeMaker, durability: str) -> None:
     lake = make_lake("file", "--durability", durability).mount()

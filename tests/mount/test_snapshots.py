@@ -45,6 +45,7 @@ def packs_of(lake: Lake) -> set[str]:
     return {name for name in below(lake, "commits") if name.endswith(".zip")}
 
 
+@pytest.mark.long  # admin/test_snapshot.py shows it
 @pytest.mark.usefixtures("with_hooks")
 @pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.long), "seaweedfs"])
 def test_a_snapshot_is_what_the_lake_was(make_lake: LakeMaker, store: str) -> None:

@@ -9,7 +9,7 @@ from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Directory
 
 
-@pytest.mark.parametrize("store", ["file", "seaweedfs"])
+@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.long), "seaweedfs"])
 def test_source_with_any_character_is_mounted_and_shown(make_lake: LakeMaker, store: str) -> None:
     lake, name = make_lake(store), "lä, 木"
     if isinstance(lake.outside, Directory):

@@ -14,7 +14,9 @@ from tests.mount.lakes import PART_BYTES, Lake, noise, number
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["file", "seaweedfs", "rclone", pytest.param("moto", marks=pytest.mark.long)])
+@pytest.fixture(
+    params=["seaweedfs", "rclone", *(pytest.param(name, marks=pytest.mark.long) for name in ("file", "moto"))]
+)
 def anywhere(request: pytest.FixtureRequest, make_lake: LakeMaker) -> Lake:
     return make_lake(request.param).mount()
 

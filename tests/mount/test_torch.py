@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.mount.conftest import STORES, LakeMaker
 from tests.mount.lakes import MIB, Lake, eventually, number, scale
 
 IMAGES = scale("IMAGES", 500, short=200)
-CHECKPOINT_BYTES = scale("CHECKPOINT_MIB", 48) * MIB
+CHECKPOINT_BYTES = scale("CHECKPOINT_MIB", 48, short=24) * MIB
 READ_BYTES_MIN = 128 << 10
 """The kernel may cut what it wants into reads of this size."""
 
@@ -166,7 +167,8 @@ def ask(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_checkpoint_just_saved_is_loaded_from_memory(s3: Lake) -> None:
-    """No GET ever, and no READ but for pages that the kernel itself had dropped."""
+    """No GET ever, and no READ but for pages that the kernel itself had dropped. By a mount that knows nothing of it,
+    each block is fetched once."""
     path = s3.path / "model.pt"
     excess = []
     with script(SAVE_AND_LOAD, str(path), str(CHECKPOINT_BYTES)) as process:
@@ -186,19 +188,26 @@ def test_a_checkpoint_just_saved_is_loaded_from_memory(s3: Lake) -> None:
                 break
     assert min(excess) <= 0, f"READs beyond what was missing from the page cache: {excess}"
     assert s3.outside.uploads() == []
+    check_load_by_another(s3, path)
 
 
+def check_load_by_another(lake: Lake, path: Path) -> None:
+    lake.remount(empty_cache=True)
+    run(LOAD_AGAIN, str(path), str(CHECKPOINT_BYTES))
+    size = path.stat().st_size
+    assert size <= lake.number("store.bytes.read") <= size + MIB, "each block is fetched once"
+    assert lake.number("memory.rss") < 400 * MIB
+
+
+@pytest.mark.long  # the test above does, on one store
 def test_a_checkpoint_is_loaded_by_a_mount_that_knows_nothing(either: Lake) -> None:
     path = either.path / "model.pt"
     with script(SAVE_AND_LOAD, str(path), str(CHECKPOINT_BYTES)) as process:
         assert answer(process) == "saved"
-    either.remount(empty_cache=True)
-    run(LOAD_AGAIN, str(path), str(CHECKPOINT_BYTES))
-    size = path.stat().st_size
-    assert size <= either.number("store.bytes.read") <= size + MIB, "each block is fetched once"
-    assert either.number("memory.rss") < 400 * MIB
+    check_load_by_another(either, path)
 
 
+@pytest.mark.long  # the test above reads with mmap, too
 def test_safetensors(either: Lake) -> None:
     path = either.path / "model.safetensors"
     run(SAFETENSORS, str(path), str(CHECKPOINT_BYTES), "save")
@@ -207,7 +216,8 @@ def test_safetensors(either: Lake) -> None:
     run(SAFETENSORS, str(path), str(CHECKPOINT_BYTES))
 
 
-@pytest.mark.parametrize("size", [100_000, pytest.param(CHECKPOINT_BYTES, marks=pytest.mark.long)])
+@pytest.mark.long  # test_commits_training.py saves such files
+@pytest.mark.parametrize("size", [100_000, CHECKPOINT_BYTES])
 def test_safetensors_save_file(either: Lake, size: int) -> None:
     """It writes a temporary file and renames it, over the one before as well."""
     path = either.path / "model.safetensors"
@@ -255,6 +265,7 @@ def test_a_data_loader_with_four_workers(store: str, make_lake: LakeMaker) -> No
     assert lake.number("store.requests.get") == 0, "the cache outlives the daemon"
 
 
+@pytest.mark.long  # tests/test_torch.py and vfs/test_upcoming_reads.py show it
 @pytest.mark.parametrize("named_by", ["sampler", "dataset"])
 def test_a_data_loader_whose_files_are_read_ahead(named_by: str, make_lake: LakeMaker) -> None:
     """Each file costs the store one request all the same, and the page cache serves no fewer of them."""

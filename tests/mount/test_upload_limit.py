@@ -48,6 +48,7 @@ def test_all_uploads_together_keep_to_it(make_lake: LakeMaker) -> None:
         assert lake.outside.read(name) == data[name]
 
 
+@pytest.mark.long  # store/test_rate_limit.py shows it
 def test_a_small_file_does_not_wait_for_large_ones(make_lake: LakeMaker) -> None:
     """It shares the limit with one that goes up, instead of waiting for its end. (A free slot it needs.)"""
     lake = make_lake("seaweedfs", "--upload-limit", f"{2 * MIB}", "--uploads", "2", "--pack", "never").mount()

@@ -283,6 +283,7 @@ LIST_PAUSE_S = 0.02
 """Shorter than any of the uploads that are watched, and long enough to leave a core to them."""
 
 
+@pytest.mark.long  # vfs/test_writeback_order.py shows it
 def test_others_see_files_whole_and_in_order(
     make_lake: LakeMaker, faults: tuple[Server, Faults], tmp_path: Path
 ) -> None:
