@@ -18,6 +18,10 @@ from scripts.bench.stage import DIRECTORIES
 from tests.bench.conftest import TINY
 from tests.mount.lakes import PART_BYTES
 
+pytestmark = pytest.mark.long
+"""In `make test` tests of mounts count requests, each of what it is about: of names `test_metadata.py`, of files
+`test_torch.py`, of parts `test_uploads.py`, of write-back `test_writeback.py`."""
+
 FILES = TINY.files
 PAGE = 1
 """LIST with which the second name of a directory is asked for, besides its own, where nobody has listed it."""
@@ -28,8 +32,6 @@ ANNOUNCEMENT = 1
 SMALL_READS = 16
 """READs of less than 1 MiB, at the ends of what the kernel reads at once."""
 FIRST_EPOCH, SECOND_EPOCH = workloads.first_epoch(TINY.readers[0]), workloads.second_epoch(TINY.readers[0])
-
-PACKED = pytest.param("lakefs packed", marks=pytest.mark.long)
 
 
 class Cost:
@@ -77,7 +79,6 @@ def test_first_epoch_of_plain_objects(found: Results) -> None:
     assert transferred(cost.sample) < 1.1 * cost.sample.bytes
 
 
-@pytest.mark.long  # the same workload as that of plain objects, above
 def test_first_epoch_of_packed_files(found: Results) -> None:
     cost = Cost(found, FIRST_EPOCH, "lakefs packed")
     assert cost.sample.operations == FILES
@@ -85,7 +86,7 @@ def test_first_epoch_of_packed_files(found: Results) -> None:
     assert transferred(cost.sample) < 1.1 * cost.sample.bytes
 
 
-@pytest.mark.parametrize("peer", ["lakefs", PACKED])
+@pytest.mark.parametrize("peer", ["lakefs", "lakefs packed"])
 def test_second_epoch(found: Results, peer: str) -> None:
     cost = Cost(found, SECOND_EPOCH, peer)
     assert cost.sample.operations == FILES
@@ -93,7 +94,7 @@ def test_second_epoch(found: Results, peer: str) -> None:
     cost.calls_at_most(open=FILES, flush=FILES, release=FILES, read=FILES // 4)  # the kernel may drop what it likes
 
 
-@pytest.mark.parametrize("peer", ["lakefs", PACKED])
+@pytest.mark.parametrize("peer", ["lakefs", "lakefs packed"])
 def test_an_epoch_after_a_restart(found: Results, peer: str) -> None:
     cost = Cost(found, workloads.epoch_after_restart(TINY.readers[0]), peer)
     assert cost.sample.operations == FILES
@@ -101,7 +102,6 @@ def test_an_epoch_after_a_restart(found: Results, peer: str) -> None:
     cost.calls_at_most(lookup=FILES + DIRECTORIES, open=FILES, read=FILES, flush=FILES, release=FILES)
 
 
-@pytest.mark.long  # `mount/test_immutable.py` counts upcalls of one
 def test_epochs_of_an_immutable_mount(found: Results) -> None:
     first = Cost(found, FIRST_EPOCH, "lakefs immutable")
     first.asks_at_most(get=FILES)

@@ -81,6 +81,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.long  # test_commits.py renames directories of many files
 def test_checkpoint_directories_of_torch_appear_whole(make_lake: LakeMaker, tmp_path: Path) -> None:
     """As transformers saves: another node never sees a checkpoint with a file missing."""
     lake = make_lake("seaweedfs").mount()
