@@ -111,7 +111,7 @@ async def test_a_second_run_finds_nothing(store: MemoryStore, clock: Clock) -> N
 @pytest.mark.parametrize(
     "count", [1, pytest.param(2, marks=pytest.mark.long), 3, 20, pytest.param(100, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("packs", [1, 5])
+@pytest.mark.parametrize("packs", [pytest.param(1, marks=pytest.mark.long), 5])
 async def test_packs_of_tiny_files_are_not_rewritten_for_ever(
     clock: Clock, tmp_path: Path, directory: str, count: int, packs: int
 ) -> None:

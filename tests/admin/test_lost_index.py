@@ -80,7 +80,8 @@ def of_index(store: MemoryStore, end: str = "") -> list[str]:
 
 
 LOSSES = [lose_rows, lose_manifests, garble_manifests, lose_newest, lose_all]
-losses = pytest.mark.parametrize("lose", LOSSES)
+LONG = [pytest.param(lose, marks=pytest.mark.long) for lose in (lose_manifests, lose_newest)]
+losses = pytest.mark.parametrize("lose", [lose_rows, garble_manifests, lose_all, *LONG])
 
 
 def contents(store: MemoryStore) -> dict[str, bytes]:

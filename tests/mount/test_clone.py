@@ -11,10 +11,9 @@ import pytest
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import eventually
 from tests.mount.test_commits import another
-from tests.tiers import sized
 
-FILES = sized(40, 400)
-LARGE_BYTES = sized(10, 256) << 20
+FILES = 400
+LARGE_BYTES = 256 << 20
 COUNTED = {
     "store.requests.part": 0,
     "store.requests.put": 6,
@@ -24,7 +23,8 @@ COUNTED = {
 """What a copy may cost: its commit, announcements, what repeats commits, and polls; no byte of a file."""
 
 
-@pytest.mark.parametrize("pack", ["auto", pytest.param("always", marks=pytest.mark.long)])
+@pytest.mark.long  # vfs/test_clone.py shows it
+@pytest.mark.parametrize("pack", ["auto", "always"])
 def test_clone_is_equal_to_its_source_costs_no_byte_and_outlives_it(
     make_lake: LakeMaker, tmp_path: Path, pack: str
 ) -> None:

@@ -175,6 +175,7 @@ def test_mount_whose_proxy_fails_reads_on(node: Maker, proxy: Nginx, number: sig
         eventually(lambda: "answers again" in lake.log().splitlines()[-1], "the proxy is used again")
 
 
+@pytest.mark.long  # blockcache/test_cluster_cache.py shows it
 def test_mounts_whose_proxy_is_killed_while_they_read_show_no_error(node: Maker, proxy: Nginx) -> None:
     lakes = [node("--cluster-cache", proxy.url) for _ in range(2)]
 

@@ -32,7 +32,7 @@ def write(lake: Lake, name: str, size: int, ends_by: int) -> None:
     assert run.returncode == -ends_by
 
 
-@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("durability", ["close", pytest.param("writeback", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("with_hooks")
 def test_checkpoint_of_a_killed_program_keeps_the_version_before(make_lake: LakeMaker, durability: str) -> None:
     lake = make_lake("file", "--durability", durability).mount()

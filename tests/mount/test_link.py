@@ -37,6 +37,7 @@ def link_errno(source: Path, target: Path) -> int:
     return 0
 
 
+@pytest.mark.long  # vfs/test_link.py shows it
 def test_of_two_mounts_that_link_one_name_one_wins_and_the_other_sees_it(nodes: tuple[Lake, Lake]) -> None:
     sources = [node.path / f"source{number}" for number, node in enumerate(nodes)]
     for number, source in enumerate(sources):

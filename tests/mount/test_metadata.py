@@ -195,6 +195,7 @@ def test_opening_and_reading_what_is_in_the_page_cache(lake: Lake) -> None:
     assert after["store"] == before["store"]
 
 
+@pytest.mark.long  # vfs/test_namespace.py shows it
 def test_a_directory_appears_as_its_first_page_arrives(
     make_lake: LakeMaker, faults: tuple[Server, Faults], tmp_path: Path
 ) -> None:

@@ -487,6 +487,7 @@ def test_commands_that_wait_for_a_store_that_is_away_say_so(
     assert lake.cli("refresh", str(lake.path)).stderr == ""
 
 
+@pytest.mark.long  # cli/test_umount.py and vfs/test_replay.py show it
 def test_unmounting_while_the_store_is_away(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
     """It says what is not stored, and stays; --lazy goes, keeps the bytes, and the next mount stores them."""
     lake = make_lake("seaweedfs", *OPTIONS, through=faults[0]).mount()

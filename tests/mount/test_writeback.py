@@ -251,6 +251,7 @@ def test_flush_shows_how_far_it_is(back: Lake, faults: tuple[Server, Faults]) ->
     assert back.outside.read("model") == noise(LARGE_BYTES)
 
 
+@pytest.mark.long  # vfs/test_queue.py shows it
 def test_flush_and_fsync_while_the_store_is_away(back: Lake, faults: tuple[Server, Faults]) -> None:
     """They answer with why, once a request was tried for --retry-timeout, and lose nothing."""
     controls = away(faults)

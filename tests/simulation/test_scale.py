@@ -18,7 +18,7 @@ LONG = pytest.mark.long
     [
         Load(nodes=3, writers=1, commits_s=0.2, seconds=200),
         pytest.param(Load(nodes=3, writers=1, commits_s=0.2, idle=9, seconds=240), marks=LONG),
-        Load(nodes=24, writers=2, commits_s=0.5, seconds=60),
+        pytest.param(Load(nodes=24, writers=2, commits_s=0.5, seconds=60), marks=LONG),
         pytest.param(Load(nodes=3, writers=3, commits_s=3, seconds=200), marks=LONG),
         pytest.param(Load(nodes=24, writers=2, commits_s=0.5, refresh_s=30, seconds=600), marks=LONG),
         pytest.param(Load(nodes=24, writers=20, commits_s=10, seconds=60), marks=LONG),

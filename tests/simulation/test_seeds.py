@@ -21,10 +21,10 @@ CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
 SEEDS = [
     (profile, seed)
     for profile, seeds in (
-        ("turns", sized(1, 8)),
+        ("turns", sized(0, 8)),
         ("mixed", sized(1, 8)),
         ("foreign", sized(1, 5)),
-        ("copies", sized(1, 8)),
+        ("copies", sized(0, 8)),
     )
     for seed in range(seeds)
 ] + [

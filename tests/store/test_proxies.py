@@ -83,7 +83,7 @@ def test_http_proxy_named_every_request_goes_through(
     assert proxy.asked("GET ", "list-type=2") == 1
 
 
-@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+@pytest.mark.parametrize("name", ["no_proxy", pytest.param("NO_PROXY", marks=pytest.mark.long)])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("excluded", ["HOST", "*", "PORT"])
 def test_no_proxy_names_the_host_no_request_goes_through(

@@ -17,6 +17,7 @@ from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.spilled_parts import SPILLED
 from tests.memory_store import Failures, Pause, Request, When
+from tests.tiers import sized
 from tests.upload.drafting import KIB, PART, REACH_S_MAX, Bench, bench, noise, reached
 
 LARGE_PART = 4 << 20
@@ -325,7 +326,7 @@ async def test_read_from_a_spilled_object_that_is_superseded_meanwhile_succeeds(
         draft.close(unlink=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(sized(1, 3)))
 async def test_writers_and_readers_beside_spills_match_a_model(tmp_path: Path, seed: int) -> None:
     """Each writer has bytes of its own, which share their pages with those of the others."""
     writers, stride, steps = 4, 1500, 40

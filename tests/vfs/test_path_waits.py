@@ -100,7 +100,7 @@ async def test_wait_for_object_of_another_client_asks_once_in_each_ttl(tmp_path:
         clock.advance(TTL_S)
 
 
-@pytest.mark.parametrize("names", [1, 40])
+@pytest.mark.parametrize("names", [pytest.param(1, marks=pytest.mark.long), 40])
 async def test_many_waits_ask_as_often_as_one(names: int, tmp_path: Path) -> None:
     """Those of other names in the directory are answered by its listing."""
     asked = []

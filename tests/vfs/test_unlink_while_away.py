@@ -84,7 +84,7 @@ async def test_file_that_was_never_stored_is_removed_for_good(
             assert (await again.names(), again.fs.unfinished()) == ([], [])
 
 
-@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("durability", [pytest.param("close", marks=pytest.mark.long), "writeback"])
 async def test_changed_file_that_is_open_is_removed_within_seconds(tmp_path: Path, durability: str) -> None:
     store = MemoryStore()
     store.give("f", noise(1, BASE_BYTES))
