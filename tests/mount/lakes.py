@@ -8,12 +8,12 @@ Sizes are small; the environment raises them:
 
 =========================== ======= ==================================================================
 LAKEFS_TEST_STORES          *       stores, by commas, of tests that run on any: file, seaweedfs (default), moto, rclone
-LAKEFS_TEST_LARGE_MIB       40      size of a file that takes several parts (at least 33; 17 in `make test`)
+LAKEFS_TEST_LARGE_MIB       40      size of a file that takes several parts (17 in `make test`, 33 at least in others)
 LAKEFS_TEST_DIRECTORIES     30      directories of the lake that is listed
-LAKEFS_TEST_OBJECTS         3000    objects in them, all together
-LAKEFS_TEST_IMAGES          200     files that a DataLoader reads
+LAKEFS_TEST_OBJECTS         3000    objects in them, all together (1500 in `make test`)
+LAKEFS_TEST_IMAGES          120     files that a DataLoader reads
 LAKEFS_TEST_FIO_MIB         6       size of each file that fio writes and verifies
-LAKEFS_TEST_CHECKPOINT_MIB  48      size of the state dict that torch saves and loads
+LAKEFS_TEST_CHECKPOINT_MIB  48      size of the state dict that torch saves and loads (24 in `make test`)
 =========================== ======= ==================================================================
 """
 

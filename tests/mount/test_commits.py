@@ -1,6 +1,6 @@
 """Commits as users see them: packs, atomic renames, and several nodes on one lake.
 
-Sizes are small; LAKEFS_TEST_PACKED_FILES (default 300) and LAKEFS_TEST_RENAMES (default 5) raise them.
+Sizes are small; LAKEFS_TEST_PACKED_FILES (default 200) and LAKEFS_TEST_RENAMES (default 3) raise them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.mount.lakes import MIB, Lake, noise, scale
 from tests.tiers import IS_LONG
 
 PACKAGE = Path(__file__).parents[2] / "lakefs_fuse"
-SOURCES = PACKAGE if IS_LONG else PACKAGE / "vfs"
+SOURCES = PACKAGE if IS_LONG else PACKAGE / "store"
 """The tree that is read."""
 FIO_MIB = scale("FIO_MIB", 6)
 

@@ -16,7 +16,7 @@ import pytest
 from tests.mount.conftest import STORES, LakeMaker
 from tests.mount.lakes import MIB, Lake, eventually, number, scale
 
-IMAGES = scale("IMAGES", 500, short=200)
+IMAGES = scale("IMAGES", 500, short=120)
 CHECKPOINT_BYTES = scale("CHECKPOINT_MIB", 48, short=24) * MIB
 READ_BYTES_MIN = 128 << 10
 """The kernel may cut what it wants into reads of this size."""
