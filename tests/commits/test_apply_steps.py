@@ -207,7 +207,7 @@ async def test_moves_what_is_changed_between_two_steps_is_checked_again(node: No
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("at_step", [1, 8, 18, 23])
+@pytest.mark.parametrize("at_step", [1, 18, *(pytest.param(step, marks=pytest.mark.long) for step in (8, 23))])
 async def test_moves_the_source_itself_is_checked_again(node: Node, at_step: int, replaced: bool) -> None:
     """Its attributes were changed here since, or another directory has its name."""
     record = renamed(node)

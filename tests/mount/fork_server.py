@@ -250,7 +250,7 @@ def make_parts_small() -> None:
 
     (_, count), *others = part_layout.SPANS
     part_layout.SPANS = ((PART_BYTES, count), *others)  # type: ignore[assignment]
-    part_layout.PartLayout.__init__.__defaults__ = (part_layout.SPANS,)  # type: ignore[misc]
+    part_layout.PartLayout.__init__.__defaults__ = (part_layout.SPANS,)
 
 
 def parse_service_files() -> None:

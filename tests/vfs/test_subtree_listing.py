@@ -54,7 +54,7 @@ def test_a_page_of_a_flat_listing_is_what_a_list_with_a_delimiter_brings(keys: l
     assert sorted(page.prefixes) == sorted(expected.prefixes)
 
 
-@pytest.mark.parametrize("above", ["", "data/"])
+@pytest.mark.parametrize("above", [pytest.param("", marks=pytest.mark.long), "data/"])
 async def test_stat_at_random_over_packed_directories_costs_a_list_each_ttl(tmp_path: Path, above: str) -> None:
     store, clock, rng = store_of("other", "else/where"), Clock(), random.Random(0)
     async with lake(store, tmp_path, clock=clock) as m:
