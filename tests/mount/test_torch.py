@@ -221,7 +221,7 @@ def test_safetensors(either: Lake) -> None:
     run(SAFETENSORS, str(path), str(CHECKPOINT_BYTES))
 
 
-@pytest.mark.long  # test_commits_training.py saves such files
+@pytest.mark.long  # test_commits.py renames over files, too
 @pytest.mark.parametrize("size", [100_000, CHECKPOINT_BYTES])
 def test_safetensors_save_file(either: Lake, size: int) -> None:
     """It writes a temporary file and renames it, over the one before as well."""
