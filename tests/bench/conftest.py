@@ -46,8 +46,9 @@ ALONE = ("--refresh", "1h", "--metadata-ttl", "1h", "--delete-after", "0", "--no
 WANTED: list[tuple[type[Lakefs], tuple[str, ...]]] = [
     (Lakefs, ("epochs", "large files", "checkpoint", "small files")),
     (LakefsPacked, ("epochs",)),
-    (LakefsImmutable, ("epochs",)),
 ]
+if IS_LONG:
+    WANTED.append((LakefsImmutable, ("epochs",)))
 
 
 def run_forked(*arguments: str, limit_s: float) -> str:

@@ -18,10 +18,6 @@ from scripts.bench.stage import DIRECTORIES
 from tests.bench.conftest import TINY
 from tests.mount.lakes import PART_BYTES
 
-pytestmark = pytest.mark.long
-"""In `make test` tests of mounts count requests, each of what it is about: of names `test_metadata.py`, of files
-`test_torch.py`, of parts `test_uploads.py`, of write-back `test_writeback.py`."""
-
 FILES = TINY.files
 PAGE = 1
 """LIST with which the second name of a directory is asked for, besides its own, where nobody has listed it."""
@@ -102,6 +98,7 @@ def test_an_epoch_after_a_restart(found: Results, peer: str) -> None:
     cost.calls_at_most(lookup=FILES + DIRECTORIES, open=FILES, read=FILES, flush=FILES, release=FILES)
 
 
+@pytest.mark.long  # `mount/test_immutable.py` counts upcalls of one
 def test_epochs_of_an_immutable_mount(found: Results) -> None:
     first = Cost(found, FIRST_EPOCH, "lakefs immutable")
     first.asks_at_most(get=FILES)

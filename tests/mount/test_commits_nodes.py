@@ -90,7 +90,6 @@ def as_the_format_says(lake: Lake) -> dict[str, str]:
     return found
 
 
-@pytest.mark.long  # the simulation shows it
 @pytest.mark.parametrize("pack", [pytest.param("always", marks=pytest.mark.long), "auto"])
 def test_two_nodes_settle_on_one_tree(make_lake: LakeMaker, tmp_path: Path, pack: str) -> None:
     """After thousands of conflicts both, and a third node, show the same tree, and it is what the format says."""

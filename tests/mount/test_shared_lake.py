@@ -57,7 +57,6 @@ def replace_beside_rename(renaming: Path, writing: Path, directory: str, renamed
     return expected
 
 
-@pytest.mark.long  # the simulation shows it
 def test_files_published_where_another_node_renamed_their_directory_are_there(
     make_lake: LakeMaker, tmp_path: Path
 ) -> None:

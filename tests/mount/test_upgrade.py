@@ -74,7 +74,6 @@ def read(lake: Lake) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.long  # test_format_1.py and admin/test_upgrade.py show it
 def test_old_program_beside_this_one_before_the_upgrade_loses_nothing(old_lake: Lake, new_lake: Lake) -> None:
     old_lake.mount()
     new_lake.mount()
