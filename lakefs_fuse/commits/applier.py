@@ -27,9 +27,10 @@ from functools import reduce
 import msgspec
 import trio
 
-from lakefs_fuse.commits.apply_record import NOTHING, TOGETHER_MAX, Application
+from lakefs_fuse.commits.apply_record import TOGETHER_MAX, Application
 from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.doubt import Doubt
+from lakefs_fuse.commits.file_rules import NOTHING
 from lakefs_fuse.commits.future_commits import Original
 from lakefs_fuse.commits.path_tree import PathTree, Watcher
 from lakefs_fuse.commits.record import (

@@ -1,0 +1,765 @@
+"""What each operation of a commit makes of a file's name: the rules, without the rows.
+
+A `Step` has what is known of a name, and what the operations so far make of it; `Application` reads it, and writes what
+it became. What is newer is decided by `_is_older` for files that are put, before it by `_is_told_late` for a plain
+object that is told of, by `_is_removing` for files that go, by `_applies` and `_is_attributed_later` for changes of one
+version.
+
+What always holds (*nothing is written*): rules read the object table, and change steps alone. Trio thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from types import MappingProxyType
+
+import msgspec
+
+from lakefs_fuse.commits.doubt import Doubt
+from lakefs_fuse.commits.path_tree import (
+    PathTree,
+    buried_with,
+    is_hiding,
+    is_only_listed,
+    is_removing,
+    lies_elsewhere,
+    when_replaced,
+)
+from lakefs_fuse.commits.record import (
+    ANY,
+    OWN,
+    THIS,
+    UNSET,
+    ObjectRef,
+    Operation,
+    Put,
+    Record,
+    Relocate,
+    Remove,
+    SetAttr,
+    Symlink,
+    is_copy,
+    is_of_version,
+)
+from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
+from lakefs_fuse.meta.tombstones import (
+    Tombstone,
+    beside_file,
+    bury,
+    is_put_since,
+    is_replaced,
+    put_back,
+    told_until,
+    with_unlisted,
+    without,
+    without_others,
+)
+
+NS = 1_000_000_000
+RELOCATED = 1
+"""Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
+NOTHING: Mapping[str, str] = MappingProxyType({})
+NONE_BURIED: Mapping[str, tuple[tuple[str, int], int]] = MappingProxyType({})
+KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
+
+
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """Where a file's bytes are, as `Entry` has it."""
+
+    number: int
+    offset: int
+    etag: str
+
+
+class Effect(IntEnum):
+    """What operations did to the file of a name."""
+
+    NONE = 0
+    NOTED = 1
+    """It is the same, and something is noted in its row."""
+    UPDATED = 2
+    """The same bytes have other attributes."""
+    RELOCATED = 3
+    """The same bytes are in another place."""
+    SET = 4
+    """A commit says what it is."""
+    GONE = 5
+
+
+class Step(msgspec.Struct):
+    """An operation on its way, with what is known of its name when its turn comes.
+
+    ``name`` is the sort name in the directory ``parent`` (None: there is none), ``raw`` the path of its tombstone.
+    ``other``: the directory that has the name of a file that is not there, or the file that has a directory's.
+    """
+
+    operation: Operation
+    parent: int | None
+    name: bytes
+    raw: bytes
+    is_last: bool
+    """Nothing in the record says later which bytes the name has."""
+    is_only: bool
+    """Nothing else in the commit does."""
+    row: Entry | None = None
+    """What is in the tree."""
+    current: Entry | None = None
+    """What the name is now. A new file has no parent, cookie and inode yet."""
+    buried: Tombstone | None = None
+    """The tombstone that is in the tree."""
+    tombstone: Tombstone | None = None
+    other: Entry | None = None
+    effect: Effect = Effect.NONE
+    xattrs: dict[str, bytes] | None = None
+    """Those of ``current``; None: as before."""
+    target: bytes = b""
+    """Of ``current``, if it is a new symbolic link."""
+    relocated: tuple[str, str, int] | None = None
+    """Key, ETag and offset of the bytes before."""
+    relists: bool = False
+    """The next listing tells what lies there."""
+    uncovered: set[int] = set()
+    """Times of commits to apply again: a plain object that counted over their files by its date is gone."""
+
+    def become(self, entry: Entry, effect: Effect, xattrs: dict[str, bytes] | None = None, target: bytes = b"") -> None:
+        """The name is this from now on."""
+        self.current, self.effect, self.xattrs, self.target = entry, effect, xattrs, target
+
+    def drop(self) -> None:
+        """The name is gone."""
+        self.current, self.effect, self.xattrs, self.target = None, Effect.GONE, None, b""
+
+
+class FileRules:
+    """The rules, for the operations of one record."""
+
+    def __init__(
+        self,
+        paths: PathTree,
+        record: Record,
+        this: ObjectRef,
+        stamp: int,
+        *,
+        own: bool = False,
+        outdated: Mapping[str, str] = NOTHING,
+        buried: Mapping[str, tuple[tuple[str, int], int]] = NONE_BURIED,
+    ) -> None:
+        """As `Application`. ``buried`` as in `Carried`."""
+        self._own, self._outdated, self._buried = own, outdated, buried
+        self._paths, self._tree = paths, paths.tree
+        self._record, self._this, self._stamp, self._time = record, this, stamp, record.time
+        self._numbers: dict[int, int] = {}
+        """Numbers of objects by their index in the record, as they were when they were needed last."""
+
+    def number(self, operations: Iterator[Operation]) -> None:
+        """Give numbers to the objects that operations name. The other methods are for these operations."""
+        named = {index for operation in operations for index in self._elsewhere(operation)}
+        known, get = self._numbers, self._tree.objects.get
+        refs = {index: self._ref(index) for index in named if index not in known or get(known[index]) is None}
+        if refs:
+            numbers = self._tree.objects.numbers([(ref.key, ref.etag, ref.size) for ref in refs.values()])
+            known.update(zip(refs, numbers, strict=True))
+
+    def apply(self, step: Step) -> None:
+        """The operation of a step, which is about a file."""
+        match operation := step.operation:
+            case Put():
+                self._put(step, operation)
+            case Symlink():
+                self._symlink(step, operation)
+            case Remove():
+                self._remove(step, operation)
+            case SetAttr():
+                self._set_attributes(step, operation)
+            case Relocate():
+                self._relocate(step, operation)
+
+    def _ref(self, index: int) -> ObjectRef:
+        return self._this if index == THIS else self._record.objects[index]
+
+    def _elsewhere(self, operation: Operation) -> Iterator[int]:
+        """Indexes of objects that an operation names, and that have numbers."""
+        if not isinstance(operation, Put | SetAttr | Relocate):
+            return
+        if not self._is_own(operation.path, operation.object, operation.offset, operation.size):
+            yield operation.object
+        if isinstance(operation, Put) and operation.replaces != ANY:
+            yield operation.replaces
+        if isinstance(operation, Relocate):
+            before = operation.from_object
+            if not self._is_own(operation.path, before, operation.from_offset, operation.size):
+                yield before
+
+    def _is_own(self, path: str, index: int, offset: int, size: int) -> bool:
+        """The bytes are the plain object at the path's own key, perhaps come back to it."""
+        if index == OWN:
+            return True
+        ref = self._ref(index)
+        return ref.key == path and not offset and size == ref.size
+
+    def _place(self, path: str, index: int, offset: int, size: int, hides: str) -> Place:
+        if not self._is_own(path, index, offset, size):
+            return Place(self._numbers[index], offset, hides)
+        return Place(0, 0, hides if index == OWN else self._ref(index).etag)
+
+    def is_at(self, entry: Entry, place: Place, path: str) -> bool:
+        if entry.flags & NO_OBJECT:
+            return False
+        if place.number:
+            return entry.place == place.number and entry.offset == place.offset
+        if not entry.place:
+            return entry.etag == place.etag
+        row = self._tree.objects.get(entry.place)  # renamed back to its own key
+        return row is not None and (row.key, row.etag, row.size) == (path, place.etag, entry.size) and not entry.offset
+
+    def is_older(self, step: Step, hides: str) -> bool:
+        """Something newer than this record is known of the name."""
+        tombstone, current = step.tombstone, step.current
+        if tombstone is not None and self._is_ended(step, tombstone, hides):
+            return True
+        if tombstone is not None and self._is_told_later(step, tombstone, hides):
+            return True
+        if current is None or self._is_named(step, current, hides):
+            return False
+        return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
+
+    def _is_told_later(self, step: Step, tombstone: Tombstone, hides: str) -> bool:
+        """A later record told of a plain object that a listing did not show any more, and this one does not name it."""
+        etag, stamp = tombstone.unlisted
+        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
+        is_other = is_own or etag != hides or is_put_since(tombstone.when_dated(etag), self._stamp)
+        return stamp > self._stamp and is_other
+
+    def _is_ended(self, step: Step, tombstone: Tombstone, etag: str) -> bool:
+        """A later removal ended what the record puts: a file elsewhere unless it hides the very object that the
+        removal names, a plain object if it is the one named or is not there any more."""
+        if not isinstance(step.operation, Put) or step.operation.object != OWN:
+            if tombstone.when_gone(self._etag_back(step.operation)) > self._stamp:
+                return True
+            return tombstone.has_ended(self._stamp, etag)
+        is_there = self._outdated.get(step.operation.path) != etag
+        survives = is_there and max(tombstone.floor, tombstone.when_gone(etag)) <= self._stamp
+        return tombstone.newest > self._stamp and not survives
+
+    def _etag_back(self, operation: Operation) -> str:
+        """Of the object at its own key to which a file is renamed back; empty where the operation is another."""
+        if not isinstance(operation, Put) or operation.object == OWN:
+            return ""
+        is_own = self._is_own(operation.path, operation.object, operation.offset, operation.size)
+        return self._ref(operation.object).etag if is_own else ""
+
+    def _is_named(self, step: Step, current: Entry, hides: str) -> bool:
+        """The operation names the plain object that is known, but is older: who told of that one later had not seen
+        this commit, or would have put another."""
+        if not hides or current.etag != hides or current.stamp <= self._stamp or not current.is_plain:
+            return False
+        if isinstance(step.operation, Put) and step.operation.object == OWN:
+            return False
+        is_made_since = self._own and current.stamp >= PENDING
+        return not is_made_since and (not current.flags & Flag.PUT_AGAIN or self._is_version_put_again(step, hides))
+
+    def _is_version_put_again(self, step: Step, etag: str) -> bool:
+        """The operation names the version with this ETag that was put there again: a removal whose store dates it so,
+        or later, as its writer had seen that before a commit told of it; or a file that came over it by the times."""
+        known_s = 0 if step.tombstone is None else step.tombstone.when_dated(etag)
+        if isinstance(step.operation, Remove):
+            return 0 < known_s <= step.operation.dated_s
+        is_by_date = step.current is not None and bool(step.current.flags & Flag.DATED_AGAIN)
+        return is_by_date and known_s > 0 and not is_put_since(known_s, self._stamp)
+
+    def _is_gone(self, step: Step, etag: str, dated_s: int) -> bool:
+        """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
+        one, where the record put it there again."""
+        current, tombstone = step.current, step.tombstone
+        if current is not None and is_hiding(current, etag) and not is_put_since(dated_s, current.stamp):
+            return True
+        if tombstone is None or tombstone.when_gone(etag) > self._stamp:
+            return tombstone is not None
+        named = tombstone.when_named(etag)
+        if not (dated_s or self._is_just_removed(step)):
+            return named not in (0, self._stamp)  # `_when_ended`
+        is_before = 0 < named < self._stamp  # what went with this record came back with it, if it is applied again
+        return is_before and 0 < dated_s <= tombstone.when_removed(etag)
+
+    def _is_just_removed(self, step: Step) -> bool:
+        """The record itself removed the name before."""
+        return step.tombstone is not None and step.tombstone.floor == self._stamp
+
+    def _bury(
+        self, step: Step, stamp: int = 0, *,
+        floor: int = 0, again: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0,
+        told: tuple[str, int] = ("", 0),
+    ) -> None:  # fmt: skip
+        current, newest = step.current, 0 if step.tombstone is None else step.tombstone.unlisted[1]
+        if current is not None and current.is_plain:
+            newest = max(newest, current.stamp)
+        if newest > floor:  # what lies there is the file
+            stamp, floor = max(stamp, floor), 0
+        step.tombstone = bury(
+            step.tombstone, stamp, floor=floor, again=again, etag=etag, ended=ended, at=at, dated_s=dated_s, told=told
+        )
+        self._end_told(step, etag, at)
+
+    def _end_told(self, step: Step, etag: str, at: int) -> None:
+        """A commit names a plain object ``at`` a time: one that told of it later, and not that it was put there again,
+        had no effect. What counted as replaced by that may be there for others, and is applied again."""
+        tombstone = step.tombstone
+        if tombstone is None or not tombstone.told:
+            return
+        if max(at, tombstone.again) < (told := tombstone.when_told(etag)) < PENDING:
+            step.tombstone = told_until(tombstone, etag, at)
+            step.uncovered |= step.tombstone.between(self._stamp, told - 1)
+
+    def _end_unlisted(self, step: Step, hides: str, *, is_replaced: bool = True) -> None:
+        """The plain object that a listing did not show any more is not what the name means since the record, or since
+        before where that names it. Its ETag is gone if it was replaced, or if any version was removed."""
+        if step.tombstone is None or not step.tombstone.has_ended_unlisted(self._stamp, hides):
+            return
+        etag, stamp = step.tombstone.unlisted
+        again = stamp if step.tombstone.when_put(etag) else 0  # as `buried_with`
+        step.tombstone = with_unlisted(step.tombstone)
+        self._repeat(step, step.tombstone, stamp)
+        self._bury(step, told=(etag, stamp), again=again, ended=etag if is_replaced else "", at=self._stamp)
+
+    def _when_ended(self, stamp: int) -> int:
+        """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is
+        pending may get an earlier time than the record, which is applied again then."""
+        return stamp if stamp < PENDING else self._stamp
+
+    def _bury_replaced(self, step: Step, current: Entry, etag: str = "") -> None:
+        """A file elsewhere is replaced, or removed. What it hid stays hidden, but for the plain object ``etag``."""
+        if current.etag and current.etag != etag:
+            self._bury(step, etag=current.etag, at=current.stamp if current.stamp > RELOCATED else self._stamp)
+        self._bury(step, floor=current.stamp)
+
+    def _note_lost(self, step: Step, place: Place, hides: str) -> None:
+        """The operation is left out as older than what is known; what it replaced stays gone all the same."""
+        current, tombstone = step.current, step.tombstone
+        is_elsewhere = current is not None and lies_elsewhere(current)
+        if place.number or isinstance(step.operation, Symlink):
+            if hides and not (is_elsewhere and current.etag == hides):  # type: ignore[union-attr]
+                self._bury(step, etag=hides, at=max(self._stamp, when_replaced(current, tombstone)))
+            if not is_elsewhere:
+                self._end_unlisted(step, hides)
+                self._bury(step, floor=self._stamp)
+                self._remove_replaced(step, hides)
+            is_told = step.tombstone is not None and step.tombstone.unlisted[1] > self._stamp
+            listed = current if current is not None and current.is_plain and not current.stamp else None
+            if listed is not None and is_told:
+                if listed.etag == hides:
+                    self._drop_listed(step, listed)
+            elif listed is not None:
+                if self._own or self._is_unknown(listed, step.operation.path, hides):
+                    flags = listed.flags | Flag.OVERRIDING
+                    step.become(msgspec.structs.replace(listed, flags=flags), Effect.NOTED)
+                else:  # older than what was removed since
+                    self._uncover(step, step.tombstone, listed)
+                    step.drop()
+        elif is_elsewhere and current.stamp > self._stamp:  # type: ignore[union-attr]
+            self._bury(step, ended=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
+        elif tombstone is not None and tombstone.floor > self._stamp:
+            self._bury(step, ended=place.etag, at=self._when_ended(tombstone.floor))
+            if current is not None and current.is_plain and not current.stamp and current.etag == place.etag:
+                self._drop_listed(step, current)
+        else:
+            if isinstance(step.operation, Put) and step.operation.dated_s:
+                step.tombstone = bury(step.tombstone, etag=place.etag, put_s=step.operation.dated_s)
+                self._bury(step, told=(place.etag, self._stamp), again=self._stamp)
+            if current is None or not current.is_plain or current.etag != place.etag:  # else the row says it
+                self._end_older(step, self._stamp, place.etag)
+
+    def _drop_listed(self, step: Step, current: Entry) -> None:
+        """A plain object that was only listed had counted by its date, and is gone by its ETag. The next listing tells
+        whether the same bytes were put there again."""
+        self._uncover(step, step.tombstone, current)
+        step.drop()
+        step.relists = True
+
+    def _end_older(self, step: Step, stamp: int, etag: str) -> None:
+        """A plain object that was removed had replaced what was elsewhere until then, also earlier in this record."""
+        current = step.current
+        if current is not None and lies_elsewhere(current) and 0 < current.stamp < stamp:
+            self._bury_replaced(step, current)
+            step.drop()
+        elif current is not None and lies_elsewhere(current) and current.stamp == stamp == self._stamp and step.is_last:
+            self._bury(step, etag=current.etag, at=stamp)
+            step.drop()
+        self._bury(step, told=(etag, stamp))
+
+    def _note_not_moved(self, step: Step, etag: str, *, since: int) -> None:
+        """A plain object is not the file, because a file elsewhere took its place after ``since``, or was removed: a
+        copy of bytes which the name did not have any more, or (``since``) a version that was moved away, and replaced
+        at its key or removed later."""
+        current, ended = step.current, 0
+        listed = None if since or current is None or not is_only_listed(current, etag) else current
+        if current is not None and (since or lies_elsewhere(current)):
+            ended = current.stamp if current.etag != etag else 0
+        elif (current is None or listed is not None) and step.tombstone is not None:
+            ended = step.tombstone.newest if since else step.tombstone.floor
+        if ended > since:
+            self._bury(step, etag=etag, at=max(self._stamp, self._when_ended(ended)))
+            if listed is not None:
+                step.drop()
+
+    def _remove_replaced(self, step: Step, hides: str) -> None:
+        """A file elsewhere has replaced the plain object that is known, and was removed itself since."""
+        current = step.current
+        if current is None or not current.is_plain or not 0 < current.stamp < PENDING:
+            return
+        if current.flags & Flag.DATED_AGAIN and current.stamp > self._stamp:
+            return  # which came after what the file was removed by
+        if current.stamp < self._stamp or self._is_named(step, current, hides):
+            self._uncover(step, step.tombstone, current)
+            self._bury(step, ended=current.etag, at=self._stamp)
+            step.drop()
+
+    def _uncover(self, step: Step, tombstone: Tombstone | None, current: Entry) -> None:
+        """A plain object goes that was only listed, or of which a later commit told. What it hid, by its date or by the
+        order of commits, is not known here any more, and may be there for others."""
+        if tombstone is None:
+            return
+        if current.flags & Flag.OVERRIDING and not current.stamp and 0 < tombstone.floor < PENDING:
+            step.uncovered.add(tombstone.floor)
+        self._repeat(step, tombstone, current.stamp)
+
+    def _repeat(self, step: Step, tombstone: Tombstone, until: int) -> None:
+        """Apply what a commit made count no more that told of a plain object ``until`` then, and that commit, again."""
+        if self._stamp < until < PENDING and (hidden := tombstone.between(self._stamp, until)):
+            step.uncovered |= {*hidden, until}
+
+    def _note_won(self, step: Step, place: Place, hides: str, *, is_again: bool) -> None:
+        """The operation says what the name is from now on. A tombstone stays for what is gone: a file elsewhere stands
+        for the rest."""
+        current = step.current
+        if current is not None and current.flags & Flag.LOCAL:
+            current = None
+        if place.number or isinstance(step.operation, Symlink):
+            if current is not None and current.stamp > self._stamp:
+                self._uncover(step, step.tombstone, current)
+            if current is not None and current.stamp > 0 and current.etag not in ("", hides):
+                named, ended = (current.etag, "") if lies_elsewhere(current) else ("", current.etag)
+                self._bury(step, etag=named, ended=ended, at=self._stamp)
+            self._end_unlisted(step, hides)
+            self._end_told(step, hides, self._stamp)
+            if step.tombstone is not None:
+                step.tombstone = beside_file(step.tombstone, self._stamp, hides)
+        else:
+            if current is not None and lies_elsewhere(current) and current.stamp > 0:
+                self._bury_replaced(step, current, place.etag)
+            elif current is not None and current.is_plain and 0 < current.stamp < self._stamp:
+                told, again = buried_with(current)
+                self._bury(step, told=told, again=again)
+            self._end_unlisted(step, place.etag, is_replaced=False)
+            dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
+            if step.tombstone is not None or dated_s:
+                rest = step.tombstone or Tombstone(0)
+                again = self._stamp if self._is_just_removed(step) else 0  # which ends no version but its own
+                is_lost = rest.when_gone(place.etag) == self._stamp  # beside what was pending here
+                rest = without(rest, place.etag, again) if is_again or is_lost else rest
+                is_undated = bool(self._etag_back(step.operation) or (again and not dated_s))
+                step.tombstone = bury(put_back(rest, place.etag, undated=is_undated), etag=place.etag, put_s=dated_s)
+
+    def _is_covered(self, step: Step, current: Entry) -> bool:
+        """A file that is not in the store yet came over this, or over what the record says of the name further on."""
+        is_local = bool(current.flags & Flag.LOCAL)
+        return is_local and (not step.is_last or (step.is_only and current.stamp == self._stamp))
+
+    def _is_unknown(self, current: Entry, path: str, hides: str) -> bool:
+        """A plain object that the writer did not know, and not older (format.md, "Plain objects and commits")."""
+        if current.stamp or current.place or current.flags & NO_OBJECT or current.etag == hides:
+            return False
+        if current.flags & Flag.ATTRIBUTED:  # by the commit that changed it
+            date_ns = current.ctime_ns
+        elif current.is_dated_by_store or self._outdated is NOTHING:
+            date_ns = current.ctime_ns + NS  # LastModified says no more
+        else:
+            date_ns = self._time + 1  # dated by this node's clock, which may be wrong: the store is asked
+        newer = self._stamp < PENDING and date_ns > self._time
+        return newer and self._outdated.get(path) != current.etag
+
+    def doubts(self) -> Iterator[Doubt | None]:
+        """What to ask the store for, before the record is applied: an answer for each operation."""
+        return map(self._doubt, self._record.operations)
+
+    def _doubt(self, operation: Operation) -> Doubt | None:
+        if isinstance(operation, SetAttr | Relocate):
+            return self._doubt_version(operation)
+        if not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation):
+            return None
+        if isinstance(operation, Remove) and operation.directory:
+            return None
+        raw = operation.path.encode()
+        (current,) = self._paths.find_many([raw])
+        if isinstance(operation, Remove) and current is not None and self._is_other(current, operation):
+            # No commit told of a listed object, so the removed version has not replaced it: any date is right.
+            return Doubt(operation.path, current.etag, operation.hides, self._time if current.stamp else PENDING)
+        if isinstance(operation, Put) and operation.object == OWN and current is None:
+            tombstone = self._tree.tombstones.get(raw)
+            is_later = tombstone is not None and PENDING > tombstone.newest > self._stamp >= tombstone.floor
+            if is_later and not tombstone.when_gone(operation.hides):  # type: ignore[union-attr]
+                return Doubt(operation.path, operation.hides, "", removed_ns=tombstone.newest)  # type: ignore[union-attr]
+        if current is None or (current.is_dated_by_store and current.ctime_ns > self._time + NS):
+            return None
+        if self._is_unknown(current, operation.path, operation.hides):
+            return Doubt(operation.path, current.etag, operation.hides)
+        return None
+
+    def _doubt_version(self, operation: SetAttr | Relocate) -> Doubt | None:
+        index = operation.from_object if isinstance(operation, Relocate) else operation.object
+        (current,) = self._paths.find_many([operation.path.encode()]) if index == OWN else (None,)
+        if current is None or not current.is_plain or current.etag == operation.hides:
+            return None
+        if isinstance(operation, SetAttr) and self._is_known_before(current):
+            return Doubt(operation.path, current.etag, operation.hides, sets_attributes=True)
+        if isinstance(operation, Relocate) and not current.stamp and current.flags & Flag.ATTRIBUTED:
+            return Doubt(operation.path, current.etag, "", PENDING)  # whose attributes do not say which is newer
+        return None
+
+    def _is_other(self, current: Entry, removal: Remove) -> bool:
+        """A plain object that is known here, and that a removal of another does not name: its writer had not seen it,
+        or somebody replaced it since."""
+        is_earlier = current.stamp < self._stamp and not self._own
+        is_version = current.is_plain and not removal.by_date
+        return is_earlier and is_version and removal.hides not in ("", current.etag)
+
+    def _put(self, step: Step, operation: Put) -> None:
+        if operation.replaces != ANY:
+            self._replace_version(step, operation)
+            return
+        if operation.object == OWN and self._is_told_late(step, operation):
+            if step.tombstone is not None and step.tombstone.floor > self._stamp:
+                self._bury(step, ended=operation.hides, at=self._when_ended(step.tombstone.floor))
+            elif step.tombstone is not None and self._is_just_removed(step):
+                self._show_others(step, step.tombstone, operation.hides)
+            elif not self._is_hidden_by(step.current, operation):
+                gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
+                self._end_older(step, min(gone - 1, self._stamp), operation.hides)
+                if operation.dated_s:  # as `buried_with`
+                    self._bury(step, again=min(gone, self._stamp))
+            return
+        place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
+        said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
+        is_just_removed = self._is_just_removed(step)
+        is_by_date = operation.object == OWN and operation.dated_s > 0 and not is_just_removed
+        is_again = not place.number and (is_by_date or is_just_removed or operation.object != OWN)
+        again = Flag.PUT_AGAIN * is_again | Flag.DATED_AGAIN * is_by_date
+        self._set_file(
+            step, place, operation.hides, (KNOWN if said else 0) | again,
+            size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
+            mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
+        )  # fmt: skip
+
+    def _is_hidden_by(self, current: Entry | None, operation: Put) -> bool:
+        """What is known has, or hides, the plain object that is told of, and not only an earlier one of equal bytes."""
+        is_earlier = current is not None and lies_elsewhere(current) and is_put_since(operation.dated_s, current.stamp)
+        return current is not None and current.etag == operation.hides and not is_earlier
+
+    def _is_told_late(self, step: Step, operation: Put) -> bool:
+        """The plain object that is told of is gone. A change made here knew that when it was made, but not what other
+        nodes' commits have said since: its own commit is applied as those are."""
+        newest = 0 if step.current is None else step.current.stamp
+        newest = newest if step.tombstone is None else max(newest, step.tombstone.newest)
+        is_pending = self._own and max(self._stamp, newest) >= PENDING
+        return not is_pending and self._is_gone(step, operation.hides, operation.dated_s)
+
+    def _show_others(self, step: Step, tombstone: Tombstone, etag: str) -> None:
+        """What the record said to be there again is gone, and so ends no other version: the next listing tells what
+        lies there. Where it went later, it had replaced what was elsewhere (`buried_with`)."""
+        again = self._stamp if tombstone.when_gone(etag) > self._stamp else 0  # as `buried_with`
+        rest = without_others(tombstone, etag, self._stamp)
+        step.tombstone = bury(msgspec.structs.replace(rest, floor=0), again=again)
+        step.relists = True
+
+    def _replace_version(self, step: Step, operation: Put) -> None:
+        """Other bytes for the version that a file is, if it is that one still."""
+        current, before = step.current, Place(self._numbers[operation.replaces], 0, "")
+        if current is None or current.is_local:
+            return
+        if not (self.is_at(current, before, operation.path) or self._is_copy(current, self._ref(operation.replaces))):
+            return
+        place = self._place(operation.path, operation.object, operation.offset, operation.size, current.etag)
+        self._set_file(
+            step, place, current.etag, KNOWN,
+            size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
+            mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, stamp=current.stamp,
+        )  # fmt: skip
+
+    def _is_copy(self, current: Entry, source: ObjectRef) -> bool:
+        """The file's bytes were copied away from there, which the operation's writer had not seen."""
+        row = self._tree.objects.get(current.place) if current.place and not current.offset else None
+        return row is not None and is_copy(row.key, source)
+
+    def _symlink(self, step: Step, operation: Symlink) -> None:
+        target = operation.target.encode()
+        self._set_file(
+            step, Place(0, 0, operation.hides), operation.hides, KNOWN | Flag.SYMLINK,
+            size=len(target), mode=0o777, uid=operation.uid, gid=operation.gid,
+            mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, target=target,
+        )  # fmt: skip
+
+    def _set_file(
+        self, step: Step, place: Place, hides: str, flags: int, *, size: int, mode: int, uid: int, gid: int,
+        mtime_ns: int, xattrs: dict[str, bytes], target: bytes = b"", stamp: int | None = None,
+    ) -> None:  # fmt: skip
+        """``stamp`` is the record's where not given."""
+        current = step.current
+        if self.is_older(step, hides):
+            if stamp is None:
+                self._note_lost(step, place, hides)
+            return
+        if current is not None and self._is_covered(step, current):
+            return
+        flags |= Flag.XATTRS if xattrs else 0
+        if stamp is None:  # else it still hides what was removed: only this version may come into sight
+            self._note_won(step, place, hides, is_again=bool(flags & Flag.PUT_AGAIN))
+        entry = Entry(
+            0, 0, step.name, 0, flags, mode, uid, gid, size, mtime_ns, self._time, place.etag,
+            self._stamp if stamp is None else stamp, place.number, place.offset,
+        )  # fmt: skip
+        step.become(entry, Effect.SET, xattrs, target)
+
+    def _remove(self, step: Step, operation: Remove) -> None:
+        """A file."""
+        current, before = step.current, step.tombstone
+        if self._is_removing(step, operation) and current is not None:
+            self._uncover(step, before, current)
+            step.drop()
+
+    def _is_removing(self, step: Step, operation: Remove) -> bool:
+        """Whether a file goes, if it is there; what the removal names is gone in any case."""
+        current, hides, floor = step.current, operation.hides, 0
+        if operation.by_date or not hides:
+            floor = self._stamp
+        removes = True
+        if current is not None and self._is_other(current, operation):
+            removes = self._outdated.get(operation.path) == current.etag
+        elif current is not None and lies_elsewhere(current) and not is_removing(self._tree, operation, current):
+            is_older = current.stamp < self._stamp and is_replaced(current.stamp, operation.dated_s)
+            removes = is_older and current.etag != hides
+        elif current is not None and not self._is_named(step, current, hides):
+            removes = current.stamp <= self._stamp and not self._is_unknown(current, operation.path, hides)
+        if removes and current is not None and not current.flags & Flag.LOCAL and current.stamp > 0:
+            if lies_elsewhere(current):
+                self._bury_replaced(step, current)
+            elif floor and current.etag and current.etag != hides:
+                self._bury(step, ended=current.etag, at=self._stamp)
+            else:
+                told, again = buried_with(current)
+                self._bury(step, told=told, again=min(again, self._stamp))
+        elif removes and current is None and operation.path in self._buried:
+            told, again = self._buried[operation.path]
+            self._bury(step, told=told, again=min(again, self._stamp))
+        if removes or (step.tombstone is not None and step.tombstone.unlisted[0] == hides):
+            self._end_unlisted(step, hides, is_replaced=bool(floor))
+        if removes or not self._is_moot(current, hides):
+            self._bury(step, floor, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
+        return removes
+
+    def _is_moot(self, current: Entry | None, hides: str) -> bool:
+        """What the name is says already what an older removal says, or is those bytes, put there again since."""
+        if current is None:
+            return False
+        if lies_elsewhere(current):
+            return current.stamp > self._stamp and hides in ("", current.etag)
+        return bool(current.flags & Flag.PUT_AGAIN) and current.stamp > self._stamp and current.etag == hides
+
+    def _applies(self, step: Step, place: Place) -> bool:
+        """The name is still the version at ``place``; where no name is known, this may come into sight with a listing
+        (a plain object at its own key)."""
+        current, tombstone, path = step.current, step.tombstone or Tombstone(0), step.operation.path
+        is_gone = tombstone.when_gone(place.etag) > 0
+        if current is not None:
+            return self.is_at(current, place, path) or (not is_gone and self._may_follow(step, current, place))
+        unknown = not place.number and tombstone.newest < self._stamp and not is_gone
+        if unknown and not self._own:  # the listing before did not show it
+            step.relists = True
+        return unknown
+
+    def _may_follow(self, step: Step, current: Entry, place: Place) -> bool:
+        """The plain object that the operation names is perhaps newer than the one listed here: the next question for
+        the name, which is made to come, tells. Where a commit told of that one, or changed it, the store was asked."""
+        if self._own or place.number or current.place or current.flags & NO_OBJECT:
+            return False
+        if current.stamp or current.flags & Flag.ATTRIBUTED:
+            return current.stamp < self._stamp and self._outdated.get(step.operation.path) == current.etag
+        if current.ctime_ns >= self._time + NS:
+            return False
+        step.relists = True
+        return True
+
+    def _is_known_before(self, current: Entry) -> bool:
+        """An earlier commit told of the plain object that is known, or changed its attributes."""
+        since = current.stamp or (current.ctime_ns if current.flags & Flag.ATTRIBUTED else 0)
+        return current.is_plain and 0 < since < self._stamp
+
+    def _is_replaced(self, current: Entry, before: Place) -> bool:
+        """A plain object was replaced in place, of which no commit has to tell: who relocated the one that lay there
+        had seen it."""
+        is_told = current.is_plain and 0 < current.stamp < self._stamp
+        return is_told and not before.number and current.etag != before.etag
+
+    def _set_attributes(self, step: Step, operation: SetAttr) -> None:
+        """The version's own stamp stays: a writer that replaces it without knowing of this wins everywhere."""
+        place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
+        current = step.current
+        if not self._applies(step, place):
+            return
+        if current is None or not self.is_at(current, place, operation.path):
+            if current is not None and current.stamp:  # no commit tells of this one, and a listing would not show that
+                step.tombstone = with_unlisted(step.tombstone, current.etag, current.stamp)
+            self._set_file(
+                step, place, current.etag if current else operation.hides, KNOWN | Flag.ATTRIBUTED,
+                size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
+                mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, stamp=0,
+            )  # fmt: skip
+            return
+        if current.size != operation.size or (self._stamp < PENDING and self._is_attributed_later(current)):
+            return
+        flags = (current.flags & ~Flag.XATTRS) | KNOWN | Flag.ATTRIBUTED | (Flag.XATTRS if operation.xattrs else 0)
+        entry = msgspec.structs.replace(
+            current, flags=flags, mode=operation.mode, uid=operation.uid, gid=operation.gid,
+            mtime_ns=operation.mtime_ns, ctime_ns=self._time,
+        )  # fmt: skip
+        is_said = bool((flags | current.flags) & Flag.XATTRS)
+        step.become(entry, Effect.UPDATED, operation.xattrs if is_said else None)
+
+    def _is_attributed_later(self, current: Entry) -> bool:
+        return current.stamp >= PENDING or bool(current.flags & Flag.ATTRIBUTED and current.ctime_ns > self._time)
+
+    def _relocate(self, step: Step, operation: Relocate) -> None:
+        before = self._place(
+            operation.path, operation.from_object, operation.from_offset, operation.size, operation.from_etag
+        )
+        after = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
+        current = step.current
+        relocated_flag = 0 if before.number else Flag.RELOCATED
+        is_replaced = current is not None and self._is_replaced(current, before)
+        if not is_replaced and not self._applies(step, before):
+            if not before.number:
+                self._note_not_moved(step, before.etag, since=self._stamp)
+            elif not after.number:
+                self._note_not_moved(step, after.etag, since=0)
+            return
+        if current is None or not self.is_at(current, before, operation.path):
+            self._set_file(
+                step, after, current.etag if current else operation.hides, KNOWN | relocated_flag,
+                size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
+                mtime_ns=operation.mtime_ns, xattrs={},
+                stamp=current.stamp if current is not None and is_replaced else RELOCATED,
+            )  # fmt: skip
+            return
+        if current.size != operation.size:
+            return
+        relocated = msgspec.structs.replace(
+            current, place=after.number, offset=after.offset, etag=after.etag, stamp=current.stamp or RELOCATED,
+            flags=current.flags | relocated_flag,
+        )  # fmt: skip
+        if not current.flags & Flag.ATTRIBUTES_KNOWN:
+            relocated = msgspec.structs.replace(
+                relocated, flags=relocated.flags | KNOWN, mode=operation.mode, uid=operation.uid, gid=operation.gid,
+                mtime_ns=operation.mtime_ns,
+            )  # fmt: skip
+        ref = self._ref(operation.from_object) if before.number else ObjectRef(operation.path, before.etag)
+        step.become(relocated, Effect.RELOCATED)
+        step.relocated = ref.key, ref.etag, operation.from_offset
