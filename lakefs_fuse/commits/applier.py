@@ -6,9 +6,8 @@ What always holds:
   steps (`Applier.apply_in_steps`), and requests about its names wait at the tree's `Barrier` until it is whole;
   the note that it was applied is written last, so after a crash half-way it is applied again, before anybody is
   served, which changes nothing that was done already;
-* the order in which commits arrive does not matter, as every name carries the time of the commit that set it (its
-  tombstone carries it where the name is gone): certainly where a commit comes after those its writer had seen, and in
-  other orders but for the cases at the end of docs/internals/simulation.md ("Open");
+* the order in which commits arrive does not matter: one that comes late is put in its place among what is known of
+  its names (`name_history`), or where that is not known, compared with the times in their rows and tombstones;
 * a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
   second, because somebody outside put it there since; where what is known here leaves a doubt, the store is asked for
   the object before the commit is applied (`Applier.doubts`), as it may be older, or replaced or removed since;
@@ -32,6 +31,7 @@ from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.file_rules import NOTHING
 from lakefs_fuse.commits.future_commits import Original
+from lakefs_fuse.commits.name_history import Histories, History, mark_of
 from lakefs_fuse.commits.path_tree import PathTree, Watcher
 from lakefs_fuse.commits.record import (
     Mkdir,
@@ -42,6 +42,7 @@ from lakefs_fuse.commits.record import (
     SetAttr,
 )
 from lakefs_fuse.environment import failpoints
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
@@ -65,7 +66,12 @@ class Applier:
     ) -> None:
         self._db, self._tree, self._metrics, self._clock_ns = database, tree, metrics, clock_ns
         self.commits = CommitRows(database)
+        self._histories = Histories(tree)
         self.paths = PathTree(database, tree, watcher, self.commits)
+
+    def forget_histories(self, before: int) -> Iterator[None]:
+        """Forget what commits said of names, where the last of them is older than that. In steps of some ms."""
+        return self._histories.forget_before(before)
 
     # -- applying
 
@@ -171,12 +177,12 @@ class Applier:
         names: list[tuple[bytes, int]] = []
         for change, stamp in pending:
             attributes = [operation for operation in change.operations if isinstance(operation, SetAttr)]
+            names += ((_row_path(operation), stamp) for operation in change.operations)
             if attributes:
                 self._restamp(names, time)  # or attributes would not count beside what is newer than any commit
                 names = []
                 said = msgspec.structs.replace(change, operations=attributes, moves=[])
                 self._run(merged([said], "", time), ObjectRef(), time, own=True)
-            names += ((_row_path(operation), stamp) for operation in change.operations)
         self._restamp(names, time)
 
     def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
@@ -200,15 +206,30 @@ class Applier:
             for path, stamp in names[first : first + TOGETHER_MAX]:
                 stamps.setdefault(path, []).append(stamp)
             paths, batch = list(stamps), Batch()
-            found = zip(paths, self.paths.find_many(paths), strict=True)
+            found = list(zip(paths, self.paths.find_many(paths), strict=True))
             self._tree.restamp(batch, [entry for path, entry in found if entry and entry.stamp in stamps[path]], time)
+            tombstones = dict(zip(paths, self._tree.tombstones.get_many(paths), strict=True))
             restamped = {}
-            for path, tombstone in zip(paths, self._tree.tombstones.get_many(paths), strict=True):
+            for path, tombstone in tombstones.items():
                 if tombstone is not None:
                     new = reduce(lambda each, stamp: each.restamped(stamp, time), stamps[path], tombstone)
                     if new != tombstone:
                         restamped[path] = new
             self._tree.tombstones.write(batch, restamped)
+            histories, changed = (
+                self._histories.get_many(path.decode(*schema.PATH) for path in paths),
+                dict[str, History](),
+            )
+            for (path, entry), history in zip(found, histories, strict=True):
+                if history is None:
+                    continue
+                is_right = history.mark == mark_of(entry, tombstones[path])
+                history = reduce(lambda each, stamp: each.restamped(stamp, time), stamps[path], history)
+                if entry is not None and entry.stamp in stamps[path]:
+                    entry = msgspec.structs.replace(entry, stamp=time)
+                mark = mark_of(entry, restamped.get(path, tombstones[path])) if is_right else 0
+                changed[path.decode(*schema.PATH)] = msgspec.structs.replace(history, mark=mark)
+            self._histories.write(batch, changed)
             self._db.commit(batch)
 
 

@@ -1,6 +1,6 @@
 """The application of one record to the tree: what each operation changes in the rows. `Applier` makes one for each.
 
-`FileRules` decides about files. An operation sees what those before it did. Names are read and written in one batch
+`OrderedRules` decides about files. An operation sees what those before it did. Names are read and written in one batch
 until one comes twice, or its directory is missing or goes. Trio thread only. A crash leaves whole batches; the record
 is applied again.
 """
@@ -13,7 +13,8 @@ from collections.abc import Generator, Iterator, Mapping
 import msgspec
 
 from lakefs_fuse.commits.doubt import Doubt
-from lakefs_fuse.commits.file_rules import KNOWN, NOTHING, Effect, FileRules, Place, Step
+from lakefs_fuse.commits.file_rules import KNOWN, NOTHING, Effect, Place, Step
+from lakefs_fuse.commits.name_history import OrderedRules
 from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_over, other_name
 from lakefs_fuse.commits.record import (
     Mkdir,
@@ -75,8 +76,7 @@ class Application:
         self._own, self._whole = own, whole
         self._paths, self._tree, self._watcher = paths, paths.tree, paths.watcher
         self._record, self._stamp, self._time = record, stamp, record.time
-        self._buried: dict[str, tuple[tuple[str, int], int]] = {}
-        self._rules = FileRules(paths, record, this, stamp, own=own, outdated=outdated, buried=self._buried)
+        self._rules = OrderedRules(paths, record, this, stamp, own=own, outdated=outdated)
         self._changes = _Changes()
         self._carried = Carried()
         self._parent: tuple[str, int | None] | None = None
@@ -84,7 +84,7 @@ class Application:
 
     def doubts(self) -> Iterator[Doubt | None]:
         """What to ask the store for, before the record is applied: an answer for each operation."""
-        return self._rules.doubts()
+        return self._rules.rules.doubts()
 
     def run(self) -> None:
         for _ in self.steps(len(self._record.operations) + 1):
@@ -96,7 +96,7 @@ class Application:
         if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):
             names_max = CARRIED_PER_OPERATION * operations_max
             self._carried = yield from carry_over(self._paths, self._record, self._stamp, names_max, own=self._own)
-            self._buried.update(self._carried.buried)
+            self._rules.move(self._carried)
             if self._carried.directories:
                 self._watcher.moved()
         for above in () if self._own else {path.rpartition("/")[0] for pair in self._record.moves for path in pair}:
@@ -173,7 +173,7 @@ class Application:
             others = self._tree.named_many([(parent, other_name(step.name)) for parent, step in new])
             for (_, step), entry in zip(new, others, strict=True):
                 step.other = entry
-        self._rules.number(step.operation for step in steps)
+        self._rules.read(steps)
 
     def _apply(self, step: Step) -> None:
         operation = step.operation
@@ -194,6 +194,7 @@ class Application:
             self._tree.update_files(changes.batch, changes.files)
         if changes.tombstones:
             self._tree.tombstones.write(changes.batch, changes.tombstones)
+        self._rules.write(changes.batch)
         if not self._own:
             self._paths.touch(changes.batch, changes.directories, self._time)
         for time in changes.uncovered:  # with what covered their files: a crash, or an error, loses neither
@@ -221,25 +222,30 @@ class Application:
             self._tree.forget_listing(changes.batch, step.parent)
         if entry is None:
             if row is not None and step.effect == Effect.GONE:
-                self._drop(row)
+                step.current = self._drop(row)
         elif row is None or step.effect == Effect.SET:
             self._set(step, row, entry)
         elif step.effect == Effect.NOTED:
             self._tree.update(changes.batch, entry)
         elif step.effect in (Effect.UPDATED, Effect.RELOCATED):
-            entry = self._update(row, entry)
+            step.current = entry = self._update(row, entry)
             if step.relocated is not None:
                 changes.relocated.append(Relocated(*step.relocated, entry))
             else:
                 self._finish(step, row, entry)
 
-    def _drop(self, row: Entry) -> None:
+    def _drop(self, row: Entry) -> Entry | None:
+        """Returns what stays."""
+        left: Entry | None = row
         if not self._paths.keeps(row):
             self._tree.remove(self._changes.batch, row)
+            left = None
         elif row.stamp == self._stamp and not self._own:  # put by the record itself: what stays is older than that
-            self._tree.update(self._changes.batch, msgspec.structs.replace(row, stamp=self._stamp - 1))
+            left = msgspec.structs.replace(row, stamp=self._stamp - 1)
+            self._tree.update(self._changes.batch, left)
         self._changes.names.append((row.parent, row.name))
         self._changes.directories[row.parent] = None
+        return left
 
     def _set(self, step: Step, row: Entry | None, entry: Entry) -> None:
         parent = step.parent
@@ -260,6 +266,7 @@ class Application:
             entry = self._replace(row, entry, step.operation.path, step.target)
         if step.target:
             self._tree.set_target(self._changes.batch, entry.inode, step.target)
+        step.current = entry
         self._finish(step, row, entry)
 
     def _finish(self, step: Step, row: Entry | None, entry: Entry) -> None:
@@ -275,7 +282,7 @@ class Application:
             same = bool(current.flags & Flag.SYMLINK) and self._tree.target(current.inode) == target
         else:
             place = Place(entry.place, entry.offset, entry.etag)
-            same = current.size == entry.size and self._rules.is_at(current, place, path)
+            same = current.size == entry.size and self._rules.rules.is_at(current, place, path)
         if not (same and not self._is_redated(current, entry)) and not self._paths.keeps(current):
             return self._tree.renew_inode(self._changes.batch, entry)
         if self._own and not entry.flags & Flag.ATTRIBUTED:
@@ -306,7 +313,7 @@ class Application:
 
     def _remove_directory(self, step: Step) -> None:
         current, batch = step.current, self._changes.batch
-        if self._rules.is_older(step, ""):
+        if self._rules.rules.is_older(step, ""):
             return
         step.tombstone = Tombstone(self._stamp, self._stamp)
         if current is None:
@@ -326,7 +333,7 @@ class Application:
 
     def _mkdir(self, step: Step, operation: Mkdir) -> None:
         current, parent, batch = step.current, step.parent, self._changes.batch
-        if self._rules.is_older(step, ""):
+        if self._rules.rules.is_older(step, ""):
             return
         if parent is None:
             parent = self._paths.ensure_directory(operation.path.rpartition("/")[0], self._time)

@@ -124,7 +124,11 @@ class Step(msgspec.Struct):
 
     def become(self, entry: Entry, effect: Effect, xattrs: dict[str, bytes] | None = None, target: bytes = b"") -> None:
         """The name is this from now on."""
-        self.current, self.effect, self.xattrs, self.target = entry, effect, xattrs, target
+        self.current, self.effect = entry, effect
+        if effect == Effect.SET:
+            self.xattrs, self.target = xattrs, target
+        elif xattrs is not None:
+            self.xattrs = xattrs
 
     def drop(self) -> None:
         """The name is gone."""

@@ -227,11 +227,13 @@ Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
 
 
 class Carried(NamedTuple):
-    """What `carry_over` did: the directories that rows left, none where nothing moved, and what is buried
-    (`buried_with`) with the plain objects of which commits told, by the paths that they left."""
+    """What `carry_over` did: the directories that rows left, none where nothing moved, what is buried (`buried_with`)
+    with the plain objects of which commits told, by the paths that they left, and the files that moved names
+    replaced."""
 
     directories: Sequence[int] = ()
     buried: Mapping[str, tuple[tuple[str, int], int]] = MappingProxyType({})
+    replaced: Mapping[str, Entry] = MappingProxyType({})
 
 
 def lies_elsewhere(entry: Entry) -> bool:
@@ -474,6 +476,7 @@ class _CarryOver:
         """Each source is at its target from now on."""
         paths, moves = self._paths, self._record.moves
         moving = [(found, target) for source, target in moves if (found := paths.child(source)) is not None]
+        replaced: dict[str, Entry] = {}
         batch = Batch()
         for found, _ in moving:
             paths.tree.detach(batch, found)
@@ -485,8 +488,10 @@ class _CarryOver:
         for found, target in moving:
             if self._own and found.flags & (Flag.DIRECTORY | Flag.SYMLINK):  # the kernel keeps that of a file
                 found = msgspec.structs.replace(found, ctime_ns=self._record.time)
-            _attach(paths, found, target, self._record.time, self._stamp)
-        return Carried([found.parent for found, _ in moving], self._buried)
+            file = _attach(paths, found, target, self._record.time, self._stamp)
+            if file is not None:
+                replaced[target] = file
+        return Carried([found.parent for found, _ in moving], self._buried, replaced)
 
 
 def _is_free(
@@ -553,7 +558,9 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
     return ref.key == path and ref.etag == found.etag
 
 
-def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -> None:
+def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -> Entry | None:
+    """Returns the file that was there."""
+    file: Entry | None = None
     above, _, last = target.rpartition("/")
     parent, name = paths.ensure_directory(above, time), last.encode()
     row = paths.tree.objects.get(entry.place) if entry.place else None
@@ -562,6 +569,7 @@ def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -
     for there in paths.tree.named_many([(parent, name), (parent, name + b"/")]):
         if there is not None:
             paths.tree.remove(batch, there)
+            file = file if there.is_dir else there
             if there.is_dir:  # of what others have announced there the listing from elsewhere does not know
                 paths.tree.forget_listing(batch, entry.inode)
             if there.stamp and there.etag and not (there.is_local or is_back):
@@ -574,3 +582,4 @@ def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -
     if moved.inode in paths.watcher.in_use:
         paths.watcher.updated([moved])
     paths.notify(parent, name)
+    return file

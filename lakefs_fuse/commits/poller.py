@@ -115,6 +115,8 @@ GETS_FOR_A_BUNDLE = 16
 """What one poll fetched with this many GETs is repeated in a bundle, for the next to poll and for mounts to come."""
 DOUBT_PAUSE_S_FIRST = 0.25
 """The next is twice as long each time."""
+HISTORIES_S = 60.0
+"""Interval at which what commits said of names is forgotten that is older than any commit that comes late."""
 REFUSED_AGAIN_S, REFUSED_MAX = 600.0, 1000
 """Interval at which commits that were left out are asked for again, and how many of them."""
 logger = logging.getLogger(__name__)
@@ -219,7 +221,7 @@ class Poller:
         this clock a suspended machine counts."""
         self._known: set[str] = set()
         """What the last poll listed, and need not be looked at again as long as no row of a commit is forgotten."""
-        self._forgotten = 0
+        self._forgotten, self._histories_due_s = 0, -math.inf
         self._lock = trio.Lock()
 
     async def run(self) -> None:
@@ -391,7 +393,15 @@ class Poller:
             late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
             self._deep_due_s = trio.current_time() + late_s
         await self._publish_digest(first_look)
+        await self._forget_histories()
         return count
+
+    async def _forget_histories(self) -> None:
+        """Of names of which no commit can come late any more."""
+        if trio.current_time() >= self._histories_due_s:
+            self._histories_due_s = trio.current_time() + HISTORIES_S
+            for _ in self._applier.forget_histories(self._clock.wall_ns() - 2 * WINDOW_NS):
+                await trio.lowlevel.checkpoint()
 
     def _list_again(self, first: Found) -> None:
         """The next poll shows a commit that is not applied yet, and all later ones."""

@@ -7,7 +7,7 @@ the batches that were committed; what is only here and in no store is synced by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -99,15 +99,38 @@ class PathRows(Generic[T]):
         raw = batch.rows[key] if batch is not None and key in batch.rows else self._db.get(key)
         return None if raw is None else msgspec.msgpack.decode(raw, type=self._type)
 
+    def get_many(self, paths: Iterable[str]) -> list[T | None]:
+        """As `get`, of each path; a row that cannot be decoded is left out."""
+        keys = [self._kind + path.encode(*schema.PATH) for path in paths]
+        found = zip(keys, self._db.get_many(keys), strict=True)
+        return [None if raw is None else self._read(key, raw) for key, raw in found]
+
+    def _read(self, key: bytes, raw: bytes) -> T | None:
+        try:
+            return msgspec.msgpack.decode(raw, type=self._type)
+        except msgspec.MsgspecError as error:
+            self._db.note_damaged(key, error)
+            return None
+
     def put(self, batch: Batch, path: str, row: T) -> None:
         batch.rows[self._kind + path.encode(*schema.PATH)] = msgspec.msgpack.encode(row)
+
+    def write(self, batch: Batch, rows: Mapping[str, T | None]) -> None:
+        """Put rows at paths, and delete those of paths with None."""
+        for path, row in rows.items():
+            key = self._kind + path.encode(*schema.PATH)
+            batch.rows[key] = None if row is None else msgspec.msgpack.encode(row)
 
     def delete(self, batch: Batch, path: str) -> None:
         batch.rows[self._kind + path.encode(*schema.PATH)] = None
 
-    def items(self) -> Iterator[tuple[str, T]]:
-        for key, raw in self._db.scan(self._kind, schema.end_of(self._kind)):
-            yield key[1:].decode(*schema.PATH), msgspec.msgpack.decode(raw, type=self._type)
+    def items(self, after: str = "") -> Iterator[tuple[str, T]]:
+        """All rows that can be decoded, or those of the paths that are sorted behind one."""
+        begin = self._kind + (after.encode(*schema.PATH) + b"\0" if after else b"")
+        for key, raw in self._db.scan(begin, schema.end_of(self._kind)):
+            row = self._read(key, raw)
+            if row is not None:
+                yield key[1:].decode(*schema.PATH), row
 
 
 class SingleRow(Generic[T]):

@@ -48,6 +48,8 @@ TOMBSTONE = b"T"
 """``path`` of a removed name, with a slash behind directories: packed `tombstones.Tombstone`."""
 CHANGED = b"U"
 """``mark key``: a row of names, by its key, that was written since the index of the time ``mark`` (`changed_rows`)."""
+HISTORY = b"V"
+"""``path``: msgpack of `commits.name_history.History`, what commits have said of the name lately."""
 XATTRS = b"X"
 """``inode``: extended attributes, msgpack of a map."""
 

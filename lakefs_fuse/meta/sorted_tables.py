@@ -393,7 +393,7 @@ def drop_names(database: Database, *, is_other_lake: bool = False) -> None:
     """
     batch = Batch()
     deletions = (schema.DELETION, schema.DELETION_DUE) if is_other_lake else ()
-    for kind in (*schema.NAME_KINDS, schema.REFUSED, schema.CHANGED, *deletions):
+    for kind in (*schema.NAME_KINDS, schema.HISTORY, schema.REFUSED, schema.CHANGED, *deletions):
         batch.delete_range(kind, schema.end_of(kind))
     batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = batch.rows[schema.SINGLE_COMPLETE] = None
     batch.rows[schema.SINGLE_OUTDATED] = batch.rows[schema.SINGLE_FOLDED] = None

@@ -23,6 +23,7 @@ import trio
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.path_tree import lies_elsewhere
 from lakefs_fuse.commits.record import Put, Record, Remove, Symlink
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import PENDING, Entry
@@ -110,9 +111,10 @@ class ForeignObjects:
     async def _end_replaced(self, path: str, etag: str) -> None:
         """An object of this node is removed. What it had replaced ended with that, although the removal is older, which
         others cannot know."""
-        tombstone = self._ns.tree.tombstones.get(path.encode()) or Tombstone(0)
-        ended, dated_s = tombstone.stamp, tombstone.when_dated(etag)
-        is_untold = 0 < tombstone.when_gone(etag) < ended < PENDING and tombstone.floor < ended
+        tombstone, entry = self._ns.tree.tombstones.get(path.encode()) or Tombstone(0), self._ns.at(path)
+        is_back = entry is not None and lies_elsewhere(entry) and entry.etag != etag
+        ended, dated_s = entry.stamp if is_back and entry else tombstone.stamp, tombstone.when_dated(etag)
+        is_untold = 0 < tombstone.when_gone(etag) < ended < PENDING and (is_back or tombstone.floor < ended)
         if is_untold and is_replaced(ended, dated_s):
             try:
                 removal = Remove(path, hides=etag, dated_s=dated_s)

@@ -1,0 +1,493 @@
+"""What commits have said of a name lately, in the order of their times.
+
+Commits come in another order than that of their times where their writers had not heard of each other. A row has what
+the newest of them made of a name, so one that comes late cannot be put in front of it. The history of a name has what
+the name was before the first of them, and what each said: where one comes late, all are applied again in their order.
+
+What always holds:
+
+* *commits alone*: what a listing shows is kept apart (``listed``), and laid over what the commits come to. Where
+  something else has changed the row of the name or the tombstone since the last fact (``mark``), it begins anew;
+* *no older fact*: everything that was said before ``since`` is in the base, and cannot be taken out of it.
+
+A name that began with one commit, and has no tombstone, has no history: its row says what that was (`begun_by`). A
+crash leaves the histories of whole batches. They go once no commit can come late any more (`Histories.forget_before`).
+Trio thread only.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
+
+import msgspec
+import xxhash
+
+from lakefs_fuse.commits.file_rules import NOTHING, RELOCATED, Effect, FileRules, Step
+from lakefs_fuse.commits.path_tree import Carried, PathTree, lies_elsewhere
+from lakefs_fuse.commits.record import (
+    OWN,
+    THIS,
+    ObjectRef,
+    Operation,
+    Put,
+    Record,
+    Relocate,
+    SetAttr,
+    Symlink,
+    is_of_version,
+)
+from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import PENDING, Entry, Flag
+from lakefs_fuse.meta.rows import PathRows
+from lakefs_fuse.meta.tombstones import NS, Tombstone, bury, with_unlisted
+from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
+
+FACTS_MAX = 16
+"""Facts of a name. With more it begins anew: one that is written again and again by one node is no conflict."""
+MOVED_MAX = 512
+"""Operations of a record that moves rows; where one has more, names that have no history get none by it."""
+OBJECTS_MAX = 1000
+"""References in memory: the names of a record mostly have their bytes in few packs."""
+ROWS_AT_ONCE = 256
+"""Histories read between two steps: about 2 ms."""
+RUNS = count(1)
+"""Applications of this process, which tell those of one moment apart."""
+ENCODE = msgspec.msgpack.Encoder().encode
+_MARK = struct.Struct("<QIQQI")
+_SECOND_FACT = Flag.ATTRIBUTED | Flag.RELOCATED | Flag.OVERRIDING | Flag.PUT_AGAIN | Flag.DATED_AGAIN | Flag.LOCAL
+
+
+class Fact(msgspec.Struct, frozen=True, array_like=True):
+    """What one commit said of a name, at ``stamp``. ``objects`` are those that the operation names, behind one that
+    stands for nothing. ``outdated`` is the ETag that did not lie at the key any more, as the store answered. ``run`` is
+    another whenever a commit is applied, 0 for one of this node. The rest as in `Step`."""
+
+    stamp: int
+    time: int
+    operation: Operation
+    objects: list[ObjectRef]
+    is_last: bool = True
+    is_only: bool = False
+    outdated: str = ""
+    run: int = 0
+
+    def record(self) -> Record:
+        """A record that says only this."""
+        return Record(writer="", time=self.time, objects=self.objects, operations=[self.operation])
+
+    def restamped(self, before: int, after: int) -> Fact:
+        """As `Tombstone.restamped`."""
+        if self.stamp == before or PENDING <= self.stamp < before:
+            return msgspec.structs.replace(self, stamp=after, time=after)
+        return self
+
+
+class Base(msgspec.Struct, frozen=True, array_like=True):
+    """A file, as a row has it, and what is beside its row; ``object`` where its bytes are, if elsewhere."""
+
+    row: bytes
+    object: ObjectRef | None = None
+    xattrs: dict[str, bytes] = {}
+    target: bytes = b""
+
+
+class History(msgspec.Struct, frozen=True, array_like=True):
+    """See the module's head. ``buried`` is the row of the tombstone that was there before the first fact. ``absent`` is
+    the plain object of which a commit told, and that a listing did not show any more: ETag and stamp; ``outdated`` the
+    last ETag that did not lie at the key any more, as the store answered."""
+
+    facts: list[Fact]
+    base: Base | None = None
+    buried: Tombstone | None = None
+    since: int = 0
+    mark: int = 0
+    listed: Base | None = None
+    absent: tuple[str, int] = ("", 0)
+    outdated: str = ""
+
+    def is_behind(self, stamp: int) -> bool:
+        """Some fact is later than that."""
+        return self.facts[-1].stamp > stamp
+
+    def is_pending_after(self, stamp: int) -> bool:
+        """Some fact is later than that, and each of those is in no commit yet: what a commit says of one version may be
+        of what they made."""
+        later = [fact.stamp for fact in self.facts if fact.stamp > stamp]
+        return bool(later) and min(later) >= PENDING
+
+    def can_have(self, stamp: int) -> bool:
+        """A fact of that time goes in front of none that is in the base."""
+        return stamp >= self.since
+
+    def has_before(self, fact: Fact) -> bool:
+        """The commit of a fact was applied before, and is applied again."""
+        return any(self._is_repeated(each, fact) for each in self.facts)
+
+    @staticmethod
+    def _is_repeated(known: Fact, fact: Fact) -> bool:
+        return fact.run > 0 and known.stamp == fact.stamp and known.run != fact.run
+
+    def tells_of(self, etag: str) -> bool:
+        """A commit tells of the plain object: what it is now the commits say, and not its date."""
+        own = (fact.operation for fact in self.facts if isinstance(fact.operation, Put))
+        return any(put.object == OWN and put.hides == etag for put in own)
+
+    def relocates(self, etag: str) -> bool:
+        """A commit says where the bytes of the plain object are now, perhaps before it was known here."""
+        said = (fact.operation for fact in self.facts if isinstance(fact.operation, Relocate))
+        return any(each.from_object == OWN and each.from_etag == etag for each in said)
+
+    def with_fact(self, fact: Fact) -> History:
+        """With one more, behind those of the same time. Where its commit is applied again, what it said before goes."""
+        facts = [each for each in self.facts if not self._is_repeated(each, fact)]
+        facts.insert(bisect_right([each.stamp for each in facts], fact.stamp), fact)
+        return msgspec.structs.replace(self, facts=facts)
+
+    def answered(self, fact: Fact) -> History:
+        """With what the store has answered before this fact: what was listed may be gone."""
+        if not fact.outdated:
+            return self
+        listed = None if self.listed is None else unpack_entry(0, 0, self.listed.row)
+        is_there = listed is not None and listed.etag != fact.outdated
+        return msgspec.structs.replace(self, listed=self.listed if is_there else None, outdated=fact.outdated)
+
+    def answers(self) -> Mapping[str, str]:
+        """As `Application` takes them."""
+        return {self.facts[0].operation.path: self.outdated} if self.outdated else NOTHING
+
+    def restamped(self, before: int, after: int) -> History:
+        """As `Tombstone.restamped`, in the order of the new stamps."""
+        facts = sorted((fact.restamped(before, after) for fact in self.facts), key=lambda fact: fact.stamp)
+        buried = None if self.buried is None else self.buried.restamped(before, after)
+        since = after if self.since == before or PENDING <= self.since < before else self.since
+        return msgspec.structs.replace(self, facts=facts, buried=buried, since=since)
+
+
+def mark_of(entry: Entry | None, tombstone: Tombstone | None) -> int:
+    """A number that is another where commits have made something else of a name."""
+    row = b""
+    if entry is not None and (not entry.is_local or entry.stamp or entry.etag):
+        flags = entry.flags & ~(Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT | Flag.SHADOWED | Flag.XATTRS)
+        row = _MARK.pack(entry.stamp, entry.place, entry.offset, entry.size, flags) + entry.etag.encode()
+    return xxhash.xxh3_64_intdigest(row + (b"" if tombstone is None else b"\0" + ENCODE(tombstone)))
+
+
+def is_listed(entry: Entry) -> bool:
+    """A listing shows it, and no commit says anything of it."""
+    return entry.is_plain and not entry.stamp and not entry.flags & Flag.ATTRIBUTED
+
+
+def lay_over(listed: Entry, step: Step) -> bool:
+    """Lay an object that a listing shows over what commits come to; returns whether it counts."""
+    entry, tombstone = step.current, step.tombstone
+    is_told = entry is not None and entry.is_plain and entry.stamp > 0
+    if tombstone is not None:
+        is_gone = tombstone.when_named(listed.etag) if is_told else tombstone.when_gone(listed.etag)
+        if is_gone and not listed.is_dated_by_store:  # by this node, before it heard of that
+            return False
+        if tombstone.hides(listed.etag, listed.ctime_ns, is_told=is_told):
+            return False
+    flags = listed.flags & ~Flag.OVERRIDING
+    if entry is not None:
+        if entry.etag == listed.etag or listed.ctime_ns + NS <= entry.stamp or entry.stamp >= PENDING:
+            return False
+        if lies_elsewhere(entry):
+            step.tombstone = bury(tombstone, floor=entry.stamp, etag=entry.etag, at=entry.stamp)
+            flags |= Flag.OVERRIDING
+    step.become(msgspec.structs.replace(listed, flags=flags), Effect.SET, {})
+    return True
+
+
+def is_begun(entry: Entry) -> bool:
+    """A file is nothing but what one commit said, or may be that."""
+    return entry.stamp > RELOCATED and not entry.flags & _SECOND_FACT
+
+
+def is_same(row: Entry, step: Step) -> bool:
+    """A row says already what a step came to."""
+    entry = step.current
+    if entry is None or mark_of(row, None) != mark_of(entry, None):
+        return False
+    if (row.flags | entry.flags) & (Flag.XATTRS | Flag.SYMLINK):
+        return False
+    if entry.flags & Flag.ATTRIBUTED and row.ctime_ns != entry.ctime_ns:
+        return False
+    is_known = bool(entry.flags & Flag.ATTRIBUTES_KNOWN)
+    return not is_known or all(
+        getattr(row, name) == getattr(entry, name) for name in ("mode", "uid", "gid", "mtime_ns")
+    )
+
+
+def fact_of(
+    operation: Operation, record: Record, this: ObjectRef, stamp: int, *,
+    is_last: bool, is_only: bool, outdated: Mapping[str, str], run: int,
+) -> Fact:  # fmt: skip
+    """What a record says with one of its operations."""
+    objects: list[ObjectRef] = [ObjectRef()]
+    numbers: dict[int, int] = {}
+
+    def number(index: int) -> int:
+        if index < THIS:
+            return index
+        if index not in numbers:
+            numbers[index] = len(objects)
+            objects.append(this if index == THIS else record.objects[index])
+        return numbers[index]
+
+    if isinstance(operation, Put):
+        operation = msgspec.structs.replace(
+            operation, object=number(operation.object), replaces=number(operation.replaces)
+        )
+    elif isinstance(operation, SetAttr):
+        operation = msgspec.structs.replace(operation, object=number(operation.object))
+    elif isinstance(operation, Relocate):
+        operation = msgspec.structs.replace(
+            operation, object=number(operation.object), from_object=number(operation.from_object)
+        )
+    return Fact(stamp, record.time, operation, objects, is_last, is_only, outdated.get(operation.path, ""), run)
+
+
+class Histories:
+    """Histories by path, and what they are made from. Trio thread only."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._rows = PathRows(tree.database, schema.HISTORY, History)
+        self._objects: dict[int, ObjectRef] = {}
+        """By number, of those that were asked for."""
+
+    def get_many(self, paths: Iterable[str]) -> list[History | None]:
+        """Of each path; None for a name that has none."""
+        return self._rows.get_many(paths)
+
+    def write(self, batch: Batch, histories: Mapping[str, History | None]) -> None:
+        """Put histories at paths, and delete those of paths with None."""
+        self._rows.write(batch, histories)
+
+    def forget_before(self, time: int) -> Iterator[None]:
+        """Forget histories of which every fact is older than that, ROWS_AT_ONCE between two steps."""
+        names = self._rows.items()
+        while some := list(islice(names, ROWS_AT_ONCE)):
+            batch = Batch()
+            for path, history in some:
+                if history.facts[-1].stamp < time:
+                    self._rows.delete(batch, path)
+            self._tree.database.commit(batch)
+            names = self._rows.items(after=some[-1][0])
+            yield
+
+    def begin(self, path: str, row: Entry | None, buried: Tombstone | None, fact: Fact) -> History | None:
+        """The history of a name that was ``row`` and ``buried`` before this fact; None where that cannot be said."""
+        newest = 0 if buried is None else max(buried.newest, buried.unlisted[1])
+        if row is None or row.is_local or is_listed(row):
+            listed = None if row is None or row.is_local else self._base_of(row)
+            return History([fact], buried=buried, since=newest, listed=listed)
+        first = self.begun_by(path, row) if buried is None else None
+        if first is not None:
+            run = fact.run if first.stamp == fact.stamp else 0
+            return History([msgspec.structs.replace(first, run=run), fact])
+        if row.stamp >= PENDING:
+            return None
+        return History([fact], self._base_of(row), buried, max(newest, row.stamp))
+
+    def found(self, history: History, row: Entry | None, tombstone: Tombstone | None) -> History | None:
+        """A history as it goes on from what the tree has; None where that is not known."""
+        if history.mark == mark_of(row, tombstone):
+            return history
+        absent = ("", 0) if tombstone is None else tombstone.unlisted
+        if row is None or (row.is_local and not row.stamp and not row.etag):
+            is_known = bool(absent[0]) or history.listed is not None
+            return msgspec.structs.replace(history, listed=None, absent=absent) if is_known else None
+        if is_listed(row):
+            return msgspec.structs.replace(history, listed=self._base_of(row), absent=absent)
+        return None
+
+    def _object(self, number: int) -> ObjectRef | None:
+        """Where bytes are; None for 0, and for what is not known."""
+        ref = self._objects.get(number)
+        if ref is None and number and (row := self._tree.objects.get(number)) is not None:
+            if len(self._objects) >= OBJECTS_MAX:
+                self._objects.clear()
+            ref = self._objects[number] = ObjectRef(row.key, row.etag, row.size)
+        return ref
+
+    def _base_of(self, entry: Entry) -> Base:
+        return Base(
+            pack_entry(entry),
+            self._object(entry.place),
+            self._tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {},
+            self._tree.target(entry.inode) if entry.is_symlink else b"",
+        )
+
+    def entry_of(self, base: Base) -> Entry:
+        """The file of a base, without parent, cookie and inode."""
+        entry = msgspec.structs.replace(unpack_entry(0, 0, base.row), cookie=0, inode=0)
+        if base.object is not None:
+            ref = base.object
+            entry = msgspec.structs.replace(entry, place=self._tree.objects.number(ref.key, ref.etag, ref.size))
+        return entry
+
+    def lay_listing_over(self, history: History, step: Step) -> bool:
+        """What commits come to, with what a listing shows; returns whether that counts."""
+        entry = step.current
+        if entry is not None and entry.is_plain and entry.stamp and (entry.etag, entry.stamp) == history.absent:
+            step.tombstone = with_unlisted(step.tombstone, *history.absent)
+            step.drop()
+        listed = None if history.listed is None else self.entry_of(history.listed)
+        return listed is not None and not history.tells_of(listed.etag) and lay_over(listed, step)
+
+    def begun_by(self, path: str, entry: Entry) -> Fact | None:
+        """The fact that made a file that `is_begun`; None for another."""
+        if not is_begun(entry):
+            return None
+        xattrs = self._tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
+        time = entry.ctime_ns if entry.stamp >= PENDING else entry.stamp
+        if entry.is_symlink:
+            target = self._tree.target(entry.inode).decode()
+            link = Symlink(path, target, entry.uid, entry.gid, entry.mtime_ns, entry.etag, xattrs)
+            return Fact(entry.stamp, time, link, [ObjectRef()])
+        ref = self._object(entry.place)
+        if entry.place and ref is None:
+            return None
+        put = Put(
+            path, OWN if ref is None else 1, entry.offset, entry.size, entry.mode, entry.uid, entry.gid,
+            entry.mtime_ns, entry.etag, xattrs,
+        )  # fmt: skip
+        return Fact(entry.stamp, time, put, [ObjectRef()] if ref is None else [ObjectRef(), ref])
+
+
+class OrderedRules:
+    """The rules, for the operations of one record, applied as if all commits had come in the order of their times."""
+
+    def __init__(
+        self, paths: PathTree, record: Record, this: ObjectRef, stamp: int, *, own: bool, outdated: Mapping[str, str]
+    ) -> None:
+        """As `Application`."""
+        self._paths, self._record, self._this, self._stamp, self._outdated = paths, record, this, stamp, outdated
+        self._buried: dict[str, tuple[tuple[str, int], int]] = {}
+        self.rules = FileRules(paths, record, this, stamp, own=own, outdated=outdated, buried=self._buried)
+        self._histories = Histories(paths.tree)
+        self._run = 0 if own else paths.database.clock.boot_ns() + next(RUNS)
+        self._moved, self._replaced = set[str](), dict[str, Entry]()
+        self._known: dict[str, History] = {}
+        """Of the names that are read together."""
+        self._changed: list[tuple[Step, History | None]] = []
+
+    def move(self, carried: Carried) -> None:
+        """Rows were moved with the record."""
+        self._buried.update(carried.buried)
+        self._replaced.update(carried.replaced)
+        if carried.directories:
+            self._moved.update(path for pair in self._record.moves for path in pair)
+
+    def read(self, steps: Sequence[Step]) -> None:
+        """Read what is known of the names and the objects of steps; `apply` and `write` are for these."""
+        self.rules.number(step.operation for step in steps)
+        files = [step.operation.path for step in steps if not step.raw.endswith(b"/")]
+        histories = zip(files, self._histories.get_many(files), strict=True)
+        self._known = {path: history for path, history in histories if history is not None}
+
+    def apply(self, step: Step) -> None:
+        """Apply an operation on a file, and what later commits have said of the name again, as far as that is known."""
+        path, known = step.operation.path, self._known.get(step.operation.path)
+        is_carried = bool(self._moved) and self._is_moved(path)
+        history = known if known is None or is_carried else self._histories.found(known, step.row, step.buried)
+        if known is None and step.row is not None and step.buried is None and step.row.stamp > self._stamp:
+            first = self._histories.begun_by(path, step.row)
+            history = None if first is None else History([first])
+        if history is None:
+            self.rules.apply(step)
+            history = self._begin(step, is_carried)
+        else:
+            history = self._continue(step, history, is_carried)
+        if history is not None or known is not None:
+            self._changed.append((step, history))
+
+    def write(self, batch: Batch) -> None:
+        """Write the histories of the operations since the last call; steps have what has become of their names."""
+        histories: dict[str, History | None] = {}
+        for step, history in self._changed:
+            if history is not None:
+                history = msgspec.structs.replace(history, mark=mark_of(step.current, step.tombstone))
+            histories[step.operation.path] = history
+        self._changed = []
+        self._histories.write(batch, histories)
+
+    def _continue(self, step: Step, history: History, is_carried: bool) -> History | None:
+        fact = self._fact(step)
+        history = history.answered(fact)
+        is_of_pending = is_of_version(step.operation) and history.is_pending_after(self._stamp)
+        if is_of_pending or not history.can_have(self._stamp):
+            self.rules.apply(step)
+            return None
+        is_late = history.is_behind(self._stamp) or history.has_before(fact)
+        if is_late or is_carried or (step.row is not None and history.relocates(step.row.etag)):
+            history = history.with_fact(fact)
+            self._replay(step, history)
+            return history
+        self.rules.apply(step)
+        if len(history.facts) >= FACTS_MAX:
+            return self._begin(step, is_carried)
+        history = history.with_fact(fact)
+        if not step.uncovered.isdisjoint(fact.stamp for fact in history.facts):
+            self._replay(step, history)
+        return history
+
+    def _fact(self, step: Step) -> Fact:
+        return fact_of(
+            step.operation, self._record, self._this, self._stamp,
+            is_last=step.is_last, is_only=step.is_only, outdated=self._outdated, run=self._run,
+        )  # fmt: skip
+
+    def _begin(self, step: Step, is_carried: bool) -> History | None:
+        """What was before is the base. None where the row says all, or where too many names move."""
+        path, row = step.operation.path, step.row
+        if is_carried:
+            if len(self._record.operations) > MOVED_MAX:
+                return None
+            row = self._replaced.get(path)
+        made = step.current if step.effect == Effect.SET else None
+        is_known = row is not None and not row.is_local
+        if not is_known and made is not None and is_begun(made) and step.buried is None and step.tombstone is None:
+            return None
+        return self._histories.begin(path, row, step.buried, self._fact(step))
+
+    def _is_moved(self, path: str) -> bool:
+        """Rows moved to the name, or from it, with the record."""
+        while path:
+            if path in self._moved:
+                return True
+            path = path.rpartition("/")[0]
+        return False
+
+    def _replay(self, step: Step, history: History) -> None:
+        """Make of a name what its history says."""
+        row, operation = step.row, step.operation
+        again = Step(operation, step.parent, step.name, step.raw, True, False, tombstone=history.buried)
+        if history.base is not None:
+            again.current = self._histories.entry_of(history.base)
+            again.xattrs, again.target = history.base.xattrs, history.base.target
+        for fact in history.facts:
+            answers, file = history.answers(), again.current
+            if isinstance(fact.operation, Relocate) and file is not None and not file.stamp and file.is_plain:
+                answers = {fact.operation.path: file.etag}  # attributes alone do not say that it is there
+            rules = FileRules(self._paths, fact.record(), ObjectRef(), fact.stamp, outdated=answers)
+            rules.number(iter((fact.operation,)))
+            again.operation, again.is_last, again.is_only = fact.operation, fact.is_last, fact.is_only
+            rules.apply(again)
+        is_listed_now = self._histories.lay_listing_over(history, again)
+        step.tombstone, step.relists = again.tombstone, again.relists
+        step.uncovered = again.uncovered - {fact.stamp for fact in history.facts}
+        step.current, step.effect = row, Effect.NONE
+        if again.current is None:
+            if row is not None and not row.is_local:
+                step.drop()
+        elif row is not None and ((row.is_local and not step.is_last) or is_same(row, again)):
+            pass
+        else:
+            step.become(again.current, Effect.SET, again.xattrs or {}, again.target)
+            step.relists = step.relists or is_listed_now

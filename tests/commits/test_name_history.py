@@ -1,0 +1,174 @@
+"""Commits that come late are applied as if they had come in the order of their times (`commits.name_history`)."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.name_history import FACTS_MAX, Histories
+from lakefs_fuse.commits.record import OWN, THIS, Operation, Put, Relocate, Remove, SetAttr, Symlink
+from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import PENDING, Flag
+from tests.commits.nodes import Node, at, node, plain, put
+
+
+def told(etag: str, path: str = "f") -> Put:
+    return Put(path, OWN, 0, 1, 0o644, 0, 0, 0, hides=etag)
+
+
+def attributes(etag: str, mode: int) -> SetAttr:
+    return SetAttr("f", OWN, 0, 1, etag, mode, 0, 0, 0, {"user.x": b"%o" % mode})
+
+
+def relocated(etag: str) -> Relocate:
+    return Relocate("f", OWN, 0, etag, THIS, 700, 1, 0o600, 0, 0, 0, hides=etag)
+
+
+def histories(n: Node) -> Histories:
+    return Histories(n.tree)
+
+
+def shown_after(
+    directory: Path, commits: list[list[Operation]], order: tuple[int, ...]
+) -> dict[str, tuple[object, ...]]:
+    with node(directory) as n:
+        for number in order:
+            n.commit(10 + number, *commits[number], writer=f"{number:08x}")
+        return n.shown()
+
+
+@pytest.mark.parametrize(
+    "commits",
+    [
+        [[told("e1")], [attributes("e1", 0o600)], [attributes("e1", 0o640)]],
+        [[told("e1")], [attributes("e1", 0o600)], [relocated("e1")]],
+        [[put("f", 7)], [told("e1")], [relocated("e1")], [Remove("f", hides="e1", by_date=True)]],
+        [
+            [put("f", 7)],
+            [Remove("f", by_date=True)],
+            [Symlink("f", "there", 0, 0, 0, xattrs={"user.x": b"1"})],
+            [put("f", 8)],
+        ],
+        [[told("e1")], [attributes("e1", 0o600)], [put("f", 7, hides="e2")], [told("e1")]],
+        [[put("f", 7)], [Remove("f", by_date=True), put("f", 8)], [Remove("f", by_date=True), put("f", 8)]],
+    ],
+)
+def test_each_order_leaves_what_the_order_of_times_leaves(tmp_path: Path, commits: list[list[Operation]]) -> None:
+    orders = list(itertools.permutations(range(len(commits))))
+    shown = {order: shown_after(tmp_path / str(number), commits, order) for number, order in enumerate(orders)}
+    assert set(map(repr, shown.values())) == {repr(shown[orders[0]])}
+
+
+def test_order_is_known_after_a_restart(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        n.commit(30, relocated("e1"), writer="0000000c")
+    with node(tmp_path) as n:
+        n.commit(20, told("e2"), writer="0000000b")
+        late = n.shown()
+    with node(tmp_path / "in order") as n:
+        n.commit(10, told("e1"))
+        n.commit(20, told("e2"), writer="0000000b")
+        n.commit(30, relocated("e1"), writer="0000000c")
+        assert n.shown() == late
+
+
+def test_change_made_here_is_behind_what_others_committed_until_it_has_a_time(tmp_path: Path) -> None:
+    """Its own commit is earlier than the last of them, which then is applied again."""
+    mine = Change(operations=[Remove("f", by_date=True)])
+    with node(tmp_path) as n:
+        n.commit(10, put("f", 7), writer="0000000b")
+        n.apply_pending(1, mine)
+        later = n.commit(30, put("f", 8), writer="0000000c")
+        assert n.find("f") is None
+        n.applier.restamp([(mine, PENDING | 1)], at(20))
+        n.apply(later)
+        assert n.found("f").size == 8
+
+
+def test_commit_that_is_applied_again_changes_nothing(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        records = [
+            n.commit(10 + number, *said) for number, said in enumerate(([put("f", 7)], [told("e1")], [put("f", 8)]))
+        ]
+        before = n.shown(), n.inode("f")
+        for record in [*records, *reversed(records)]:
+            n.apply(record)
+            assert (n.shown(), n.inode("f")) == before
+
+
+def test_row_that_something_else_has_changed_counts_as_it_is(tmp_path: Path) -> None:
+    """As where a file was stored, and no commit tells of it yet."""
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        n.commit(20, told("e2"))
+        stored = replace(n.found("f"), etag="e3", stamp=at(20))
+        n.tree.update(batch := Batch(), stored)
+        n.database.commit(batch)
+        n.commit(15, told("e4"), writer="0000000b")
+        assert n.found("f").etag == "e3"
+
+
+def test_file_that_a_listed_object_hides_is_there_when_a_commit_removes_the_object(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(10, put("f", 6))
+        n.commit(11, put("f", 7))
+        n.list(plain("f", "e1", 12))
+        assert n.found("f").etag == "e1"
+        n.commit(14, Remove("f", hides="e1"))
+        assert n.found("f").size == 7
+
+
+def test_histories_are_few(tmp_path: Path) -> None:
+    """A name that began with one commit has none, and one that is written again and again has few facts."""
+    with node(tmp_path) as n:
+        n.commit(10, put("new", 7), put("f", 7))
+        for number in range(3 * FACTS_MAX):
+            n.commit(11 + number, put("f", number))
+        new, again = histories(n).get_many(["new", "f"])
+        assert new is None
+        assert again is not None
+        assert len(again.facts) <= FACTS_MAX
+
+
+def test_history_goes_once_no_commit_can_come_late(tmp_path: Path) -> None:
+    paths = [f"{number}" for number in range(600)]
+    with node(tmp_path) as n:
+        for seconds in (10, 20):
+            n.commit(seconds, *(put(path, seconds) for path in paths))
+        n.commit(40, Remove("7", by_date=True))
+        assert None not in histories(n).get_many(paths)
+        for _ in n.applier.forget_histories(at(30)):
+            pass
+        left = [path for path, history in zip(paths, histories(n).get_many(paths), strict=True) if history is not None]
+        assert left == ["7"]
+
+
+def test_relocation_that_came_before_the_version_was_known_here_counts_once_that_is(tmp_path: Path) -> None:
+    """The same bytes were stored in place of an object while it was moved into an archive, which has the one ETag."""
+    with node(tmp_path) as n:
+        local = n.dirty("f")
+        n.commit(20, relocated("e1"), writer="0000000b")
+        assert n.found("f").is_local
+        n.watcher.kept.clear()
+        stored = replace(local, flags=Flag.ATTRIBUTES_KNOWN, mode=0o644, etag="e1", size=1, ctime_ns=at(21))
+        n.tree.update(batch := Batch(), stored)
+        n.database.commit(batch)
+        n.commit(30, attributes("e1", 0o600))
+        assert n.found("f").place
+
+
+def test_history_that_is_damaged_is_left_out(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(10, put("f", 7))
+        n.commit(20, put("f", 8))
+        n.database.commit(Batch({schema.HISTORY + b"f": b"damaged"}))
+        for _ in n.applier.forget_histories(at(5)):
+            pass
+        n.commit(15, put("f", 9), writer="0000000b")
+        assert n.found("f").size == 8
