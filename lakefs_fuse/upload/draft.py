@@ -174,10 +174,9 @@ class Draft:
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
         """See `Stager`. The journal has it before the bytes go, or the next daemon would take the holes for bytes.
         Where it cannot be written, no bytes go, and a later call tries again."""
-        if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
+        is_over = self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED)
+        if is_over or not self.uploader.client.capabilities.parts_replaceable:  # all of it may have to be sent again
             return 0
-        if not self.uploader.client.capabilities.parts_replaceable:
-            return 0  # all of it may have to be sent again
         clean = sorted(index for index, part in self.parts.items() if part.state is PartState.CLEAN and index > 0)
         leaving = [i for i in (clean[:-RECENT_PARTS_KEPT] if keep_recent else clean) if self._can_drop(i)]
         if not leaving:
@@ -260,8 +259,8 @@ class Draft:
 
     def _can_drop(self, index: int) -> bool:
         start, end = self.layout.range(index)
-        is_staged = self.pages.count(start, end) > 0
-        return is_staged and index not in self._uses and self.parts[index].length == end - start
+        is_whole = self.parts[index].length == end - start
+        return is_whole and self.pages.count(start, end) > 0 and index not in self._uses
 
     def _punch(self, index: int) -> int:
         """Delete the staged bytes of a part that the journal has as dropped; returns how many."""
@@ -725,10 +724,9 @@ class Draft:
                 return
             part = self.parts[index]
             start, end = self.layout.range(index)
-            length = min(end, self.size) - start
+            length, repeated = min(end, self.size) - start, bool(part.etag)
             if length <= 0:
                 return
-            repeated = bool(part.etag)
             self.parts.transition(index, PartState.UPLOADING)
             try:
                 upload_id = await self.begin_upload()
@@ -744,6 +742,9 @@ class Draft:
                 raise
         self.uploader.metrics.parts += 1
         self.uploader.metrics.parts_repeated += repeated
+        if upload_id != self.upload_id:  # which was left meanwhile for one at another key
+            self.parts.transition(index, PartState.DIRTY)
+            return
         self.parts.end_upload(index, ref, length)
         if part.state is PartState.CLEAN:
             if self.size > start + length and (start + length) % BLOCK_BYTES:

@@ -66,6 +66,23 @@ async def test_a_file_that_grows_while_its_last_part_is_sent_is_hashed_as_it_is_
         draft.close(unlink=True)
 
 
+async def test_part_of_an_upload_that_is_left_meanwhile_is_sent_again(tmp_path: Path) -> None:
+    """The file was renamed, and begins anew at its next key."""
+    data = noise(4, 2 * PART + 100)
+    async with bench(tmp_path) as b:
+        b.store.hook = pause = Pause(is_part(1), "after")
+        draft = b.draft()
+        await draft.write(0, data)
+        await reached(pause.reached)
+        await draft.abort_upload()
+        draft.forget_upload()
+        pause.resume()
+        await b.idle(draft)
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        draft.close(unlink=True)
+
+
 async def test_a_small_file_is_one_put(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         draft = b.draft()
