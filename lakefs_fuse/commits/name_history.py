@@ -155,6 +155,12 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         is_there = listed is not None and listed.etag != fact.outdated
         return msgspec.structs.replace(self, listed=self.listed if is_there else None, outdated=fact.outdated)
 
+    def is_replaced_by(self, entry: Entry | None) -> bool:
+        """What is listed is not at the key any more, as another plain object is the file."""
+        if self.listed is None or entry is None or not entry.is_plain:
+            return False
+        return unpack_entry(0, 0, self.listed.row).etag != entry.etag
+
     def answers(self) -> Mapping[str, str]:
         """As `Application` takes them."""
         return {self.facts[0].operation.path: self.outdated} if self.outdated else NOTHING
@@ -412,7 +418,9 @@ class OrderedRules:
         histories: dict[str, History | None] = {}
         for step, history in self._changed:
             if history is not None:
-                history = msgspec.structs.replace(history, mark=mark_of(step.current, step.tombstone))
+                listed = None if history.is_replaced_by(step.current) else history.listed
+                mark = mark_of(step.current, step.tombstone)
+                history = msgspec.structs.replace(history, listed=listed, mark=mark)
             histories[step.operation.path] = history
         self._changed = []
         self._histories.write(batch, histories)

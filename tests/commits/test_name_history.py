@@ -172,3 +172,13 @@ def test_history_that_is_damaged_is_left_out(tmp_path: Path) -> None:
             pass
         n.commit(15, put("f", 9), writer="0000000b")
         assert n.found("f").size == 8
+
+
+def test_object_that_was_replaced_at_its_key_since_it_was_listed_does_not_come_back(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(5, told("e0"))
+        n.list(plain("f", "e1", 10))
+        n.commit(30, told("e2"))
+        n.commit(40, Remove("f", hides="e2"))
+        n.commit(35, put("g"), Remove("f", hides="e9"), writer="0000000b")
+        assert n.find("f") is None
