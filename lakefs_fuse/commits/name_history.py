@@ -136,10 +136,10 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         own = (fact.operation for fact in self.facts if isinstance(fact.operation, Put))
         return any(put.object == OWN and put.hides == etag for put in own)
 
-    def relocates(self, etag: str) -> bool:
-        """A commit says where the bytes of the plain object are now, perhaps before it was known here."""
+    def relocates(self, row: Entry) -> bool:
+        """A commit says that the bytes of this plain object are elsewhere, which came before it was known here."""
         said = (fact.operation for fact in self.facts if isinstance(fact.operation, Relocate))
-        return any(each.from_object == OWN and each.from_etag == etag for each in said)
+        return row.is_plain and any(each.from_object == OWN and each.from_etag == row.etag for each in said)
 
     def with_fact(self, fact: Fact) -> History:
         """With one more, behind those of the same time. Where its commit is applied again, what it said before goes."""
@@ -433,7 +433,7 @@ class OrderedRules:
             self.rules.apply(step)
             return None
         is_late = history.is_behind(self._stamp) or history.has_before(fact)
-        if is_late or is_carried or (step.row is not None and history.relocates(step.row.etag)):
+        if is_late or is_carried or (step.row is not None and history.relocates(step.row)):
             history = history.with_fact(fact)
             self._replay(step, history)
             return history
