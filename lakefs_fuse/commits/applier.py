@@ -216,10 +216,8 @@ class Applier:
                     if new != tombstone:
                         restamped[path] = new
             self._tree.tombstones.write(batch, restamped)
-            histories, changed = (
-                self._histories.get_many(path.decode(*schema.PATH) for path in paths),
-                dict[str, History](),
-            )
+            changed: dict[str, History] = {}
+            histories = self._histories.get_many(path.decode(*schema.PATH) for path in paths)
             for (path, entry), history in zip(found, histories, strict=True):
                 if history is None:
                     continue

@@ -76,7 +76,8 @@ class Application:
         self._own, self._whole = own, whole
         self._paths, self._tree, self._watcher = paths, paths.tree, paths.watcher
         self._record, self._stamp, self._time = record, stamp, record.time
-        self._rules = OrderedRules(paths, record, this, stamp, own=own, outdated=outdated)
+        self._order = OrderedRules(paths, record, this, stamp, own=own, outdated=outdated)
+        self._rules = self._order.rules
         self._changes = _Changes()
         self._carried = Carried()
         self._parent: tuple[str, int | None] | None = None
@@ -84,7 +85,7 @@ class Application:
 
     def doubts(self) -> Iterator[Doubt | None]:
         """What to ask the store for, before the record is applied: an answer for each operation."""
-        return self._rules.rules.doubts()
+        return self._rules.doubts()
 
     def run(self) -> None:
         for _ in self.steps(len(self._record.operations) + 1):
@@ -96,7 +97,7 @@ class Application:
         if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):
             names_max = CARRIED_PER_OPERATION * operations_max
             self._carried = yield from carry_over(self._paths, self._record, self._stamp, names_max, own=self._own)
-            self._rules.move(self._carried)
+            self._order.move(self._carried)
             if self._carried.directories:
                 self._watcher.moved()
         for above in () if self._own else {path.rpartition("/")[0] for pair in self._record.moves for path in pair}:
@@ -173,7 +174,7 @@ class Application:
             others = self._tree.named_many([(parent, other_name(step.name)) for parent, step in new])
             for (_, step), entry in zip(new, others, strict=True):
                 step.other = entry
-        self._rules.read(steps)
+        self._order.read(steps)
 
     def _apply(self, step: Step) -> None:
         operation = step.operation
@@ -182,7 +183,7 @@ class Application:
         elif isinstance(operation, Remove) and operation.directory:
             self._remove_directory(step)
         else:
-            self._rules.apply(step)
+            self._order.apply(step)
             self._change_file(step)
         if step.tombstone != step.buried:
             self._changes.tombstones[step.raw] = step.tombstone
@@ -194,7 +195,7 @@ class Application:
             self._tree.update_files(changes.batch, changes.files)
         if changes.tombstones:
             self._tree.tombstones.write(changes.batch, changes.tombstones)
-        self._rules.write(changes.batch)
+        self._order.write(changes.batch)
         if not self._own:
             self._paths.touch(changes.batch, changes.directories, self._time)
         for time in changes.uncovered:  # with what covered their files: a crash, or an error, loses neither
@@ -282,7 +283,7 @@ class Application:
             same = bool(current.flags & Flag.SYMLINK) and self._tree.target(current.inode) == target
         else:
             place = Place(entry.place, entry.offset, entry.etag)
-            same = current.size == entry.size and self._rules.rules.is_at(current, place, path)
+            same = current.size == entry.size and self._rules.is_at(current, place, path)
         if not (same and not self._is_redated(current, entry)) and not self._paths.keeps(current):
             return self._tree.renew_inode(self._changes.batch, entry)
         if self._own and not entry.flags & Flag.ATTRIBUTED:
@@ -313,7 +314,7 @@ class Application:
 
     def _remove_directory(self, step: Step) -> None:
         current, batch = step.current, self._changes.batch
-        if self._rules.rules.is_older(step, ""):
+        if self._rules.is_older(step, ""):
             return
         step.tombstone = Tombstone(self._stamp, self._stamp)
         if current is None:
@@ -333,7 +334,7 @@ class Application:
 
     def _mkdir(self, step: Step, operation: Mkdir) -> None:
         current, parent, batch = step.current, step.parent, self._changes.batch
-        if self._rules.rules.is_older(step, ""):
+        if self._rules.is_older(step, ""):
             return
         if parent is None:
             parent = self._paths.ensure_directory(operation.path.rpartition("/")[0], self._time)

@@ -7,7 +7,7 @@ the name was before the first of them, and what each said: where one comes late,
 What always holds:
 
 * *commits alone*: what a listing shows is kept apart (``listed``), and laid over what the commits come to. Where
-  something else has changed the row of the name or the tombstone since the last fact (``mark``), it begins anew;
+  something else has changed the row of the name or the tombstone since the last fact (``mark``), it starts again;
 * *no older fact*: everything that was said before ``since`` is in the base, and cannot be taken out of it.
 
 A name that began with one commit, and has no tombstone, has no history: its row says what that was (`begun_by`). A
@@ -47,7 +47,7 @@ from lakefs_fuse.meta.tombstones import NS, Tombstone, bury, with_unlisted
 from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
 
 FACTS_MAX = 16
-"""Facts of a name. With more it begins anew: one that is written again and again by one node is no conflict."""
+"""Facts of a name. With more its history starts again: a name that one node writes again and again is no conflict."""
 MOVED_MAX = 512
 """Operations of a record that moves rows; where one has more, names that have no history get none by it."""
 OBJECTS_MAX = 1000
@@ -55,7 +55,7 @@ OBJECTS_MAX = 1000
 ROWS_AT_ONCE = 256
 """Histories read between two steps: about 2 ms."""
 RUNS = count(1)
-"""Applications of this process, which tell those of one moment apart."""
+"""Applications of records in this process: two that begin at the same time are different runs."""
 ENCODE = msgspec.msgpack.Encoder().encode
 _MARK = struct.Struct("<QIQQI")
 _SECOND_FACT = Flag.ATTRIBUTED | Flag.RELOCATED | Flag.OVERRIDING | Flag.PUT_AGAIN | Flag.DATED_AGAIN | Flag.LOCAL
@@ -63,8 +63,8 @@ _SECOND_FACT = Flag.ATTRIBUTED | Flag.RELOCATED | Flag.OVERRIDING | Flag.PUT_AGA
 
 class Fact(msgspec.Struct, frozen=True, array_like=True):
     """What one commit said of a name, at ``stamp``. ``objects`` are those that the operation names, behind one that
-    stands for nothing. ``outdated`` is the ETag that did not lie at the key any more, as the store answered. ``run`` is
-    another whenever a commit is applied, 0 for one of this node. The rest as in `Step`."""
+    stands for nothing. ``outdated`` is the ETag that did not lie at the key any more, as the store answered. ``run``
+    differs each time that a commit is applied, and is 0 for changes of this node. The rest as in `Step`."""
 
     stamp: int
     time: int
@@ -96,9 +96,9 @@ class Base(msgspec.Struct, frozen=True, array_like=True):
 
 
 class History(msgspec.Struct, frozen=True, array_like=True):
-    """See the module's head. ``buried`` is the row of the tombstone that was there before the first fact. ``absent`` is
-    the plain object of which a commit told, and that a listing did not show any more: ETag and stamp; ``outdated`` the
-    last ETag that did not lie at the key any more, as the store answered."""
+    """See the module's head. ``base`` and ``buried`` are the file and the tombstone before the first fact. ``absent``
+    is the plain object of which a commit told, and that a listing did not show any more: ETag and stamp; ``outdated``
+    the last ETag that did not lie at the key any more, as the store answered."""
 
     facts: list[Fact]
     base: Base | None = None
@@ -132,7 +132,7 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         return fact.run > 0 and known.stamp == fact.stamp and known.run != fact.run
 
     def tells_of(self, etag: str) -> bool:
-        """A commit tells of the plain object: what it is now the commits say, and not its date."""
+        """A commit tells of the plain object, so commits decide whether it counts, and not its date."""
         own = (fact.operation for fact in self.facts if isinstance(fact.operation, Put))
         return any(put.object == OWN and put.hides == etag for put in own)
 
@@ -174,7 +174,7 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
 
 def mark_of(entry: Entry | None, tombstone: Tombstone | None) -> int:
-    """A number that is another where commits have made something else of a name."""
+    """A number that changes with what a row and a tombstone say of a name, but for its attributes and inode."""
     row = b""
     if entry is not None and (not entry.is_local or entry.stamp or entry.etag):
         flags = entry.flags & ~(Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT | Flag.SHADOWED | Flag.XATTRS)

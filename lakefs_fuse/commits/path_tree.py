@@ -539,7 +539,7 @@ def is_only_listed(entry: Entry, etag: str) -> bool:
 
 def _is_over_another(known: Entry) -> bool:
     """A plain object that was only listed counts by its date over a file elsewhere, which may come into sight again
-    where another node removes the object (`Application._uncover`)."""
+    where another node removes the object (`FileRules._uncover`)."""
     return bool(known.flags & Flag.OVERRIDING) and not known.stamp
 
 

@@ -112,9 +112,10 @@ class ForeignObjects:
         """An object of this node is removed. What it had replaced ended with that, although the removal is older, which
         others cannot know."""
         tombstone, entry = self._ns.tree.tombstones.get(path.encode()) or Tombstone(0), self._ns.at(path)
-        is_back = entry is not None and lies_elsewhere(entry) and entry.etag != etag
-        ended, dated_s = entry.stamp if is_back and entry else tombstone.stamp, tombstone.when_dated(etag)
-        is_untold = 0 < tombstone.when_gone(etag) < ended < PENDING and (is_back or tombstone.floor < ended)
+        dated_s, ended, is_untold = tombstone.when_dated(etag), tombstone.stamp, tombstone.floor < tombstone.stamp
+        if entry is not None and lies_elsewhere(entry) and entry.etag != etag:  # it is in sight again
+            ended, is_untold = entry.stamp, True
+        is_untold = is_untold and 0 < tombstone.when_gone(etag) < ended < PENDING
         if is_untold and is_replaced(ended, dated_s):
             try:
                 removal = Remove(path, hides=etag, dated_s=dated_s)

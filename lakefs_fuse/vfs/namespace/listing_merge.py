@@ -454,7 +454,7 @@ class DirectoryMerge:
 
     def _merge(self, batch: Batch, found: Found) -> None:
         """Where a listing meets commits: docs/format.md, "Plain objects and commits", has the rules, by which commits
-        meet listings in `Application._is_unknown` (`commits.apply_record`)."""
+        meet listings in `FileRules._is_unknown` (`commits.file_rules`)."""
         entry = self._tree.named(self._directory, found.sort_name)
         if entry is not None and entry.cookie < self.first_cookie:
             self._confirmed.add(entry.cookie)
