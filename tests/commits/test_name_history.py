@@ -100,6 +100,9 @@ def test_commit_that_is_applied_again_changes_nothing(tmp_path: Path) -> None:
         for record in [*records, *reversed(records)]:
             n.apply(record)
             assert (n.shown(), n.inode("f")) == before
+        (history,) = histories(n).get_many(["f"])
+        assert history is not None
+        assert len(history.facts) == len(records)
 
 
 def test_row_that_something_else_has_changed_counts_as_it_is(tmp_path: Path) -> None:
@@ -182,3 +185,13 @@ def test_object_that_was_replaced_at_its_key_since_it_was_listed_does_not_come_b
         n.commit(40, Remove("f", hides="e2"))
         n.commit(35, put("g"), Remove("f", hides="e9"), writer="0000000b")
         assert n.find("f") is None
+
+
+def test_listed_object_of_which_a_commit_tells_counts_by_that_and_not_by_its_date(tmp_path: Path) -> None:
+    """The store dates it in the second of the file that came over it."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 15))
+        n.commit(15.3, told("e1"))
+        n.commit(15.5, put("f", 7))
+        n.commit(15.1, Remove("f", hides="e9"), writer="0000000b")
+        assert n.found("f").place
