@@ -35,6 +35,7 @@ from lakefs_fuse.errors import (
     Superseded,
     Unsupported,
 )
+from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.client import REPLACES_METADATA, token_of
@@ -151,6 +152,16 @@ async def find_own_object(draft: Draft) -> ObjectMeta | None:
     LakeError."""
     meta = await draft.uploader.client.find(draft.target.key)
     return meta if meta is not None and is_own_object(draft, meta) else None
+
+
+def may_be_stored(draft: Draft) -> bool:
+    """An attempt to store the draft had no answer, perhaps, and the object may be there."""
+    return draft.recheck or draft.state is DraftState.FAILED
+
+
+async def find_late_object(draft: Draft) -> ObjectMeta | None:
+    """As `find_own_object`; None without a request where every attempt was answered."""
+    return await find_own_object(draft) if may_be_stored(draft) else None
 
 
 def is_own_object(draft: Draft, meta: ObjectMeta) -> bool:

@@ -21,7 +21,7 @@ from lakefs_fuse.vfs.ops import unlink as unlinking
 from lakefs_fuse.vfs.ops.attributes import AttributeChange, file_type_and_mode
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import NEVER_S, NS, TTL_S, Clock, Lake, entries_of, lake, two_lakes
+from tests.vfs.lakes import NEVER_S, NS, RENAME_EXCHANGE, TTL_S, Clock, Lake, entries_of, lake, two_lakes
 from tests.vfs.writing_back import writing_back
 
 KIB = 1024
@@ -572,6 +572,63 @@ async def test_deleting_what_failed_to_publish_and_did(tmp_path: Path) -> None:
         assert entries_of(store) == []
         clock.advance(TTL_S + 1)
         assert await m.names() == []
+
+
+@pytest.mark.parametrize("has_version", [False, True])
+@pytest.mark.parametrize("change", ["unlink", "replace", "rename", "exchange"])
+async def test_object_of_an_attempt_without_answer_is_not_shown_once_its_name_changed(
+    tmp_path: Path, change: str, has_version: bool
+) -> None:
+    """Another node would show it, at least until it is deleted."""
+    store, clock = MemoryStore(), Clock()
+    store.clock = clock
+    async with lake(store, tmp_path / "cache", clock=clock, retry_timeout_s=0, delete_after_s=1e6, pack="never") as m:
+        await m.write("other", b"other")
+        if has_version:
+            await m.write("file", b"before")
+        await m.sync()
+        clock.advance(30)
+        handle = await (m.open("file", os.O_WRONLY | os.O_TRUNC) if has_version else m.create("file"))
+        await m.fs.write(handle, 0, b"now")
+        store.hook = Failures(is_put, Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await m.close(handle)
+        assert store.data("file") == b"now"
+        await {
+            "unlink": lambda: m.unlink("file"),
+            "replace": lambda: m.rename("other", "file"),
+            "rename": lambda: m.rename("file", "moved"),
+            "exchange": lambda: m.rename("file", "other", RENAME_EXCHANGE),
+        }[change]()
+        await m.fs.sync_names()
+        expected = {
+            "unlink": {"other": b"other"},
+            "replace": {"file": b"other"},
+            "rename": {"other": b"other", "moved": b"now"},
+            "exchange": {"file": b"other", "other": b"now"},
+        }
+        async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+            assert {name: await fresh.read(name) for name in await fresh.names()} == expected[change]
+
+
+async def test_object_of_an_attempt_without_answer_goes_where_its_file_was_renamed_while_the_store_was_away(
+    tmp_path: Path,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.clock = clock
+    async with lake(store, tmp_path / "cache", clock=clock, retry_timeout_s=0, delete_after_s=1e6, pack="never") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, b"now")
+        store.hook = Failures(is_put, Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await m.fs.fsync(handle)
+        store.hook = Failures(lambda request: request.what == "head", Unavailable("away"), count=1000)
+        await m.rename("file", "moved")
+        store.hook = lambda _request, _when: None
+        await m.close(handle)
+        await m.fs.sync_names()
+        async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+            assert {name: await fresh.read(name) for name in await fresh.names()} == {"moved": b"now"}
 
 
 @pytest.mark.parametrize("size", [100, LARGE])

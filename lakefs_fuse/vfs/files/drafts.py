@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.staging_area import MEMORY_BYTES_MAX, StagedFile
 from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -116,7 +116,7 @@ class Drafts:
         if draft is None:
             return
         file.end_draft()
-        if draft.recheck or draft.state is DraftState.FAILED:
+        if may_be_stored(draft):
             draft.unlink()
             try:
                 draft.save(sync=True)

@@ -30,6 +30,7 @@ from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.staging.part_layout import PAGE_BYTES
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.namespace import attributes
@@ -329,7 +330,7 @@ class FileTable:
             each.key, draft = key, each.draft
             if draft is None:
                 continue
-            if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING:
+            if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING or may_be_stored(draft):
                 draft.target.path = key
                 self._renamed.add(each.entry.inode)
             else:

@@ -8,6 +8,7 @@ not in the store yet (a file just created) changes its name here only. Trio thre
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,7 +18,9 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.product import PLACEHOLDER
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -110,26 +113,29 @@ class Directories:
         self._unlinker.forget_name(entry)
         self._ns.touch(parent)
 
-    async def _unlink(self, entry: Entry) -> None:
+    async def _unlink(self, entry: Entry, late: Sequence[ObjectMeta] = ()) -> None:
+        """``late`` are objects at the key that are not the version of the row."""
         row = self._ns.tree.named(entry.parent, entry.name)
         if row is None:
             return
         batch = Batch()
         self._unlinker.journal_dropped(batch, self._files.get(entry.inode))
-        if row.is_local and entry.etag:  # of an attempt whose answer was lost
-            row = msgspec.structs.replace(row, etag=entry.etag)
-        if row.is_local and not row.etag and not row.stamp and not self._names.is_visible(self._ns.path_of(row)):
+        path, beside = self._ns.path_of(row), list(late)
+        if row.is_local and beside:
+            row = msgspec.structs.replace(row, etag=beside.pop().etag)
+        if row.is_local and not (row.etag or row.stamp or self._names.is_visible(path)):
             self._ns.changing(row.parent, row.name)
             self._ns.tree.remove(batch, row)
             self._ns.database.commit(batch)
             return
-        path = self._ns.path_of(row)
         builder = ChangeBuilder(self._ns.tree)
         self._names.keep_parent(builder, row)
         builder.remove(path, row, self._ns.own_etag(path))
-        self._names.enqueue_all(builder, self._names.orphaned(path, row), batch)
+        builder.operations += [Remove(path, hides=meta.etag, dated_s=meta.mtime_ns // NS) for meta in beside]
+        doomed = self._names.orphaned(path, row) + [Deletion(path, meta.etag) for meta in beside]
+        self._names.enqueue_all(builder, doomed, batch)
 
-    async def _leave_name(self, entry: Entry) -> None:
+    async def _leave_name(self, entry: Entry, _: Sequence[ObjectMeta] = ()) -> None:
         """The file of the entry loses its name, which another client has, and keeps."""
         row = self._ns.tree.named(entry.parent, entry.name)
         if row is None:

@@ -136,7 +136,7 @@ class Renames:
             if not exchange:
                 await self._check_replaceable(source, target)
         ends = [source, target] if exchange and target is not None else [source]
-        await self._preparation.prepare(ends, is_exchange=exchange)
+        await self._preparation.prepare(ends, None if exchange else target)
         if await self._rename(_Request(source, parent_new, name_new, flags), ends):
             await self._names.flush()
         if target is not None and not exchange:
@@ -185,13 +185,15 @@ class Renames:
         file = self._files.get(source.inode)
         # What is being stored when it is renamed is stored first, under its old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():
+            if file is not None and await self._preparation.is_stored_late(file):
+                raise FileError(errno.ESTALE)  # by an attempt that failed since: the next call stores it first
             self._check_names(moving)
             self._forget_removed(moving)
             ends = self._read_ends(request)
             opened = None if ends.target is None or exchange else self._files.hold(ends.target.inode)
             is_held = False
 
-            async def execute(_: Entry) -> None:
+            async def execute(*_: object) -> None:
                 nonlocal is_held
                 now = ends if opened is None else self._read_ends(request)  # other tasks ran
                 if ends.source.flags & Flag.LOCAL and not exchange:
@@ -202,7 +204,7 @@ class Renames:
             if opened is not None:
                 await self._unlinker.unlink(opened, execute)
             else:
-                await execute(source)
+                await execute()
             self._files.moved(None if exchange or source.flags & Flag.DIRECTORY else [source.inode])
             for listener in self._ns.events.path_renamed:
                 listener(ends.old, ends.new)
@@ -303,13 +305,13 @@ class Renames:
         there = self._ns.tree.child(parent, name)
         opened = None if there is None else self._files.hold(there.inode)
 
-        async def execute(_: Entry) -> None:
+        async def execute(*_: object) -> None:
             await self._commit_now(lambda: self._read_ends(request), planner, is_large=self._is_large(source))
 
         if opened is not None:
             await self._unlinker.unlink(opened, execute)
         else:
-            await execute(source)
+            await execute()
         if there is not None:
             self._unlinker.forget_name(there)
         self._ns.touch(parent)

@@ -25,6 +25,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.key_mapping import paths_of_keys
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
@@ -63,19 +64,31 @@ class RenamePreparation:
         if self.renamed.adopting:
             await self.renamed.wait_adopted()
 
-    async def prepare(self, moving: Sequence[Entry], *, is_exchange: bool) -> None:
+    async def prepare(self, moving: Sequence[Entry], replaced: Entry | None = None) -> None:
         """What changes places, one entry or in an exchange two, is known here with all that is below it, and in the
-        store as far as it has to be there before, when this returns. Raises LakeError."""
+        store as far as it has to be there before, when this returns. ``replaced`` is what loses its name. Raises
+        LakeError."""
+        is_exchange = len(moving) > 1
         for entry in moving:
             if entry.flags & Flag.DIRECTORY:
                 await self.list_below(self._ns.path_of(entry), entry)
         for entry in moving:
             await self._drain_older(entry)
+        for entry in [*moving, *([] if replaced is None else [replaced])]:
+            file = self._files.get(entry.inode)
+            if file is not None and await self.is_stored_late(file):
+                await self._publisher.publish(file)
         if is_exchange:
             await self._publish_closed(moving)
         for entry in moving:
             if self._writeback.versions and (is_exchange or entry.flags & Flag.DIRECTORY):
                 await self._drain_below(self._ns.path_of(entry))
+
+    async def is_stored_late(self, file: OpenFile) -> bool:
+        """An attempt to store the newest version had no answer, and the store has it at the name that the file has: it
+        would be left behind there, or be shown in place of what gets that name. Raises LakeError."""
+        meta = None if file.draft is None else await self._writeback.find_late_object(file.draft)
+        return meta is not None and meta.key == file.key
 
     async def _retry_while_away(self, path: str, attempt: Callable[[], Awaitable[None]]) -> None:
         """Where ``path`` is write-back's, ``attempt`` is made again while the store is away, as long as a writer would

@@ -13,8 +13,7 @@ writes them in the change's own batch. Trio thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import trio
@@ -22,12 +21,12 @@ import trio
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import LakeError, Unavailable
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Journal
-from lakefs_fuse.staging.draft_record import DraftState, encode
-from lakefs_fuse.upload.publish import find_own_object
+from lakefs_fuse.staging.draft_record import encode
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.io import FileIO
@@ -39,8 +38,7 @@ INODES_MAX = 16_384
 """About 8 MiB. The kernel holds an unlinked inode for milliseconds, or for as long as a process has it open."""
 KEPT_STEP_BYTES = 16 << 20
 AWAY_S_MAX = 5.0
-"""Time for the store to send KEPT_STEP_BYTES of such a file, or to say whether a version arrived, before its name goes:
-it may be away."""
+"""Time for the store to send KEPT_STEP_BYTES of such a file before its name goes: it may be away."""
 log = logging.getLogger(__name__)
 
 
@@ -73,9 +71,10 @@ class Unlinker:
         self._journal = Journal(database)
         self.inodes, self._clock = UnlinkedInodes(), clock
 
-    async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:
-        """``delete`` takes the name away; handles stay. No publishing runs meanwhile, so none can bring the name
-        back. Where ``delete`` fails, the file is as it was."""
+    async def unlink(self, file: OpenFile, delete: Callable[[Entry, Sequence[ObjectMeta]], Awaitable[None]]) -> None:
+        """``delete`` takes the name away; handles stay. It is given the file's entry, and the objects at its key that
+        are not the version of its row. No publishing runs meanwhile, so none can bring the name back. Where ``delete``
+        fails, the file is as it was."""
         try:
             async with file.publishing:
                 file.unlink()  # not before: what is being published is visible with its name until then
@@ -83,9 +82,9 @@ class Unlinker:
                     async with file.draft.gate:
                         pass
                 is_away = await self._keep_for_handles(file)
-                late = file.entry if is_away else await self._with_late_object(file)
+                late = [] if is_away else await self._late_objects(file)
                 newest = self._committer.journal.newest
-                await delete(late)
+                await delete(file.entry, late)
         except BaseException:
             file.relink()
             self._io.unpin(file)  # its close may have ended while the file was unlinked
@@ -121,24 +120,17 @@ class Unlinker:
             log.warning("%s is deleted while open, and could not be kept: %s", file.key, why)
         return is_away
 
-    async def _with_late_object(self, file: OpenFile) -> Entry:
-        """An attempt to publish failed without an answer, and the object may be there all the same: then others have to
-        be told that it is removed. Without the store nobody waits for that: the object is looked for again when the
-        version is discarded."""
-        entry = file.entry
+    async def _late_objects(self, file: OpenFile) -> list[ObjectMeta]:
+        """Attempts to publish failed without an answer, and the objects may be there all the same: then others have to
+        be told that they are removed."""
+        late = []
         for draft in [each.draft for each in file.versions if each.draft is not None]:
-            if not (draft.recheck or draft.state is DraftState.FAILED):
-                continue
-            if draft.sequence and self._writeback.error is not None:  # the store is away
-                continue
-            meta = None
-            with suppress(Unavailable), trio.move_on_after(AWAY_S_MAX):
-                meta = await find_own_object(draft)
+            meta = await self._writeback.find_late_object(draft)
             if meta is not None and meta.key == file.key:
-                entry = msgspec.structs.replace(entry, etag=meta.etag)
+                late.append(meta)
             elif meta is not None and not draft.sequence:
                 self._writeback.delete_object(meta)
-        return entry
+        return late
 
     async def _drop_acknowledged(self, file: OpenFile, newest: int) -> None:
         """Acknowledged versions stay for programs that have the file open only. ``newest``: journaled before."""

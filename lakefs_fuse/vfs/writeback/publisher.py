@@ -45,7 +45,14 @@ from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
-from lakefs_fuse.upload.publish import Published, give_up_upload, is_own_object, publish, refuse_name
+from lakefs_fuse.upload.publish import (
+    Published,
+    find_late_object,
+    give_up_upload,
+    is_own_object,
+    publish,
+    refuse_name,
+)
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
@@ -307,9 +314,20 @@ class ObjectWriter:
             await give_up_upload(draft, path)
             self._files.aim(file, draft.id, target)
             return await self._plan(file, draft, policy, alone=alone)
-        target.key, target.path = plan.key, plan.path
-        target.if_absent, target.expected = plan.if_absent, plan.expected
+        if plan.key != target.key:
+            await self._leave_late_object(draft)
+        target.key, target.path, target.if_absent, target.expected = plan.key, plan.path, plan.if_absent, plan.expected
         return plan, _gone(removed, row)
+
+    async def _leave_late_object(self, draft: Draft) -> None:
+        """What an attempt without an answer made of the draft at its earlier key goes: the file has another name since.
+        Raises LakeError."""
+        meta = await find_late_object(draft)
+        if meta is not None:
+            builder = ChangeBuilder(self._ns.tree)
+            hide_object(builder, self._ns.tree, meta.key, meta.etag)
+            doomed = [Deletion(meta.key, meta.etag)]
+            self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
 
     async def commit_location(self, path: str) -> None:
         """The commit that others need to find what was stored last for a path is in the store. Raises LakeError; then

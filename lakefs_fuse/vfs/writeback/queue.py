@@ -15,6 +15,7 @@ two awaits is atomic. A crash leaves the journal, from which `replay` makes the 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -37,12 +38,12 @@ from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.quantity import counted
-from lakefs_fuse.staging.draft_record import DraftState, encode
+from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.publish import find_own_object
+from lakefs_fuse.upload.publish import find_late_object
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX
 from lakefs_fuse.vfs.writeback.publish_plan import is_packable
@@ -56,6 +57,8 @@ BURST_FILES_MIN = 20
 """This many in a window are a burst: packs of half a minute then have the 500 files that one commit is to serve."""
 DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
 """Between attempts to end the upload of a superseded version."""
+AWAY_S_MAX = 5.0
+"""Time for the store to say whether a version arrived, before the name of its file changes: it may be away."""
 WAITABLE = (Unavailable, AccessDenied, NoSuchBucket, StoreFull, StagingFull, CacheError)
 """Errors that are not about one file: everything waits, and is tried again."""
 log = logging.getLogger(__name__)
@@ -396,10 +399,9 @@ class WriteBack:
         backoff = Backoff(DISCARD_S_FIRST, DISCARD_S_MAX)
         while True:
             try:
-                if draft.recheck or draft.state is DraftState.FAILED:  # an attempt to store it may have worked
-                    meta = await find_own_object(draft)
-                    if meta is not None:
-                        self.delete_object(meta)
+                meta = await find_late_object(draft)
+                if meta is not None:
+                    self.delete_object(meta)
                 await draft.discard()
                 if draft.error is None:
                     self._journal.remove(draft.id)
@@ -416,6 +418,15 @@ class WriteBack:
             if not isinstance(error, Unavailable):
                 return
             await trio.sleep(backoff.next_s())
+
+    async def find_late_object(self, draft: Draft) -> ObjectMeta | None:
+        """As `publish.find_late_object`; None also while the store is away: it is looked for again when the draft is
+        stored, or discarded. Raises LakeError."""
+        if draft.sequence and self.error is not None:
+            return None
+        with suppress(Unavailable), trio.move_on_after(AWAY_S_MAX):
+            return await find_late_object(draft)
+        return None
 
     def delete_object(self, meta: ObjectMeta) -> None:
         """An object that was stored for a version that no name means goes. Raises CacheError."""
