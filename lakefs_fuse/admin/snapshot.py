@@ -65,12 +65,10 @@ async def fold(
     report: Report,
     file_bytes_max: int = tables.FILE_BYTES_MAX,
 ) -> Manifest:
-    """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that.
-
-    ``horizon`` is the time before which commits are about to be deleted; without ``list_all`` no directory is listed,
-    so that the cost does not depend on how many there are. A view that ``is_new`` was opened a moment ago, and has the
-    commits that were there; ``known`` is the newest index as of then. Raises LakeError where the view lacks something,
-    or the store fails; then there is no new index, and the old ones are as they were."""
+    """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that. ``horizon`` is the time
+    before which commits are about to be deleted. Without ``list_all`` no directory is listed. A view that ``is_new``
+    was opened a moment ago, and has the commits that were there; ``known`` is the newest index as of then. Raises
+    LakeError where the view lacks something, or the store fails; then the indexes are as they were."""
     fs, client, threads, clock = lake.fs, lake.client, lake.node.threads, lake.clock
     database = fs.database
     if name:
@@ -102,7 +100,9 @@ async def fold(
         writer = levels.LevelWriter(database, directory, before, found, applied_since, file_bytes_max)
         manifest = await writer.write(client, threads, time=clock.now(), horizon=horizon, wrote=wrote)
     else:
-        dump = tables.Dump(database, directory, applied_since=applied_since, file_bytes_max=file_bytes_max)
+        dump = tables.Dump(
+            database, directory, applied_since=applied_since, file_bytes_max=file_bytes_max, with_histories=not name
+        )
         try:
             if name:
                 return await snapshots.write(

@@ -1,12 +1,12 @@
 """Rows of names as files of sorted rows (RocksDB's SST), out of one database and into another.
 
 What always holds: a dump is of one moment, whatever is changed meanwhile; it has the names and what belongs to them
-(`KINDS`) and nothing that is of one node alone (journals, what is to be deleted, identity). `DumpOfChanges` has only
-the rows that were written since an index, and the keys of those that were deleted, which are files of another kind; it
-is for a database that nothing writes meanwhile. Files are taken in all or none, together with the marks that go with
-them (`Marks`), so a database never has the names without the numbers that must not be given out again. Dumping and
-checking are blocking code for one worker thread at a time; the rest is for the trio thread. A crash leaves files in a
-directory that is the caller's.
+(`KINDS`) and nothing that is of one node alone (journals, what is to be deleted, identity). For an index the histories
+of names come beside it, in one file of their own, HISTORIES. `DumpOfChanges` has only the rows that were written since
+an index, and the keys of those that were deleted, which are files of another kind; it is for a database that nothing
+writes meanwhile. Files are taken in all or none, together with the marks that go with them (`Marks`), so a database
+never has the names without the numbers that must not be given out again. Dumping and checking are blocking code for one
+worker thread at a time; the rest is for the trio thread. A crash leaves files in a directory that is the caller's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -40,6 +40,9 @@ KEY_BYTES_MAX = 8 << 10
 ROWS_BETWEEN_LOOKS = 1000
 HASH_BYTES = 1 << 20
 
+HISTORIES = "histories.sst"
+HISTORIES_BYTES_MAX = 64 << 20
+"""Of that file: 200,000 names that several commits contested within minutes. What comes after those is left out."""
 ROWS_SUFFIX, REMOVED_SUFFIX = ".sst", ".removed"
 """Of files of rows, and of files of keys whose rows are deleted."""
 
@@ -93,7 +96,7 @@ class Dump:
     """The rows of one moment, file by file (`next_file`), into a directory. See the module's head for threads.
 
     ``applied_since``: commits older than this time need not be told to have been applied. ``files_before``: numbers of
-    files that are not to be used again.
+    files that are not to be used again. ``with_histories``: the last file has these, if there are any.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Dump:
         applied_since: int,
         file_bytes_max: int = FILE_BYTES_MAX,
         files_before: int = 0,
+        with_histories: bool = False,
     ) -> None:
         self.marks = marks_of(database)
         self.names = self.directories = 0
@@ -111,6 +115,7 @@ class Dump:
         self._directory, self._file_bytes_max = directory, file_bytes_max
         self._rows = self._rows_of_names(database.frozen(schema.NAME_KINDS[0]), applied_since)
         self._ahead = next(self._rows, None)
+        self._histories = _histories(database) if with_histories else iter(())
         self._files = files_before
 
     def _rows_of_names(
@@ -135,7 +140,8 @@ class Dump:
     def next_file(self) -> DumpedFile | None:
         """The next rows in a file of their own, or None where there are no more. Raises CacheError."""
         if self._ahead is None:
-            return None
+            rows, self._histories = self._histories, iter(())
+            return _write_histories(self._directory, rows)
         path = self._directory / f"{self._files:04d}{ROWS_SUFFIX}"
         self._files += 1
         made, self._ahead = _write_rows(path, self._ahead, self._rows, self._file_bytes_max)
@@ -143,13 +149,13 @@ class Dump:
 
     def close(self) -> None:
         """Before the database is closed."""
-        self._rows = iter(())
+        self._rows = self._histories = iter(())
 
 
 class DumpOfChanges:
     """The rows that were written since the index of the time ``since``, then the keys of those that are not there any
-    more. ``names`` and ``directories`` are those of the index that the database began with. For threads see the
-    module's head."""
+    more, then the histories. ``names`` and ``directories`` are those of the index that the database began with. For
+    threads see the module's head."""
 
     def __init__(
         self, database: Database, directory: Path, *, since: int, names: int, directories: int,
@@ -165,6 +171,7 @@ class DumpOfChanges:
         self._removed = (key for key, row in self._with_rows(since) if row is None)
         self._ahead: tuple[bytes, bytes] | None = None
         self._ahead_removed: bytes | None = None
+        self._histories = _histories(database)
 
     def _with_rows(self, since: int) -> Iterator[tuple[bytes, bytes | None]]:
         for key in self._db.changed.keys_since(since):
@@ -195,14 +202,26 @@ class DumpOfChanges:
             made, self._ahead = _write_rows(path, self._ahead, self._rows, self._file_bytes_max)
             return made
         if self._ahead_removed is None:
-            return None
+            rows, self._histories = self._histories, iter(())
+            return _write_histories(self._directory, rows)
         path = self._directory / f"{number}{REMOVED_SUFFIX}"
         made, self._ahead_removed = _write_removed(path, self._ahead_removed, self._removed)
         return made
 
     def close(self) -> None:
         """Before the database is closed."""
-        self._rows, self._removed = iter(()), iter(())
+        self._rows, self._removed, self._histories = iter(()), iter(()), iter(())
+
+
+def _histories(database: Database) -> Iterator[tuple[bytes, bytes]]:
+    """Of one moment, as `Database.frozen`."""
+    return takewhile(lambda row: row[0][0] == schema.HISTORY[0], database.frozen(schema.HISTORY))
+
+
+def _write_histories(directory: Path, rows: Iterator[tuple[bytes, bytes]]) -> DumpedFile | None:
+    """A file of these rows; None where there are none. Raises CacheError."""
+    ahead = next(rows, None)
+    return None if ahead is None else _write_rows(directory / HISTORIES, ahead, rows, HISTORIES_BYTES_MAX)[0]
 
 
 def _refuse_local(row: bytes) -> None:
@@ -267,9 +286,9 @@ def digest_of(path: Path) -> str:
     return str(hasher.hexdigest())
 
 
-def check_file(path: Path, first: bytes, last: bytes) -> None:
-    """A file of rows opens, has rows of `KINDS` only, from ``first`` to ``last``, and states no deletions. Blocking.
-    Raises DamagedCommit.
+def check_file(path: Path, first: bytes, last: bytes, kinds: bytes = KINDS) -> None:
+    """A file of rows opens, has rows of these ``kinds`` only, from ``first`` to ``last``, and states no deletions.
+    Blocking. Raises DamagedCommit.
 
     It is tried in a database of its own beside it, so that nothing it may hold gets near the names: a row of another
     kind would be a change, or a deletion, that this node then believes to be its own.
@@ -289,7 +308,7 @@ def check_file(path: Path, first: bytes, last: bytes) -> None:
             if key != first or next(iter(trial.keys(backwards=True)), None) != last:
                 raise DamagedCommit("does not hold the rows that its manifest names")
             while key is not None:
-                if key[0] not in KINDS:
+                if key[0] not in kinds:
                     raise DamagedCommit(f"holds a row {key[:40]!r} that is not of names")
                 key = _key_from(trial, schema.end_of(key))
         finally:

@@ -24,7 +24,7 @@ from lakefs_fuse.admin.maintenance import (
     read_collection,
     write_collection,
 )
-from lakefs_fuse.commits.index.index import INDEX, Manifest
+from lakefs_fuse.commits.index.index import INDEX, KEPT, Manifest
 from lakefs_fuse.commits.poller import ABSENCE_S_MAX
 from lakefs_fuse.commits.record import COMMITS, TIME_NS_MAX, Remove
 from lakefs_fuse.control.worker_protocol import GcArgs, MaintenanceArgs, SnapshotArgs
@@ -399,6 +399,7 @@ async def test_objects_of_a_lake_stay_as_many_over_months(store: MemoryStore, cl
                 runs += 1
         counts.append(len(store.objects))
     assert 0.9 * days <= runs <= days
-    assert max(counts[days // 2 :]) <= max(counts[: days // 2])
+    histories = KEPT  # of names that changed just before a fold; an index without such names has none
+    assert max(counts[days // 2 :]) <= max(counts[: days // 2]) + histories
     async with lake(store, tmp_path / "fresh", clock=clock) as node:
         assert {path for path, data in (await node.tree()).items() if data is not None} == set(names)

@@ -24,6 +24,7 @@ from lakefs_fuse.commits.index.index import (
     remove_old,
     write_index,
 )
+from lakefs_fuse.commits.record import OWN, Put
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import DamagedCommit, StoreError, Unavailable
 from lakefs_fuse.meta import sorted_tables as tables
@@ -34,6 +35,7 @@ from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.meta.tree import Listing, Tree
 from tests.commits.archives import client_of
+from tests.commits.nodes import at, node, put
 from tests.fakes import open_database
 from tests.memory_store import START_NS, Failures, MemoryStore, Request
 
@@ -141,6 +143,33 @@ async def test_a_fresh_database_gets_all_rows_and_marks(opener: Opener, tmp_path
     assert taken.objects.bytes_live == tree.objects.bytes_live
     assert not (tmp_path / "in").exists()
     assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("with_histories", [False, True])
+async def test_commit_that_an_index_lacks_is_put_in_its_place_behind_it(tmp_path: Path, with_histories: bool) -> None:
+    """As where no index was. By an index without histories, as earlier versions wrote them, it is the older one."""
+    store = MemoryStore()
+    told, packed = Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e1"), put("f", 7, hides="e1")
+    with node(tmp_path / "first") as first:
+        first.commit(10, told)
+        first.commit(30, told)
+        dump = Dump(
+            first.database, tables.empty_directory(tmp_path / "out"), applied_since=0, with_histories=with_histories
+        )
+        try:
+            manifest = await write_index(
+                client_of(store), WorkerThreads(), dump, time=at(30), horizon=0, wrote=lambda _: None
+            )
+        finally:
+            dump.close()
+    assert (manifest.histories is not None) is with_histories
+    database = open_database(tmp_path / "fresh", "file:///lake")
+    assert await load_newest_index(database, client_of(store), WorkerThreads(), tmp_path / "in") == manifest
+    database.close()
+    with node(tmp_path / "fresh") as fresh:
+        fresh.commit(20, packed, writer="0000000b")
+        fresh.list()
+        assert (fresh.find("f") is not None) is with_histories
 
 
 async def test_rows_that_came_with_an_index_can_be_changed(opener: Opener, tmp_path: Path) -> None:
@@ -350,6 +379,8 @@ HOSTILE: dict[str, dict[str, object]] = {
     "twice the same": {"files": [a_file(), a_file(first=b"D3", last=b"D4")]},
     "changes of this node": {"files": [a_file(first=b"C1", last=b"C2")]},
     "deletions of this node": {"files": [a_file(last=b"G")]},
+    "histories of another name": {"histories": a_file(name="0001.sst", first=b"Vd", last=b"Vf")},
+    "names in place of histories": {"histories": a_file(name=tables.HISTORIES)},
 }
 
 

@@ -42,6 +42,7 @@ from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.record import TIME_NS_MAX
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import MALFORMED, CacheError, DamagedCommit, LakeError, NotFound
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.changed_rows import KINDS
 from lakefs_fuse.meta.database import Database
@@ -75,7 +76,7 @@ FILES_AT_ONCE = 3
 """Files that are fetched, or stored, at once; each has GET_BYTES in memory at most."""
 
 _KEY = re.compile(re.escape(INDEX) + r"([0-9a-f]{16})/(.*)", re.DOTALL)
-_NAME = re.compile(r"(?:([0-9a-f]{16})/)?[0-9]{4,9}(\.sst|\.removed)")
+_NAME = re.compile(r"(?:([0-9a-f]{16})/)?(?:[0-9]{4,9}|histories)(\.sst|\.removed)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """``rows`` is the layout of the rows (`tables.ROWS`); ``inode``, ``object`` and ``newest`` as in `Marks`; commits
     older than ``horizon`` may be gone from the store. Times in ns since 1970. ``files`` are those of the base.
+    ``histories`` has what commits said of names lately (`commits.name_history`): who does without it still has all
+    names, but orders less exactly a commit that comes late.
     ``dataset`` is there in named snapshots alone."""
 
     format: int = FORMAT
@@ -132,11 +135,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     directories: int
     files: list[IndexFile]
     increments: list[Increment] = []
+    histories: IndexFile | None = None
     dataset: Dataset | None = None
 
     @property
     def bytes(self) -> int:
-        return self.bytes_base + sum(increment.bytes for increment in self.increments)
+        histories = 0 if self.histories is None else self.histories.size
+        return self.bytes_base + sum(increment.bytes for increment in self.increments) + histories
 
     @property
     def bytes_base(self) -> int:
@@ -148,7 +153,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def all_files(self) -> list[IndexFile]:
         """In the order in which they are taken in."""
-        return self.files + [file for each in self.increments for file in (*each.files, *each.removed)]
+        files = self.files + [file for each in self.increments for file in (*each.files, *each.removed)]
+        return files if self.histories is None else [*files, self.histories]
 
     def key_of(self, file: IndexFile) -> str:
         return (INDEX if "/" in file.name else self.prefix) + file.name
@@ -169,8 +175,9 @@ def encode(manifest: Manifest) -> bytes:
     fields = msgspec.structs.asdict(manifest)
     if manifest.format == FORMAT:
         del fields["increments"]
-    if manifest.dataset is None:
-        del fields["dataset"]
+    for name in ("histories", "dataset"):
+        if fields[name] is None:
+            del fields[name]
     return msgspec.msgpack.encode(fields)
 
 
@@ -214,9 +221,13 @@ def _check(manifest: Manifest, time: int) -> None:
         _check_files(manifest, increment.files, tables.ROWS_SUFFIX, FILE_BYTES_MAX)
         _check_files(manifest, increment.removed, tables.REMOVED_SUFFIX, REMOVED_BYTES_MAX)
         before = increment.since
+    if manifest.histories is not None:
+        if manifest.histories.name != tables.HISTORIES:
+            raise DamagedCommit(f"histories in {manifest.histories.name[:40]!r}")
+        _check_files(manifest, [manifest.histories], tables.ROWS_SUFFIX, FILE_BYTES_MAX, schema.HISTORY)
 
 
-def _check_files(manifest: Manifest, files: list[IndexFile], suffix: str, bytes_max: int) -> None:
+def _check_files(manifest: Manifest, files: list[IndexFile], suffix: str, bytes_max: int, kinds: bytes = KINDS) -> None:
     """Files of one kind whose ranges of keys follow each other."""
     before = b""
     for file in files:
@@ -229,7 +240,7 @@ def _check_files(manifest: Manifest, files: list[IndexFile], suffix: str, bytes_
             raise DamagedCommit(f"{file.name} of {file.size} bytes")
         if not before < file.first <= file.last or max(len(file.first), len(file.last)) > tables.KEY_BYTES_MAX:
             raise DamagedCommit(f"the rows of {file.name} are not behind those of the file before")
-        if file.first[0] not in KINDS or file.last[0] not in KINDS:
+        if file.first[0] not in kinds or file.last[0] not in kinds:
             raise DamagedCommit(f"{file.name} has rows that are not of names")
         before = file.last
 
@@ -324,7 +335,8 @@ async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: Ind
     try:
         if file.name.endswith(tables.REMOVED_SUFFIX):
             return await threads.run(tables.table_of_removed, path, file.first, file.last)
-        await threads.run(tables.check_file, path, file.first, file.last)
+        kinds = schema.HISTORY if file.name == tables.HISTORIES else KINDS
+        await threads.run(tables.check_file, path, file.first, file.last, kinds)
         return path
     except DamagedCommit as error:
         raise DamagedCommit(f"{key}: {error}") from error
@@ -490,11 +502,11 @@ async def write_index(
     """Store what is dumped as the index of this time, at its own prefix or that which is given. Raises CacheError,
     StoreError kinds; then there is no index."""
     prefix = prefix or prefix_of(time)
-    files = await store_files(client, threads, dump, prefix, wrote)
+    files, histories = await store_files(client, threads, dump, prefix, wrote)
     manifest = Manifest(
         time=time, newest=dump.marks.newest, horizon=horizon, inode=dump.marks.inode,
         object=dump.marks.object, names=dump.names, directories=dump.directories, files=files,
-        dataset=dataset,
+        histories=histories, dataset=dataset,
     )  # fmt: skip
     await put_manifest(client, manifest, prefix)
     return manifest
@@ -508,8 +520,9 @@ async def put_manifest(client: StoreClient, manifest: Manifest, prefix: str) -> 
 
 async def store_files(
     client: StoreClient, threads: Threads, dump: tables.AnyDump, prefix: str, wrote: Callable[[DumpedFile], None]
-) -> list[IndexFile]:
-    """Store what is dumped, file by file. Raises CacheError, StoreError kinds."""
+) -> tuple[list[IndexFile], IndexFile | None]:
+    """Store what is dumped, file by file; returns the files of names, and that of histories. Raises CacheError,
+    StoreError kinds."""
     files: list[IndexFile] = []
     few = trio.Semaphore(FILES_AT_ONCE)
 
@@ -530,7 +543,8 @@ async def store_files(
                 break
             files.append(IndexFile(made.path.name, made.size, made.digest, made.entries, made.first, made.last))
             nursery.start_soon(store, made)
-    return files
+    histories = next((file for file in files if file.name == tables.HISTORIES), None)
+    return [file for file in files if file is not histories], histories
 
 
 async def list_objects(client: StoreClient) -> dict[int, list[ObjectMeta]]:

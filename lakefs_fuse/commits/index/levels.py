@@ -51,7 +51,7 @@ def choose_since(before: Manifest | None, database: Database, found: Mapping[int
         return 0
     rows = sum(file.entries for file in before.files)
     size = database.changed.count(folded.index) * before.bytes_base / rows if rows else 0.0
-    if size + before.bytes - before.bytes_base > BASE_SHARE * before.bytes_base:
+    if size + sum(each.bytes for each in before.increments) > BASE_SHARE * before.bytes_base:
         return 0
     since, left = folded.index, list(before.increments)
     if len(left) < INCREMENTS_MAX:
@@ -91,7 +91,7 @@ class LevelWriter:
             )  # fmt: skip
         else:
             self._dump = tables.Dump(
-                database, directory, applied_since=applied_since, file_bytes_max=file_bytes_max
+                database, directory, applied_since=applied_since, file_bytes_max=file_bytes_max, with_histories=True
             )  # fmt: skip
 
     async def write(
@@ -107,7 +107,7 @@ class LevelWriter:
         StoreError kinds; then there is no index."""
         dump, prefix = self._dump, prefix_of(time)
         try:
-            files = await store_files(client, threads, dump, prefix, wrote)
+            files, histories = await store_files(client, threads, dump, prefix, wrote)
         finally:
             dump.close()
         base, increments = files, list[Increment]()
@@ -116,7 +116,7 @@ class LevelWriter:
         manifest = Manifest(
             format=FORMAT_LEVELS, time=time, newest=dump.marks.newest, horizon=horizon, inode=dump.marks.inode,
             object=dump.marks.object, names=dump.names, directories=dump.directories, files=base,
-            increments=increments,
+            increments=increments, histories=histories,
         )  # fmt: skip
         await put_manifest(client, manifest, prefix)
         since = tables.folded_of(self._db).since if self._since else time
