@@ -19,7 +19,6 @@ import msgspec
 from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.path_tree import (
     PathTree,
-    buried_with,
     is_hiding,
     is_only_listed,
     is_removing,
@@ -50,7 +49,6 @@ from lakefs_fuse.meta.tombstones import (
     is_put_since,
     is_replaced,
     put_back,
-    told_until,
     with_unlisted,
     without,
     without_others,
@@ -60,7 +58,7 @@ NS = 1_000_000_000
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
-NONE_BURIED: Mapping[str, tuple[tuple[str, int], int]] = MappingProxyType({})
+NONE_TOLD: Mapping[str, tuple[str, int]] = MappingProxyType({})
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
 
@@ -147,10 +145,10 @@ class FileRules:
         *,
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
-        buried: Mapping[str, tuple[tuple[str, int], int]] = NONE_BURIED,
+        told: Mapping[str, tuple[str, int]] = NONE_TOLD,
     ) -> None:
-        """As `Application`. ``buried`` as in `Carried`."""
-        self._own, self._outdated, self._buried = own, outdated, buried
+        """As `Application`. ``told`` as in `Carried`."""
+        self._own, self._outdated, self._told = own, outdated, told
         self._paths, self._tree = paths, paths.tree
         self._record, self._this, self._stamp, self._time = record, this, stamp, record.time
         self._numbers: dict[int, int] = {}
@@ -222,18 +220,9 @@ class FileRules:
         tombstone, current = step.tombstone, step.current
         if tombstone is not None and self._is_ended(step, tombstone, hides):
             return True
-        if tombstone is not None and self._is_told_later(step, tombstone, hides):
-            return True
-        if current is None or self._is_named(step, current, hides):
+        if current is None:
             return False
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
-
-    def _is_told_later(self, step: Step, tombstone: Tombstone, hides: str) -> bool:
-        """A later record told of a plain object that a listing did not show any more, and this one does not name it."""
-        etag, stamp = tombstone.unlisted
-        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
-        is_other = is_own or etag != hides or is_put_since(tombstone.when_dated(etag), self._stamp)
-        return stamp > self._stamp and is_other
 
     def _is_ended(self, step: Step, tombstone: Tombstone, etag: str) -> bool:
         """A later removal ended what the record puts: a file elsewhere unless it hides the very object that the
@@ -241,7 +230,7 @@ class FileRules:
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
             if tombstone.when_gone(self._etag_back(step.operation)) > self._stamp:
                 return True
-            return tombstone.has_ended(self._stamp, etag)
+            return tombstone.stamp > self._stamp
         is_there = self._outdated.get(step.operation.path) != etag
         survives = is_there and max(tombstone.floor, tombstone.when_gone(etag)) <= self._stamp
         return tombstone.newest > self._stamp and not survives
@@ -252,25 +241,6 @@ class FileRules:
             return ""
         is_own = self._is_own(operation.path, operation.object, operation.offset, operation.size)
         return self._ref(operation.object).etag if is_own else ""
-
-    def _is_named(self, step: Step, current: Entry, hides: str) -> bool:
-        """The operation names the plain object that is known, but is older: who told of that one later had not seen
-        this commit, or would have put another."""
-        if not hides or current.etag != hides or current.stamp <= self._stamp or not current.is_plain:
-            return False
-        if isinstance(step.operation, Put) and step.operation.object == OWN:
-            return False
-        is_made_since = self._own and current.stamp >= PENDING
-        return not is_made_since and (not current.flags & Flag.PUT_AGAIN or self._is_version_put_again(step, hides))
-
-    def _is_version_put_again(self, step: Step, etag: str) -> bool:
-        """The operation names the version with this ETag that was put there again: a removal whose store dates it so,
-        or later, as its writer had seen that before a commit told of it; or a file that came over it by the times."""
-        known_s = 0 if step.tombstone is None else step.tombstone.when_dated(etag)
-        if isinstance(step.operation, Remove):
-            return 0 < known_s <= step.operation.dated_s
-        is_by_date = step.current is not None and bool(step.current.flags & Flag.DATED_AGAIN)
-        return is_by_date and known_s > 0 and not is_put_since(known_s, self._stamp)
 
     def _is_gone(self, step: Step, etag: str, dated_s: int) -> bool:
         """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
@@ -292,7 +262,7 @@ class FileRules:
 
     def _bury(
         self, step: Step, stamp: int = 0, *,
-        floor: int = 0, again: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0,
+        floor: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0,
         told: tuple[str, int] = ("", 0),
     ) -> None:  # fmt: skip
         current, newest = step.current, 0 if step.tombstone is None else step.tombstone.unlisted[1]
@@ -301,19 +271,8 @@ class FileRules:
         if newest > floor:  # what lies there is the file
             stamp, floor = max(stamp, floor), 0
         step.tombstone = bury(
-            step.tombstone, stamp, floor=floor, again=again, etag=etag, ended=ended, at=at, dated_s=dated_s, told=told
+            step.tombstone, stamp, floor=floor, etag=etag, ended=ended, at=at, dated_s=dated_s, told=told
         )
-        self._end_told(step, etag, at)
-
-    def _end_told(self, step: Step, etag: str, at: int) -> None:
-        """A commit names a plain object ``at`` a time: one that told of it later, and not that it was put there again,
-        had no effect. What counted as replaced by that may be there for others, and is applied again."""
-        tombstone = step.tombstone
-        if tombstone is None or not tombstone.told:
-            return
-        if max(at, tombstone.again) < (told := tombstone.when_told(etag)) < PENDING:
-            step.tombstone = told_until(tombstone, etag, at)
-            step.uncovered |= step.tombstone.between(self._stamp, told - 1)
 
     def _end_unlisted(self, step: Step, hides: str, *, is_replaced: bool = True) -> None:
         """The plain object that a listing did not show any more is not what the name means since the record, or since
@@ -321,10 +280,8 @@ class FileRules:
         if step.tombstone is None or not step.tombstone.has_ended_unlisted(self._stamp, hides):
             return
         etag, stamp = step.tombstone.unlisted
-        again = stamp if step.tombstone.when_put(etag) else 0  # as `buried_with`
         step.tombstone = with_unlisted(step.tombstone)
-        self._repeat(step, step.tombstone, stamp)
-        self._bury(step, told=(etag, stamp), again=again, ended=etag if is_replaced else "", at=self._stamp)
+        self._bury(step, told=(etag, stamp), ended=etag if is_replaced else "", at=self._stamp)
 
     def _when_ended(self, stamp: int) -> int:
         """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is
@@ -347,7 +304,6 @@ class FileRules:
             if not is_elsewhere:
                 self._end_unlisted(step, hides)
                 self._bury(step, floor=self._stamp)
-                self._remove_replaced(step, hides)
             is_told = step.tombstone is not None and step.tombstone.unlisted[1] > self._stamp
             listed = current if current is not None and current.is_plain and not current.stamp else None
             if listed is not None and is_told:
@@ -369,9 +325,7 @@ class FileRules:
         else:
             if isinstance(step.operation, Put) and step.operation.dated_s:
                 step.tombstone = bury(step.tombstone, etag=place.etag, put_s=step.operation.dated_s)
-                self._bury(step, told=(place.etag, self._stamp), again=self._stamp)
-            if current is None or not current.is_plain or current.etag != place.etag:  # else the row says it
-                self._end_older(step, self._stamp, place.etag)
+                self._bury(step, told=(place.etag, self._stamp))
 
     def _drop_listed(self, step: Step, current: Entry) -> None:
         """A plain object that was only listed had counted by its date, and is gone by its ETag. The next listing tells
@@ -406,31 +360,12 @@ class FileRules:
             if listed is not None:
                 step.drop()
 
-    def _remove_replaced(self, step: Step, hides: str) -> None:
-        """A file elsewhere has replaced the plain object that is known, and was removed itself since."""
-        current = step.current
-        if current is None or not current.is_plain or not 0 < current.stamp < PENDING:
-            return
-        if current.flags & Flag.DATED_AGAIN and current.stamp > self._stamp:
-            return  # which came after what the file was removed by
-        if current.stamp < self._stamp or self._is_named(step, current, hides):
-            self._uncover(step, step.tombstone, current)
-            self._bury(step, ended=current.etag, at=self._stamp)
-            step.drop()
-
     def _uncover(self, step: Step, tombstone: Tombstone | None, current: Entry) -> None:
-        """A plain object goes that was only listed, or of which a later commit told. What it hid, by its date or by the
-        order of commits, is not known here any more, and may be there for others."""
-        if tombstone is None:
-            return
-        if current.flags & Flag.OVERRIDING and not current.stamp and 0 < tombstone.floor < PENDING:
+        """A plain object goes that was only listed. What it hid by its date is not known here, and may be there for
+        others."""
+        is_over = current.flags & Flag.OVERRIDING and not current.stamp
+        if is_over and tombstone is not None and 0 < tombstone.floor < PENDING:
             step.uncovered.add(tombstone.floor)
-        self._repeat(step, tombstone, current.stamp)
-
-    def _repeat(self, step: Step, tombstone: Tombstone, until: int) -> None:
-        """Apply what a commit made count no more that told of a plain object ``until`` then, and that commit, again."""
-        if self._stamp < until < PENDING and (hidden := tombstone.between(self._stamp, until)):
-            step.uncovered |= {*hidden, until}
 
     def _note_won(self, step: Step, place: Place, hides: str, *, is_again: bool) -> None:
         """The operation says what the name is from now on. A tombstone stays for what is gone: a file elsewhere stands
@@ -439,21 +374,17 @@ class FileRules:
         if current is not None and current.flags & Flag.LOCAL:
             current = None
         if place.number or isinstance(step.operation, Symlink):
-            if current is not None and current.stamp > self._stamp:
-                self._uncover(step, step.tombstone, current)
             if current is not None and current.stamp > 0 and current.etag not in ("", hides):
                 named, ended = (current.etag, "") if lies_elsewhere(current) else ("", current.etag)
                 self._bury(step, etag=named, ended=ended, at=self._stamp)
             self._end_unlisted(step, hides)
-            self._end_told(step, hides, self._stamp)
             if step.tombstone is not None:
                 step.tombstone = beside_file(step.tombstone, self._stamp, hides)
         else:
             if current is not None and lies_elsewhere(current) and current.stamp > 0:
                 self._bury_replaced(step, current, place.etag)
             elif current is not None and current.is_plain and 0 < current.stamp < self._stamp:
-                told, again = buried_with(current)
-                self._bury(step, told=told, again=again)
+                self._bury(step, told=(current.etag, current.stamp))
             self._end_unlisted(step, place.etag, is_replaced=False)
             dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
             if step.tombstone is not None or dated_s:
@@ -539,8 +470,6 @@ class FileRules:
             elif not self._is_hidden_by(step.current, operation):
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
                 self._end_older(step, min(gone - 1, self._stamp), operation.hides)
-                if operation.dated_s:  # as `buried_with`
-                    self._bury(step, again=min(gone, self._stamp))
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
@@ -569,10 +498,9 @@ class FileRules:
 
     def _show_others(self, step: Step, tombstone: Tombstone, etag: str) -> None:
         """What the record said to be there again is gone, and so ends no other version: the next listing tells what
-        lies there. Where it went later, it had replaced what was elsewhere (`buried_with`)."""
-        again = self._stamp if tombstone.when_gone(etag) > self._stamp else 0  # as `buried_with`
+        lies there."""
         rest = without_others(tombstone, etag, self._stamp)
-        step.tombstone = bury(msgspec.structs.replace(rest, floor=0), again=again)
+        step.tombstone = msgspec.structs.replace(rest, floor=0)
         step.relists = True
 
     def _replace_version(self, step: Step, operation: Put) -> None:
@@ -641,7 +569,7 @@ class FileRules:
         elif current is not None and lies_elsewhere(current) and not is_removing(self._tree, operation, current):
             is_older = current.stamp < self._stamp and is_replaced(current.stamp, operation.dated_s)
             removes = is_older and current.etag != hides
-        elif current is not None and not self._is_named(step, current, hides):
+        elif current is not None:
             removes = current.stamp <= self._stamp and not self._is_unknown(current, operation.path, hides)
         if removes and current is not None and not current.flags & Flag.LOCAL and current.stamp > 0:
             if lies_elsewhere(current):
@@ -649,24 +577,13 @@ class FileRules:
             elif floor and current.etag and current.etag != hides:
                 self._bury(step, ended=current.etag, at=self._stamp)
             else:
-                told, again = buried_with(current)
-                self._bury(step, told=told, again=min(again, self._stamp))
-        elif removes and current is None and operation.path in self._buried:
-            told, again = self._buried[operation.path]
-            self._bury(step, told=told, again=min(again, self._stamp))
+                self._bury(step, told=(current.etag, current.stamp))
+        elif removes and current is None and operation.path in self._told:
+            self._bury(step, told=self._told[operation.path])
         if removes or (step.tombstone is not None and step.tombstone.unlisted[0] == hides):
             self._end_unlisted(step, hides, is_replaced=bool(floor))
-        if removes or not self._is_moot(current, hides):
-            self._bury(step, floor, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
+        self._bury(step, floor, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
         return removes
-
-    def _is_moot(self, current: Entry | None, hides: str) -> bool:
-        """What the name is says already what an older removal says, or is those bytes, put there again since."""
-        if current is None:
-            return False
-        if lies_elsewhere(current):
-            return current.stamp > self._stamp and hides in ("", current.etag)
-        return bool(current.flags & Flag.PUT_AGAIN) and current.stamp > self._stamp and current.etag == hides
 
     def _applies(self, step: Step, place: Place) -> bool:
         """The name is still the version at ``place``; where no name is known, this may come into sight with a listing

@@ -26,10 +26,11 @@ import msgspec
 import xxhash
 
 from lakefs_fuse.commits.file_rules import NOTHING, RELOCATED, Effect, FileRules, Step
-from lakefs_fuse.commits.path_tree import Carried, PathTree, lies_elsewhere
+from lakefs_fuse.commits.path_tree import MOVED_MAX, Carried, PathTree, lies_elsewhere
 from lakefs_fuse.commits.record import (
     OWN,
     THIS,
+    UNSET,
     ObjectRef,
     Operation,
     Put,
@@ -48,8 +49,6 @@ from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
 
 FACTS_MAX = 16
 """Facts of a name. With more its history starts again: a name that one node writes again and again is no conflict."""
-MOVED_MAX = 512
-"""Operations of a record that moves rows; where one has more, names that have no history get none by it."""
 OBJECTS_MAX = 1000
 """References in memory: the names of a record mostly have their bytes in few packs."""
 ROWS_AT_ONCE = 256
@@ -288,6 +287,8 @@ class Histories:
 
     def begin(self, path: str, row: Entry | None, buried: Tombstone | None, fact: Fact) -> History | None:
         """The history of a name that was ``row`` and ``buried`` before this fact; None where that cannot be said."""
+        if (unlisted := self.begun_unlisted(path, row, buried)) is not None:
+            return unlisted.with_fact(fact)
         newest = 0 if buried is None else max(buried.newest, buried.unlisted[1])
         if row is None or row.is_local or is_listed(row):
             listed = None if row is None or row.is_local else self._base_of(row)
@@ -346,6 +347,16 @@ class Histories:
         listed = None if history.listed is None else self.entry_of(history.listed)
         return listed is not None and not history.tells_of(listed.etag) and lay_over(listed, step)
 
+    def begun_unlisted(self, path: str, row: Entry | None, buried: Tombstone | None) -> History | None:
+        """The history of a name of which one commit told a plain object that a listing did not show any more; None for
+        another."""
+        stamp = 0 if buried is None or buried != with_unlisted(None, *buried.unlisted) else buried.unlisted[1]
+        if buried is None or not 0 < stamp < PENDING or not (row is None or row.is_local or is_listed(row)):
+            return None
+        put = Put(path, OWN, 0, 0, UNSET, UNSET, UNSET, 0, buried.unlisted[0])
+        listed = None if row is None or row.is_local else self._base_of(row)
+        return History([Fact(stamp, stamp, put, [ObjectRef()])], listed=listed, absent=buried.unlisted)
+
     def begun_by(self, path: str, entry: Entry) -> Fact | None:
         """The fact that made a file that `is_begun`; None for another."""
         if not is_begun(entry):
@@ -374,19 +385,19 @@ class OrderedRules:
     ) -> None:
         """As `Application`."""
         self._paths, self._record, self._this, self._stamp, self._outdated = paths, record, this, stamp, outdated
-        self._buried: dict[str, tuple[tuple[str, int], int]] = {}
-        self.rules = FileRules(paths, record, this, stamp, own=own, outdated=outdated, buried=self._buried)
+        self._told: dict[str, tuple[str, int]] = {}
+        self.rules = FileRules(paths, record, this, stamp, own=own, outdated=outdated, told=self._told)
         self._histories = Histories(paths.tree)
         self._run = 0 if own else paths.database.clock.boot_ns() + next(RUNS)
-        self._moved, self._replaced = set[str](), dict[str, Entry]()
+        self._moved, self._before = set[str](), dict[str, Entry]()
         self._known: dict[str, History] = {}
         """Of the names that are read together."""
         self._changed: list[tuple[Step, History | None]] = []
 
     def move(self, carried: Carried) -> None:
         """Rows were moved with the record."""
-        self._buried.update(carried.buried)
-        self._replaced.update(carried.replaced)
+        self._told.update(carried.told)
+        self._before.update(carried.before)
         if carried.directories:
             self._moved.update(path for pair in self._record.moves for path in pair)
 
@@ -402,9 +413,8 @@ class OrderedRules:
         path, known = step.operation.path, self._known.get(step.operation.path)
         is_carried = bool(self._moved) and self._is_moved(path)
         history = known if known is None or is_carried else self._histories.found(known, step.row, step.buried)
-        if known is None and step.row is not None and step.buried is None and step.row.stamp > self._stamp:
-            first = self._histories.begun_by(path, step.row)
-            history = None if first is None else History([first])
+        if known is None:
+            history = self._begun_later(step)
         if history is None:
             self.rules.apply(step)
             history = self._begin(step, is_carried)
@@ -412,6 +422,16 @@ class OrderedRules:
             history = self._continue(step, history, is_carried)
         if history is not None or known is not None:
             self._changed.append((step, history))
+
+    def _begun_later(self, step: Step) -> History | None:
+        """The history of a name that began with one commit, which is later than the record."""
+        if step.buried is not None:
+            later = self._histories.begun_unlisted(step.operation.path, step.row, step.buried)
+            return later if later is not None and later.is_behind(self._stamp) else None
+        if step.row is None or step.row.stamp <= self._stamp:
+            return None
+        first = self._histories.begun_by(step.operation.path, step.row)
+        return None if first is None else History([first])
 
     def write(self, batch: Batch) -> None:
         """Write the histories of the operations since the last call; steps have what has become of their names."""
@@ -457,7 +477,7 @@ class OrderedRules:
         if is_carried:
             if len(self._record.operations) > MOVED_MAX:
                 return None
-            row = self._replaced.get(path)
+            row = self._before.get(path)
         made = step.current if step.effect == Effect.SET else None
         is_known = row is not None and not row.is_local
         if not is_known and made is not None and is_begun(made) and step.buried is None and step.tombstone is None:

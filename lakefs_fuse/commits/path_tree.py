@@ -23,6 +23,8 @@ from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tombstones import Tombstone, bury
 from lakefs_fuse.meta.tree import Tree
 
+MOVED_MAX = 512
+"""Operations of a record that moves rows; where one has more, names that have no history get none by it."""
 ROWS_MAX = 512
 """Names that are read, or written, at once."""
 READ_PER_NAME = 32
@@ -227,13 +229,13 @@ Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
 
 
 class Carried(NamedTuple):
-    """What `carry_over` did: the directories that rows left, none where nothing moved, what is buried (`buried_with`)
-    with the plain objects of which commits told, by the paths that they left, and the files that moved names
-    replaced."""
+    """What `carry_over` did: the directories that rows left, none where nothing moved; by the paths that they left, the
+    plain objects of which commits had told (ETag and stamp); and the files that had the names which rows left or came
+    to, unless the record has more than MOVED_MAX operations."""
 
     directories: Sequence[int] = ()
-    buried: Mapping[str, tuple[tuple[str, int], int]] = MappingProxyType({})
-    replaced: Mapping[str, Entry] = MappingProxyType({})
+    told: Mapping[str, tuple[str, int]] = MappingProxyType({})
+    before: Mapping[str, Entry] = MappingProxyType({})
 
 
 def lies_elsewhere(entry: Entry) -> bool:
@@ -244,12 +246,6 @@ def lies_elsewhere(entry: Entry) -> bool:
 def is_hiding(entry: Entry, etag: str) -> bool:
     """A commit put a file elsewhere in place of the plain object with this ETag."""
     return lies_elsewhere(entry) and entry.stamp > 0 and entry.etag == etag
-
-
-def buried_with(entry: Entry) -> tuple[tuple[str, int], int]:
-    """What a tombstone has of a plain object of which a commit told, ``told`` and ``again``: what it had replaced is
-    gone. Where it was put there again, so is what had replaced the same bytes before."""
-    return (entry.etag, entry.stamp), entry.stamp if entry.flags & Flag.PUT_AGAIN else 0
 
 
 def other_name(sort_name: bytes) -> bytes:
@@ -285,7 +281,9 @@ class _CarryOver:
         self._sources = {source for source, _ in record.moves}
         self._made: Made = {}
         self._gone: dict[bytes, Remove] = {}
-        self._buried: dict[str, tuple[tuple[str, int], int]] = {}
+        self._told: dict[str, tuple[str, int]] = {}
+        self._before: dict[str, Entry] = {}
+        self._keeps_files = len(record.operations) <= MOVED_MAX
         self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
         """Directories that were read, by inode: their path, and the move that they belong to."""
 
@@ -427,7 +425,9 @@ class _CarryOver:
             ):
                 return False
             if found.stamp and found.is_plain:
-                self._buried[before] = buried_with(found)
+                self._told[before] = found.etag, found.stamp
+            if self._keeps_files and not found.is_dir:
+                self._before[before] = found
         return True
 
     def _free_from_keys(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> None:
@@ -476,7 +476,6 @@ class _CarryOver:
         """Each source is at its target from now on."""
         paths, moves = self._paths, self._record.moves
         moving = [(found, target) for source, target in moves if (found := paths.child(source)) is not None]
-        replaced: dict[str, Entry] = {}
         batch = Batch()
         for found, _ in moving:
             paths.tree.detach(batch, found)
@@ -490,8 +489,8 @@ class _CarryOver:
                 found = msgspec.structs.replace(found, ctime_ns=self._record.time)
             file = _attach(paths, found, target, self._record.time, self._stamp)
             if file is not None:
-                replaced[target] = file
-        return Carried([found.parent for found, _ in moving], self._buried, replaced)
+                self._before[target] = file
+        return Carried([found.parent for found, _ in moving], self._told, self._before)
 
 
 def _is_free(

@@ -29,7 +29,7 @@ DATED = "\2"
 UNLISTED = "\3"
 """As `DATED`, between the stamp and the ETag of ``unlisted``."""
 AGAIN = "\4"
-"""A text of the row of a tombstone, after the stamp of ``again``. No ETag is this."""
+"""A text of rows that an earlier version of the program wrote, which says nothing. No ETag is this."""
 ENDED = "\5"
 """As `DATED`, between the stamp and an ETag of ``ended``."""
 PUT = "\6"
@@ -48,19 +48,15 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     since. Stamps as in `Entry`.
 
     ``stamp``: files elsewhere that are older count as removed. ``floor`` is the newest removal of a file elsewhere, if
-    no plain object was told of since: every older plain object counts as removed. ``told`` are ETags of plain objects
-    that count no more, with the newest stamp of a commit that told of each: files elsewhere that are older than that,
-    and than when the ETag went, count as replaced, but for those that hide it. ``gone`` are the ETags of plain objects
-    that commits named when they removed or replaced them, with the newest stamp of each, newest first: these versions
-    count as removed whatever the times. ``ended`` are ETags as in ``gone`` that no commit named: what ended them was
-    unaware of them, so who tells of one later puts it there again.
+    no plain object was told of since: every older plain object counts as removed. ``gone`` are the ETags of plain
+    objects that commits named when they removed or replaced them, with the newest stamp of each, newest first: these
+    versions count as removed whatever the times. ``ended`` are ETags as in ``gone`` that no commit named: what ended
+    them was unaware of them, so who tells of one later puts it there again.
     ``dated`` are ETags with the newest date, in seconds, of a version with those bytes that was removed, ``put`` those
-    of one that was put there again after another was: a commit told of it, so that it replaced only what is older than
-    that commit (``again``), whatever its date.
+    of one that was put there again after another was. ``told`` are ETags of plain objects that count no more, with the
+    newest stamp of a commit that told of each: the same bytes that come back are another version.
     ``unlisted`` is the plain object of which the newest commit told, and that a listing did not show any more, or in
     whose place a later commit changed the attributes of another: its ETag, and the stamp of who told of it, or 0.
-    ``again`` is ``stamp`` of files elsewhere that hide what was removed since: it had been put over them again, but
-    over those only that are older than its date, if that is known.
     """
 
     stamp: int
@@ -68,7 +64,6 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     gone: tuple[tuple[str, int], ...] = ()
     dated: tuple[tuple[str, int], ...] = ()
     unlisted: tuple[str, int] = ("", 0)
-    again: int = 0
     ended: tuple[tuple[str, int], ...] = ()
     put: tuple[tuple[str, int], ...] = ()
     told: tuple[tuple[str, int], ...] = ()
@@ -86,11 +81,11 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     @property
     def newest(self) -> int:
         """When a version went last."""
-        return max([self.stamp, self.again, *(at for _, at in self.all_gone)])
+        return max([self.stamp, *(at for _, at in self.all_gone)])
 
     def has(self, stamp: int) -> bool:
         """Something went then."""
-        return stamp in (self.stamp, self.floor, self.again) or any(at == stamp for _, at in self.all_gone + self.told)
+        return stamp in (self.stamp, self.floor) or any(at == stamp for _, at in self.all_gone + self.told)
 
     def when_gone(self, etag: str) -> int:
         """When the plain object with this ETag was removed or replaced; 0 if it was not."""
@@ -127,24 +122,6 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         is_named = etag == hides and not self.is_put_again_since(etag, stamp)
         return bool(told) and (told < stamp or is_named)
 
-    def has_ended(self, stamp: int, hides: str) -> bool:
-        """A file elsewhere of this stamp, which hides the plain object ``hides``, was removed later, or was replaced by
-        another object that counts no more, or by this one, which was put there again."""
-        is_hidden = bool(self.when_dated(hides)) and not is_put_since(self.when_dated(hides), stamp)
-        if self.stamp > stamp or (self.again > stamp and not is_hidden):
-            return True
-        if any(etag != hides and stamp < min(at, self.when_gone(etag) or at) for etag, at in self.told):
-            return True
-        return any(
-            etag != hides and is_replaced(stamp, dated_s) and stamp < self.when_gone(etag)
-            for etag, dated_s in (*self.dated, *(self.put if stamp < self.again else ()))
-        )
-
-    def between(self, after: int, until: int) -> set[int]:
-        """Times of commits that count no more: they put a file elsewhere, removed one, or told of a plain object."""
-        times = {self.stamp, self.floor, self.again, *(at for _, at in self.told)}
-        return {at for at in times if after < at <= until}
-
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True, is_told: bool = False) -> bool:
         """The plain object of this ETag and LastModified counts as removed; without ``by_date`` only where it went by
         its ETag, and where a commit has told of an object here since (``is_told``), only where a commit named it. One
@@ -163,8 +140,7 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
             _newest_first((etag, replaced(at)) for etag, at in each) for each in (self.gone, self.ended, self.told)
         )
         return msgspec.structs.replace(
-            self, stamp=replaced(self.stamp), floor=replaced(self.floor), gone=gone, again=replaced(self.again),
-            ended=ended, told=told,
+            self, stamp=replaced(self.stamp), floor=replaced(self.floor), gone=gone, ended=ended, told=told
         )  # fmt: skip
 
 
@@ -181,25 +157,19 @@ def is_put_since(dated_s: int, stamp: int) -> bool:
 
 def bury(
     tombstone: Tombstone | None, stamp: int = 0, *,
-    floor: int = 0, again: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0, put_s: int = 0,
+    floor: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0, put_s: int = 0,
     told: tuple[str, int] = ("", 0),
 ) -> Tombstone:  # fmt: skip
-    """A tombstone that also knows of a removal at ``stamp``, a ``floor`` and ``again``, of ``etag`` as gone and of
-    ``ended`` as ended ``at`` a time, and of a version of ``etag`` that the store dates ``dated_s``, or of one that was
-    put there again and that it dates ``put_s``, and of one as ``told``."""
+    """A tombstone that also knows of a removal at ``stamp`` and a ``floor``, of ``etag`` as gone and of ``ended`` as
+    ended ``at`` a time, and of a version of ``etag`` that the store dates ``dated_s``, or of one that was put there
+    again and that it dates ``put_s``, and of one as ``told``."""
     known = tombstone or Tombstone(0)
     etag = "" if known.is_put_again_since(etag, at, dated_s) else etag
     return Tombstone(
         max(known.stamp, stamp, floor), max(known.floor, floor), _with(known.gone, etag, at),
-        _with(known.dated, etag, dated_s), known.unlisted, max(known.again, again), _with(known.ended, ended, at),
+        _with(known.dated, etag, dated_s), known.unlisted, _with(known.ended, ended, at),
         _with(known.put, etag, put_s), _with(known.told, *told, TOLD_MAX),
     )  # fmt: skip
-
-
-def told_until(tombstone: Tombstone, etag: str, at: int) -> Tombstone:
-    """A tombstone that knows of ``etag`` as ``told`` no later than ``at`` a time."""
-    told = _newest_first((known, min(stamp, at) if known == etag else stamp) for known, stamp in tombstone.told)
-    return msgspec.structs.replace(tombstone, told=told)
 
 
 def beside_file(tombstone: Tombstone, stamp: int, hides: str) -> Tombstone | None:
@@ -264,8 +234,6 @@ def pack_tombstone(tombstone: Tombstone) -> bytes:
     gone += [(mark + etag, at) for mark, pairs in others_of.items() for etag, at in pairs]
     if tombstone.unlisted[0]:
         gone.append((UNLISTED + tombstone.unlisted[0], tombstone.unlisted[1]))
-    if tombstone.again:
-        gone.append((AGAIN, tombstone.again))
     is_by_date = floor == stamp and bool(first or gone)
     others = [("", floor)] if floor != stamp and (floor or not (first or gone)) else []
     row = [first, *(f"{at:016x}{etag}" for etag, at in [*others, *gone])]
@@ -287,9 +255,8 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
         for mark in (DATED, ENDED, PUT, TOLD)
     )
     unlisted = next(((etag[1:], at) for etag, at in gone if etag.startswith(UNLISTED)), ("", 0))
-    again = next((at for etag, at in gone if etag == AGAIN), 0)
     gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED, AGAIN, ENDED, PUT, TOLD))]
-    return Tombstone(stamp, floor, _newest_first([*named, *gone]), dated, unlisted, again, ended, put, told)
+    return Tombstone(stamp, floor, _newest_first([*named, *gone]), dated, unlisted, ended, put, told)
 
 
 class Tombstones:

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.name_history import FACTS_MAX, Histories
-from lakefs_fuse.commits.record import OWN, THIS, Operation, Put, Relocate, Remove, SetAttr, Symlink
+from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
-from tests.commits.nodes import Node, at, node, plain, put
+from tests.commits.nodes import Node, archive, at, node, plain, put
 
 
 def told(etag: str, path: str = "f") -> Put:
@@ -164,6 +164,39 @@ def test_relocation_that_came_before_the_version_was_known_here_counts_once_that
         n.database.commit(batch)
         n.commit(30, attributes("e1", 0o600))
         assert n.found("f").place
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_copy_of_a_file_that_was_moved_away_is_not_shown_where_its_relocation_comes_later(
+    tmp_path: Path, is_own: bool
+) -> None:
+    with node(tmp_path) as n:
+        first = n.commit(10, put("f", 7))
+        renaming = n.change()
+        renaming.put("g", n.found("f"), key="f")
+        renaming.remove("f", n.found("f"))
+        renaming.moves.append(("f", "g"))
+        if is_own:
+            n.apply_pending(1, renaming.change())
+            n.applier.restamp([(renaming.change(), PENDING | 1)], at(30.5))
+        else:
+            n.commit(30.5, change=renaming.change())
+        packed = archive(first.time, first.writer)
+        copied = Relocate("f", 1, 100, "", OWN, 0, 7, 0o644, 0, 0, 0, hides="e1")
+        n.commit(30.2, change=Change(operations=[copied], objects=[ObjectRef(), packed]), writer="0000000b")
+        n.list(plain("f", "e1", 30, size=7))  # in the second of the rename
+        assert n.find("f") is None
+        assert n.found("g").size == 7
+
+
+def test_object_that_a_listing_does_not_show_any_more_was_told_of_before_what_comes_later(tmp_path: Path) -> None:
+    """The commit that told of it alone has made the name, so there is no history."""
+    with node(tmp_path) as n:
+        n.commit(20, told("e1"))
+        n.list(plain("f", "e2", 10))
+        n.commit(30, told("e2"))
+        n.commit(15, put("f", 7, hides="e2"), writer="0000000b")
+        assert n.find("f") is None
 
 
 def test_history_that_is_damaged_is_left_out(tmp_path: Path) -> None:

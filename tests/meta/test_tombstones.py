@@ -16,7 +16,6 @@ from lakefs_fuse.meta.tombstones import (
     Tombstone,
     bury,
     pack_tombstone,
-    told_until,
     unpack_tombstone,
     without,
 )
@@ -31,8 +30,7 @@ Part = tuple[int, bool, str, int]
 def told(parts: list[Part] | tuple[Part, ...]) -> Tombstone:
     tombstone = None
     for stamp, is_floor, etag, dated_s in parts:
-        floor, again = (stamp, 0) if is_floor else (0, stamp if dated_s == 8 else 0)
-        tombstone = bury(tombstone, stamp, floor=floor, again=again, etag=etag, at=stamp, dated_s=dated_s)
+        tombstone = bury(tombstone, stamp, floor=stamp * is_floor, etag=etag, at=stamp, dated_s=dated_s)
     assert tombstone is not None
     return tombstone
 
@@ -56,7 +54,6 @@ def test_is_the_same_in_any_order_and_after_a_restart(parts: list[Part]) -> None
         (b"e\x000000000000000009\2e", Tombstone(7, 0, (("e", 7),), (("e", 9),))),
         (b"\x000000000000000009\2e", Tombstone(7, dated=(("e", 9),))),
         (b"\x000000000000000009\3e", Tombstone(7, unlisted=("e", 9))),
-        (b"e\x000000000000000007\4", Tombstone(7, 0, (("e", 7),), again=7)),
         (b"\1f\x000000000000000009\3e", Tombstone(7, 7, (("f", 7),), unlisted=("e", 9))),
         (b"e\x000000000000000009\5f", Tombstone(7, 0, (("e", 7),), ended=(("f", 9),))),
         (b"\x000000000000000009\6e", Tombstone(7, put=(("e", 9),))),
@@ -88,22 +85,12 @@ def test_hides_what_a_commit_named_and_by_date_what_was_elsewhere() -> None:
     assert not later.hides("e1", 104 * NS)
 
 
-def test_file_elsewhere_ends_with_a_removed_object_only_by_the_date_of_the_removal() -> None:
-    """Commits told of one that was put there again, so their times say which of the two came last."""
-    removed = bury(None, etag="e", at=642 * NS)
-    assert not bury(removed, etag="e", put_s=641).has_ended(641 * NS, "")
-    assert bury(removed, etag="e", dated_s=641).has_ended(641 * NS, "")
+def test_row_of_an_earlier_version_is_read_without_what_only_that_used() -> None:
+    assert unpack_tombstone((7).to_bytes(8, "big") + b"e\x000000000000000007\4") == Tombstone(7, 0, (("e", 7),))
 
 
-def test_object_that_counts_no_more_has_replaced_older_files_but_those_that_hide_it() -> None:
-    tombstone = bury(bury(None, etag="e", at=40), told=("e", 30))
-    assert tombstone.has_ended(29, "")
-    assert tombstone.has_ended(29, "other")
-    assert not tombstone.has_ended(29, "e"), "was put over it"
-    assert not tombstone.has_ended(30, "")
-    assert not told_until(tombstone, "e", 20).has_ended(29, ""), "named before it was told of"
-    assert tombstone.between(10, 30) == {30}
-    assert tombstone.restamped(30, 35).when_told("e") == 35
+def test_object_that_counts_no_more_is_known_at_the_time_of_the_commit() -> None:
+    assert bury(None, told=("e", 30)).restamped(30, 35).when_told("e") == 35
 
 
 def test_objects_that_count_no_more_are_few_and_the_newest() -> None:
@@ -136,26 +123,3 @@ def test_pending_stamps_become_those_of_the_commit() -> None:
     parts = [(PENDING + 1, True, "e1", 0), (PENDING + 2, False, "e2", 3), (later, False, "e3", 0), (9, False, "e4", 0)]
     gone = (("e3", later), ("e1", 30), ("e2", 30), ("e4", 9))
     assert told(parts).restamped(PENDING + 2, 30) == Tombstone(later, 30, gone, (("e2", 3),))
-
-
-@pytest.mark.parametrize(("put", "removed", "is_ended"), [(30, 30, False), (30, 31, True)])
-def test_file_over_an_object_stays_only_where_one_commit_put_and_removed_that(
-    put: int, removed: int, is_ended: bool
-) -> None:
-    """What was removed in a later commit than that in which the file's object went had replaced the file."""
-    etag = "e" if put == removed else "f"
-    tombstone = bury(bury(None, told=(etag, PENDING + 1), etag=etag, at=PENDING + 2), etag="e", at=PENDING + 1)
-    tombstone = tombstone.restamped(PENDING + 1, put).restamped(PENDING + 2, removed)
-    assert tombstone.has_ended(20, "e") is is_ended
-
-
-@pytest.mark.parametrize(
-    ("dated_s", "hides", "is_ended"), [(639, "e", False), (642, "e", True), (0, "e", True), (639, "other", True)]
-)
-def test_file_elsewhere_stands_where_what_it_hides_was_not_put_again_since(
-    dated_s: int, hides: str, is_ended: bool
-) -> None:
-    """What was put again at 640, and removed at 641, ends an earlier file elsewhere unless that was put over it."""
-    dated = (("e", dated_s),) if dated_s else ()
-    tombstone = Tombstone(0, gone=(("e", 641 * NS),), dated=dated, again=640 * NS, told=(("e", 640 * NS),))
-    assert tombstone.has_ended(639 * NS + NS // 2, hides) is is_ended

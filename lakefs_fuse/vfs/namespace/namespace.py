@@ -884,7 +884,7 @@ class Namespace:
         if tombstone is None:
             return False
         if not entry.is_plain:
-            return entry.stamp > 0 and tombstone.has_ended(entry.stamp, entry.etag)
+            return 0 < entry.stamp < tombstone.stamp
         if not entry.stamp and entry.is_dated_by_store:  # as a listing showed it, perhaps put there again since
             return tombstone.hides(entry.etag, entry.ctime_ns, by_date=False)
         gone = tombstone.when_gone(entry.etag)
