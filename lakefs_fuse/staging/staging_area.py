@@ -308,8 +308,16 @@ class Staging:
     def room_bytes(self, evictable_bytes: int) -> int:
         """How much more fits without an upload, by the bound and by the disk, of which others would give back that many
         bytes. Raises StagingFull or CacheError."""
-        on_disk = self._free_bytes() + evictable_bytes - self._free_bytes_min - IN_FLIGHT_BYTES
-        return max(0, min(self.bytes_max - self.bytes_used, on_disk))
+        return max(0, min(self.bytes_max - self.bytes_used, self._room_on_disk(evictable_bytes)))
+
+    def can_have_room(self, evictable_bytes: int) -> bool:
+        """Whether uploads, and others that would give back that many bytes, make room on the disk. Raises StagingFull
+        or CacheError."""
+        return self._room_on_disk(self.bytes_used + evictable_bytes) > 0
+
+    def _room_on_disk(self, freed_bytes: int) -> int:
+        """May be negative."""
+        return self._free_bytes() + freed_bytes - self._free_bytes_min - IN_FLIGHT_BYTES
 
     def disk_room(self) -> tuple[int, int]:
         """Free bytes of the disk, and how many writers need; 0 where it does not tell."""

@@ -7,7 +7,7 @@ What always holds:
   until COUNT_SHARE times the CPU time of the last count has passed: a hundredth of one core at most, whatever asks;
 * *no refusal by mistake*: the free space is UNBOUNDED_BYTES as long as uploads make room for what is written. A bound
   is shown where writes would meet it: the disk of a local directory, and, while the store is away, what staging still
-  takes. Nothing may be written to a read-only mount, and nothing is free there.
+  takes. Nothing is free while other programs fill the disk of the cache directory, nor on a read-only mount.
 
 Trio thread only; nothing survives a crash.
 """
@@ -149,10 +149,12 @@ class LakeSizes:
         return self._free_bytes
 
     def _room_here(self) -> int:
-        """While nothing can be uploaded, what can be staged; the block cache makes room for that."""
-        if not self._client.is_away and self._writeback.error is None:
-            return UNBOUNDED_BYTES
+        """While nothing can be uploaded, what can be staged; else nothing on a full disk. The block cache makes room
+        for what is staged."""
+        evictable_bytes = self._cache.statistics().bytes_used
         try:
-            return self._staging.room_bytes(self._cache.statistics().bytes_used)
+            if self._client.is_away or self._writeback.error is not None:
+                return self._staging.room_bytes(evictable_bytes)
+            return UNBOUNDED_BYTES if self._staging.can_have_room(evictable_bytes) else 0
         except LakeError:  # the disk fails, and so would a write
             return 0

@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from lakefs_fuse.environment.local_disk import free_bytes
 from lakefs_fuse.errors import CacheError, Unavailable
 from lakefs_fuse.meta.tree import Usage
+from lakefs_fuse.staging.staging_area import IN_FLIGHT_BYTES
 from lakefs_fuse.vfs.lake_size import COUNT_AGE_S_MIN, COUNT_SHARE, UNBOUNDED_BYTES, WAIT_S_MAX, LakeSize, NameCount
 from tests.fakes import local_store
 from tests.memory_store import MemoryStore
@@ -120,6 +121,17 @@ async def test_staging_that_is_full_leaves_nothing_while_the_store_is_away(tmp_p
         assert (await m.fs.size()).free_bytes == 0
         m.parts.staging.release(2 << 20)
         m.parts.writeback.error = None
+
+
+async def test_full_disk_of_the_cache_leaves_nothing_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lake(MemoryStore(), tmp_path) as m:
+        staging = m.parts.staging
+        monkeypatch.setattr(staging.disk, "free_bytes", lambda _: IN_FLIGHT_BYTES)
+        assert (await m.fs.size()).free_bytes == 0
+        staging.reserve_now(1)
+        assert (await m.fs.size()).free_bytes == UNBOUNDED_BYTES, "an upload makes room"
+        staging.release(1)
+        assert staging.can_have_room(1), "what the block cache evicts makes room"
 
 
 async def test_directory_has_the_room_of_its_disk(tmp_path: Path) -> None:
