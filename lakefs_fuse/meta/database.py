@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -43,6 +43,7 @@ from lakefs_fuse.environment.storage_engine import Engine, Engines, Rows, Step
 from lakefs_fuse.errors import CacheDamaged, CacheError, CacheFull, SchemaMismatch
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.changed_rows import ChangedRows
+from lakefs_fuse.meta.volatile_rows import VolatileRows
 
 MEMORY_BYTES = 64 << 20
 """Half of it for the block cache, and half for write buffers."""
@@ -245,6 +246,10 @@ class Database:
         """How often rows were written, or may have been lost; while it is the same, so are the rows."""
         self._failed_at: float | None = None
         self._found_full = False
+        self._failed: Sequence[Step] = ()
+        """The batch whose write failed last, until the database is opened again: it may be there then."""
+        self._volatile: VolatileRows | None = None
+        """The engine in use while it has rows that a full disk did not take: the last write has failed then."""
         self._recordings: list[Recording] = []
         self._damaged: set[bytes] = set()
         self._engine, is_repaired = self._open_or_repair()
@@ -394,16 +399,53 @@ class Database:
             return
         if self._failed_at is not None:
             self._reopen()
+        self._write(self._prepared(batch), sync=sync)
+        self._end_commit(batch)
+
+    def commit_volatile(self, batch: Batch) -> None:
+        """As `commit`, of what the store says, and says again when it is asked: while the disk is full, memory keeps it
+        (`volatile_rows`). Raises CacheError, CacheFull where that would be too much."""
+        if not batch:
+            return
+        if self._failed_at is not None:
+            with suppress(CacheFull):
+                self._reopen()
+        steps = self._prepared(batch)
+        if not self.is_full:
+            with suppress(CacheFull):
+                self._write(steps, sync=False)
+        if self.is_full:
+            self._keep(steps)
+        self._end_commit(batch)
+
+    def _prepared(self, batch: Batch) -> list[Step]:
+        """What a batch changes, with the rows that count and note it. Called once for each batch."""
         if batch.shares:
             self._write_shares(batch)
         if self.changed.folded.index:
             self.changed.record(batch.ranges, batch.rows)
         self.writes += 1
+        return [*batch.ranges, (batch.rows, b"", b"")]
+
+    def _write(self, steps: Sequence[Step], *, sync: bool) -> None:
         try:
-            self._engine.write((*batch.ranges, (batch.rows, b"", b"")), sync=sync)
+            self._engine.write(steps, sync=sync)
         except Exception as error:
             self._failed_at = self.clock.mono_s()
+            self._failed = [(rows.copy(), begin, end) for rows, begin, end in steps]
             raise self._unwritten(error) from error
+
+    def _keep(self, steps: Sequence[Step]) -> None:
+        """Raises CacheFull."""
+        try:
+            if self._volatile is None:
+                self._engine = self._volatile = VolatileRows(self._engine, self._failed)
+                log.warning("the disk of %s is full: names are listed into memory until it has room", self._directory)
+            self._volatile.add(steps)
+        except OSError as error:
+            raise self._no_room() from error
+
+    def _end_commit(self, batch: Batch) -> None:
         for recording in self._recordings:
             recording.add(batch)
         if schema.SINGLE_FOLDED in batch.rows:
@@ -438,7 +480,7 @@ class Database:
         try:
             self._engine.sync()
         except Exception as error:
-            raise self._broken(error) from error
+            raise (self._no_room() if is_out_of_room(error) else self._broken(error)) from error
 
     def _broken(self, error: Exception) -> CacheError:
         if _is_damage(error):
@@ -467,8 +509,11 @@ class Database:
         try:
             self._check_disk()
             self.close()
-            self._engine = self._engines.open(self._directory)
+            opened, self._failed = self._engines.open(self._directory), ()
             self.writes += 1  # the last ones may be lost
+            if self._volatile is not None:
+                self._volatile.move_to(opened)
+            self._engine, self._volatile = opened, None
             self.changed.load()
             for listener in self.reopened:
                 listener()

@@ -378,7 +378,7 @@ class FileTable:
         batch = Batch()
         if self._tree.entry(entry.inode) is not None:
             self._tree.update(batch, learnt)
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
         file = self._files.get(entry.inode)
         if file is not None:
             file.entry = learnt

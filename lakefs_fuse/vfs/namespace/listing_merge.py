@@ -222,7 +222,7 @@ class DirectoryMerge:
             self._merge_all(batch, names.found, directories)
         if names.marker:
             self._mark(batch)
-        self._db.commit(batch)
+        self._db.commit_volatile(batch)
         self._announce_overridden()
         self._pages += 1
         self._metrics.listing_pages += 1
@@ -245,16 +245,16 @@ class DirectoryMerge:
                 if entry is None:
                     continue
                 if entry.is_dir:
-                    self._db.commit(batch)
+                    self._db.commit_volatile(batch)
                     batch = Batch()
                     yield from self._directory_vanished(entry)
                 elif entry.name not in self._touched and _needs_object(entry):
                     self._drop_version(batch, entry)
                 if len(batch.rows) >= STEP_ROWS:
-                    self._db.commit(batch)
+                    self._db.commit_volatile(batch)
                     batch = Batch()
                     yield
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
             yield
         self._confirmed_count += at is not None
         for number, _ in enumerate(confirmed, 1):
@@ -277,7 +277,7 @@ class DirectoryMerge:
             len(self._shadowed),
         )
         self._tree.set_listing(batch, self._directory, listing)
-        self._db.commit(batch)
+        self._db.commit_volatile(batch)
         self._metrics.listings += 1
         return listing
 
@@ -301,11 +301,11 @@ class DirectoryMerge:
             elif name not in self._touched and _needs_object(entry):
                 batch = Batch()
                 self._drop_version(batch, entry)
-                self._db.commit(batch)
+                self._db.commit_volatile(batch)
         if shown is not None:
             batch = Batch()
             self._merge(batch, shown)
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
             self._announce_overridden()
 
     def _announce_overridden(self) -> None:
@@ -325,7 +325,7 @@ class DirectoryMerge:
             counts = _is_outside(entry) and not _is_hidden(entry, meta) and not self._is_ours(entry, meta)
             if counts and not self._is_removed(name, meta, known=entry):  # by a commit that came meanwhile
                 self._replaced(batch, entry, meta)
-        self._db.commit(batch)
+        self._db.commit_volatile(batch)
         self._announce_overridden()
 
     def add_directory(self, name: bytes) -> None:
@@ -333,7 +333,7 @@ class DirectoryMerge:
         batch = Batch()
         if name not in self._touched and self._may_have(batch, name):
             self._show_directory(batch, self._tree.named(self._directory, name + b"/"), name)
-        self._db.commit(batch)
+        self._db.commit_volatile(batch)
 
     def drop_directory(self, name: bytes) -> Iterator[None]:
         """A ghost has nothing below it. In steps as `remove_missing`."""
@@ -388,7 +388,7 @@ class DirectoryMerge:
             batch = Batch()
             flags = current.flags & ~(Flag.LISTED | Flag.MARKER)
             self._tree.update(batch, msgspec.structs.replace(current, flags=flags))
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
 
     def _stays(self, top: int) -> Generator[None, None, bool]:
         """Something below a directory is there whatever the listing says."""
@@ -425,12 +425,12 @@ class DirectoryMerge:
                         self._add_difference(top)
                 left -= len(children) + 1
                 if left <= 0:
-                    self._db.commit(batch)
+                    self._db.commit_volatile(batch)
                     yield
                     if top in self._touched:
                         return array("Q")
                     batch, left = Batch(), CHILDREN_AT_ONCE
-        self._db.commit(batch)
+        self._db.commit_volatile(batch)
         return below
 
     def _remove_empty(self, top: bytes, level: Iterable[int]) -> Iterator[None]:
@@ -444,10 +444,10 @@ class DirectoryMerge:
                 self._drop(batch, entry, b"")
             left -= 1
             if left <= 0:
-                self._db.commit(batch)
+                self._db.commit_volatile(batch)
                 yield
                 batch, left = Batch(), CHILDREN_AT_ONCE
-        self._db.commit(batch)
+        self._db.commit_volatile(batch)
 
     def _prefix_of(self, directory: int) -> bytes:
         return b"".join(name + b"/" for name in self._tree.path(directory) or ())

@@ -616,7 +616,7 @@ class Namespace:
         if flight.is_stale:
             batch = Batch()
             self.tree.forget_listing(batch, directory)
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
         self._asked.pop(directory, None)
         if absences is not None:
             with trio.CancelScope(shield=True):
@@ -852,7 +852,9 @@ class Namespace:
         entry = self.tree.entry(directory)
         since_ns = 0 if entry is None else max(entry.mtime_ns, entry.stamp)
         if changed_ns > since_ns and (entry is not None or directory == ROOT_INODE):
-            self.touch(directory, at_ns=changed_ns)
+            batch = Batch()
+            self.touch(directory, batch, changed_ns)
+            self._db.commit_volatile(batch)
 
     def touch(self, directory: int, batch: Batch | None = None, at_ns: int = 0) -> None:
         """Names in the directory change: set its times, at once or with ``batch``."""

@@ -96,4 +96,7 @@ class OutdatedNames:
         self._tree.drop_mirror(directory)
         batch = Batch()
         self._tree.date_listing(batch, directory, at_ns)
-        self._tree.database.commit(batch)
+        if at_ns:
+            self._tree.database.commit_volatile(batch)
+        else:
+            self._tree.database.commit(batch)

@@ -1,0 +1,40 @@
+"""A full disk of the cache directory: everything can be read, and nothing can be made."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta import database
+from tests.fakes import node_of
+from tests.memory_store import MemoryStore
+from tests.meta.full_disk import FullDisk
+from tests.vfs.lakes import Clock, lake
+
+
+async def test_names_that_were_never_listed_are_read_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    for number in range(3):
+        store.give(f"d/below/f{number}", b"bytes of %d" % number)
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with lake(store, tmp_path, node=node, clock=clock) as m:
+        assert await m.names() == ["d"]
+        disk.is_full = True
+        assert await m.read("d/below/f1") == b"bytes of 1"
+        assert await m.names("d/below") == ["f0", "f1", "f2"]
+        with pytest.raises(LakeError) as refused:
+            await m.mkdir("d/made")
+        assert refused.value.errno == errno.ENOSPC
+        inodes = [(await m.getattr(f"d/below/f{number}")).inode for number in range(3)]
+        disk.is_full = False
+        await m.mkdir("d/made")
+        assert [(await m.getattr(f"d/below/f{number}")).inode for number in range(3)] == inodes
+    async with lake(store, tmp_path, node=node, clock=clock) as m:
+        lists = store.count("list")
+        assert await m.names("d/below") == ["f0", "f1", "f2"]
+        assert store.count("list") == lists, "the listing was written once the disk had room"
