@@ -123,7 +123,7 @@ async def find_checkpoints(lake: LakeView, work: Work, url: str, marker: str | N
         if not is_checkpoint(name, match, is_dir=bool(slash)):
             continue
         item = found.setdefault(name, Found(Seen(name=name, is_dir=bool(slash))))
-        item.seen.add(entry.size, entry.mtime_ns)
+        item.seen.add(path.rpartition("/")[2], entry.size, entry.mtime_ns)
         item.files[inside or name] = entry
         if inside in asked:
             item.seen.markers.add(inside)
@@ -131,7 +131,8 @@ async def find_checkpoints(lake: LakeView, work: Work, url: str, marker: str | N
         found[name].seen.linked = True
     for name in links.keys() & found.keys():
         found[name].links = frozenset(links[name])
-    listing = make_listing(url, [item.seen for item in found.values()], marker=marker, now_ns=work.node.clock.wall_ns())
+    seen, now_ns = [item.seen for item in found.values()], work.node.clock.wall_ns()
+    listing = make_listing(url, seen, marker=marker, match=match, now_ns=now_ns)
     return Place(listing, found, sums)
 
 

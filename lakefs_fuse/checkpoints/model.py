@@ -29,8 +29,8 @@ class Seen(msgspec.Struct, kw_only=True):
     """A checkpoint as a walk found it.
 
     ``states`` counts files by their ``user.lakefs.state``; ``markers`` are names of files directly in the directory
-    that may be success markers; ``mtime_ns`` is that of the newest file, 0 without files; ``linked``: a symbolic link
-    beside it leads to it."""
+    that may be success markers; ``mtime_ns`` is that of the newest file, 0 without files; ``has_suffix``: a file ends
+    as those of checkpoints do; ``linked``: a symbolic link beside it leads to it."""
 
     name: str
     is_dir: bool
@@ -39,11 +39,13 @@ class Seen(msgspec.Struct, kw_only=True):
     mtime_ns: int = 0
     states: dict[str, int] = msgspec.field(default_factory=dict)
     markers: set[str] = msgspec.field(default_factory=set)
+    has_suffix: bool = False
     linked: bool = False
 
-    def add(self, size: int, mtime_ns: int, state: str = DURABLE) -> None:
-        """Add one file."""
+    def add(self, name: str, size: int, mtime_ns: int, state: str = DURABLE) -> None:
+        """Add one file; ``name`` is the last component of its path."""
         self.files += 1
+        self.has_suffix = self.has_suffix or is_checkpoint_file(name)
         self.bytes += size
         self.mtime_ns = max(self.mtime_ns, mtime_ns)
         self.states[state] = self.states.get(state, 0) + 1
@@ -105,10 +107,14 @@ def marker_names(marker: str | None) -> tuple[str, ...]:
     return MARKERS if marker is None else (marker,)
 
 
-def make_listing(path: str, seen: Sequence[Seen], *, marker: str | None, now_ns: int) -> Listing:
+def make_listing(
+    path: str, seen: Sequence[Seen], *, marker: str | None, match: str | None = None, now_ns: int
+) -> Listing:
     """A listing of ``seen``; ``path`` is the directory.
 
-    With a ``marker`` every directory needs it; without, every directory needs one of `MARKERS` if any has one."""
+    With a ``marker`` every directory needs it; without, every directory needs one of `MARKERS` if any has one. Where
+    nothing says which directories are checkpoints, neither a marker nor the user's pattern ``match``, their names and
+    files have to."""
     expected = {name for item in seen for name in item.markers} if marker is None else {marker}
     names = [item.name for item in seen if not looks_temporary(item.name)]
     keys = steps_order(names) if names else None
@@ -118,7 +124,7 @@ def make_listing(path: str, seen: Sequence[Seen], *, marker: str | None, now_ns:
         return by_name.get(item.name, (step_of(item.name) or 0,) if keys else ()), item.mtime_ns, item.name
 
     made = [
-        _make(path, item, _why_incomplete(item, expected), now_ns)
+        _make(path, item, _why_incomplete(item, expected) or ("" if match or expected else _why_other(item)), now_ns)
         for item in sorted(seen, key=newest_first, reverse=True)
     ]
     return Listing(
@@ -167,6 +173,12 @@ def _why_incomplete(item: Seen, expected: set[str]) -> str:
     if item.is_dir and expected and not item.markers & expected:
         return f"no {' or '.join(sorted(expected))}"
     return ""
+
+
+def _why_other(item: Seen) -> str:
+    """Why a directory does not look like a checkpoint; empty if it does."""
+    looks_like_one = not item.is_dir or item.has_suffix or step_of(item.name) is not None
+    return "" if looks_like_one else "no file ends as those of checkpoints do (--match takes any)"
 
 
 # -- pruning

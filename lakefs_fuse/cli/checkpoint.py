@@ -80,7 +80,8 @@ def list_checkpoints(path: str, marker: str | None, match: str | None, lake: str
     """List checkpoints, newest first, and why one is incomplete.
 
     A checkpoint is incomplete if its name is temporary (.tmp, .partial or .incomplete at the end; a dot, tmp or _tmp at
-    the beginning), if a directory has no marker, if it has no files, or if it is not entirely in the store.
+    the beginning), if a directory has no marker, if it has no files, if neither its name nor a file in it looks like a
+    checkpoint's, or if it is not entirely in the store.
     """
     if "://" in path:
         args = CheckpointArgs(action="ls", url=path, marker=marker, match=match)
@@ -113,8 +114,8 @@ def latest(path: str, marker: str | None, match: str | None, lake: str | None, a
     found = listing.newest
     if found is None:
         raise LakeError(
-            f"{path} has no complete checkpoint ({len(listing.checkpoints)} incomplete): "
-            f"`lakefs-fuse checkpoint ls {path}` shows why"
+            f"{path} has no complete checkpoint ({len(listing.checkpoints)} incomplete)"
+            + (f": `lakefs-fuse checkpoint ls {path}` shows why" if listing.checkpoints else "")
         )
     if as_json:
         print_json(found)

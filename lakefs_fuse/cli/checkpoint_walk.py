@@ -41,7 +41,7 @@ def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Lis
         raise LakeError(f"{path} cannot be read: {error.strerror}") from error
     for item in found:
         item.linked = item.name in linked
-    return make_listing(path, found, marker=marker, now_ns=time.time_ns())
+    return make_listing(path, found, marker=marker, match=match, now_ns=time.time_ns())
 
 
 def _entries(path: str) -> Iterator[os.DirEntry[str]]:
@@ -76,7 +76,7 @@ def _read_directory(top: os.DirEntry[str], asked: tuple[str, ...]) -> Seen:
 def _add(seen: Seen, entry: os.DirEntry[str]) -> None:
     try:
         status = entry.stat(follow_symlinks=False)
-        seen.add(status.st_size, status.st_mtime_ns, state_of(entry.path))
+        seen.add(entry.name, status.st_size, status.st_mtime_ns, state_of(entry.path))
     except FileNotFoundError:
         pass  # removed meanwhile
 

@@ -10,14 +10,22 @@ from lakefs_fuse.checkpoints.names import is_checkpoint_file, looks_temporary, s
 NOW_S = 1_000_000
 
 
-def seen(name: str, age_s: float = 100, *, is_dir: bool = True, state: str = "durable", **more: object) -> Seen:
+def seen(
+    name: str,
+    age_s: float = 100,
+    *,
+    is_dir: bool = True,
+    state: str = "durable",
+    file: str = "shard.bin",
+    **more: object,
+) -> Seen:
     item = Seen(name=name, is_dir=is_dir, **more)  # type: ignore[arg-type]
-    item.add(10, int((NOW_S - age_s) * NS), state)
+    item.add(file, 10, int((NOW_S - age_s) * NS), state)
     return item
 
 
-def listing(*items: Seen, marker: str | None = None) -> Listing:
-    return make_listing("/lake/ckpt/", items, marker=marker, now_ns=NOW_S * NS)
+def listing(*items: Seen, marker: str | None = None, match: str | None = None) -> Listing:
+    return make_listing("/lake/ckpt/", items, marker=marker, match=match, now_ns=NOW_S * NS)
 
 
 def names(found: Listing) -> list[str]:
@@ -106,6 +114,16 @@ def test_why_something_is_incomplete() -> None:
     assert found.newest.name == "step1"
     (item,) = (each for each in found.checkpoints if each.name == "step3")
     assert (item.where, item.state, item.path, item.kind) == ("node", "uploading", "/lake/ckpt/step3", "directory")
+
+
+def test_directory_in_which_nothing_looks_like_a_checkpoint_is_none() -> None:
+    source = seen("src", age_s=1, file="train.py")
+    assert listing(source).newest is None
+    assert "--match" in reasons(listing(source))["src"]
+    assert listing(source, seen("final", file="model.safetensors")).latest == "final"
+    assert listing(source, match="s*").latest == "src"
+    assert listing(seen("1000", file="manifest.ocdbt")).latest == "1000"
+    assert listing(seen("export", file="part", markers={"_SUCCESS"}), source).latest == "export"
 
 
 def test_a_marker_is_expected_where_any_has_one_or_one_is_asked_for() -> None:
