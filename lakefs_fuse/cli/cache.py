@@ -31,8 +31,8 @@ LINE_S = 10.0
 MAGIC = re.compile(r"[*?[]")
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
-EVICT_SKIPS = {"pinned_files": "they are pinned", "open_files": "they, or others in their pack, are open or kept by "
-               "keep-newest", "dirty_files": "their newest bytes are not in the store"}  # fmt: skip
+EVICT_SKIPS = {"pinned_files": "pinned", "open_files": "open or kept by keep-newest, or in a pack with files that are, "
+               "or that are pinned", "dirty_files": "not in the store yet"}  # fmt: skip
 """Counts in the answer to `protocol.EvictCache`."""
 Selection = dict[str, list[tuple[str, str]]]
 """Paths and globs by mountpoint, as `protocol.SelectPaths` has them."""
@@ -144,7 +144,7 @@ def unpin(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: b
         pins = values["pins"]
         left = f"{pins['paths']:,} are left, {format_bytes(pins['disk_bytes'])}"
         what = _name_selected(mountpoint, selection[mountpoint])
-        return f"{what}: {_number(values, 'unpinned'):,} pins ended; {left}"
+        return f"{what}: {counted(_number(values, 'unpinned'), 'pin')} ended; {left}"
 
     _tell(_ask_all(selection, protocol.UnpinCache()), describe, as_json=as_json)
 
@@ -165,7 +165,8 @@ def evict(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: b
         kept = ((_number(values, key), why) for key, why in EVICT_SKIPS.items())
         stay = [f"{counted(count, 'file stays', 'files stay')}: {why}" for count, why in kept if count]
         what = _name_selected(mountpoint, selection[mountpoint])
-        return "\n".join([f"{what}: {format_bytes(_number(values, 'freed_bytes'))} freed", *stay])
+        evicted = f"{counted(_number(values, 'files'), 'file')} evicted"
+        return "\n".join([f"{what}: {evicted}, {format_bytes(_number(values, 'freed_bytes'))} freed", *stay])
 
     _tell(_ask_all(selection, protocol.EvictCache()), describe, as_json=as_json)
 

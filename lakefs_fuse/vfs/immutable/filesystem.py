@@ -83,7 +83,7 @@ class ImmutableFilesystem:
         self.config, self.metrics = lake.config, lake.metrics
         self._lake, self._states, self._state = lake, states, state
         self._reader = open_reader(lake.config, lake.client, lake.metrics, lake.cache, nursery, lake.node)
-        names = StateNames(lambda: self._state)
+        names = StateNames(lambda: self._state, lake.config.mountpoint)
         pins = Pins(names, lake.cache, PinFile(Path(lake.config.cache_dir).absolute() / "pins", lake.node.disk), 0)
         upcoming = UpcomingReads(names, self._reader, nursery, lake.metrics.upcoming)
         self.residency = Residency(

@@ -87,9 +87,9 @@ class StateNames:
     """The names of an immutable mount, for a selection of files (see `selection.Names`). A walk that a refresh
     overtakes goes on in the next state, in which inodes are the same."""
 
-    def __init__(self, state: Callable[[], State]) -> None:
+    def __init__(self, state: Callable[[], State], mountpoint: str) -> None:
         """``state`` answers what the mount shows now."""
-        self._state = state
+        self._state, self.mountpoint = state, mountpoint
 
     @property
     def tree(self) -> Tree:

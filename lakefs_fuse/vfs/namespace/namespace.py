@@ -94,6 +94,7 @@ class Namespace:
         files: FileTable,
     ) -> None:
         self.tree, self.events = tree, files.events
+        self.mountpoint = config.mountpoint
         self.idleness = Idleness(config.metadata_ttl_s)
         self.announce_name = self.events.announce_name
         self.prefix, self.key, self.path_of = tree.prefix, tree.key, tree.path_of

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 
@@ -79,10 +80,11 @@ class Clones:
         above, _, name = target_path.rpartition("/")
         if not source_path or not name or f"{target_path}/".startswith(f"{source_path}/"):
             why = "its target would be in the copy itself" if name else "the root of the lake exists already"
-            raise FileError(errno.EINVAL, f"/{source_path} cannot be copied to /{target_path}: {why}")
+            shown = self._shown(source_path), self._shown(target_path)
+            raise FileError(errno.EINVAL, f"{shown[0]} cannot be copied to {shown[1]}: {why}")
         source = await self._lookup(source_path)
         if source is None:
-            raise FileError(errno.ENOENT, f"{source_path} does not exist")
+            raise FileError(errno.ENOENT, f"{self._shown(source_path)} does not exist")
         parent = await self._directory(above)
         self._ns.checked_path(parent, name.encode())
         await self._check_target(source, parent, name.encode(), force=force)
@@ -107,7 +109,7 @@ class Clones:
                 break
             else:
                 used.clear()
-                raise FileError(errno.EBUSY, f"{source_path} is changed faster than it can be copied")
+                raise FileError(errno.EBUSY, f"{self._shown(source_path)} is changed faster than it can be copied")
         except BaseException:
             used.clear()
             raise
@@ -117,11 +119,15 @@ class Clones:
         for listener in self._ns.events.kernel_told:
             await listener()
 
+    def _shown(self, path: str) -> str:
+        """A path in the lake as programs have it."""
+        return os.path.join(self._ns.mountpoint, path) if path else self._ns.mountpoint
+
     async def _look_up_again(self, source: Entry, path: str) -> Entry:
         """Another version has the name of a file now. Raises FileError(ESTALE) where it is a file no more."""
         now = await self._lookup(path)
         if now is None or source.is_dir or now.is_dir:
-            raise FileError(errno.ESTALE, f"{path} was renamed or removed while it was copied")
+            raise FileError(errno.ESTALE, f"{self._shown(path)} was renamed or removed while it was copied")
         return now
 
     async def _lookup(self, path: str) -> Entry | None:
@@ -140,17 +146,20 @@ class Clones:
             return ROOT_INODE
         entry = await self._lookup(path)
         if entry is None or not entry.is_dir:
-            raise FileError(errno.ENOENT if entry is None else errno.ENOTDIR, f"{path} is no directory")
+            code, why = (errno.ENOENT, "does not exist") if entry is None else (errno.ENOTDIR, "is no directory")
+            raise FileError(code, f"{self._shown(path)} {why}")
         return entry.inode
 
     async def _check_target(self, source: Entry, parent: int, name: bytes, *, force: bool) -> None:
         there, _ = await self._ns.lookup(parent, name)
         if there is None:
             return
+        path = self._shown(self._ns.path_of(there))
         if not force:
-            raise FileError(errno.EEXIST, f"{self._ns.path_of(there)} exists")
+            raise FileError(errno.EEXIST, f"{path} exists")
         if there.is_dir != source.is_dir:
-            raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR, f"{self._ns.path_of(there)} is there")
+            what = "a directory" if there.is_dir else "no directory"
+            raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR, f"{path} exists, and is {what}")
         if there.is_dir:
             await self._ns.check_empty(there)
 
@@ -186,7 +195,7 @@ class Clones:
         entries = self._below(source, path)
         while some := list(islice(entries, NAMES_PER_STEP)):
             for at, entry in some:
-                if (each := _find_source(at, entry, self._ns.tree.objects)) is not None:
+                if (each := _find_source(at, entry, self._ns.tree.objects, self._shown)) is not None:
                     found[each] = at
             await trio.lowlevel.checkpoint()
         return found
@@ -218,15 +227,15 @@ class Clones:
     ) -> None:
         def plan(facts: RenameFacts, names_max: int) -> Generator[None, None, Change]:
             used.clear()
-            return plan_clone(facts, copies, used, names_max)
+            return plan_clone(facts, copies, used, names_max, self._shown)
 
         await self._renames.commit_copy(source, parent, name, plan, replaces=force)
 
 
-def _find_source(path: str, entry: Entry, objects: ObjectRows) -> Source | None:
+def _find_source(path: str, entry: Entry, objects: ObjectRows, shown: Callable[[str], str]) -> Source | None:
     """The object that has to be copied for a copy of the file; None where the copy may name the same bytes."""
     if entry.flags & Flag.LOCAL:
-        raise FileError(errno.EBUSY, f"{path} is not in the store yet: close it, or run `lakefs-fuse flush`")
+        raise FileError(errno.EBUSY, f"{shown(path)} is not in the store yet: close it, or run `lakefs-fuse flush`")
     if entry.flags & (Flag.DIRECTORY | Flag.SYMLINK):
         return None
     row: ObjectRow | None = objects.get(entry.place) if entry.place else None
@@ -236,14 +245,18 @@ def _find_source(path: str, entry: Entry, objects: ObjectRows) -> Source | None:
 
 
 def plan_clone(
-    facts: RenameFacts, copies: dict[Source, ObjectMeta], used: set[Source], names_max: int
+    facts: RenameFacts,
+    copies: dict[Source, ObjectMeta],
+    used: set[Source],
+    names_max: int,
+    shown: Callable[[str], str],
 ) -> Generator[None, None, Change]:
-    """The copy as one commit; it yields after so many names. ``used`` gets the copies that it names. Raises Uncopied,
-    and FileError as `Clones.clone`."""
+    """The copy as one commit; it yields after so many names. ``used`` gets the copies that it names; ``shown`` is a
+    path for errors. Raises Uncopied, and FileError as `Clones.clone`."""
     builder = ChangeBuilder(facts.rows)
 
     def copied(name: MovedName) -> tuple[str, str, Entry, str]:
-        each = _find_source(name.before, name.entry, facts.rows.objects)
+        each = _find_source(name.before, name.entry, facts.rows.objects, shown)
         if each is None:
             return name.before, name.after, name.entry, name.hides
         if each not in copies:

@@ -22,6 +22,7 @@ class LakeNames:
 
     def __init__(self, namespace: Namespace, files: FileTable, *, fresh: bool = True) -> None:
         self._ns, self._files, self._fresh = namespace, files, fresh
+        self.mountpoint = namespace.mountpoint
 
     @property
     def tree(self) -> Tree:

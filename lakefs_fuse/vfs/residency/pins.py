@@ -20,6 +20,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,7 @@ from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import CacheError, ConfigError, FileError, LakeError, StoreError
 from lakefs_fuse.path_rules import translate
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, find, passing_over, visit_files
+from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, find, passing_over, shown_path, visit_files
 
 SHARE_MAX = 0.75
 """Of the cache: the rest serves what is not pinned."""
@@ -240,9 +241,9 @@ class Pins:
         for selected in map(Selected._make, selection):
             matched = self._matched(selected)
             if not matched:
-                above = self.covering(selected.path)
-                why = "is not pinned" if above is None else f"is pinned with {above or 'the whole mount'}: unpin that"
-                raise ConfigError(f"{selected} {why}")
+                above, shown = self.covering(selected.path), partial(shown_path, self.names)
+                why = "is not pinned" if above is None else f"is pinned with {shown(above)}: unpin that"
+                raise ConfigError(f"{shown(str(selected))} {why}")
             gone.update(matched)
         left = [path for path in self._paths if path not in gone]
         self._save(left)

@@ -351,13 +351,13 @@ class Residency:
         return {"unpinned": await self.pins.remove(paths), "pins": self.pins.statistics()}
 
     async def evict_paths(self, paths: Sequence[tuple[str, str]]) -> dict[str, object]:
-        """Remove the blocks of files from the cache: none that is pinned, or of a version that is open."""
+        """Remove the blocks of files from the cache: none that is pinned, or of a version that is open. Counts the
+        files that lost blocks, and those that still have some."""
         counts = {"files": 0, "freed_bytes": 0, "pinned_files": 0, "open_files": 0, "dirty_files": 0}
         some = list[tuple[str, Extent]]()
 
         def add(found: Found) -> Awaitable[None] | None:
             extent = self._names.extent(found.entry)
-            counts["files"] += 1
             counts["dirty_files"] += extent is None and self._names.size(found.entry) > 0
             if extent is not None and extent.size:
                 some.append((found.path, extent))
@@ -372,13 +372,16 @@ class Residency:
         wanted = dict[Version, BlockSet]()
         for _, extent in some:
             wanted[extent.version] = wanted.get(extent.version, 0) | extent.block_set
-        freed = dict(zip(wanted, await self._disk.drop(list(wanted.items())), strict=True))
-        counts["freed_bytes"] += sum(each for each in freed.values() if each is not None)
+        before = await self._disk.inspect(list(wanted), is_use=False)
+        freed = await self._disk.drop(list(wanted.items()))
+        after = await self._disk.inspect(list(wanted), is_use=False)
+        counts["freed_bytes"] += sum(each for each in freed if each is not None)
+        had = {version: blocks for version, (blocks, _) in zip(wanted, before, strict=True)}
+        has = {version: blocks for version, (blocks, _) in zip(wanted, after, strict=True)}
         for path, extent in some:
-            if self.pins.covering(path) is not None:
-                counts["pinned_files"] += 1
-            elif freed[extent.version] is None:
-                counts["open_files"] += 1
+            counts["files"] += bool(had[extent.version] & ~has[extent.version] & extent.block_set)
+            if has[extent.version] & extent.block_set:
+                counts["open_files" if self.pins.covering(path) is None else "pinned_files"] += 1
         some.clear()
 
     async def list_paths(self, paths: Sequence[tuple[str, str]], *, pinned: bool) -> dict[str, object]:

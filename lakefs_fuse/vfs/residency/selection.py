@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ def passing_over(refused: Refused | None) -> Iterator[None]:
 class Names(Protocol):
     """The names of a mount."""
 
+    mountpoint: str
+
     @property
     def tree(self) -> Tree: ...
 
@@ -81,6 +84,11 @@ class Names(Protocol):
     def extent(self, entry: Entry) -> Extent | None:
         """Where the bytes of a file are in the store; None where its newest bytes are not there, or it has none.
         Raises FileError."""
+
+
+def shown_path(names: Names, path: str) -> str:
+    """A path of the mount as its users write it, for errors."""
+    return os.path.join(names.mountpoint, path) if path else names.mountpoint
 
 
 class Found(NamedTuple):
@@ -143,7 +151,8 @@ async def visit_matches(
             above, directory = parent, await find(names, parent)
         entry, is_there = await _child(names, directory, name) if name else names.root, False
         if entry is not None and entry.is_symlink:
-            raise FileError(errno.EINVAL, f"{selected.path} is a symbolic link: name what it points to")
+            link = shown_path(names, selected.path)
+            raise FileError(errno.EINVAL, f"{link} is a symbolic link: name what it points to")
         if entry is not None and not selected.pattern:
             is_there = True
             await see(Found(selected.path, entry))
@@ -151,7 +160,8 @@ async def visit_matches(
             found = _matches(names, Found(selected.path, entry), selected.pattern)
             is_there = await _visit(names, entry, found, see) > 0
         if not is_there:
-            missing.append(f"{selected} {'matches nothing' if selected.pattern else 'does not exist'}")
+            why = "matches nothing" if selected.pattern else "does not exist"
+            missing.append(f"{shown_path(names, str(selected))} {why}")
         if number % PAGE_NAMES == 0:
             await trio.lowlevel.checkpoint()
     if missing and strictly:
