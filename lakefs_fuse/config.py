@@ -159,7 +159,8 @@ class Source(msgspec.Struct, frozen=True):
             if ".." in parts.path.split("/"):
                 raise ConfigError(f"source {url}: the path has a '..' component: give the path without it")
             return cls("file", str(Path(parts.path)), "")
-        raise ConfigError(f"source {url!r}: expected s3://bucket, s3://bucket/prefix or file:///absolute/dir")
+        hint = f"; write a local directory as file://{url}" if url.startswith("/") else ""
+        raise ConfigError(f"source {url!r}: expected s3://bucket, s3://bucket/prefix or file:///absolute/dir{hint}")
 
     def __str__(self) -> str:
         return f"file://{self.bucket}" if self.scheme == "file" else f"s3://{self.bucket}/{self.prefix}"

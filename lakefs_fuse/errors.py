@@ -8,6 +8,7 @@ no message holds a credential or a signed URL.
 from __future__ import annotations
 
 import errno
+import os
 
 import msgspec
 
@@ -90,7 +91,7 @@ class FileError(LakeError):
     """A POSIX error of a file operation, the only kind with an errno of its own in each instance."""
 
     def __init__(self, code: int, message: str = "") -> None:
-        super().__init__(message or errno.errorcode.get(code, str(code)))
+        super().__init__(message or os.strerror(code))
         self.errno = code
 
 

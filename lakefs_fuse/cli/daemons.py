@@ -47,10 +47,18 @@ def open_daemon(mountpoint: str, *, silence_s_max: float = SILENCE_S_MAX) -> Con
                 "retry"
             )
     if mounted is None:
-        raise LakeError(f"nothing is mounted at {point}: name the directory of a mount")
+        raise not_mounted(point)
     if mounted.is_fuse and is_dead(point):
         raise LakeError(f"the daemon of {point} is dead: run `lakefs-fuse umount {point}`, then mount again")
     raise unreachable(mounted, "name a lake's mount")
+
+
+def not_mounted(point: str) -> LakeError:
+    """The error about a directory at which nothing is mounted."""
+    around = mount_of(point)
+    if around is not None and around.fstype == FUSE_TYPE:
+        return LakeError(f"{point} is inside the mount {around.mountpoint}: name that")
+    return LakeError(f"nothing is mounted at {point}: name the directory of a mount")
 
 
 def unreachable(mounted: Mount, advice: str) -> LakeError:

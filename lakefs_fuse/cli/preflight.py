@@ -158,8 +158,9 @@ def check_cache_dir(config: MountConfig) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
         raise CacheError(
-            f"cache directory {directory} cannot be written to ({error.strerror}): choose one with --cache-dir"
+            f"cache directory {directory} cannot be written to ({why}): choose one with --cache-dir"
         ) from error
     check_room(config)
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import click
 
-from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of, unreachable
+from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, not_mounted, owner_of, unreachable
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, LocalPath
 from lakefs_fuse.cli.terminal import printable
@@ -185,7 +185,7 @@ def clear_dead_mount(point: str, mounted: Mount | None, *, lazy: bool) -> None:
     """Detach the mount of a dead daemon. Raises LakeError for any other mount; unless ``lazy``, then as well, because
     bytes may be left in staging."""
     if mounted is None:
-        raise LakeError(f"nothing is mounted at {point}: name the directory of a mount")
+        raise not_mounted(point)
     if not mounted.is_fuse or not is_dead(point):
         raise unreachable(mounted, "use umount(8)")
     # Detaching loses nothing: no process serves the open files.

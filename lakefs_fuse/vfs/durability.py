@@ -142,4 +142,4 @@ class Durability:
 
     def _refuse_read_only(self) -> None:
         if self._config.read_only:
-            raise FileError(errno.EROFS)
+            raise FileError(errno.EROFS, f"{self._config.mountpoint} is mounted read-only")

@@ -190,8 +190,9 @@ def test_cache_directory_with_files_of_others_is_refused(config: MountConfig, ho
 
 def test_a_cache_directory_that_cannot_be_made(config: MountConfig, host: Host, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    told = message(msgspec.structs.replace(config, cache_dir=str(tmp_path / "file" / "cache")), host)
-    assert "cannot be written to (Not a directory): choose one with --cache-dir" in told
+    for path in (tmp_path / "file" / "cache", tmp_path / "file"):
+        told = message(msgspec.structs.replace(config, cache_dir=str(path)), host)
+        assert "cannot be written to (Not a directory): choose one with --cache-dir" in told
 
 
 def test_a_cache_directory_on_a_read_only_disk(config: MountConfig, host: Host) -> None:

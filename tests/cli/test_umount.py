@@ -23,6 +23,7 @@ from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.control.mounts import Mount, mount_at
 from lakefs_fuse.errors import LakeError
+from lakefs_fuse.product import FUSE_TYPE
 
 SERVER = """
 import json, sys
@@ -265,6 +266,16 @@ def test_where_nothing_is_mounted(tmp_path: Path, runtime_dir: Path, capsys: pyt
         assert capsys.readouterr().err == f"lakefs-fuse: {told}\n"
     assert run(["flush", str(tmp_path / "file")]) == 1
     assert "is not inside a mount" in capsys.readouterr().err
+
+
+def test_directory_inside_a_mount_is_answered_with_the_mount(
+    tmp_path: Path, runtime_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = Mount(str(tmp_path), FUSE_TYPE, "s3://bucket/lake", os.geteuid(), "0:7")
+    monkeypatch.setattr(daemons, "mount_of", lambda _: around)
+    for command in ("umount", "stats"):
+        assert run([command, str(tmp_path / "d")]) == 1
+        assert capsys.readouterr().err == f"lakefs-fuse: {tmp_path}/d is inside the mount {tmp_path}: name that\n"
 
 
 def test_flush_finds_the_mount_of_a_path(daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]) -> None:

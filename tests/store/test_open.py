@@ -34,8 +34,13 @@ def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(NoSuchBucket, match="create it"):
         open_store(StoreConfig(source=Source.parse(f"file://{tmp_path}/nowhere")), Node.of_this_machine())
     (tmp_path / "file").write_text("")
-    with pytest.raises(NoSuchBucket):
+    with pytest.raises(NoSuchBucket, match="file is not a directory"):
         open_store(StoreConfig(source=Source.parse(f"file://{tmp_path}/file")), Node.of_this_machine())
+
+
+def test_path_given_as_a_source_is_answered_with_its_url() -> None:
+    with pytest.raises(ConfigError, match="write a local directory as file:///srv/lake"):
+        Source.parse("/srv/lake")
 
 
 def test_a_file_system_without_extended_attributes() -> None:

@@ -149,6 +149,12 @@ async def test_clone_of_a_renamed_file_replaced_at_its_earlier_name_has_the_new_
         assert await one.read("d/g") == await one.read("copy/g") == b"second"
 
 
+async def test_clone_in_a_read_only_mount_names_the_mount(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path, read_only=True) as m:
+        with pytest.raises(FileError, match=r"^/nowhere is mounted read-only$"):
+            await m.fs.clone("d", "e")
+
+
 async def test_clone_onto_a_name_is_refused_unless_forced(tmp_path: Path) -> None:
     async with lake(MemoryStore(), tmp_path, pack="never") as m:
         await filled(m)

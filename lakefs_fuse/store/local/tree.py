@@ -115,7 +115,8 @@ class LocalTree:
         self._made: set[str] = set()
         """Directories of this store's own that were missing before."""
         if not os.path.isdir(self.root):
-            raise NoSuchBucket(f"directory {root} does not exist: create it first")
+            why = "is not a directory" if os.path.lexists(self.root) else "does not exist"
+            raise NoSuchBucket(f"{root} {why}: create it first, or name another directory")
         if not os.access(self.root, os.R_OK | os.X_OK):
             raise AccessDenied(f"directory {root} cannot be read: check its owner and mode")
         try:

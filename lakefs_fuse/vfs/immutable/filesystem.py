@@ -351,7 +351,7 @@ class ImmutableFilesystem:
 
     async def clone(self, source: str, target: str, *, force: bool = False) -> None:
         """Raises FileError(EROFS)."""
-        raise FileError(errno.EROFS)
+        raise FileError(errno.EROFS, f"{self.config.mountpoint} is mounted read-only")
 
     async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None:
         """Raises ConfigError: only `refresh` shows what others write."""

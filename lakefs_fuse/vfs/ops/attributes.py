@@ -260,7 +260,7 @@ class Attributes:
     def refuse_read_only(self) -> None:
         """Raises FileError(EROFS)."""
         if self.config.read_only:
-            raise FileError(errno.EROFS)
+            raise FileError(errno.EROFS, f"{self.config.mountpoint} is mounted read-only")
 
     def is_setgid(self, directory: Entry) -> bool:
         """What is made in the directory gets its group, and directories that bit as well."""
