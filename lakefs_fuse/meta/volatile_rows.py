@@ -20,7 +20,7 @@ import errno
 import heapq
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -43,7 +43,8 @@ class VolatileRows:
         self._below = below
         self._rows: Rows = {}
         self._keys: list[bytes] = []
-        self._is_sorted = True
+        self._is_sorted, self._is_read = True, False
+        """``_is_read``: an iterator may still read the rows and keys, so that they are copied before they change."""
         self._bytes = 0
         self._add({key: below.get(key) for key in self._keys_of(failed)})
 
@@ -79,6 +80,8 @@ class VolatileRows:
         size = self._bytes + sum(len(key) + ROW_BYTES for key in new)
         size += sum(len(value or b"") - len(self._rows.get(key) or b"") for key, value in rows.items())
         _check_size(size)
+        if self._is_read:
+            self._rows, self._keys, self._is_read = self._rows.copy(), self._keys.copy(), False
         self._bytes = size
         self._keys += new
         self._is_sorted = self._is_sorted and not new
@@ -96,10 +99,12 @@ class VolatileRows:
         if not self._is_sorted:
             self._keys.sort()
             self._is_sorted = True
-        last = bisect_left(self._keys, end) if end else len(self._keys)
-        kept = [(key, self._rows[key]) for key in self._keys[bisect_left(self._keys, begin) : last]]
-        below = self._below.items(begin, end)
-        return _merged(kept, below) if kept else below
+        keys, rows, below = self._keys, self._rows, self._below.items(begin, end)
+        found = range(bisect_left(keys, begin), bisect_left(keys, end) if end else len(keys))
+        if not found:
+            return below
+        self._is_read = True
+        return _merged(((keys[at], rows[keys[at]]) for at in found), below)
 
     # -- the rest of an engine
 
@@ -123,7 +128,7 @@ class VolatileRows:
         self._below.close()
 
 
-def _merged(kept: list[_Item], below: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+def _merged(kept: Iterable[_Item], below: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
     """In the order of keys; volatile rows win."""
     every: Iterator[_Item] = heapq.merge(kept, below, key=lambda item: item[0])  # of equal keys the volatile one first
     for _, items in groupby(every, key=lambda item: item[0]):

@@ -80,6 +80,19 @@ def test_rows_in_memory_are_read_as_if_they_were_written(tmp_path: Path) -> None
     engine.close()
 
 
+def test_rows_are_read_as_they_were_when_the_first_was_asked_for(tmp_path: Path) -> None:
+    engine = RocksEngine(tmp_path / "rows", module.MEMORY_BYTES)
+    engine.write([({b"b": b"below"}, b"", b"")], sync=False)
+    volatile = VolatileRows(engine)
+    volatile.add([({b"a": b"1", b"c": b"1"}, b"", b"")])
+    rows = volatile.items(b"a")
+    assert next(rows) == (b"a", b"1")
+    volatile.add([({b"a": b"2", b"b": b"2", b"bb": b"2", b"c": None}, b"", b"")])
+    assert list(rows) == [(b"b", b"below"), (b"c", b"1")]
+    assert list(volatile.items(b"a")) == [(b"a", b"2"), (b"b", b"2"), (b"bb", b"2")]
+    engine.close()
+
+
 def test_full_disk_keeps_volatile_rows_in_memory_and_refuses_others(database: Database, disk: FullDisk) -> None:
     database.commit(Batch({b"n1": b"before"}))
     disk.is_full = True
