@@ -262,6 +262,8 @@ class Database:
         self.reopened: list[Callable[[], None]] = []
         """Called when the database was opened again after a write that failed, of which all may be there, or nothing:
         what memory holds about rows is read again."""
+        self.found_full: list[Callable[[], None]] = []
+        """Called for each write that the disk has no room for."""
         self.changed = ChangedRows(self.get, self.get_many, self.scan)
         stored = self.get(schema.SINGLE_IDENTITY)
         rows: Rows = {}
@@ -493,7 +495,11 @@ class Database:
     def _unwritten(self, error: Exception) -> CacheError:
         """What a failed write means, for this change and the next ones."""
         self._found_full = is_out_of_room(error)
-        return self._no_room() if self._found_full else self._broken(error)
+        if not self._found_full:
+            return self._broken(error)
+        for listener in self.found_full:
+            listener()
+        return self._no_room()
 
     def _no_room(self) -> CacheFull:
         return CacheFull(f"the disk of the metadata cache in {self._directory} is full: free some space there")

@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import trio
@@ -39,6 +39,8 @@ from lakefs_fuse.vfs.writeback.orphans import Recovery
 
 ROOM_BYTES_MIN = 64 * MIB
 """A mount needs so much of the disk beyond what it leaves free."""
+ROOM_FOR_ROWS_BYTES = 16 * MIB
+"""The block cache gives up so much at a time where names cannot be written: a write buffer of the database."""
 log = logging.getLogger(__name__)
 
 
@@ -135,6 +137,22 @@ def begin_counting(cache: BlockCache, nursery: trio.Nursery, threads: Threads) -
         nursery.start_soon(_count, cache, threads)
 
 
+def begin_evicting_for_rows(database: Database, cache: BlockCache, nursery: trio.Nursery, threads: Threads) -> None:
+    """Have the block cache evict in the background when the disk has no room for rows of the database."""
+    send, receive = trio.open_memory_channel[None](1)
+
+    def found_full() -> None:
+        with suppress(trio.WouldBlock):  # the cache is asked already
+            send.send_nowait(None)
+
+    async def evict() -> None:
+        async for _ in receive:
+            await threads.run(cache.evict, ROOM_FOR_ROWS_BYTES)
+
+    database.found_full.append(found_full)
+    nursery.start_soon(evict)
+
+
 async def _count(cache: BlockCache, threads: Threads) -> None:
     while True:
         await threads.run(cache.scan, abandon_on_cancel=True)
@@ -190,6 +208,7 @@ async def assembled(
                 await _resolve_orphans(config, parts.filesystem, parts.recovery)
                 parts.start()
                 begin_counting(cache, nursery, node.threads)
+                begin_evicting_for_rows(database, cache, nursery, node.threads)
                 try:
                     yield parts
                 finally:

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta import database
+from lakefs_fuse.vfs.residency.residency import WarmOptions
 from tests.fakes import node_of
 from tests.memory_store import MemoryStore
 from tests.meta.full_disk import FullDisk
@@ -38,3 +40,17 @@ async def test_names_that_were_never_listed_are_read_and_kept(tmp_path: Path, mo
         lists = store.count("list")
         assert await m.names("d/below") == ["f0", "f1", "f2"]
         assert store.count("list") == lists, "the listing was written once the disk had room"
+
+
+async def test_block_cache_makes_room_for_names(tmp_path: Path) -> None:
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    store.give("model", bytes(1 << 20))
+    async with lake(store, tmp_path, node=replace(node_of(clock, "full"), engines=disk), clock=clock) as m:
+        await m.fs.residency.warm([("model", "")], WarmOptions())
+        assert m.parts.cache.bytes_used >= 1 << 20
+        disk.is_full = True
+        with pytest.raises(LakeError):
+            await m.mkdir("made")
+        with trio.fail_after(5):
+            while m.parts.cache.bytes_used:
+                await trio.sleep(0.01)
