@@ -4,7 +4,8 @@ What always holds (*atomic batches*): a `Batch` becomes visible, and survives a 
 holds about its rows changes with them (`Batch.committed`). All calls are short and made on the trio thread but for
 `sync`, `frozen` iterators, `copy_to`, and reads of a database that nothing writes meanwhile, so whatever is done
 between two awaits is atomic for every other task. Only what is committed with ``sync`` survives a crash of the machine:
-the tail of the log may be missing then, and names come back with the next listing.
+the tail of the log may be missing then, and names come back with the next listing. What is committed by
+`commit_volatile` while the disk is full is such a tail for a crash of the process, too.
 """
 
 from __future__ import annotations
