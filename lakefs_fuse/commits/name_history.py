@@ -42,7 +42,7 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.meta.entry import PENDING, Entry, Flag
+from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
 from lakefs_fuse.meta.rows import PathRows
 from lakefs_fuse.meta.tombstones import NS, Tombstone, bury, with_unlisted
 from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
@@ -183,7 +183,7 @@ def mark_of(entry: Entry | None, tombstone: Tombstone | None) -> int:
 
 def is_listed(entry: Entry) -> bool:
     """A listing shows it, and no commit says anything of it."""
-    return entry.is_plain and not entry.stamp and not entry.flags & Flag.ATTRIBUTED
+    return not (entry.stamp or entry.place or entry.flags & (NO_OBJECT | Flag.ATTRIBUTED))
 
 
 def lay_over(listed: Entry, step: Step) -> bool:
@@ -290,9 +290,10 @@ class Histories:
         if (unlisted := self.begun_unlisted(path, row, buried)) is not None:
             return unlisted.with_fact(fact)
         newest = 0 if buried is None else max(buried.newest, buried.unlisted[1])
-        if row is None or row.is_local or is_listed(row):
-            listed = None if row is None or row.is_local else self._base_of(row)
-            return History([fact], buried=buried, since=newest, listed=listed)
+        if row is None or row.flags & Flag.LOCAL:
+            return History([fact], buried=buried, since=newest)
+        if is_listed(row):
+            return History([fact], buried=buried, since=newest, listed=self._base_of(row))
         first = self.begun_by(path, row) if buried is None else None
         if first is not None:
             run = fact.run if first.stamp == fact.stamp else 0
@@ -327,7 +328,7 @@ class Histories:
             pack_entry(entry),
             self._object(entry.place),
             self._tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {},
-            self._tree.target(entry.inode) if entry.is_symlink else b"",
+            self._tree.target(entry.inode) if entry.flags & Flag.SYMLINK else b"",
         )
 
     def entry_of(self, base: Base) -> Entry:
@@ -479,7 +480,7 @@ class OrderedRules:
                 return None
             row = self._before.get(path)
         made = step.current if step.effect == Effect.SET else None
-        is_known = row is not None and not row.is_local
+        is_known = row is not None and not row.flags & Flag.LOCAL
         if not is_known and made is not None and is_begun(made) and step.buried is None and step.tombstone is None:
             return None
         return self._histories.begin(path, row, step.buried, self._fact(step))

@@ -426,7 +426,7 @@ class _CarryOver:
                 return False
             if found.stamp and found.is_plain:
                 self._told[before] = found.etag, found.stamp
-            if self._keeps_files and not found.is_dir:
+            if self._keeps_files and not found.flags & Flag.DIRECTORY:
                 self._before[before] = found
         return True
 
