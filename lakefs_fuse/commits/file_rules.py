@@ -3,7 +3,8 @@
 A `Step` has what is known of a name, and what the operations so far make of it; `Application` reads it, and writes what
 it became. What is newer is decided by `_is_older` for files that are put, before it by `_is_told_late` for a plain
 object that is told of, by `_is_removing` for files that go, by `_applies` and `_is_attributed_later` for changes of one
-version.
+version. Where the name has a history (`name_history`), only listed objects, and changes made here that are pending, are
+newer; without one, an operation that comes late gives way to what is known.
 
 What always holds (*nothing is written*): rules read the object table, and change steps alone. Trio thread only.
 """
@@ -225,12 +226,10 @@ class FileRules:
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
     def _is_ended(self, step: Step, tombstone: Tombstone, etag: str) -> bool:
-        """A later removal ended what the record puts: a file elsewhere unless it hides the very object that the
-        removal names, a plain object if it is the one named or is not there any more."""
+        """A later removal ended what the record puts: a file elsewhere, or a plain object if it is the one named or is
+        not there any more."""
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
-            if tombstone.when_gone(self._etag_back(step.operation)) > self._stamp:
-                return True
-            return tombstone.stamp > self._stamp
+            return max(tombstone.stamp, tombstone.when_gone(self._etag_back(step.operation))) > self._stamp
         is_there = self._outdated.get(step.operation.path) != etag
         survives = is_there and max(tombstone.floor, tombstone.when_gone(etag)) <= self._stamp
         return tombstone.newest > self._stamp and not survives

@@ -12,7 +12,7 @@ What always holds:
 
 A name that began with one commit, and has no tombstone, has no history: its row says what that was (`begun_by`). A
 crash leaves the histories of whole batches. They go once no commit can come late any more (`Histories.forget_before`).
-Trio thread only.
+An index has those of the minutes before it. Trio thread only.
 """
 
 from __future__ import annotations
