@@ -1,4 +1,4 @@
-"""The command line: `main` is the entry point, and `MODULES` says where each command is.
+"""The command line: `main` is the entry point, and `MODULES` maps each command to its module.
 
 Commands ask daemons over the control socket, and work on a lake beside its mounts in a child process (`worker`). An
 error is one line on standard error that says what to do, and the exit code of its kind (errors.py): 2 for wrong
@@ -110,7 +110,7 @@ def answer_errors(call: Callable[[], object]) -> int:
         if error.errno not in _DISK_FULL or error.filename is not None:
             raise
         with suppress(OSError):
-            sys.stdout.close()  # or what is left to write would fail once more at the end
+            sys.stdout.close()  # or writing the rest of the buffer would fail again at exit
         return _fail(f"the output cannot be written: {error.strerror}", EXIT_FAILURE)
     return code if isinstance(code, int) else 0
 

@@ -1,7 +1,7 @@
 """The file of `doctor --bundle`: results, statistics, configuration and logs for support, as a ZIP.
 
-*No secrets*: every member goes through a `Redactor`; of the environment only names are told, and the values of a few.
-The file is made with mode 0600, and not over another one.
+*No secrets*: every member goes through a `Redactor`; of the environment it contains only names, and the values of a few
+variables. The file is created with mode 0600, and replaces no other file.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SHOWN = frozenset(
         "NO_PROXY", "LANG", "LC_ALL", "TMPDIR", "XDG_CACHE_HOME", "XDG_STATE_HOME", f"{ENVIRONMENT_PREFIX}FUSE_HOOKS",
     }
 )  # fmt: skip
-"""Variables whose values are told."""
+"""Variables whose values are included."""
 _NAMED = ("AWS_", ENVIRONMENT_PREFIX)
-"""Beginnings of variables of which it is told that they are set."""
+"""Prefixes of variables of which only the names are included."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Contents:
     statistics: Mapping[str, object]
     """Values of ``stats --json``; empty without a mount."""
     configuration: Mapping[str, object]
-    """How the store is reached, and the options of the command."""
+    """The settings of the store, and the options of the command."""
     log_file: str = ""
     """Of the daemon; rotated ones lie beside it."""
 

@@ -27,7 +27,7 @@ from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
 from lakefs_fuse.quantity import counted
 
 LINE_S = 10.0
-"""Period of the lines about progress where standard error is no terminal."""
+"""Period of progress lines if standard error is not a terminal."""
 MAGIC = re.compile(r"[*?[]")
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
@@ -49,7 +49,7 @@ def cache() -> None:
       lakefs-fuse cache pin /mnt/lake/tokenizer
       lakefs-fuse cache ls '/mnt/lake/imagenet/*'
 
-    PATH is a file or directory in a mount; a directory stands for everything below it. A quoted glob is expanded by the
+    PATH is a file or directory in a mount; a directory includes everything below it. A quoted glob is expanded by the
     mount: * and ? stay within a name, ** is any number of directories, and names that begin with a dot need the dot.
     """
 
@@ -58,7 +58,7 @@ def selection_options(command: Decorated) -> Decorated:
     """Add PATH… and the options that select files."""
     command = option(
         "--files-from", metavar="FILE", help="Also the paths in FILE, one a line; - is standard input. They are not "
-        "taken for globs, and relative ones start at the working directory.",
+        "expanded as globs, and relative ones start at the working directory.",
     )(command)  # fmt: skip
     command = option("-0", "--null", is_flag=True, help="Paths in FILE end with NUL instead of newline.")(command)
     return argument("paths", "Files, directories or quoted globs in a mount.", nargs=-1)(command)
@@ -69,12 +69,12 @@ limit_option = option(
     "[default: no limit]",
 )  # fmt: skip
 fits_option = option(
-    "--as-much-as-fits", is_flag=True, help="Where the cache has no room for all, fetch what fits, in the order of the "
-    "paths, instead of nothing.",
+    "--as-much-as-fits", is_flag=True, help="If not all files fit into the cache, fetch as many as fit, in the order "
+    "of the paths, instead of none.",
 )  # fmt: skip
 background_option = option(
     "--background", is_flag=True, help="Return when it is known to fit. The daemon continues; `cache ls` and `stats` "
-    "show how far it is.",
+    "show the progress.",
 )  # fmt: skip
 
 
@@ -95,11 +95,11 @@ def warm(
     stop: bool,
     as_json: bool,
 ) -> None:
-    """Fetch files into the cache, so that reading them asks the store for nothing.
+    """Fetch files into the cache, so that reading them sends no request to the store.
 
-    What is there is not fetched again: after an interruption, the same command fetches the rest. Ctrl-C ends it. If not
-    all of it fits into --cache-size, nothing is fetched, and exit code 1. Files that are warm are evicted like others
-    when the cache needs room later.
+    Files in the cache are not fetched again: after an interruption, the same command fetches the rest. Ctrl-C ends it.
+    If the files do not fit into --cache-size, nothing is fetched, and the exit code is 1. Later, when the cache needs
+    room, these files are evicted like others.
     """
     selection = select(paths, files_from, null)
     if stop:
@@ -120,10 +120,10 @@ def pin(
 ) -> None:
     """Fetch files into the cache, and never evict them.
 
-    A pin is of the path: of a directory all files below it are pinned, those that come later included, and of a file
-    that is replaced the new version. A glob pins what it matches now. Pins stay over restarts of the mount. They may
-    take up three quarters of --cache-size, less what keep-newest reserves; if there is no room, nothing is pinned, and
-    exit code 1.
+    A pin applies to the path: it pins all files below a directory, including later ones, and the new version of a file
+    that is replaced. A glob pins the paths that it matches now. Pins survive restarts of the mount. They may occupy
+    three quarters of --cache-size, less the part that keep-newest reserves; if there is no room, nothing is pinned, and
+    the exit code is 1.
     """
     request = protocol.WarmCache(bytes_s_max=rate_of(limit), background=background, pin=True)
     warm_all(select(paths, files_from, null), request, as_json=as_json)
@@ -135,7 +135,7 @@ def pin(
 def unpin(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: bool) -> None:
     """End the pins at and below paths; their bytes stay in the cache until it needs room.
 
-    PATH need not exist any more. What is pinned with a directory above it cannot be unpinned alone.
+    PATH need not exist. A path below a pinned directory cannot be unpinned alone.
     """
 
     selection = select(paths, files_from, null)
@@ -153,10 +153,10 @@ def unpin(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: b
 @selection_options
 @json_option
 def evict(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: bool) -> None:
-    """Remove files from the cache, and give their disk space back at once.
+    """Remove files from the cache, and free their disk space immediately.
 
-    Pinned files, files that are open, and bytes that are not in the store yet stay. A block of 1 MiB of a pack goes
-    with all that is in it. The kernel's page cache stays as it is.
+    Pinned files, files that are open, and bytes that are not in the store yet stay. A block of 1 MiB of a pack is
+    removed with all files in it. The kernel's page cache stays as it is.
     """
 
     selection = select(paths, files_from, null)
@@ -178,7 +178,7 @@ def evict(paths: tuple[str, ...], files_from: str | None, null: bool, as_json: b
 def list_cache(paths: tuple[str, ...], files_from: str | None, null: bool, pinned: bool, as_json: bool) -> None:
     """Show how much of each path is in the cache, whether it is pinned, and when it was last used.
 
-    A directory is one line with the sums of what is below it. Bytes that wait for their upload count as local.
+    A directory is one line with the sums of the files below it. Bytes that wait for their upload count as local.
     """
     found = _ask_all(select(paths, files_from, null), protocol.ListCache(pinned))
     if as_json:
@@ -281,7 +281,8 @@ def _stop(mountpoint: str) -> dict[str, Any]:
 
 
 def warm_all(selection: Selection, request: protocol.WarmCache, *, as_json: bool) -> None:
-    """Fetch, one mount after another, and tell of each as soon as it is done; of all together with ``as_json``."""
+    """Fetch, one mount after another, and print the result of each as soon as it is done; with ``as_json`` all results
+    at the end."""
     found: list[tuple[str, dict[str, Any]]] = []
     for mountpoint, selected in selection.items():
         values = _warm(mountpoint, selected, request)
@@ -292,7 +293,7 @@ def warm_all(selection: Selection, request: protocol.WarmCache, *, as_json: bool
         _print_json(found)
     if gone := sum(_number(values, "gone_files") for _, values in found):
         files = counted(gone, "file was", "files were")
-        raise LakeError(f"{files} replaced or removed in the store meanwhile: run the same command again")
+        raise LakeError(f"{files} replaced or removed in the store during the command: run it again")
 
 
 def _warm(mountpoint: str, selected: list[tuple[str, str]], request: protocol.WarmCache) -> dict[str, Any]:
@@ -315,7 +316,7 @@ def _name_selected(mountpoint: str, selected: Sequence[tuple[str, str]]) -> str:
 
 
 def _describe_warm(what: str, values: dict[str, Any], request: protocol.WarmCache) -> str:
-    """One line about ``what`` was asked for, and another where not all of it fits."""
+    """One line about ``what`` was requested, and another if not all of it fits."""
     files, size, fetched = _number(values, "files"), _number(values, "bytes"), _number(values, "fetched_bytes")
     if request.background:
         missing = f"{counted(files, 'file')}, {format_bytes(size)}"
@@ -331,7 +332,7 @@ def _describe_warm(what: str, values: dict[str, Any], request: protocol.WarmCach
 
 
 class _Shown:
-    """Progress of a warm: on a bar, or as a line now and then where there is no terminal."""
+    """Progress of a warm: on a bar, or without a terminal as a line at intervals."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -348,7 +349,7 @@ class _Shown:
             return
         if progress.unfit_bytes and not self._has_told:
             self._has_told = True
-            self._bar.note(f"{format_bytes(progress.unfit_bytes)} do not fit into the cache: they are left out")
+            self._bar.note(f"{format_bytes(progress.unfit_bytes)} do not fit into the cache, and are skipped")
         done = f"{progress.files_total - progress.files_left:,} of {counted(progress.files_total, 'file')}"
         self._bar.update("warming", progress.bytes_done, progress.bytes_total, done)
         now_s = time.monotonic()

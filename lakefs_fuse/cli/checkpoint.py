@@ -2,7 +2,8 @@
 
 On a path in a mount, `ls`, `latest` and `prune` work through the mount: they see what this node sees, and a checkpoint
 that is not entirely in the store is incomplete. `verify` always reads the object store, in a child process (`worker`),
-because a cache or the page cache proves nothing. With a URL, all but `prune` work without a mount.
+because the block cache and the page cache prove nothing about the store. With a URL, all except `prune` work without a
+mount.
 """
 
 from __future__ import annotations
@@ -135,10 +136,10 @@ def verify(path: str, names: tuple[str, ...], marker: str | None, match: str | N
            **options: Any) -> int:  # fmt: skip
     """Check the bytes of checkpoints in the object store.
 
-    Every byte is read from the store, bypassing all caches. Checked, as far as a file has them: the size; the ETag, if
-    it is an MD5 or made of those of the parts; the CRC-32 in a pack; the CRC-32s in a ZIP, which torch.save writes; the
-    header of a .safetensors file; a SHA256SUMS file in the same directory; the shards that an index.json names. Exit
-    code 1 if anything is damaged or missing.
+    Every byte is read from the store, bypassing all caches. It checks, if a file has them: the size; the ETag, if it is
+    an MD5 or the MD5 of those of the parts; the CRC-32 in a pack; the CRC-32s in a ZIP, which torch.save writes; the
+    header of a .safetensors file; a SHA256SUMS file in the same directory; the shards that an index.json names. The
+    exit code is 1 if anything is damaged or missing.
     """
     md5_etags: bool | None = None
     not_stored: tuple[str, ...] = ()
@@ -164,9 +165,9 @@ def prune(path: str, marker: str | None, match: str | None, keep: int | None, ol
           incomplete: bool, dry_run: bool, as_json: bool) -> int:  # fmt: skip
     """Delete old checkpoints.
 
-    Give --keep, --older-than or both; with both, a checkpoint has to match both to be deleted. Never deleted are the
-    newest complete checkpoint, one that is not entirely in the store, the target of a symbolic link in PATH, and a name
-    without a number (best.pt, config) unless --match selects it.
+    Give --keep, --older-than or both; with both, only checkpoints that match both are deleted. The command never
+    deletes the newest complete checkpoint, one that is not entirely in the store, the target of a symbolic link in
+    PATH, or a name without a number (best.pt, config) unless --match selects it.
     """
     if keep is None and older_than is None:
         raise click.UsageError("--keep or --older-than is missing: give --keep N, --older-than DURATION, or both")
@@ -224,9 +225,9 @@ def _list(path: str, marker: str | None, match: str | None, lake: str | None, op
 @checkpoint.command("consolidate", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("source", "The directory of a sharded checkpoint, with a file .metadata.")
 @argument("target", "The file to write: for safetensors if it ends in .safetensors, else for torch.load.")
-@option("--prefix", default="", metavar="TEXT", help="Only what has a name that begins with TEXT, and without it, such "
-        "as `model.`.")  # fmt: skip
-@option("--tensors-only", is_flag=True, help="Leave out what is not a tensor, such as the step. Always the case for "
+@option("--prefix", default="", metavar="TEXT", help="Only values whose name begins with TEXT, which is removed from "
+        "the name, such as `model.`.")  # fmt: skip
+@option("--tensors-only", is_flag=True, help="Omit values other than tensors, such as the step. Always the case for "
         "safetensors.")  # fmt: skip
 @option("-f", "--force", is_flag=True, help="Replace TARGET.")
 @json_option
@@ -236,7 +237,7 @@ def consolidate_shards(
     """Write one file from the shards of torch.distributed.checkpoint, which FSDP uses as well.
 
     The tensors are streamed, so memory does not depend on their size, and torch is not needed. The file is compared
-    with what was read before it gets its name.
+    with the bytes that were read before it gets its name.
     """
     from lakefs_fuse.checkpoints.consolidate import consolidate
 
@@ -265,7 +266,7 @@ def consolidate_shards(
     values = f"{counted(made.tensors, 'tensor')}, {format_bytes(made.bytes)}, {counted(made.objects, 'other value')}"
     click.echo(f"{made.path}: {values}")
     if made.left_out:
-        click.echo(f"left out, because they are no tensors: {escaped(', '.join(made.left_out))}", err=True)
+        click.echo(f"omitted, because they are not tensors: {escaped(', '.join(made.left_out))}", err=True)
 
 
 def _print_table(listing: Listing) -> None:

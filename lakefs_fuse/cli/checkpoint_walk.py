@@ -1,7 +1,8 @@
 """Finds and deletes the checkpoints of a directory in a mount, with ordinary system calls.
 
 A directory is deleted in three steps: renamed to a temporary name (one commit, so that *no node sees a part of it*
-under its own name), emptied, removed. After a crash the rest is incomplete, and the next `prune` deletes it.
+under its own name), emptied, removed. After a crash the remaining files count as incomplete, and the next `prune`
+deletes them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.product import XATTR_STATE
 
 LABEL_BYTES_MAX = 200
-"""Of the name of a checkpoint in the temporary one."""
+"""Separates the name of a checkpoint from the rest of the temporary name."""
 
 
 def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Listing:
@@ -109,8 +110,8 @@ def delete(directory: str, checkpoint: Checkpoint) -> None:
 
 
 def _delete_tree(path: str) -> None:
-    """Delete a directory and its contents, of which another run may delete some. Not shutil.rmtree: this follows no
-    link, and asks for names only."""
+    """Delete a directory and its contents; another run may delete some of them at the same time. Not shutil.rmtree:
+    this follows no link, and asks for names only."""
     entries: list[os.DirEntry[str]] = []
     with suppress(FileNotFoundError):
         entries = list(_entries(path))

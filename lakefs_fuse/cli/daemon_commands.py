@@ -31,7 +31,7 @@ from lakefs_fuse.quantity import counted
 
 ID_CHARACTERS = 32
 Resolutions: TypeAlias = "dict[str, protocol.FinishOrphan | protocol.AbortOrphan]"
-"""What is to become of orphans, by id."""
+"""What to do with orphans, by id."""
 
 
 @click.command("clone", cls=GroupedCommand, context_settings=SETTINGS)
@@ -45,9 +45,9 @@ def clone(source: str, target: str, force: bool) -> None:
       lakefs-fuse clone /mnt/lake/datasets/v1 /mnt/lake/datasets/v2
 
     The copy gets all names, bytes, attributes and symbolic links below SOURCE, and every mount sees all of it or
-    nothing. TARGET is its name, also where a directory of that name exists (as with `cp -T`). What is being written to
-    SOURCE is stored first. Files in packs share their bytes with the copy; the store copies plain objects. A later
-    change of either does not affect the other.
+    nothing. TARGET is its name, also if a directory of that name exists (as with `cp -T`). Files of SOURCE that are
+    being written are stored first. Files in packs share their bytes with the copy; the store copies plain objects. A
+    later change of either does not affect the other.
     """
     mountpoint, relative = locate(source)
     above, name = os.path.split(os.path.abspath(target))
@@ -68,8 +68,8 @@ def clone(source: str, target: str, force: bool) -> None:
 def flush(path: str, timeout: float, as_json: bool) -> None:
     """Wait until a file, or everything below a directory, is in the store.
 
-    Failed uploads are retried. Exit code 1 if something cannot be stored; the files and the reasons are printed. Exit
-    code 1, too, if PATH does not exist, or was renamed or removed meanwhile.
+    Failed uploads are retried. The exit code is 1 if some files cannot be stored; they are printed with the reasons. It
+    is also 1 if PATH does not exist, or was renamed or removed during the command.
     """
     reply = store_changes(path, timeout)
     failed = reply if isinstance(reply, protocol.Failed) else None
@@ -95,10 +95,10 @@ def refresh(path: str, recursive: bool, as_json: bool) -> None:
     \b
       aws s3 cp data.csv s3://bucket/in/ && lakefs-fuse refresh /mnt/lake/in
 
-    Returns when PATH, and what is directly in it, is as it was in the store when the command began. If there is no PATH
-    then, a line on stderr says so; it may have been removed, so that is no error. A mount made with
-    --immutable moves to the current state of its lake: the whole new state becomes visible at once; if that fails, the
-    mount keeps the old one. Open files keep their contents.
+    Returns when the mount shows PATH, and the names directly in it, as they were in the store when the command began.
+    If PATH does not exist then, a line on stderr reports it; it may have been removed, so that is no error. A mount
+    made with --immutable moves to the current state of its lake: it shows either the whole new state, or, if that
+    fails, the old one. Open files keep their contents.
     """
     mountpoint, relative = locate(path)
     with open_daemon(mountpoint) as client:
@@ -119,7 +119,7 @@ def refresh(path: str, recursive: bool, as_json: bool) -> None:
 
 @click.command("wait", cls=GroupedCommand, context_settings=SETTINGS)
 @argument(
-    "path", "A path in a mount; neither it nor the directories above it have to exist.", type=LocalPath(readable=False)
+    "path", "A path in a mount; the path and its parent directories need not exist.", type=LocalPath(readable=False)
 )
 @option("--exists", is_flag=True, help="Wait until PATH exists, which is the default.")
 @option("--version", "version", metavar="V", help="Wait until PATH is a file of this version: an ETag, or "
@@ -163,10 +163,9 @@ def orphans(
     incomplete: bool,
     as_json: bool,
 ) -> None:
-    """List, finish or abort orphans: files that were being written when a daemon died, whose writes failed, or of
-    which another client has the name; and checkpoints whose writer was killed.
-
-    Without options it lists them, with the ids that --finish and --abort take.
+    """List, finish or abort orphans: files that were being written when a daemon died, whose writes failed, or whose
+    name another client created first; and checkpoints whose writer was killed. Without options it lists them, with the
+    ids for --finish and --abort.
     """
     both = set(finish_ids) & set(abort_ids)
     if both or (all_of_them and (finish_ids or abort_ids)):
@@ -193,7 +192,7 @@ def orphans(
 
 
 def _resolve(client: ControlClient, requests: Resolutions) -> dict[str, str]:
-    """Send every request, also after one failed, as long as the daemon answers; the failures by id, one line each."""
+    """Send every request, also after a failed one, while the daemon answers; the failures by id, one line each."""
     failures, broken = {}, ""
     for id, request in requests.items():
         if not broken:

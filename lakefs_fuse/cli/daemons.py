@@ -25,11 +25,11 @@ from lakefs_fuse.quantity import counted
 FILES_SHOWN_MAX = 20
 """Files that a message lists by name."""
 STORE_S_MAX = 24 * 3600.0
-"""A backlog of write-back may take hours; Ctrl-C ends the wait, and the uploads go on."""
+"""A backlog of write-back may take hours; Ctrl-C ends the wait, and the uploads continue."""
 LATE_S = 5.0
-"""Whoever waits for longer is told where the store does not answer."""
+"""After this time a waiting user is told if the store does not answer."""
 REASON_S_MAX = 5.0
-"""A daemon that is silent for longer is not waited for to explain a delay."""
+"""Maximum time to wait for a daemon's explanation of a delay."""
 
 
 def open_daemon(mountpoint: str, *, silence_s_max: float = SILENCE_S_MAX) -> ControlClient:
@@ -66,8 +66,8 @@ def unreachable(mounted: Mount, advice: str) -> LakeError:
     point = mounted.mountpoint
     if mounted.fstype == FUSE_TYPE:
         return LakeError(
-            f"the daemon of {point} cannot be asked, because its control socket is gone, or in another container: "
-            "umount(8), or `fusermount3 -u`, ends the mount, and its daemon stores what is left"
+            f"the daemon of {point} cannot be asked, because its control socket is missing, or in another container: "
+            "umount(8), or `fusermount3 -u`, ends the mount, and its daemon stores the remaining files"
         )
     return LakeError(f"{point} is a mount of another program ({mounted.source}, {mounted.fstype}): {advice}")
 
@@ -88,7 +88,7 @@ def owner_of(mounted: Mount | None) -> int:
 
 
 def locate(path: str) -> tuple[str, str]:
-    """The mountpoint that ``path`` lies in, and the path relative to it. Raises LakeError for a path in no mount."""
+    """The mountpoint that contains ``path``, and the path relative to it. Raises LakeError for a path in no mount."""
     absolute = os.path.abspath(path)
     # A mountpoint is found without a request to its daemon, which may hang.
     real = absolute if mount_at(absolute) is not None else os.path.realpath(path)
@@ -105,8 +105,8 @@ def is_in_mount(path: str) -> bool:
 
 
 def is_missing(path: str) -> bool:
-    """Whether a path that was located in a mount does not exist there, as far as this node knows. False where that
-    cannot be told, as while the store is away."""
+    """Whether a path that was located in a mount does not exist there, as far as this node knows. False if that is
+    unknown, for example while the store is away."""
     try:
         os.lstat(os.path.realpath(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -126,8 +126,8 @@ def checked_text(path: str) -> str:
 
 
 def with_reason(replies: Iterator[protocol.Reply], mountpoint: str) -> Iterator[protocol.Reply]:
-    """The replies of the daemon of ``mountpoint``; where the last one is late because the store does not answer, a line
-    on stderr says so, once."""
+    """The replies of the daemon of ``mountpoint``; if the last one is late because the store does not answer, one line
+    on stderr reports it."""
     ask_s = time.monotonic() + LATE_S
     for reply in replies:
         if isinstance(reply, protocol.Progress) and time.monotonic() >= ask_s:
@@ -166,8 +166,8 @@ def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float, m
 
 
 def _reason_of_delay(mountpoint: str) -> str:
-    """Why files of a mount are not in the store yet, to be added to a sentence; empty where its daemon knows of no
-    error, or does not say."""
+    """Why files of a mount are not in the store yet, as the end of a sentence; empty if its daemon knows no error, or
+    does not answer."""
     try:
         with open_daemon(mountpoint, silence_s_max=REASON_S_MAX) as client:
             files = client.unfinished().files
@@ -178,8 +178,8 @@ def _reason_of_delay(mountpoint: str) -> str:
 
 
 def store_changes(path: str, timeout_s: float) -> protocol.Reply:
-    """Have the daemon of the mount that ``path`` lies in store every change at ``path`` and below; what it answers at
-    last, `Done` or `Failed`. Shows progress. Raises LakeError, also where that takes longer than ``timeout_s``."""
+    """Have the daemon of the mount that contains ``path`` store every change at ``path`` and below; its last reply,
+    `Done` or `Failed`. Shows progress. Raises LakeError, also where that takes longer than ``timeout_s``."""
     mountpoint, relative = locate(path)
     with open_daemon(mountpoint) as client:
         return follow(
@@ -211,7 +211,7 @@ def describe_files(files: tuple[Unfinished, ...]) -> list[str]:
 
 
 def show_changes(path: str) -> None:
-    """Have the mount that ``path`` lies in show what others have committed; where it does not, say so on stderr."""
+    """Have the mount that contains ``path`` show the commits of others; if that fails, report it on stderr."""
     try:
         mountpoint, relative = locate(path)
         with open_daemon(mountpoint) as client:

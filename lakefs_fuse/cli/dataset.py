@@ -1,8 +1,8 @@
 """`lakefs-fuse dataset`: immutable versions of directories, made, described, compared, checked and removed.
 
-Everything that asks the store runs in a child process (`worker.run_offline`); what is about the bytes of this node goes
-to the daemon of a mount, by the commands of `cache`. Names are those that any client of the lake chose, so in text
-every character that a terminal might obey is escaped.
+Subcommands that ask the store run in a child process (`worker.run_offline`); those about the bytes of this node ask the
+daemon of a mount, by the commands of `cache`. Names are those that any client of the lake chose, so in text every
+character that a terminal might obey is escaped.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def dataset() -> None:
       lakefs-fuse mount s3://bucket/lake /mnt/imagenet --dataset imagenet@1
       lakefs-fuse dataset diff s3://bucket/lake imagenet@1 imagenet@2
 
-    A version has the names, attributes and bytes that the directory had, until it is removed, whatever happens to the
-    files later. Versions share what is the same in them.
+    A version keeps the names, attributes and bytes of the directory until the version is removed, whatever happens to
+    the files later. Versions share equal bytes.
     """
 
 
@@ -56,21 +56,21 @@ def _run(source: str, options: Options, args: DatasetArgs, *, as_json: bool) -> 
 
 @dataset.command("create", cls=GroupedCommand, context_settings=SETTINGS)
 @source_argument
-@argument("name", "NAME, of which the next version is made, or NAME@VERSION.")
+@argument("name", "NAME, to make its next version, or NAME@VERSION.")
 @argument("path", "The directory, relative to SOURCE.  [default: SOURCE itself]", default="")
 @json_option
 @store_options
 def create(source: str, name: str, path: str, as_json: bool, **options: Any) -> int:
     """Make a version of a directory as it is now.
 
-    Files in packs are named as they are. Of every plain object the store makes a copy, which no mount or other tool
-    replaces, unless the version before has one: that is one request for each, and its bytes once more. `lakefs-fuse
-    pack` before it saves both for small files. Mounts may read and write meanwhile, and an interruption leaves no
-    version. Exit code 75 while another command changes the lake.
+    Files in packs are not copied. The store copies every plain object, unless the previous version has a copy of it:
+    one request for each, and its bytes are stored a second time. No mount or other tool replaces these copies.
+    `lakefs-fuse pack` before it saves both for small files. Mounts may read and write at the same time, and an
+    interruption leaves no version. The exit code is 75 while another command changes the lake.
 
-    Where SOURCE is a path in a mount, what was written there is stored first, as by `lakefs-fuse flush`. Changes that
-    other nodes have not stored yet are not in the version, and with a URL those of this node are not either: run
-    `lakefs-fuse flush` before where mounts have `--durability writeback`, or files are being written.
+    If SOURCE is a path in a mount, files written there are stored first, as by `lakefs-fuse flush`. The version does
+    not contain changes that other nodes have not stored yet, nor, with a URL, those of this node: first run
+    `lakefs-fuse flush` if mounts have `--durability writeback`, or files are being written.
     """
     args = DatasetArgs(action="create", dataset=name, path=checked_text(path))
     DatasetName.parse(name)
@@ -103,7 +103,7 @@ def list_datasets(source: str, name: str, as_json: bool, **options: Any) -> int:
 @json_option
 @store_options
 def show(source: str, name: str, files: bool, as_json: bool, **options: Any) -> int:
-    """Describe a version: of which directory, from when, how many files and bytes."""
+    """Describe a version: its directory, time, and number of files and bytes."""
     args = DatasetArgs(action="show", dataset=name, files=files)
     if not files:
         return _run(source, options, args, as_json=as_json)
@@ -131,16 +131,16 @@ def _show_text(row: Row) -> None:
 @source_argument
 @argument("before", NEWEST_HELP)
 @argument("after", NEWEST_HELP)
-@option("--read", is_flag=True, help="Read and compare the bytes of files where nothing else tells, because plain "
-        "objects were packed between the versions. Without it, size and mtime decide there.")  # fmt: skip
+@option("--read", is_flag=True, help="Read and compare the bytes of files whose metadata does not show whether they "
+        "differ, because plain objects were packed between the versions. Without it, size and mtime decide for "
+        "these.")  # fmt: skip
 @option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with stable names; the last one has the "
         "totals.")  # fmt: skip
 @store_options
 def diff(source: str, before: str, after: str, read: bool, as_json: bool, **options: Any) -> int:
-    """Show which names two versions do not share, or not with the same bytes or attributes.
-
-    Each line begins with + for a name that AFTER adds, - for one that it lacks, M for other bytes, or a for other
-    attributes (mode, owner, mtime, extended attributes). Nothing but the manifests is read.
+    """Show the names that differ between two versions. Each line begins with + for a name that only AFTER has, - for
+    one that it lacks, M for other bytes, or a for other attributes (mode, owner, mtime, extended attributes). Only the
+    manifests are read.
     """
     args = DatasetArgs(action="diff", dataset=before, other=after, read=read)
     for name in (before, after):
@@ -179,8 +179,8 @@ def _sizes(row: FileChange) -> str:
 def verify(source: str, name: str, read: bool, as_json: bool, **options: Any) -> int:
     """Check that the store has every object of a version, with its ETag and size.
 
-    Prints each file that is lost. Exit code 0 if none is, else 1. Without --read no byte of a file is read, and it
-    takes one LIST for 1,000 packs and hidden objects of the lake.
+    Prints each lost file. The exit code is 0 if there is none, else 1. Without --read no byte of a file is read, and
+    the check takes one LIST for 1,000 packs and hidden objects of the lake.
     """
     return _run(source, options, DatasetArgs(action="verify", dataset=name, read=read), as_json=as_json)
 
@@ -193,8 +193,8 @@ def verify(source: str, name: str, read: bool, as_json: bool, **options: Any) ->
 def status(source: str, name: str, as_json: bool, **options: Any) -> int:
     """Show how much of a version is on the disk of each node that mounts it, the most first.
 
-    Mounts say so in the store within a minute of a change. A mount that ended is shown for a day: its cache is still
-    there. LAKEFS_NODE_NAME in the environment of `mount` is the name of the node, else its host name is.
+    Mounts record this in the store within a minute of a change. A mount that ended is shown for a day, because its
+    cache still exists. The name of the node is LAKEFS_NODE_NAME in the environment of `mount`, or else its host name.
     """
     return _run(source, options, DatasetArgs(action="status", dataset=name), as_json=as_json)
 
@@ -271,9 +271,7 @@ def _shown_at(mountpoint: str) -> str:
 @json_option
 @store_options
 def remove(source: str, name: str, as_json: bool, **options: Any) -> int:
-    """Remove a version; `lakefs-fuse gc` gives back what only it had bytes in.
-
-    Mounts that show it read on from their caches, and get I/O errors for the rest after gc. Exit code 75 while another
-    command changes the lake.
+    """Remove a version; `lakefs-fuse gc` then frees the bytes that only it used. Mounts that show it continue to read
+    from their caches, and after gc get I/O errors for the rest. Exit code 75 while another command changes the lake.
     """
     return _run(source, options, DatasetArgs(action="rm", dataset=name), as_json=as_json)

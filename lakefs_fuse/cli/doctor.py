@@ -1,8 +1,6 @@
-"""`lakefs-fuse doctor`: checks a machine, a store and a mount, and says what to do about what is wrong.
-
-What needs neither a store nor the kernel's libraries is checked here, the rest in a child process
-(`daemon.diagnosis`). Each result is printed as soon as it is known. Nothing is changed, but for scratch objects in the
-store, which are removed.
+"""`lakefs-fuse doctor`: checks a machine, a store and a mount, and says how to fix each problem. Checks without a store
+and the kernel's libraries run here, the others in a child process (`daemon.diagnosis`). Each result is printed as soon
+as it is known. Nothing is changed, except that temporary objects in the store are created and removed.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _FREE_BYTES_MIN = next(each.default for each in structs.fields(MountConfig) if e
 
 @dataclass
 class Target:
-    """What is checked besides this machine."""
+    """The targets of the checks besides this machine."""
 
     store: StoreConfig | None = None
     cache_dir: str = ""
@@ -63,12 +61,12 @@ class Target:
 @click.command("doctor", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("target", "A mountpoint, or the SOURCE of a lake as it is mounted. Without it only this machine is checked.",
           required=False)  # fmt: skip
-@option("--cache-dir", type=LocalPath(), metavar="DIR", help="The cache directory to check.  "
-        "[default: that of the mount, or that which a mount of SOURCE has by default]")  # fmt: skip
-@option("--read-only", is_flag=True, help="Write nothing to the store, not even scratch objects. Use it with "
-        "credentials that may only read.")  # fmt: skip
-@option("--throughput/--no-throughput", default=True, help="Measure for 5 s how fast bytes go to the store and come "
-        "back, at most 1 GiB each way. Turn it off where traffic costs.")  # fmt: skip
+@option("--cache-dir", type=LocalPath(), metavar="DIR", help="The cache directory to check.  [default: that of the "
+        "mount, or the default of a mount of SOURCE]")  # fmt: skip
+@option("--read-only", is_flag=True, help="Write nothing to the store, not even temporary objects. Use it with "
+        "read-only credentials.")  # fmt: skip
+@option("--throughput/--no-throughput", default=True, help="Measure the throughput to and from the store for 5 s, at "
+        "most 1 GiB each way. Turn it off if traffic costs money.")  # fmt: skip
 @option("--bundle", type=LocalPath(dir_okay=False), metavar="FILE", help="Write results, statistics, configuration "
         "and logs into a ZIP file, without secrets. Send it to the person who helps you.")  # fmt: skip
 @json_option
@@ -89,9 +87,9 @@ def doctor(
       lakefs-fuse doctor s3://bucket/prefix                # and whether a lake can be there
       lakefs-fuse doctor /mnt/lake --bundle report.zip     # and a mount; the file is for support
 
-    Prints one line for each check: `ok`, or what to do. It tries every request that a mount sends, on scratch objects
-    below `.lakefs/` that it removes, and reads the configuration of the bucket where it may. The credentials are those
-    of this shell, which need not be those of a mount.
+    Prints one line for each check: `ok`, or what to do. It tries every request that a mount sends, on temporary objects
+    below `.lakefs/` that it removes, and reads the configuration of the bucket if it may. The credentials are those of
+    this shell, which need not be those of a mount.
 
     Exit code 0 if nothing failed, else 1; warnings do not count.
     """
@@ -152,7 +150,7 @@ def _resolve(target: str | None, options: Options) -> Target:
             ) from error
         results = [
             failed("mount.daemon", str(error)),
-            skipped("store.list", "how to reach the store is known to the daemon only: name the lake by its URL"),
+            skipped("store.list", "only the daemon knows the settings of the store: give the URL of the lake"),
         ]
         return Target(results=results, log_file=default_log_file(point))
     mounted = section(found.statistics, "mount")

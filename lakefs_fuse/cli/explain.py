@@ -1,8 +1,8 @@
 """`lakefs-fuse mount --explain`: what a mount would do, without making it.
 
-Every option with its value and where that comes from; what the store can do, and what will be used of the kernel (both
-from the child process `daemon.diagnosis`); what would refuse the mount; what is not secure. Nothing is changed, and a
-store that cannot be reached is a part of the answer.
+It prints every option with its value and origin; the capabilities of the store, and the kernel features that will be
+used (both from the child process `daemon.diagnosis`); what would make `mount` fail; what is not secure. Nothing is
+changed, and a store that cannot be reached is part of the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.product import ENVIRONMENT_PREFIX
 
 NOT_OPTIONS = frozenset({"mount_o", "print_systemd_unit", "explain", "as_json"})
-"""Parameters of `mount` that say nothing about a mount."""
+"""Parameters of `mount` that do not describe a mount."""
 _OF_BOTO: Mapping[str, tuple[str, ...]] = {
     "endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "region": ("AWS_DEFAULT_REGION",),
@@ -79,8 +79,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(config: MountConfig, context: click.Context, origin_of: Callable[[str], str], *, as_json: bool) -> None:
-    """Print what a mount of ``config``, which came from ``context``, would do. ``origin_of`` tells what set a field
-    that the command line did not; empty for a default."""
+    """Print what a mount of ``config``, which came from ``context``, would do. ``origin_of`` returns the origin of a
+    field that the command line did not set; empty for a default."""
     answer = run_child(DIAGNOSIS, Diagnosis(explains=config), command="mount --explain").summary
     store, kernel = section(answer, "store"), {"release": platform.release(), **section(answer, "kernel")}
     redactor = Redactor([])
@@ -138,7 +138,7 @@ def _redacted(redactor: Redactor, row: OptionRow) -> object:
 
 
 def _refusals(config: MountConfig) -> Iterator[str]:
-    """What `preflight` has against the mount; the cache directory is not made."""
+    """The errors that `preflight` finds; the cache directory is not made."""
     host = preflight.Host.this()
     checks: tuple[Callable[[], None], ...] = (
         partial(preflight.check_overlap, config),
@@ -188,7 +188,7 @@ def _lines_of_store(store: Mapping[str, object]) -> Iterator[str]:
         return
     found = section(store, "capabilities")
     if not store.get("probed"):
-        yield "what it can do is not known yet: the first mount that may write finds out"
+        yield "its capabilities are not known yet: the first writable mount probes it"
         return
     able = [name for name, value in found.items() if value is True]
     unable = [name for name, value in found.items() if value is False]

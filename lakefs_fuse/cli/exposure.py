@@ -34,8 +34,8 @@ def _network(config: MountConfig, endpoint: str) -> Iterator[str]:
             yield f"{url} is reached over http: others on the way can read bytes and its password; use https"
     if config.trust_cluster_cache:
         yield (
-            "--trust-cluster-cache: anyone who can change what the proxies keep can change files here; leave it out "
-            "where that is not only you"
+            "--trust-cluster-cache: anyone who can change the contents of the proxies can change files here; omit it "
+            "unless that is only you"
         )
     if _is_open(config.hints, "redis"):
         yield "--hints is not encrypted: others on the way can read its password; use rediss://"

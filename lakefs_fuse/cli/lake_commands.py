@@ -1,7 +1,7 @@
 """`lakefs-fuse ingest`, `pack`, `unpack`, `relocate`, `snapshot`, `gc`, `fsck`, `upgrade`: commands beside the mounts.
 
 Each turns its arguments into a request and runs it in a child process (`worker.run_offline`), which has the libraries
-that reach a store. Nothing here keeps state; what a crash leaves is said by the engine of each command, in `admin`.
+that reach a store. Nothing here keeps state; the engine of each command, in `admin`, documents what a crash leaves.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def ingest(src: str, path: str, lake: str | None, uploads: int, as_json: bool, *
 
 
 def _check_source(src: str, place: Place) -> None:
-    """Find what would fail, before anything is written. Raises LakeError."""
+    """Detect failures before anything is written. Raises LakeError."""
     if src == "-":
         if sys.stdin.isatty():
             raise ConfigError("SRC is -, but standard input is a terminal: pipe a tar stream into it")
@@ -82,7 +82,7 @@ def _check_source(src: str, place: Place) -> None:
     if not os.path.exists(src):
         raise LakeError(f"{src} does not exist: name a directory, a tar archive, or -")
     if not os.access(src, os.R_OK | (os.X_OK if os.path.isdir(src) else 0)):
-        raise LakeError(f"{src} cannot be read: permission denied; run this as a user who may read it")
+        raise LakeError(f"{src} cannot be read: permission denied; run this as a user with read permission")
     if place.mountpoint:
         inside = os.path.realpath(src).rstrip("/") + "/"
         if (place.mountpoint.rstrip("/") + "/").startswith(inside):
@@ -102,7 +102,7 @@ def _check_target(path: str) -> None:
 
 
 def _find_whole_lake(source: str, options: dict[str, Any]) -> Place:
-    """The lake that SOURCE is in, with a line where SOURCE is a directory or a file of it. Raises LakeError."""
+    """The lake that contains SOURCE; prints a line if SOURCE is a directory or file of it. Raises LakeError."""
     place = find_place(source, options, is_lake=True)
     if place.path:
         click.echo(f"{PROGRAM}: {source} is in the lake {place.store.source}: the whole lake is meant", err=True)
@@ -113,7 +113,7 @@ def _find_whole_lake(source: str, options: dict[str, Any]) -> Place:
 @argument("path", PATH_HELP)
 @option("--threshold", type=SIZE, default="1MiB", help="Maximum size of a file to pack; larger ones are left.")
 @option("--grace", type=DURATION, default="30s", help="Time between a commit and the deletion of the packed objects. "
-        "Give mounts a few times their --refresh; 0 where the lake is mounted nowhere.")  # fmt: skip
+        "Set it to a few times the --refresh of mounts, or to 0 if the lake is not mounted.")  # fmt: skip
 @dry_run_option
 @json_option
 @lake_option
@@ -129,9 +129,9 @@ def pack(
 ) -> int:
     """Move small plain objects into packs.
 
-    Names, attributes and open files stay as they are; mounts may read and write meanwhile. The objects are deleted
-    after packs hold their bytes, but for those that a named snapshot needs, which are not packed. After an
-    interruption, a second run completes the work. Exit code 75 while another command changes the lake.
+    Names, attributes and open files stay as they are; mounts may read and write at the same time. The objects are
+    deleted after packs hold their bytes. Objects of a named snapshot are not packed. After an interruption, a second
+    run completes the work. Exit code 75 while another command changes the lake.
     """
     args = PackArgs(threshold_bytes=threshold, grace_s=grace, dry_run=dry_run)
     return run_offline("pack", find_place(path, options, lake), args, as_json=as_json)
@@ -146,8 +146,8 @@ def pack(
 def unpack(path: str, lake: str | None, dry_run: bool, as_json: bool, **options: Any) -> int:
     """Move files out of packs into plain objects, which every S3 tool can read.
 
-    Names, attributes and open files stay as they are. Do not write to the files meanwhile. `lakefs-fuse gc` reclaims
-    the space in the packs. Exit code 75 while another command changes the lake.
+    Names, attributes and open files stay as they are. Do not write to the files while it runs. `lakefs-fuse gc`
+    reclaims the space in the packs. Exit code 75 while another command changes the lake.
     """
     args = PackArgs(back=True, dry_run=dry_run)
     return run_offline("pack", find_place(path, options, lake), args, as_json=as_json)
@@ -163,9 +163,8 @@ def relocate(path: str, lake: str | None, dry_run: bool, as_json: bool, **option
     """Copy the objects of renamed files to the keys of their names, where other S3 tools find them.
 
     A rename moves no bytes: the object of a large file stays at the key of the name under which it was written. The
-    store makes the copies itself. Names, attributes and open files stay as they are. Do not rename the files
-    meanwhile. `lakefs-fuse gc` deletes the objects at the old keys. Exit code 75 while another command changes the
-    lake.
+    store makes the copies itself. Names, attributes and open files stay as they are. Do not rename the files while it
+    runs. `lakefs-fuse gc` deletes the objects at the old keys. Exit code 75 while another command changes the lake.
     """
     return run_offline("relocate", find_place(path, options, lake), RelocateArgs(dry_run=dry_run), as_json=as_json)
 
@@ -178,8 +177,8 @@ def relocate(path: str, lake: str | None, dry_run: bool, as_json: bool, **option
 @option("--delete", metavar="NAME", help="Delete a named snapshot, and do nothing else.")
 @option("--cache-dir", type=LocalPath(file_okay=False), metavar="DIR", help="Directory with metadata that is kept for "
         "the next run. Set it to list less; it must not be in use by a mount.  [default: a temporary one]")  # fmt: skip
-@option("--accept-loss", is_flag=True, help="Where names are missing because the index that had them is lost, write "
-        "one of what is left. Restore the lost objects instead, if you can: fsck names them.")  # fmt: skip
+@option("--accept-loss", is_flag=True, help="If names are missing because the index that had them is lost, write one "
+        "of the remaining names. Restore the lost objects instead, if you can: fsck names them.")  # fmt: skip
 @json_option
 @store_options
 def snapshot(
@@ -194,9 +193,9 @@ def snapshot(
 ) -> int:
     """Write an index of all names, from which new mounts start.
 
-    A mount with an empty cache then reads a few objects, in place of listing the bucket and reading all commits. Mounts
-    write one from commits by themselves. Run it after other S3 clients put many objects: it lists every directory once.
-    Mounts may read and write meanwhile. The two newest indexes are kept.
+    A mount with an empty cache then reads a few objects, instead of listing the bucket and reading all commits. Mounts
+    write indexes from commits automatically. Run it after other S3 clients put many objects: it lists every directory
+    once. Mounts may read and write at the same time. The two newest indexes are kept.
 
     With --name, gc keeps the packs of the snapshot until it is deleted. A plain object that is removed or replaced
     later is missing from it. If SOURCE is in a mount, everything written in that mount is stored first, as by
@@ -222,8 +221,8 @@ def snapshot(
 @argument("source", SOURCE_HELP)
 @option("--live-below", type=click.FloatRange(0, 100), default=75, metavar="PERCENT", help="Rewrite a pack when less "
         "than this percentage of its bytes is referenced. Raise it to reclaim more, at more traffic.")  # fmt: skip
-@option("--grace", type=DURATION, default="1h", help="Minimum time between finding an object unreferenced and "
-        "deleting it; 0 where the lake is mounted nowhere.")  # fmt: skip
+@option("--grace", type=DURATION, default="1h", help="Minimum time between finding an object unreferenced and deleting "
+        "it; 0 if the lake is not mounted.")  # fmt: skip
 @option("--wait", is_flag=True, help="Wait for the grace period and delete in this run, instead of in a later one.")
 @option("--uploads-older-than", type=DURATION, default="7d", help="Abort unfinished multipart uploads of this age. "
         "Set it above the longest time that a file stays open for writing.")  # fmt: skip
@@ -243,9 +242,9 @@ def gc(
     """Reclaim space of removed and replaced files.
 
     Rewrites packs with many unreferenced bytes, deletes unreferenced packs and commits, and objects of removed files,
-    after a grace period, and aborts abandoned uploads. Mounts do this by themselves about once a day, unless they
-    are mounted with --maintenance off: run it to free space sooner. A later run deletes what this one found. Mounts may
-    read and write meanwhile, and an interruption loses nothing.
+    after a grace period, and aborts abandoned uploads. Mounts do this automatically about once a day, unless they are
+    mounted with --maintenance off: run it to free space sooner. A later run deletes the objects that this one found.
+    Mounts may read and write at the same time, and an interruption loses nothing.
 
     Exit code 1 if a commit cannot be read: run fsck first; 75 while another command changes the lake.
     """
@@ -264,8 +263,8 @@ def gc(
 @option("--quick", is_flag=True, help="Check change records and references, and do not read the bytes of files.")
 @option("--repair", is_flag=True, help="Move unusable commits aside, and point names with damaged bytes at intact "
         "copies. The last copy of a file is never deleted.")  # fmt: skip
-@option("--rebind", is_flag=True, help="Instead of checking: name the ETags that objects have now. Use it right "
-        "after other tools copied or re-encrypted the lake, before any mount. --quick compares sizes.")  # fmt: skip
+@option("--rebind", is_flag=True, help="Instead of checking, commit the present ETags of objects. Use it right after "
+        "other tools copied or re-encrypted the lake, before any mount. --quick compares sizes.")  # fmt: skip
 @dry_run_option
 @option("--cache-dir", type=LocalPath(exists=True, file_okay=False), metavar="DIR", help="Cache directory of a node "
         "that is not mounted. Set it to name the files of packs that are missing.")  # fmt: skip

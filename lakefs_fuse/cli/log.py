@@ -40,9 +40,9 @@ def parse_count(text: str) -> int:
 @argument("path", PATH_HELP + "  [default: the working directory]", default=".")
 @option("-n", "--lines", "count", type=Quantity("count", parse_count), default="50",
         help="Show the last COUNT changes, or all.")  # fmt: skip
-@option("-f", "--follow", is_flag=True, help="Go on with new changes until interrupted.")
+@option("-f", "--follow", is_flag=True, help="Continue with new changes until interrupted.")
 @option("--refresh", type=DURATION, default="5s",
-        help="Interval at which --follow looks for new commits, with one LIST each time.")  # fmt: skip
+        help="Interval at which --follow polls for new commits, with one LIST each time.")  # fmt: skip
 @option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with stable names.")
 @lake_option
 @store_options
@@ -52,9 +52,9 @@ def log(path: str, count: int, follow: bool, refresh: float, as_json: bool, lake
     Each line has the local time, the writer (a mount or a command, by the id that `stats` shows as `commits.writer`),
     the operation, the size, and the name; for a rename from or to PATH, or of a directory above it, both names.
 
-    The log is what the commits in the bucket tell. Its first line says since when it is complete: gc deletes earlier
-    commits once an index has what they say, but for packs in use. A plain object that was put without a commit, by a
-    mount or by another S3 client, is not in the log. Example:
+    The log is read from the commits in the bucket. Its first line shows the time from which it is complete: gc deletes
+    earlier commits once an index contains their changes, except packs in use. A plain object that was put without a
+    commit, by a mount or by another S3 client, is not in the log. Example:
 
     \b
       lakefs-fuse log /mnt/lake/datasets --follow
@@ -84,7 +84,7 @@ def _show_text(answer: Row) -> None:
     elif answer.is_whole:
         click.echo(f"-- since {local_time(answer.since_ns)}, the first commit")
     else:
-        click.echo(f"-- since {local_time(answer.since_ns)}; of earlier commits only packs in use are left")
+        click.echo(f"-- since {local_time(answer.since_ns)}; earlier commits were deleted, except packs in use")
 
 
 def _names(entry: LogEntry) -> str:

@@ -1,6 +1,5 @@
-"""What `doctor` checks of this machine by itself: the kernel, /dev/fuse, fusermount3, the cache directory.
-
-Changes nothing; what tests replace is in `preflight.Host`.
+"""The checks of `doctor` on this machine: the kernel, /dev/fuse, fusermount3, the cache directory. They change nothing;
+tests replace `preflight.Host`.
 """
 
 from __future__ import annotations

@@ -79,24 +79,24 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @argument("source", help="The lake: s3://bucket/prefix or file:///absolute/dir. With --immutable also a directory "
           "in a mount.")  # fmt: skip
 @argument("mountpoint", type=LocalPath(readable=False), required=False, help="The directory to mount at. With "
-          "--immutable it may be left out where SOURCE is a directory, which the mount then covers.")  # fmt: skip
+          "--immutable it may be omitted if SOURCE is a directory, which the mount then covers.")  # fmt: skip
 @option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, allow_other, "
         "and every long option here, with - or _.")  # fmt: skip
 @option("--profile-for", "workload", type=click.Choice(list(WORKLOADS)), metavar="WORK", help="Options for a kind of "
-        f"work. Those that are given win; --explain shows what applies. {describe_sets()}.  "
-        "[default: none]")  # fmt: skip
+        f"work. Explicit options override them; --explain shows the result. {describe_sets()}.  [default: "
+        "none]")  # fmt: skip
 @store_options
 @option("--read-only/--read-write", default=None, show_default="--read-write", group=SOURCE_GROUP, help="Refuse every "
-        "change in the mount. Use it with credentials that may only read: commands such as gc, pack and snapshot have "
-        "those of the shell, and change the lake of a read-only mount, too.")  # fmt: skip
+        "change in the mount. Use it with read-only credentials. Commands such as gc, pack and snapshot use the "
+        "credentials of the shell, and can also change the lake of a read-only mount.")  # fmt: skip
 @option("--immutable", is_flag=True, group=SOURCE_GROUP, help="Show SOURCE as it is at mount time, read-only, and let "
         "the kernel cache all of it. Use it for a dataset that does not change while a job runs; `lakefs-fuse "
         "refresh` moves the mount to a newer state.")  # fmt: skip
 @option("--snapshot", metavar="NAME", group=SOURCE_GROUP, help="With --immutable: show the state that `lakefs-fuse "
         "snapshot --name NAME` kept.  [default: the state at mount time]")  # fmt: skip
-@option("--dataset", metavar="NAME@VERSION", group=SOURCE_GROUP, help="Show this version of a dataset of the lake "
-        "SOURCE (`lakefs-fuse dataset create`), and nothing else: implies --immutable. How much of it is on this node "
-        "is recorded in the store for `dataset status`, unless --read-only is given, too.")  # fmt: skip
+@option("--dataset", metavar="NAME@VERSION", group=SOURCE_GROUP, help="Show only this version of a dataset of the lake "
+        "SOURCE (see `lakefs-fuse dataset create`); implies --immutable. The mount records in the store how much of it "
+        "is on this node, for `dataset status`, unless --read-only is given, too.")  # fmt: skip
 @_setting("--attributes", "attributes", type=click.Choice(["listing", "objects"]), group=SOURCE_GROUP,
         help="Origin of mode, owner and mtime of an object that was not opened here yet: the listing (--uid, "
         "--file-mode, LastModified) or the object (one HEAD request, once). Use objects where they matter before the "
@@ -108,13 +108,13 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "the size of the data that is read repeatedly.")  # fmt: skip
 @_setting("--free-space", "free_bytes_min", type=SIZE, group=CACHE, help="Disk space that cache and staging leave "
         "free. Raise it on a disk that other programs fill.")  # fmt: skip
-@option("--cluster-cache", metavar="URL[,URL…]", group=CACHE, help="Caching proxies that the nodes of a "
-        "cluster share, such as nginx with deploy/nginx: blocks are asked for there before the store, which then "
-        "sends each once. Give all nodes the same list; in -o, ; separates them. LAKEFS_CLUSTER_CACHE_TOKEN has their "
+@option("--cluster-cache", metavar="URL[,URL…]", group=CACHE, help="Caching proxies that the nodes of a cluster share, "
+        "such as nginx with deploy/nginx: the mount asks them for blocks before the store, which then sends each block "
+        "once. Give all nodes the same list; in -o, ; separates the URLs. LAKEFS_CLUSTER_CACHE_TOKEN has their "
         "password.  [default: none]")  # fmt: skip
-@option("--trust-cluster-cache", is_flag=True, group=CACHE, help="Use what a proxy of --cluster-cache answers even "
-        "where no checksum of the store proves it. Use it where only you can change what the proxies "
-        "keep.")  # fmt: skip
+@option("--trust-cluster-cache", is_flag=True, group=CACHE, help="Use responses of a proxy of --cluster-cache even if "
+        "no checksum of the store verifies them. Use it if only you can change the contents of the "
+        "proxies.")  # fmt: skip
 @_setting("--metadata-ttl", "metadata_ttl_s", type=DURATION, group=CACHE, help="Time after which a cached listing is "
         "fetched again, unless --foreign says otherwise, and for which the kernel caches names. Changes of other "
         "mounts arrive within --refresh.")  # fmt: skip
@@ -122,15 +122,15 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "for: the store (close), or the local disk, with uploads in the background (writeback). Use writeback to keep "
         "uploads out of the training step.")  # fmt: skip
 @_setting("--writeback-delay", "writeback_delay_s", type=DURATION, group=DURABILITY, help="Time for which small files "
-        "under write-back wait for others to share a pack with. Raise it for fewer, larger packs; 0 stores at "
-        "once.")  # fmt: skip
-@_setting("--publish", "publish_s", type=DURATION, group=DURABILITY, help="Interval at which a file is stored while "
-        "it is still being written, so that others see it grow; 0 is never. Use it, best by --rules, for logs and "
+        "under write-back wait for others, to share a pack. Raise it for fewer, larger packs; 0 stores "
+        "immediately.")  # fmt: skip
+@_setting("--publish", "publish_s", type=DURATION, group=DURABILITY, help="Interval at which a file is stored while it "
+        "is still being written, so that others see it grow; 0 is never. Use it, preferably in --rules, for logs and "
         "event files; each interval costs a request for each file.")  # fmt: skip
-@_setting("--staging-size", "staging_bytes_max", type=SIZE, group=DURABILITY, help="Maximum size of staging, the "
-        "bytes not yet in the store. Set it to what is written during the longest outage to survive.")  # fmt: skip
+@_setting("--staging-size", "staging_bytes_max", type=SIZE, group=DURABILITY, help="Maximum size of staging, the bytes "
+        "not yet in the store. Set it to the amount that is written during the longest outage to survive.")  # fmt: skip
 @_setting("--staging-timeout", "staging_timeout_s", type=DURATION, group=DURABILITY, help="Maximum time for which a "
-        "writer waits for room in staging before it gets ENOSPC. Lower it for jobs that should fail "
+        "writer waits for space in staging before it gets ENOSPC. Lower it for jobs that should fail "
         "early.")  # fmt: skip
 @_setting("--uploads", "uploads_max", type=Number(1, 64), metavar="N", group=DURABILITY,
         help="Maximum number of parts uploaded concurrently. Raise it for a fast network.")  # fmt: skip
@@ -139,46 +139,44 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--download-limit", "download_bytes_s_max", type=RATE, group=CACHE, help="Maximum bytes per second that "
         "reads fetch from the store, such as 500MiB/s. Set it to leave bandwidth to other programs; 0 is no "
         "limit.")  # fmt: skip
-@_setting("--memory", "memory_bytes_max", type=SIZE, group=CACHE, help="Resident memory that caches and buffers of "
-        "the daemon are sized for, 192MiB or more, of which the program takes 128MiB. Raise it for many concurrent "
+@_setting("--memory", "memory_bytes_max", type=SIZE, group=CACHE, help="Resident memory that caches and buffers of the "
+        "daemon are sized for, 192MiB or more. The program itself needs 128MiB of it. Raise it for many concurrent "
         "readers of large files; lower it on small nodes.")  # fmt: skip
 @_setting("--pack", "pack", type=click.Choice(PACK_MODES), group=DURABILITY, help="Which small files are stored "
-        "together in packs: those closed at about the same time (auto), all, or none. Use never where other S3 tools "
-        "read every file by its key.")  # fmt: skip
+        "together in packs: those closed at about the same time (auto), all, or none. Use never if other S3 tools read "
+        "every file by its key.")  # fmt: skip
 @_setting("--pack-threshold", "pack_threshold_bytes", type=SIZE, group=DURABILITY, help="Maximum size of a file in a "
         "pack, at most 64MiB. Raise it for datasets of larger small files.")  # fmt: skip
-@option("--rules", type=LocalPath(), metavar="FILE", group=DURABILITY, help="TOML file that sets pack, "
-        "pack-threshold, durability, publish, exclusive-create and keep-newest by path (docs/operations.md). Use it "
-        "where paths need different settings. `stats` and `metrics` count reads by rule, on immutable mounts as "
-        "well.")  # fmt: skip
+@option("--rules", type=LocalPath(), metavar="FILE", group=DURABILITY, help="TOML file that sets pack, pack-threshold, "
+        "durability, publish, exclusive-create and keep-newest by path (docs/operations.md). Use it if paths need "
+        "different settings. `stats` and `metrics` count reads by rule, on immutable mounts as well.")  # fmt: skip
 @_setting("--orphans", "orphans", type=click.Choice(["keep", "finish", "abort"]), group=DURABILITY,
         help="What to do at mount with files that a dead daemon left unfinished: keep them for `lakefs-fuse orphans`, "
         "finish (store) or abort (delete) them.")  # fmt: skip
 @option("--supervise/--no-supervise", default=None, show_default="--supervise", group=DURABILITY, help="Restart a "
-        "daemon that dies, and mount again. Turn it off where another program restarts it.")  # fmt: skip
+        "daemon that dies, and mount again. Turn it off if another program restarts it.")  # fmt: skip
 @_setting("--refresh", "refresh_s", type=DURATION, group=SHARING, help="Interval at which the store is polled for "
-        "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each. A mount "
-        "that had no request for 10m polls once a minute, and before it answers the next.")  # fmt: skip
-@_setting("--hints", "hints", metavar="URL", group=SHARING, help="Redis over which mounts tell each other of "
-        "commits, redis://HOST[:PORT][/DB] or rediss://, so that they see them within a second; polls are then for "
-        "what no hint names. Give it to all mounts of a lake. The password comes from LAKEFS_HINTS_PASSWORD, or from "
-        "the file LAKEFS_HINTS_PASSWORD_FILE.")  # fmt: skip
-@option("--foreign", "foreign_s", type=FOREIGN, group=SHARING, help="Interval at which a directory is listed again "
-        "for objects that other programs than mounts put there. auto: --metadata-ttl where one LIST answers for many "
-        "directories, as in a lake of up to 1,000 plain objects; elsewhere twice as long each time that nothing was "
-        "found, up to 1h. Give a duration where other programs put objects into a large lake.  "
-        "[default: auto]")  # fmt: skip
+        "commits of other mounts, at least 0.1s. Lower it to see them sooner; each poll is one LIST request. A mount "
+        "that had no request for 10m polls once a minute, and before it answers the next request.")  # fmt: skip
+@_setting("--hints", "hints", metavar="URL", group=SHARING, help="Redis server over which mounts notify each other of "
+        "commits, redis://HOST[:PORT][/DB] or rediss://, so that changes are seen within a second; polls then only "
+        "find commits without a hint. Give it to all mounts of a lake. The password comes from LAKEFS_HINTS_PASSWORD, "
+        "or from the file LAKEFS_HINTS_PASSWORD_FILE.")  # fmt: skip
+@option("--foreign", "foreign_s", type=FOREIGN, group=SHARING, help="Interval at which a directory is listed again for "
+        "objects of programs other than mounts. auto: --metadata-ttl if one LIST answers for many directories, as in a "
+        "lake of up to 1,000 plain objects; elsewhere it doubles, up to 1h, each time that no such object is found. "
+        "Give a duration if other programs put objects into a large lake.  [default: auto]")  # fmt: skip
 @_setting("--delete-after", "delete_after_s", type=DURATION, group=SHARING, help="Time for which an object stays in "
-        "the store when its file was removed or replaced. Other mounts that have not heard of that may still rename "
-        "the file: use less than 5m only for a lake with one mount.")  # fmt: skip
-@_setting("--hard-links", "hard_links", type=click.Choice(HARD_LINKS), group=SHARING, help="What link(2) does: where "
-        "the store keeps two mounts from linking the same name, one of them succeeds, and elsewhere it is refused "
-        "(auto); elsewhere it keeps programs of this mount from that, not other mounts (local); or it is always "
-        "refused (refuse). Delta Lake and Lance publish by link.")  # fmt: skip
+        "the store after its file was removed or replaced, because other mounts that have not seen the change may "
+        "still rename the file. Use less than 5m only for a lake with one mount.")  # fmt: skip
+@_setting("--hard-links", "hard_links", type=click.Choice(HARD_LINKS), group=SHARING, help="Whether link(2) is "
+        "allowed: only if the store prevents two mounts from linking the same name (auto); also if only programs of "
+        "this mount are prevented from that (local); or never (refuse). Delta Lake and Lance publish by "
+        "link.")  # fmt: skip
 @_setting("--maintenance", "maintenance", type=click.Choice(MAINTENANCE), group=SHARING, help="Whether this mount "
-        "folds commits and collects garbage when the lake is due for it, in a process of the lowest priority (auto), "
-        "or leaves that to others (off). One mount of a lake does it at a time. Turn it off on nodes whose CPU and "
-        "network are for the job alone, and leave it on elsewhere.")  # fmt: skip
+        "folds commits and collects garbage when that is due, in a process of the lowest priority (auto), or leaves it "
+        "to other mounts (off). One mount of a lake does it at a time. Turn it off on nodes whose CPU and network are "
+        "reserved for the job, and leave it on elsewhere.")  # fmt: skip
 @option("--allow-other", is_flag=True, group=SHARING, help="Let other users access the mount. An ordinary user needs "
         "user_allow_other in /etc/fuse.conf.")  # fmt: skip
 @option("--uid", type=Number(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "
@@ -198,8 +196,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @option("--print-systemd-unit", is_flag=True, group=DIAGNOSTICS, help="Print a systemd service that makes this mount, "
         "and mount nothing.")  # fmt: skip
 @option("--explain", is_flag=True, group=DIAGNOSTICS, help="Print what the mount would do, and mount nothing: every "
-        "option with its value and where that comes from, what the store can do, what is used of the kernel, what is "
-        "not secure.")  # fmt: skip
+        "option with its value and origin, the capabilities of the store, the kernel features that are used, and what "
+        "is not secure.")  # fmt: skip
 @option("--json", "as_json", is_flag=True, group=DIAGNOSTICS, help="With --explain: print JSON with stable names, for "
         "scripts.")  # fmt: skip
 def mount(source: str, mountpoint: str | None, **options: Any) -> None:
@@ -220,7 +218,7 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
     """
     config = build_config(source, mountpoint, options)
     if options["as_json"] and not options["explain"]:
-        raise ConfigError("--json goes with --explain: add that, or leave --json out")
+        raise ConfigError("--json needs --explain: add it, or omit --json")
     if options["explain"]:
         origins = dict.fromkeys(workload_settings(options), f"--profile-for {options['workload']}")
         if options["unsigned"] and options["read_only"] is None:
@@ -244,7 +242,7 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
 
 
 def _warn_of_missing_names(mountpoint: str) -> None:
-    """Say on standard error where a mount, a read-only one, may show wrong names."""
+    """Warn on standard error if a read-only mount may show wrong names."""
     with suppress(LakeError), open_daemon(mountpoint) as client:  # it may have ended already
         if number(section(client.statistics(), "commits"), "names_missing"):
             click.echo(f"{PROGRAM}: {NAMES_MISSING}", err=True)
@@ -299,7 +297,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
 
 
 def _of_dataset(options: Options) -> Options:
-    """What --dataset stands for. Raises ConfigError."""
+    """The options that --dataset implies. Raises ConfigError."""
     if options["snapshot"] is not None:
         raise ConfigError("--dataset and --snapshot exclude each other: give one of them")
     name = DatasetName.parse_version(options["dataset"])
@@ -330,8 +328,7 @@ def workload_settings(options: Options) -> dict[str, Any]:
         return {}
     if workload in OF_WRITERS and (options["read_only"] or options["immutable"]):
         raise ConfigError(
-            f"--profile-for {workload} is for mounts that write: leave out that, or --read-only, --immutable and "
-            "--unsigned"
+            f"--profile-for {workload} is for writable mounts: omit it, or --read-only, --immutable and --unsigned"
         )
     meaningless = {*_OF_WRITING, *_OF_CHANGES} if options["immutable"] else set[str]()
     return {

@@ -15,7 +15,7 @@ NAMES_MISSING = (
     "`lakefs-fuse fsck` names what to restore; then mount again"
 )
 OLDEST_S_MAX = 3600.0
-"""Acknowledged files that are older are more than a slow store: something keeps them."""
+"""Age of acknowledged files above which a slow store does not explain the delay."""
 NUMBERS_USED_WARN = 0.75
 """Share. Even at 500 packs a second, which use up all numbers in 99 days, three weeks are left."""
 

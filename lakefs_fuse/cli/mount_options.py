@@ -1,11 +1,11 @@
-"""Options of `mount` that stand for long ones: ``-o k=v,…``, as mount(8) passes it, and the sets of ``--profile-for``.
+"""Options of `mount` that expand to long options: ``-o k=v,…``, as mount(8) passes it, and the sets of
+``--profile-for``.
 
 `expand` turns `-o` into long options before click parses the arguments. So both share names, checks and defaults, and
 the last one wins. Options for mount(8) itself are dropped; any other that is no long option is an error that names it.
 
-What always holds (*explicit options win*): a set gives values to options only that were not given, and none that has no
-meaning for the mount. docs/operations.md has the sets and the reason of each value; `tests/cli/test_workloads.py`
-compares.
+What always holds (*explicit options win*): a set gives values only to options that were not given and that apply to the
+mount. docs/operations.md has the sets and the reason of each value; `tests/cli/test_workloads.py` compares.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WORKLOADS: Mapping[str, Sequence[str]] = {
     ),
 }  # fmt: skip
 OF_WRITERS = frozenset({"checkpoints"})
-"""Sets that are of no use to a mount that does not write."""
+"""Sets that have no use on a read-only mount."""
 
 
 def expand(args: Iterable[str], flags: Mapping[str, bool]) -> list[str]:

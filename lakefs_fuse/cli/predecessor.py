@@ -1,8 +1,8 @@
-"""Waits for the daemon of an earlier mount, which stores what is left, before a new mount starts.
+"""Waits for the daemon of an earlier mount, which stores the remaining files, before a new mount starts.
 
-A daemon outlives its mount: after `umount` it uploads and closes its database, and then its supervisor ends. Meanwhile
+A daemon outlives its mount: after `umount` it uploads and closes its database, and then its supervisor ends. Until then
 the supervisor holds the lock of the mountpoint, and the daemon that of the cache directory. A mount that still exists
-is an error at once. *No process is stopped* here.
+is an immediate error. *No process is stopped* here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lakefs_fuse.errors import LakeError, MountError
 CLOSING_S_MAX = 60.0
 """Time for a process that reports no progress: it opens a lake, or closes its database."""
 DETACHED_S_MIN = 2.0
-"""A daemon that serves for so long without a mount has open files, and may never end."""
+"""A daemon that serves for this time without a mount has open files, and may never end."""
 CHECK_S = 0.1
 
 
@@ -88,7 +88,7 @@ def wait_for_predecessor(config: MountConfig, *, monotonic_s: Callable[[], float
 
 
 def _ask(holder: Holder) -> protocol.Hello | None:
-    """What its daemon answers, after it has drained where it drains; None if it does not answer."""
+    """The reply of its daemon, if it drains after the drain; None if it does not answer."""
     hello = None
     try:
         client = connect(holder.mountpoint)

@@ -1,7 +1,6 @@
-"""Checks of this machine, and of what options need of it, before a daemon is started; each error says what to do.
-
-They ask no store, and change nothing except that they make the cache directory. `Host` holds what they look at, for
-tests to replace.
+"""Checks of this machine, and of the requirements of options, before a daemon is started; each error says what to do.
+They ask no store, and change nothing except that they make the cache directory. `Host` is their view of the machine,
+which tests replace.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def check_cache_disk(config: MountConfig, host: Host) -> None:
     outer = mount_of(os.path.realpath(config.cache_dir), host.mountinfo)
     if outer is not None and outer.fstype == FUSE_TYPE:
         raise MountError(
-            f"the cache directory {config.cache_dir} lies in the lake that is mounted at {outer.mountpoint}: choose a "
+            f"the cache directory {config.cache_dir} is in the lake that is mounted at {outer.mountpoint}: choose a "
             "--cache-dir on a local disk"
         )
 
@@ -170,10 +169,10 @@ def _require_own(directory: Path) -> None:
     try:
         names = set(os.listdir(directory)) - {"lost+found"}
     except OSError:
-        return  # it is to be made, or cannot be, which is said later
+        return  # it will be made, or that fails with an error later
     if names and names.isdisjoint(_OF_CACHES):
         raise CacheError(
-            f"{directory} has files that are not of a cache: give --cache-dir a directory of its own, such as "
+            f"{directory} has files that do not belong to a cache: give --cache-dir a separate directory, such as "
             f"{directory / PROGRAM}"
         )
 
@@ -206,7 +205,7 @@ def notes_on_mountpoint(mountpoint: str) -> list[str]:
             is_empty = next(names, None) is None
     except OSError:  # fusermount3 may enter where this user cannot read
         return []
-    return [] if is_empty else [f"mountpoint {mountpoint} is not empty: the mount hides what is in it until it ends"]
+    return [] if is_empty else [f"mountpoint {mountpoint} is not empty: the mount hides its contents until it ends"]
 
 
 def notes_on_cache_dir(directory: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """Removes secrets from texts that leave the machine.
 
 *No secrets*: known ones (of the environment of this process and of a daemon, of the AWS files, of the password files
-that variables name) are replaced wherever they occur, also as a URL or JSON writes them; unknown ones where their form
-gives them away: passwords in URLs, signatures, access keys of AWS.
+that variables name) are replaced everywhere, also in the encodings of URLs and JSON. Unknown ones are replaced if their
+form identifies them: passwords in URLs, signatures, access keys of AWS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 SECRET_CHARS_MIN = 4
-"""Shorter values occur in ordinary words; nobody uses them as secrets."""
+"""Shorter values occur in ordinary words, and are not used as secrets."""
 REPLACEMENT = "***"
 
 _SECRET_NAME = re.compile(
@@ -40,7 +40,7 @@ class Redactor:
 
     def __init__(self, secrets: Iterable[str]) -> None:
         found = {form for secret in secrets if len(secret) >= SECRET_CHARS_MIN for form in _forms_of(secret)}
-        # The longest first, of which others may be parts.
+        # The longest first, because others may be parts of it.
         self._secrets = sorted(found, key=len, reverse=True)
 
     def redact(self, text: str) -> str:

@@ -1,7 +1,7 @@
 """Starts the daemon of a mount, or its supervisor, and waits until it serves or reports an error.
 
 Both read the configuration from standard input and write one `Answer`, a JSON line, to an inherited pipe. Credentials
-are only in the environment. The child is a session of its own, so closing the terminal does not end it. *No stray
+are only in the environment. The child runs in a new session, so closing the terminal does not end it. *No stray
 daemon*: when `start` raises, the child has ended.
 """
 
@@ -122,7 +122,7 @@ def _wait_answer(descriptor: int, deadline_s: float) -> Answer | None:
 def _end(daemon: subprocess.Popen[bytes]) -> int:
     """End the child, with SIGTERM and then SIGKILL; its exit status."""
     try:
-        # A child that has answered with an error ends by itself.
+        # A child that has answered with an error ends without a signal.
         return daemon.wait(1.0)
     except subprocess.TimeoutExpired:
         daemon.terminate()

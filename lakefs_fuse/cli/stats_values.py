@@ -1,4 +1,4 @@
-"""Access to the nested values of `stats --json`, of which a daemon of another version may lack some. Pure functions."""
+"""Access to the nested values of `stats --json`; a daemon of another version may lack some. Pure functions."""
 
 from __future__ import annotations
 

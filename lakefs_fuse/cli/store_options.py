@@ -1,4 +1,4 @@
-"""Options that several commands share: how a store is reached, which lake a URL lies in, ``--json``, ``--dry-run``.
+"""Options that several commands share: how to reach a store, the lake that contains a URL, ``--json``, ``--dry-run``.
 
 Credentials are never among them: boto3 finds them, in the environment of the process that asks the store.
 """
@@ -42,9 +42,9 @@ FLAGS = {
     "sse": "--sse",
     "storage_class": "--storage-class",
 }
-"""Options that say how a store is reached, by their fields of `StoreConfig`."""
+"""Options about access to the store, by their fields of `StoreConfig`."""
 _OF_S3 = ("unsigned", "requester_pays", "sse", "storage_class")
-"""Options that a directory refuses: what they ask for would not happen."""
+"""Options that have no effect on a directory, which therefore refuses them."""
 
 
 def setting(
@@ -66,8 +66,8 @@ _OPTIONS = (
         "--region",
         metavar="NAME",
         group=GROUP,
-        help="Region of the bucket. Set it where boto3's configuration names none, or another.  "
-        "[default: that of boto3]",
+        help="Region of the bucket. Set it if boto3's configuration names none, or another one.  [default: that of "
+        "boto3]",
     ),
     option(
         "--profile",
@@ -126,23 +126,23 @@ _OPTIONS = (
         default=None,
         show_default=False,
         group=GROUP,
-        help="Pay for each request and each byte that is sent, in place of the bucket's owner. Use it for a bucket "
+        help="Pay for each request and each byte that is sent, instead of the bucket's owner. Use it for a bucket "
         "whose requesters pay.",
     ),
     option(
         "--sse",
         metavar="HOW",
         group=GROUP,
-        help="Encryption that the store is asked for with each object that is stored: s3 (its own key), kms (the "
-        "default key of KMS), or kms:KEY-ID. Set it where the bucket's default is not what you need, or its policy "
-        "asks for it.  [default: that of the bucket]",
+        help="Encryption of each stored object: s3 (the store's own key), kms (the default KMS key), or kms:KEY-ID. "
+        "Set it if the bucket's default is not what you need, or its policy requires it.  [default: that of the "
+        "bucket]",
     ),
     option(
         "--storage-class",
         metavar="CLASS",
         group=GROUP,
-        help="Storage class of files that are stored, such as INTELLIGENT_TIERING. Set it for data that is kept for "
-        "long and read rarely.  [default: that of the store]",
+        help="Storage class of stored files, such as INTELLIGENT_TIERING. Set it for data that is kept for long and "
+        "read rarely.  [default: that of the store]",
     ),
 )
 
@@ -150,15 +150,15 @@ lake_option = option(
     "--lake",
     metavar="SOURCE",
     group=GROUP,
-    help="SOURCE of the lake as it is mounted. Set it where PATH is a URL below several lakes.  "
-    "[default: the nearest directory at or above PATH that has commits, or else a lake record]",
+    help="SOURCE of the lake as it is mounted. Set it if PATH is a URL below several lakes.  [default: the nearest "
+    "directory at or above PATH that has commits, or else a lake record]",
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON with stable names, for scripts.")
 dry_run_option = option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")
 
 
 def store_options(command: Decorated) -> Decorated:
-    """Add the options that say how a store is reached; the function takes them as `Options`."""
+    """Add the options about access to the store; the function takes them as `Options`."""
     for each in reversed(_OPTIONS):
         command = each(command)
     return command
@@ -171,7 +171,7 @@ def build_store(source: Source, options: Options) -> StoreConfig:
         raise ConfigError(f"{named}: {source} is not an S3 store: leave the option out")
     if values.get("unsigned") and values.get("requester_pays"):
         raise ConfigError(
-            "--unsigned and --requester-pays exclude each other: who pays has to sign, so leave --unsigned out"
+            "--unsigned and --requester-pays exclude each other: the account that pays must sign, so omit --unsigned"
         )
     if "endpoint_url" in values:
         values["endpoint_url"] = _checked_endpoint(values["endpoint_url"])

@@ -42,7 +42,7 @@ def escaped(text: str) -> str:
 
 
 def printable(message: str) -> str:
-    """As `escaped`, of lines of which parts are `escaped` already: line ends and backslashes stay."""
+    """As `escaped`, for lines that contain `escaped` parts: line ends and backslashes stay."""
     return "".join(each if each in "\n\\" else escaped(each) for each in message)
 
 

@@ -46,7 +46,7 @@ SUPERVISOR_S_MAX = 20.0
 def umount(mountpoint: str, lazy: bool, timeout: float | None) -> None:
     """Store everything, then unmount.
 
-    If something cannot be stored, the files and the reasons are printed, and the mount stays. If the daemon died, the
+    If some files cannot be stored, they are printed with the reasons, and the mount stays. If the daemon died, the
     command waits up to 15 s for its restart, and else detaches the mount. It then ends with exit code 1, unless --lazy
     is given: some bytes may be in the cache directory only.
     """
@@ -87,8 +87,8 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
             has_ended = daemon.wait(LAZY_WAIT_S_MAX)
             if not has_ended:
                 click.echo(
-                    f"lakefs-fuse: {point} is detached; its daemon (pid {client.pid}) goes on storing what is left, "
-                    "and ends when no file is open any more",
+                    f"lakefs-fuse: {point} is detached; its daemon (pid {client.pid}) continues to store the remaining "
+                    "files, and ends when no file is open",
                     err=True,
                 )
             return has_ended

@@ -1,6 +1,5 @@
-"""What ``--version`` prints: the program, what it runs on, and which fast paths work here.
-
-libfuse and the C library are loaded by a child process, so that one that cannot be loaded is a line of text.
+"""The output of ``--version``: the versions of the program and its platform, and the fast paths that work here. A child
+process loads libfuse and the C library, so that a library that cannot be loaded becomes a line of text.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Installation:
 
 
 def inspect_installation() -> Installation:
-    """Ask the child process; what goes wrong is in ``error``."""
+    """Ask the child process; a failure is in ``error``."""
     try:
         done = subprocess.run(INSTALLATION, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,10 +1,10 @@
 """Runs commands that need no mount in a child process (`daemon.admin_worker`) and shows their progress.
 
 The child reads its request from an inherited descriptor and writes answers, JSON lines, to a pipe; it inherits standard
-input only for a command that reads it. Credentials are only in the environment. The child is a session of its own, so
-Ctrl-C reaches it through this process alone: the first one cancels the command, as soon as the child can handle it
-(`control.interrupts`), a second one kills it. When this process ends, however it does, nothing reads the answers any
-more, and the child ends.
+input only for a command that reads it. Credentials are only in the environment. The child runs in a new session, so
+Ctrl-C reaches it only through this process: the first one cancels the command, as soon as the child can handle it
+(`control.interrupts`), a second one kills it. When this process ends in any way, the pipe has no reader, and the child
+ends.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ END_S_MAX = 30.0
 def find_place(path: str, options: Options, lake: str | None = None, *, is_lake: bool = False) -> Place:
     """The place that PATH names: a URL with store options, or a path in a mount, whose daemon knows the store.
 
-    ``lake`` is the URL of the lake's root, if --lake gives it. ``is_lake``: PATH says which lake is meant, and no file
-    or directory of it. Raises LakeError, ConfigError for a path in a mount of a dataset where one is.
+    ``lake`` is the URL of the lake's root, if --lake gives it. ``is_lake``: PATH identifies a lake, not a file or
+    directory in it. Raises LakeError, ConfigError for a path in a mount of a dataset where one is.
     """
     if "://" in path:
         store = build_store(Source.parse(path), options)
@@ -55,7 +55,7 @@ def find_place(path: str, options: Options, lake: str | None = None, *, is_lake:
         mountpoint, inside = locate(path)
     except LakeError as error:
         raise LakeError(
-            f"{path} is neither inside a mount of this program nor a source URL: give a path in a mount, or s3://…"
+            f"{path} is not inside a mount of this program, and not a source URL: give a path in a mount, or s3://…"
         ) from error
     checked_text(inside)
     with open_daemon(mountpoint) as client:

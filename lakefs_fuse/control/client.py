@@ -1,7 +1,7 @@
 """The client of the control socket: blocking calls, with a bound on the time in which the daemon is silent.
 
-Called from one thread. A connection holds no state; closing it during a request harms nothing. One on which the daemon
-was silent for too long is closed: its late answer would be taken for that of the next request.
+Called from one thread. A connection holds no state; closing it during a request harms nothing. A connection on which
+the daemon was silent for too long is closed, because its late reply would be mistaken for that of the next request.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ControlClient:
         self._socket.close()
 
     def call(self, request: protocol.Request) -> protocol.Reply:
-        """Send ``request``, and return the reply. Raises LakeError with the message of the daemon if it failed, and
-        where it is of a version that does not know the request."""
+        """Send ``request``, and return the reply. Raises LakeError with the message of the daemon if it failed, and if
+        its version does not know the request."""
         self._send(request)
         reply = self._receive()
         if isinstance(reply, protocol.Failed) and reply.message.startswith(protocol.UNKNOWN_REQUEST):
@@ -85,7 +85,7 @@ class ControlClient:
         return _expect(protocol.Hello, self.call(protocol.Ping()))
 
     def store(self) -> protocol.StoreOf:
-        """The mounted lake and how its store is reached."""
+        """The mounted lake and the settings of its store."""
         return _expect(protocol.StoreOf, self.call(protocol.GetStore()))
 
     def select(self, paths: Iterable[tuple[str, str]]) -> None:

@@ -15,12 +15,12 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What to check besides the programs of this installation."""
 
     cache_dir: str = ""
-    """Whose disk is measured: a directory, or the nearest one above it that is there; empty for none."""
+    """A directory on the disk to measure, or on that of its nearest existing parent; empty for none."""
     store: StoreConfig | None = None
     read_only: bool = False
     """Nothing is written to the store."""
     throughput: bool = True
     """Measure it, which moves bytes for `daemon.diagnosis.THROUGHPUT_S`."""
     explains: MountConfig | None = None
-    """Check nothing, write nothing, and tell what a mount of this configuration would use, as the summary of
+    """Check nothing, write nothing, and report what a mount of this configuration would use, as the summary of
     `Finished`."""

@@ -26,7 +26,7 @@ DETACH_S_MAX = 30.0
 @dataclass(frozen=True, slots=True)
 class Mount:
     """One mounted filesystem. ``owner`` is the user who made a FUSE mount, 0 for others; ``device`` is major:minor;
-    ``allow_other`` is what FUSE calls so."""
+    ``allow_other`` is FUSE's option of this name."""
 
     mountpoint: str
     fstype: str
@@ -48,7 +48,7 @@ def _unescape(field: str) -> str:
 def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
     """All mounts of this namespace, in the order they were made."""
     mounts = []
-    # Of the bytes that end a line elsewhere the kernel escapes the newline alone: a mountpoint may have a CR.
+    # The kernel escapes only the newline, no other line separator: a mountpoint may contain a CR.
     for line in path.read_bytes().removesuffix(b"\n").split(b"\n"):
         fields = os.fsdecode(line).split(" ")
         separator = fields.index("-", 6)
@@ -67,7 +67,7 @@ def mount_at(mountpoint: str, path: Path = MOUNTINFO) -> Mount | None:
 
 
 def mount_of(file: str, path: Path = MOUNTINFO) -> Mount | None:
-    """The mount that a real path lies in."""
+    """The mount that contains a real path."""
     inside = [
         mount
         for mount in read_mounts(path)

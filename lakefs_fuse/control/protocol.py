@@ -101,8 +101,7 @@ class SelectPaths(msgspec.Struct, frozen=True, tag="select_paths"):
 
 class WarmCache(msgspec.Struct, frozen=True, kw_only=True, tag="warm_cache"):
     """Bring the selection into the cache. ``pin``: and keep it there; ``partial``: as much as fits; ``background``:
-    answered when it is known to fit. `Progress`, then `Statistics` of what came of it. A client that disconnects ends
-    it."""
+    answered when it is known to fit. `Progress`, then `Statistics` of the result. A client that disconnects ends it."""
 
     bytes_s_max: int = 0
     partial: bool = False
@@ -130,7 +129,7 @@ class UnpinCache(msgspec.Struct, frozen=True, tag="unpin_cache"):
 
 
 class ReadAhead(msgspec.Struct, frozen=True, tag="read_ahead"):
-    """Files that will be read next, in this order, by their paths in the mount. Answered at once by `Done`."""
+    """Files that will be read next, in this order, by their paths in the mount. Answered immediately by `Done`."""
 
     paths: tuple[str, ...]
 
@@ -183,10 +182,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class StoreOf(msgspec.Struct, frozen=True, tag="store"):
-    """The mounted lake, and how its store is reached; nothing secret.
-
-    With ``find_root`` the source is a place in a lake, whose root is there or above. Where a ``dataset`` is shown,
-    paths in the mount are not those of the lake. ``lake_id``: of its lake record, empty without one."""
+    """The mounted lake, and the settings of its store; nothing secret. With ``find_root`` the source is a directory in
+    a lake, whose root is that directory or one above. If a ``dataset`` is shown, paths in the mount are not those of
+    the lake. ``lake_id``: of its lake record, empty without one."""
 
     store: StoreConfig
     find_root: bool = False
@@ -208,8 +206,8 @@ class UnfinishedFiles(msgspec.Struct, frozen=True, tag="files"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Bytes in the store, of bytes known to be needed (which grows while a file is being written); of a warm bytes that
-    came, of those that were missing, and its ``stage`` (`metrics.Warming`)."""
+    """Bytes in the store, of bytes known to be needed (which grows while a file is being written); for a warm: bytes
+    fetched, of all missing bytes, and its ``stage`` (`metrics.Warming`)."""
 
     bytes_done: int
     bytes_total: int
@@ -220,7 +218,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 NOTHING = Progress(bytes_done=0, bytes_total=0, files_left=0)
-"""Of what moves no bytes: the daemon is alive."""
+"""For requests that move no bytes: it shows that the daemon is alive."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -260,7 +258,7 @@ def decode_reply(line: bytes) -> Reply:
     try:
         return _replies.decode(line)
     except MALFORMED as error:
-        raise LakeError(f"the daemon's answer makes no sense ({error}); is it of another version?") from error
+        raise LakeError(f"the daemon's reply is invalid ({error}); is it of another version?") from error
 
 
 def printable(text: str) -> str:

@@ -4,8 +4,8 @@ The name derives from the real path of the mountpoint, so every command finds it
 in /run/lakefs-fuse, those of a user in the first usable of /run/user/UID, $XDG_RUNTIME_DIR and /tmp. Directories that
 do not depend on the environment come first, because it may differ between a shell and a cron job; clients try all.
 
-*Outlives the session*: a daemon goes on when its user logs out, and logind removes /run/user/UID then, unless the user
-lingers (loginctl(1)); for others that directory comes last.
+*Outlives the session*: a daemon continues when its user logs out, but logind then removes /run/user/UID, unless the
+user lingers (loginctl(1)); for other users that directory comes last.
 
 *Private directories*: a directory that is a symlink, belongs to another user or is open to others is never used. A
 crash leaves the socket file; the next server finds that no process answers on it, and removes it.

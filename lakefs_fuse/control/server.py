@@ -30,11 +30,11 @@ from lakefs_fuse.errors import LakeError, MountError
 from lakefs_fuse.metrics import Unfinished, Warming
 
 CLIENTS_MAX = 16
-"""Connections, but for those that wait for a name."""
+"""Connections, except those that wait for a name."""
 PLACE_S_MAX = 1.0
-"""Time a client waits for a free connection; many waits that end together fill them for a moment."""
+"""Time a client waits for a free connection; many waits that end at the same time use all of them for a moment."""
 WAITS_MAX = 256
-"""Waits for names: each is a connection, and a look at the tree when something changes in it."""
+"""Waits for names: each is a connection, and a lookup in the tree at each change of it."""
 IDLE_S_MAX = 60.0
 """Maximum time between two requests of a connection."""
 SEND_S_MAX = 10.0
@@ -53,8 +53,8 @@ Paths = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class ServedLake:
-    """The lake of a mount: the ``id`` of its record, empty without one, and what its store can do. ``sent_bytes`` is a
-    number that grows while uploads send."""
+    """The lake of a mount: the ``id`` of its record, empty without one, and the capabilities of its store.
+    ``sent_bytes`` is a number that grows while uploads send."""
 
     id: str
     capabilities: dict[str, object]
@@ -62,7 +62,7 @@ class ServedLake:
 
 
 class CacheView(Protocol):
-    """What the control socket asks of a filesystem's cache; paths are those of `protocol.SelectPaths`."""
+    """The interface of a filesystem's cache to the control socket; paths are those of `protocol.SelectPaths`."""
 
     async def warm_paths(
         self, paths: Paths, progress: Warming, *, bytes_s_max: int, partial: bool, background: bool
@@ -519,7 +519,7 @@ def listen(path: Path) -> socket.socket:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise MountError(
-                f"control socket {path}: {error.strerror or error}: remove it if nobody uses it"
+                f"control socket {path}: {error.strerror or error}: remove it if no process uses it"
             ) from error
         else:
             raise MountError(f"another daemon answers on {path} for this mountpoint: unmount it first")
@@ -549,7 +549,7 @@ async def serve_control(server: ControlServer, path: Path) -> AsyncIterator[None
                 nursery.cancel_scope.cancel()
     finally:
         try:
-            # Not one that someone else has put there meanwhile.
+            # Not a socket that another process has created there since.
             if path.stat().st_ino == inode:
                 path.unlink()
         except OSError:

@@ -1,9 +1,9 @@
 """The supervisor of a mount, the holder of a cache directory, and the answer of a daemon to its starter.
 
-A supervisor holds a POSIX record lock on a file beside the control socket. The kernel tells its pid (F_GETLK), so the
-answer is *never stale*, and there is no protocol: SIGTERM ends it. A crash leaves the file, which means nothing, and no
-lock. POSIX locks are per process: a process has one `Claim` of a mountpoint. Where the file is in /tmp, which systemd
-cleans of files of a certain age (but not of sockets in use), the supervisor touches it.
+A supervisor holds a POSIX record lock on a file beside the control socket. The kernel reports its pid (F_GETLK), so the
+answer is *never stale*, and there is no protocol: SIGTERM ends it. A crash leaves the file, which has no meaning
+without the lock. POSIX locks are per process: a process has one `Claim` of a mountpoint. If the file is in /tmp, where
+systemd deletes old files (but not sockets in use), the supervisor touches it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def encode_document(value: msgspec.Struct) -> bytes:
 
 
 def memory_file(document: bytes) -> int:
-    """A descriptor from which a child reads ``document``; children do not inherit it by themselves."""
+    """A descriptor from which a child reads ``document``; children do not inherit it by default."""
     descriptor = os.memfd_create(PROGRAM)
     os.write(descriptor, document)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -100,7 +100,7 @@ class Claim:
 
     def _lock(self) -> int | None:
         """Lock the file; None on success, else the pid of the holder, or 0 if that is in another PID namespace, or the
-        file was removed meanwhile."""
+        file was removed in the meantime."""
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,7 +116,8 @@ class Claim:
         return 0
 
     def touch(self) -> None:
-        """Keep the lock file from programs that delete files of /tmp by age; without it nobody finds the holder."""
+        """Touch the lock file, so that programs that delete old files in /tmp keep it; without it the holder cannot be
+        found."""
         with suppress(OSError):
             os.utime(self._descriptor)
 

@@ -29,10 +29,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     path: str = ""
     """In the lake, without slashes at its ends; empty is all of it."""
     find_root: bool = False
-    """``store`` names a place in a lake, whose root is the nearest place at or above it that has commits, or else the
-    place itself; ``path`` is relative to that root."""
+    """``store`` names a directory in a lake, whose root is the nearest directory at or above it that has commits, or
+    else the directory itself; ``path`` is relative to that root."""
     mountpoint: str = ""
-    """Of the mount that the place was named by; empty for a URL."""
+    """The mountpoint, if the place was given as a path in a mount; empty for a URL."""
     lake_id: str = ""
     """Of the lake of that mount; empty where it has no lake record."""
 
@@ -100,8 +100,8 @@ class MaintenanceArgs(msgspec.Struct, frozen=True, kw_only=True):
 class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Of `snapshot`. ``cache_dir``: of a node, or of an earlier run; None for a temporary one.
 
-    ``name`` is of a snapshot to keep, in place of an index; ``delete`` one, or ``list`` all, and do nothing else.
-    ``accept_loss``: write an index of what is left where names may be missing."""
+    ``name`` is that of a snapshot to keep, instead of an index; ``delete`` one, or ``list`` all, and do nothing else.
+    ``accept_loss``: write an index of the remaining names if names may be missing."""
 
     cache_dir: str | None = None
     name: str = ""
@@ -135,7 +135,7 @@ class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `log`: the last ``count`` entries, all without one; with ``follow`` then new ones, looked for every
+    """Of `log`: the last ``count`` entries, all without one; with ``follow`` then new ones, polled for every
     ``refresh_s``."""
 
     count: int | None = None
@@ -157,7 +157,7 @@ class CheckpointArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `checkpoint verify`. Without ``names``, all complete checkpoints are meant.
+    """Of `checkpoint verify`. Without ``names``, it verifies all complete checkpoints.
 
     ``md5_etags``: whether a mount found that ETags of its store are MD5s, None if unknown; ``not_stored``: checkpoints
     that are not entirely in the store yet."""
@@ -187,8 +187,8 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
 
 
 class LogStart(msgspec.Struct, frozen=True, kw_only=True, tag="log_start"):
-    """The first answer of `log`: since when it tells everything (ns since 1970, 0: there is no commit). Unless
-    ``is_whole``, commits before were folded into an index and are gone, but for packs that are in use."""
+    """The first answer of `log`: the time from which it is complete (ns since 1970, 0: there is no commit). Unless
+    ``is_whole``, earlier commits were folded into an index and deleted, except packs that are in use."""
 
     since_ns: int
     is_whole: bool
@@ -246,7 +246,7 @@ class ChangeTotals(msgspec.Struct, frozen=True, kw_only=True, tag="change_totals
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The command ran to its end. ``summary`` is for ``--json``, ``text`` for users.
 
-    ``exit_code`` is not 0 where something was left out or found damaged."""
+    ``exit_code`` is not 0 if something was skipped or found damaged."""
 
     summary: dict[str, object]
     text: str

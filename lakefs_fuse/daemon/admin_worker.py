@@ -1,6 +1,6 @@
 """The process of a command beside the mounts: `python -m lakefs_fuse.daemon.admin_worker`, run by `cli.worker`.
 
-It is a process of its own so that `lakefs-fuse --help` does not load what only this needs. It reads one
+It is a separate process so that `lakefs-fuse --help` does not load the libraries that only this needs. It reads one
 `worker_protocol.Request` from the descriptor that ``--request-fd`` names, opens the store, runs one command of
 `COMMANDS`, and writes progress and the result to standard output, in JSON lines. Standard input belongs to the command
 (a tar stream, for example), standard error to the terminal.
@@ -11,9 +11,9 @@ the user should see immediately. To add one: a struct for its arguments in `work
 whose module is imported when the command runs, and a command in `cli.lake_commands`, which calls `run_offline`: that
 shows progress, prints the result and returns the exit code.
 
-SIGINT and SIGTERM cancel the command, which cleans up; a second one ends it at once. The end of who reads the answers
-cancels it, too: the kernel closes that pipe when the command line, or the daemon that started the command, dies. Each
-engine documents what a crash leaves.
+SIGINT and SIGTERM cancel the command, which cleans up; a second one ends it immediately. The end of the reader of the
+answers cancels it, too: the kernel closes that pipe when the command line, or the daemon that started the command,
+dies. Each engine documents what a crash leaves.
 """
 
 from __future__ import annotations
@@ -56,18 +56,19 @@ LOWEST_PRIORITY = 19
 class Command:
     """A command in the registry. ``run`` names its function, ``module:function`` in this package.
 
-    ``probes``: where the command writes, find out what the store can do, and write it into the lake record, if that
-    does not say it; else the least is assumed then, which is enough for packs and for objects uploaded in order."""
+    ``probes``: if the command writes and the lake record lacks the capabilities of the store, probe the store and write
+    the result into the record. Without ``probes`` the minimum is assumed then, which is enough for packs and for
+    objects uploaded in order."""
 
     args: type[msgspec.Struct]
     run: str
     probes: bool = False
     writes: Callable[[Any], bool] = lambda args: True
-    """Whether the command, with these arguments, changes the lake, for which its features have to be known."""
+    """Whether the command, with these arguments, changes the lake, which requires that its features are known."""
     makes_lakes: bool = False
-    """Where no lake is found, the place becomes one; a mount of what is above shows nothing of it."""
+    """If no lake is found, the command creates one there; a mount of a directory above shows nothing of it."""
     needs_lake: bool = True
-    """Where no lake is found, the command is refused: the place is misspelled."""
+    """If no lake is found, the command is refused: the source is misspelled."""
 
 
 def _is_not_dry(args: protocol.RelocateArgs | protocol.PackArgs | protocol.GcArgs) -> bool:
@@ -89,8 +90,8 @@ BECOMES_LAKE = (
 )
 
 NO_LAKE = (
-    "{source}: no lake is here, nor at what is above: check bucket and prefix. A mount that may write makes a lake, as "
-    "`lakefs-fuse ingest` does"
+    "{source}: no lake is here, or in a directory above: check bucket and prefix. A writable mount creates a lake, as "
+    "does `lakefs-fuse ingest`"
 )
 
 COMMANDS = {
@@ -141,14 +142,14 @@ class Answers:
         self._write(progress)
 
     def send(self, answer: protocol.Answer) -> None:
-        """Write an answer, after any held progress. Raises BrokenPipeError where the reader has ended."""
+        """Write an answer, after any held progress. Raises BrokenPipeError if the reader has ended."""
         if self._held is not None:
             self._write(self._held)
             self._held = None
         self._write(answer)
 
     async def wait_unread(self) -> None:
-        """Return when no process can read answers any more. The descriptor is of a pipe."""
+        """Return when no process can read answers. The descriptor is that of a pipe."""
         await trio.lowlevel.wait_readable(self._descriptor)  # of the end that is written to, this is its error
 
     def finish(self, last: protocol.Finished | protocol.Failed) -> int:
@@ -183,7 +184,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
         found = await trio.to_thread.run_sync(search_lake, config, node)
         config, path = found.store, found.path
         if command.needs_lake and not found.is_recorded:
-            (await trio.to_thread.run_sync(open_store, config, node)).close()  # says first what is wrong with the place
+            (await trio.to_thread.run_sync(open_store, config, node)).close()  # first reports an error in the source
             raise ConfigError(NO_LAKE.format(source=config.source))
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
@@ -286,7 +287,7 @@ def run(argv: Sequence[str], descriptor: int) -> int:
 
 
 def run_process(run: Callable[[Sequence[str], int], int]) -> None:
-    """End this process with what ``run`` returns. Only answers go to standard output: what libraries print goes to
+    """End this process with the exit code of ``run``. Only answers go to standard output: output of libraries goes to
     standard error."""
     descriptor = os.dup(1)
     os.dup2(2, 1)

@@ -4,8 +4,8 @@ What always holds:
 
 * *ends with its daemon*: the daemon alone can read the answers of the worker. When it dies, the kernel closes that
   pipe, and the worker cancels its command;
-* *bounded disk*: temporary files are in one directory, which exists only while the worker runs. A worker that leaves
-  the disk less room than the mount is to leave free is ended;
+* *bounded disk*: temporary files are in one directory, which exists only while the worker runs. A worker is ended if
+the free space of the disk falls below the amount that the mount keeps free;
 * *no secrets*: the request comes by a descriptor, and credentials are in the environment only.
 
 Tasks of the trio thread; files are removed in a worker thread. A crash of both processes leaves the directory, which
@@ -36,7 +36,7 @@ from lakefs_fuse.errors import EXIT_FAILURE, MALFORMED, CacheError, LakeError, f
 
 WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
 END_S_MAX = 5.0
-"""Time to end after SIGTERM; then it is killed, and what it did is as after a crash."""
+"""Time to end after SIGTERM; then it is killed, which leaves the same as a crash."""
 RUN_S_MAX = 86400.0
 ROOM_CHECK_S = 2.0
 ERRORS_BYTES_MAX = 4096
@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWorker:
-    """See the module's head. ``make_room``, called in one of ``threads``, frees that many bytes in ``directory`` beyond
-    those that are to stay free, and returns whether there are that many. Uploads send
-    ``upload_bytes_s_max``, if that is not 0."""
+    """See the module's head. ``make_room``, called in one of ``threads``, frees a number of bytes in ``directory`` in
+    addition to those that stay free, and returns whether it succeeded. Uploads send at most ``upload_bytes_s_max``, if
+    that is not 0."""
 
     def __init__(
         self,
@@ -67,9 +67,8 @@ class BackgroundWorker:
         """What the worker is doing now; empty while none runs."""
 
     async def run(self, command: str, args: msgspec.Struct, *, room_bytes: int) -> protocol.Finished | protocol.Failed:
-        """The answer of the command; ``room_bytes`` is what its temporary files need. Cancelling ends the worker.
-
-        Raises LakeError where it cannot be run, or ends without an answer."""
+        """The answer of the command; ``room_bytes`` is the space that its temporary files need. Cancelling ends the
+        worker. Raises LakeError if it cannot be run, or ends without an answer."""
         await self._require_room(room_bytes)
         request = protocol.Request(
             store=self._store,
@@ -91,7 +90,7 @@ class BackgroundWorker:
             self.step = ""
 
     async def clear(self) -> None:
-        """Remove what a worker left that was killed together with its daemon."""
+        """Remove the files of a worker that was killed together with its daemon."""
         await self._threads.run(lambda: shutil.rmtree(self._directory, ignore_errors=True))
 
     async def _require_room(self, room_bytes: int) -> None:
@@ -179,7 +178,7 @@ class BackgroundWorker:
                 try:
                     answer = protocol.decode_answer(bytes(line))
                 except MALFORMED as error:
-                    raise LakeError(f"the worker of maintenance sent an answer that makes no sense: {error}") from error
+                    raise LakeError(f"the worker of maintenance sent an invalid answer: {error}") from error
                 if isinstance(answer, protocol.Finished | protocol.Failed):
                     answers.append(answer)
                 elif isinstance(answer, protocol.Progress):

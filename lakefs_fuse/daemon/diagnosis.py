@@ -1,8 +1,8 @@
 """The process of `doctor` and `mount --explain`: `python -m lakefs_fuse.daemon.diagnosis`, run by `cli.worker`.
 
-It is a process of its own because the command line loads neither the libraries that reach a store nor those of the
-kernel. It reads one `Diagnosis` from the descriptor that ``--request-fd`` names and writes each result as soon as it
-has it. Checks run one after another, because they measure. SIGINT ends it with `store.checkup.Checkup.clean`.
+It is a separate process because the command line does not load the libraries of the store and of the kernel. It reads
+one `Diagnosis` from the descriptor that ``--request-fd`` names and writes each result as soon as it is known. Checks
+run one after another, because they measure. SIGINT ends it with `store.checkup.Checkup.clean`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lakefs_fuse.store.open import find_lake, open_store
 from lakefs_fuse.store.protocol import NetworkStore, ObjectStore
 
 DESCRIPTORS_FEW = 4096
-"""Below, a quarter is fewer files than the block cache opens for one data set in random order."""
+"""Below this, a quarter is fewer files than the block cache opens for one dataset in random order."""
 SYNC_S_MAX = 0.01
 """Slower disks make each acknowledged file of write-back wait longer than a round trip to most stores."""
 DISK_BYTES_S_MIN = 100e6
@@ -52,18 +52,18 @@ DISK_SYNCS = 20
 DISK_SYNC_BYTES = 4096
 DISK_SYNCS_S_MAX = 2.0
 THROUGHPUT_S = 5.0
-"""In all: half of it to the store, half from there."""
+"""In total: half for uploads, half for downloads."""
 THROUGHPUT_BYTES = 8 << 20
 """Of an object: as large as the parts in which large files are uploaded and prefetched."""
 THROUGHPUT_REQUESTS = 4
 EXPLAIN_CONNECT_S_MAX = 2.0
-"""A person waits, and is told what is known besides."""
+"""A user waits for the result, which then lacks only these values."""
 THROUGHPUT_BYTES_MAX = 1 << 30
 """In each direction, so that a fast network does not cost much."""
 
 
 def programs() -> Iterator[CheckResult]:
-    """What this installation has of libfuse and of the C library, and how many files it may open."""
+    """The versions of libfuse and of the C library, and the limit of open files."""
     version = hooks.libfuse_version()
     if hooks.library() is None:
         yield warning("machine.fast-paths", hooks.why_inactive())
@@ -84,7 +84,7 @@ def programs() -> Iterator[CheckResult]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """What a disk does: bytes written and synced per second, and the median time of a small write that is synced."""
+    """The speed of a disk: bytes written and synced per second, and the median time of a small synced write."""
 
     bytes_s: float
     sync_s: float
@@ -128,7 +128,7 @@ def disk(cache_dir: str) -> CheckResult:
 
 
 def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterator[CheckResult]:
-    """Everything about a store. What was written is removed, whatever happens."""
+    """All checks of a store. Objects that they write are removed in every case."""
     if config.source.scheme != "s3":
         try:
             store = open_store(config, node)
@@ -153,7 +153,7 @@ def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterato
         useless = any(advice.OF_CODES[code] in str(error) for code in advice.OF_CREDENTIALS)
         if useless or not isinstance(error, AccessDenied):
             yield failed("store.bucket", str(error))
-            yield skipped("store.requests", "no other request was sent, and nothing written: mend that first")
+            yield skipped("store.requests", "no other request was sent, and nothing written: fix that first")
             return
         store = S3Store(asked, node.clock)  # LIST is not allowed; the other requests may be
     else:
@@ -181,7 +181,7 @@ def _checks_of(
             if request.throughput and found.get("store.put") is Severity.OK:
                 yield throughput(checkup, node, repeats=not keeps_versions)
             elif request.throughput:
-                yield skipped("store.throughput", "it takes a scratch object, which may not be written here")
+                yield skipped("store.throughput", "it needs a temporary object, which may not be written here")
         if (cleaned := checkup.clean()) is not None:
             yield cleaned
     finally:
@@ -190,8 +190,8 @@ def _checks_of(
 
 
 def throughput(checkup: Checkup, node: Node, *, repeats: bool) -> CheckResult:
-    """Bytes per second to and from a store, with some requests at a time on as many scratch objects; ``repeats``:
-    they may be written again and again, because no versions of them are kept."""
+    """Bytes per second to and from a store, with several concurrent requests, each on its own temporary object;
+    ``repeats``: they may be overwritten repeatedly, because no versions of them are kept."""
     check, body = "store.throughput", node.random.stream("throughput").randbytes(THROUGHPUT_BYTES)
 
     def rate_of(request: Callable[[int], int], bytes_max: int) -> float:
@@ -244,7 +244,7 @@ def _kernel_of(config: MountConfig) -> dict[str, object]:
 
 
 def _store_of(config: StoreConfig, node: Node, *, finds_lake: bool) -> dict[str, object]:
-    """How it is reached, and what the lake's record says it can do; ``error`` where it cannot be asked."""
+    """Its settings, and its capabilities according to the lake record; ``error`` if it cannot be asked."""
     found: dict[str, object] = {"source": str(config.source)}
     try:
         if config.source.scheme == "s3":
@@ -262,7 +262,7 @@ def _store_of(config: StoreConfig, node: Node, *, finds_lake: bool) -> dict[str,
 
 
 def capabilities(config: StoreConfig, node: Node) -> dict[str, object]:
-    """What the record of a lake says of its store; the least is assumed where it says nothing yet. Raises LakeError."""
+    """The capabilities of a store in the lake record; without an entry the minimum is assumed. Raises LakeError."""
     store = open_store(config, node)
     try:
         opened = lake_record.open_record(store, config, node.random.stream("probe"), node.clock, may_write=False)

@@ -23,8 +23,8 @@ from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.store.rate_limit import RateLimiter
 
 OTHER_LAKE = (
-    "{source} as this shell reaches it is not the lake of the mount: set AWS_ENDPOINT_URL and AWS_PROFILE as the mount "
-    "has them, or name the lake by its URL; if it was made anew, mount it again"
+    "{source} as this shell reaches it is not the lake of the mount: set AWS_ENDPOINT_URL and AWS_PROFILE as for the "
+    "mount, or give the URL of the lake; if the lake was created again, mount it again"
 )
 
 
@@ -51,7 +51,7 @@ async def connect_lake(
     lake_id: str | None = None,
 ) -> AsyncIterator[Connection]:
     """``may_write``: probe the store and write the lake record where needed; ``abandon``: cancelling does not wait;
-    ``is_root``: the place is to be a lake of its own (`require_root`); ``lake_id``: of a mount (`require_lake_id`).
+    ``is_root``: the source must be the root of a lake (`require_root`); ``lake_id``: of a mount (`require_lake_id`).
 
     Raises StoreError, ConfigError, MountError."""
     store = await trio.to_thread.run_sync(open_store, config, node, limiter, abandon_on_cancel=abandon)

@@ -41,8 +41,8 @@ _ESCAPES: dict[int, str] = {
 
 
 class PlainLine(logging.Formatter):
-    """``time level logger: message``, in UTC. File names cannot forge a line; tracebacks follow on lines of their own,
-    indented."""
+    """``time level logger: message``, in UTC. File names cannot forge a line; tracebacks follow on separate, indented
+    lines."""
 
     converter = staticmethod(time.gmtime)
 
@@ -59,7 +59,7 @@ class PlainLine(logging.Formatter):
         return "\n".join("  " + line.translate(_ESCAPES) for line in text.split("\n"))
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, with ``***`` in place of signatures and of secrets from the environment."""
+        """The line, with ``***`` instead of signatures and secrets from the environment."""
         text = _SIGNED.sub(lambda match: f"{match[1] or match[2]}***", super().format(record))
         for secret in self._secrets:
             text = text.replace(secret, "***")
@@ -67,8 +67,8 @@ class PlainLine(logging.Formatter):
 
 
 class _PrivateFile(logging.FileHandler):
-    """A log file that only its owner may read. Standard error, if it is that file at first, goes with it: what a crash
-    prints is in the log, and not in a file that rotation has deleted."""
+    """A log file that only its owner may read. If standard error is this file at first, it follows the rotation: the
+    output of a crash is in the log, and not in a file that rotation has deleted."""
 
     _has_stderr: bool | None = None
 
@@ -93,8 +93,8 @@ class PrivateRotatingFile(_PrivateFile, logging.handlers.RotatingFileHandler):
 
 
 class PrivateWatchedFile(_PrivateFile, logging.handlers.WatchedFileHandler):
-    """A log that another process rotates: opened again when that has moved it away. Where it cannot be opened, as
-    without its directory, records are lost, and the next one tries again."""
+    """A log that another process rotates: it is opened again after a rotation. If it cannot be opened, for example
+    because its directory is missing, records are lost, and the next one tries again."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
@@ -102,8 +102,8 @@ class PrivateWatchedFile(_PrivateFile, logging.handlers.WatchedFileHandler):
 
 
 def open_logs(config: MountConfig, *, is_restart: bool = False) -> None:
-    """Log to the log file, and in the foreground to standard error. A restarted daemon goes on without a log file that
-    cannot be opened. Raises MountError."""
+    """Log to the log file, and in the foreground to standard error. A restarted daemon continues without a log file
+    that cannot be opened. Raises MountError."""
     _open_root(
         config,
         lambda path: PrivateRotatingFile(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=False),

@@ -1,19 +1,19 @@
-"""Maintenance by a mount: looks about once an hour what its lake is due for, or when so many commits have been seen
-since that a fold is due, and has a worker do it.
+"""Maintenance by a mount: checks about once an hour, and when enough commits for a fold were seen, which maintenance of
+its lake is due, and has a worker do it.
 
 What always holds:
 
-* *spread evenly*: the times between two looks are drawn from an exponential distribution, so those of many mounts are
-  spread evenly however they were started, and so are those of mounts that live for minutes. None is shorter than a
-  sixtieth of the mean. Of mounts that see as many commits as make a fold due, one in LOOKING_SHARE looks each minute;
-* *one at a time*: the worker holds the maintenance lease, and finds out again what is due when it has it;
-* *the mount never waits*: what is more than a few requests happens in another process, at the lowest priority;
-* *no failure is repeated every hour*: the next run is due after twice as long each time, a day at most, and of a row of
-  failures the first is logged. Where commits cannot be read, no other mount tries for a while, either;
+* *spread evenly*: the times between two checks are drawn from an exponential distribution, so the checks of many mounts
+are spread evenly however the mounts were started, also those of mounts that live for minutes. No time is shorter than a
+sixtieth of the mean. Of the mounts that have seen enough commits for a fold, one in LOOKING_SHARE checks each minute;
+* *one at a time*: the worker holds the maintenance lease, and checks again what is due after it acquired the lease;
+* *the mount never waits*: work of more than a few requests happens in another process, at the lowest priority;
+* *no failure is repeated every hour*: after each failure the delay doubles, up to a day, and only the first of
+consecutive failures is logged. If commits cannot be read, other mounts also wait before they try;
 * *bounded disk*: what the worker keeps for the next fold (`admin.fold_database`), about the size of the index, goes
   where the disk has no room for it, and where another mount has folded for a week.
 
-Tasks of the trio thread. A crash leaves what the engines document, and a lease that ends by itself.
+Tasks of the trio thread. A crash leaves the state that the engines document, and a lease that expires.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOOKING_SHARE = 20
 ROOM_BYTES_MIN = 64 << 20
 """For the database of a small lake."""
 INDEX_COPIES = 3
-"""Of the newest index on the disk: as it is fetched, in the database, and as it is written."""
+"""Copies of the newest index on the disk: the fetched files, the database, and the written files."""
 COMPACTED_COPIES = 1
 """Where the database has the newest index: RocksDB may write it again."""
 
@@ -81,7 +81,7 @@ class Maintenance:
         self._holder = self._error = ""
 
     async def run(self) -> None:
-        """Look, and do what is due, for as long as the mount lives."""
+        """Check, and run the maintenance that is due, while the mount lives."""
         await self._worker.clear()
         while True:
             await self.wait()
@@ -104,7 +104,7 @@ class Maintenance:
             more_s -= shortest_s
 
     async def look(self) -> None:
-        """Find out what is due, and have it done. Raises nothing of the store, the disk or the worker."""
+        """Check what is due, and have it done. Raises no error of the store, the disk or the worker."""
         try:
             await self._inspect()
             await self._drop_outdated()
@@ -172,7 +172,7 @@ class Maintenance:
         now_ns = self._inspector.now_ns()
         if now_ns >= self._refused_until_ns and not await self._inspector.may_delete():
             self._refused_until_ns = now_ns + self._inspector.day_ns
-            log.info("maintenance: these credentials may not delete commits, so another mount is to collect garbage")
+            log.info("maintenance: these credentials may not delete commits, so another mount must collect garbage")
         return now_ns >= self._refused_until_ns
 
     def _put_off(self) -> None:

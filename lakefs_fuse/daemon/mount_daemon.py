@@ -6,8 +6,8 @@ SIGTERM and SIGINT unmount and drain; a second one ends draining. Bytes that can
 in the log, and make the exit code 1.
 
 ``--restarts`` is the number of daemons that the supervisor started before, and ``--replace`` the device (major:minor)
-of the dead mount to replace: it is detached when the lake is open, right before the new mount is made. If it is gone by
-then, a user has unmounted it, and this daemon only stores what is left.
+of the dead mount to replace: it is detached when the lake is open, right before the new mount is made. If it no longer
+exists then, a user has unmounted it, and this daemon only stores the remaining files.
 
 A crash leaves a dead mount until it is unmounted or replaced, the control socket, which the next daemon removes, and
 dirty bytes in staging, for the next mount.
@@ -45,9 +45,9 @@ from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, LakeError, MountError
 from lakefs_fuse.quantity import counted
 
 DRAIN_S_MAX = 3600.0
-"""Maximum time for uploads after unmounting, in all."""
+"""Maximum total time for uploads after unmounting."""
 DRAIN_STALL_S_MAX = 180.0
-"""Maximum time for them without one more byte sent."""
+"""Maximum time for them without progress."""
 DRAIN_CHECK_S = 1.0
 STOP_AGAIN_S_MIN = 1.0
 """A service manager signals a daemon and its supervisor, which forwards the signal: within this time that is one."""
@@ -57,7 +57,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt(3), as glibc's malloc.h numbers them."""
 MMAP_BYTES_MIN = 12 << 20
 """Larger than a WRITE request and than a GET of a large file, so that those reuse the heap: touching fresh memory is a
-quarter of the cost of receiving them. Smaller than a part of an upload, whose memory is returned at once."""
+quarter of the cost of receiving them. Smaller than a part of an upload, whose memory is returned immediately."""
 TRIM_BYTES_MIN = 32 << 20
 """Free memory at the end of the heap that is kept for later requests."""
 ARENAS_MAX = 2
@@ -104,7 +104,7 @@ class Readiness:
 
     @property
     def is_serving(self) -> bool:
-        """The mount answers and is not to end: an end of the daemon now is a crash."""
+        """The mount answers, and no end was requested: an end of the daemon now is a crash."""
         return self._is_serving
 
     def report_ready(self) -> None:
@@ -121,7 +121,7 @@ class Readiness:
         self._is_detached = True
 
     def end_serving(self) -> None:
-        """The mount is to end, or has ended: an end of the daemon is no crash any more."""
+        """The end of the mount was requested, or it has ended: from now on an end of the daemon is no crash."""
         self._is_serving = False
 
     def _send(self, answer: Answer) -> None:
@@ -223,7 +223,9 @@ class Daemon(Generic[Fs]):
             with trio.move_on_after(DEAD_S_MAX):
                 dead = await trio.to_thread.run_sync(is_dead, point, abandon_on_cancel=True)
         if not dead:
-            log.warning("%s was unmounted during the restart of the daemon: storing what is left, and ending", point)
+            log.warning(
+                "%s was unmounted during the restart of the daemon: storing the remaining files, and ending", point
+            )
             self._readiness.report_ready()
             return False
         await trio.to_thread.run_sync(lambda: detach(point, lazy=True))
@@ -236,7 +238,7 @@ class Daemon(Generic[Fs]):
         self._readiness.report_ready()
 
     async def _drain(self, fs: FilesystemView, lake: ServedLake) -> str:
-        """Store everything within bounds; the error, or an empty text. Files that are left are named in the log."""
+        """Store everything within bounds; the error, or an empty text. The log names files that are not stored."""
         error = f"draining took longer than {DRAIN_S_MAX:g} s, or sent nothing for {DRAIN_STALL_S_MAX:g} s"
         with self._draining:
             try:
@@ -295,7 +297,7 @@ def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succe
         from lakefs_fuse.kernel.session import Session
     except (ImportError, OSError) as error:
         raise LakeError(f"a library is missing ({error}): install libfuse3 and lakefs-fuse again") from error
-    # Modules are loaded: neither a relative entry of sys.path nor the working directory is needed any more.
+    # Modules are loaded: relative entries of sys.path and the working directory are no longer needed.
     os.chdir("/")
     session = Session()
     parts = Parts(open_lake, freeze_at_start(session.serve), session.request_unmount)
@@ -303,8 +305,7 @@ def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succe
 
 
 def freeze_at_start(serve: Serve[Fs]) -> Serve[Fs]:
-    """Exempt from garbage collection what exists when the lake is open, because it lives as long as the daemon.
-
+    """Exempt objects that exist when the lake is open from garbage collection, because they live as long as the daemon.
     Collecting during the start takes a tenth of its time, and later it would delay requests."""
 
     async def serving(fs: Fs, config: MountConfig, *, ready: Callable[[], None]) -> None:

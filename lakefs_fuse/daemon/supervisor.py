@@ -3,11 +3,11 @@
 It takes the same configuration on standard input and the same ``--ready-fd`` as the daemon, which is its child. It
 forwards the answer of the first daemon, and ends if that one does not serve. A daemon that is killed or fails while its
 mount exists is started again. The dead mount stays until the next daemon has opened the lake, so that programs get
-ENOTCONN meanwhile and do not mistake the directory beneath for the lake; then that daemon detaches it and mounts.
+ENOTCONN until then and do not mistake the underlying directory for the lake; then that daemon detaches it and mounts.
 `Pace` delays restarts after lives that end soon or never begin.
 
-It ends when the daemon ends by itself, when a user detaches the mount, and after SIGTERM or SIGINT, which it forwards.
-The daemon is a session of its own, so Ctrl-C in a terminal reaches it once, through the supervisor. SIGKILL of the
+It ends when the daemon ends regularly, when a user detaches the mount, and after SIGTERM or SIGINT, which it forwards.
+The daemon runs in a new session, so Ctrl-C in a terminal reaches it once, through the supervisor. SIGKILL of the
 supervisor leaves the daemon serving, unsupervised. One thread: signals arrive through a wakeup descriptor, the end of
 the daemon through a pidfd. Only one condition is polled: a daemon that was killed while it invalidated an entry, in a
 directory that is locked by a rename that waits for this daemon, cannot end. Aborting its mount ends both. The
@@ -39,9 +39,9 @@ from lakefs_fuse.environment import failpoints
 from lakefs_fuse.errors import EXIT_FAILURE, MALFORMED, LakeError
 
 SHORT_LIFE_S = 60.0
-"""A shorter life counts as one of a row of failures; a longer one ends the row."""
+"""A shorter life counts as a consecutive failure; a longer one resets the count."""
 PROMPT_RESTARTS = 5
-"""Restarts without a delay in one row."""
+"""Consecutive restarts without a delay."""
 DELAY_S_MAX = 30.0
 """Maximum delay; later restarts wait 1, 2, 4, … seconds."""
 STARTUP_S_MAX = 600.0
@@ -162,7 +162,7 @@ class Supervisor:
                 log.warning("%s was unmounted; the daemon is not started again", self._config.mountpoint)
                 break
             restarts += 1
-            # A point at which to die, for tests, is meant for the first life.
+            # A failpoint, for tests, applies to the first life.
             self._environment.pop(failpoints.VARIABLE, None)
         return life.code if life.code >= 0 else EXIT_FAILURE
 
@@ -173,7 +173,7 @@ class Supervisor:
                 self._clear(device)
             return True
         if self._stopping:
-            log.error("the daemon died while it was stopping (%s): mount again to store what is left", life)
+            log.error("the daemon died while it was stopping (%s): mount again to store the remaining files", life)
             self._clear(device)
             return True
         if gone and life.may_not_have_detached:
@@ -298,7 +298,7 @@ class Supervisor:
         self._stopping = True
 
     def _pause(self, delay_s: float) -> bool:
-        """Wait; whether a signal came meanwhile."""
+        """Wait; returns whether a signal arrived."""
         if not select.select([self._signals.receiving], [], [], delay_s)[0]:
             return False
         log.info("signal %s while no daemon runs: ending", ", ".join(self._signals.read()))

@@ -96,7 +96,7 @@ async def test_damaged_row_of_an_index_is_left_out_counted_and_reported(
         namespace = fs.statistics()["namespace"]
         assert isinstance(namespace, dict)
         assert namespace["rocksdb"]["damaged_rows"] == 1
-        assert sum("damaged and left out" in record.message for record in caplog.records) == 1
+        assert sum("damaged and skipped" in record.message for record in caplog.records) == 1
     async with headless(store, clock) as view:
         done = await Checker(view, quick=True, report=silent).run()
         assert (Kind.ROWS in {problem.kind for problem in done.problems}) == (kind != b"L")  # listings are asked anew

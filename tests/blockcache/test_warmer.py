@@ -135,7 +135,7 @@ async def test_fetch_that_the_store_does_not_answer_raises_its_error(tmp_path: P
 async def test_fetch_to_a_full_disk_is_an_error(tmp_path: Path) -> None:
     async with warming(tmp_path, disk=FakeDisk(room=MIB)) as lake:
         version = lake.put("k", 9 * MIB)
-        with pytest.raises(CacheError, match=r"did not keep what was fetched \(nothing more to evict\): make room"):
+        with pytest.raises(CacheError, match=r"did not keep the fetched blocks \(nothing more to evict\): free space"):
             await lake.fetch(whole(version))
         assert len(lake.store.gets) <= 4, "it does not go on"
 

@@ -322,7 +322,7 @@ def test_command_says_what_it_wrote(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(tmp_path / "one.safetensors")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "1 tensor, 12 B" in done.stdout
-    assert "left out, because they are no tensors: step" in done.stderr
+    assert "omitted, because they are not tensors: step" in done.stderr
     done = subprocess.run([*command, str(tmp_path / "one.pt"), "--json"], capture_output=True, text=True, check=False)
     assert json.loads(done.stdout)["objects"] == 1
     done = subprocess.run([*command, "s3://lake/one.pt"], capture_output=True, text=True, check=False)

@@ -118,7 +118,7 @@ def test_disk_without_room_would_refuse_the_mount(
     ("store", "said"),
     [
         ({**STORE, "error": "no connection"}, "cannot be asked: no connection"),
-        ({**STORE, "probed": False}, "the first mount that may write finds out"),
+        ({**STORE, "probed": False}, "the first writable mount probes it"),
         ({**STORE, "needs_newer_program": ["x"]}, "the mount is read-only, as the lake has x"),
     ],
 )
@@ -138,7 +138,7 @@ def test_store_that_says_little_is_a_part_of_the_answer(
 
 def test_json_without_explain_is_a_usage_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["mount", "s3://bucket/lake", str(tmp_path), "--json"]) == 2
-    assert "--json goes with --explain" in capsys.readouterr().err
+    assert "--json needs --explain" in capsys.readouterr().err
 
 
 # -- what is not secure ------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_what_is_left_out_is_named_and_makes_the_exit_code_1(lake: Path, src: Pa
     [
         (["missing", "file://LAKE"], 1, "missing does not exist"),
         (["SRC", "file://LAKE/missing"], 1, "does not exist"),
-        (["SRC", "LAKE"], 1, "neither inside a mount"),
+        (["SRC", "LAKE"], 1, "not inside a mount"),
         (["SRC/a", "file://LAKE"], 1, "not a tar archive"),
         (["SRC", "s3://bucket", "--endpoint-url", "http://k:topsecret@x"], 2, "--endpoint-url"),
         (["SRC", "file://LAKE", "--uploads", "0"], 2, "--uploads"),

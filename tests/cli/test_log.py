@@ -96,7 +96,7 @@ def test_log_as_json_is_an_object_a_line(log_of: Callable[..., LogArgs], capsys:
         (LogStart(since_ns=0, is_whole=True), "-- no commits", {"since": None, "whole": True}),
         (
             LogStart(since_ns=AT_NS, is_whole=False),
-            f"-- since {AT}; of earlier commits only packs in use are left",
+            f"-- since {AT}; earlier commits were deleted, except packs in use",
             {"since": AT, "whole": False},
         ),
     ],

@@ -138,7 +138,7 @@ def test_an_immutable_mount(mounted: list[MountConfig], capsys: pytest.CaptureFi
         assert run(["mount", *arguments]) == 2
         assert said in capsys.readouterr().err
     assert run(["mount", "--immutable", "/proc/sys"]) == 1
-    assert "is neither inside a mount of this program nor a source URL" in capsys.readouterr().err
+    assert "is not inside a mount of this program, and not a source URL" in capsys.readouterr().err
 
 
 def test_unsigned_mount_is_read_only_unless_told(
@@ -153,8 +153,8 @@ def test_unsigned_mount_is_read_only_unless_told(
     ]  # fmt: skip
     for arguments, said in (
         (["file:///lake", "--unsigned"], "--unsigned: file:///lake is not an S3 store: leave the option out"),
-        (["s3://bucket", "--unsigned", "--profile-for", "checkpoints"], "is for mounts that write"),
-        (["s3://bucket", "--unsigned", "--requester-pays"], "exclude each other: who pays has to sign"),
+        (["s3://bucket", "--unsigned", "--profile-for", "checkpoints"], "is for writable mounts"),
+        (["s3://bucket", "--unsigned", "--requester-pays"], "exclude each other: the account that pays must sign"),
         (["file:///lake", "--requester-pays"], "--requester-pays: file:///lake is not an S3 store"),
     ):
         assert run(["mount", arguments[0], "/mnt/lake", *arguments[1:]]) == 2

@@ -73,7 +73,7 @@ def test_a_mountpoint_need_not_be_empty(config: MountConfig, host: Host) -> None
     assert preflight.check(config, host) == []
     (Path(config.mountpoint) / "file").touch()
     (note,) = preflight.check(config, host)
-    assert note == f"mountpoint {config.mountpoint} is not empty: the mount hides what is in it until it ends"
+    assert note == f"mountpoint {config.mountpoint} is not empty: the mount hides its contents until it ends"
 
 
 def test_a_mountpoint_that_is_not_there(config: MountConfig, host: Host) -> None:
@@ -168,7 +168,7 @@ def test_cache_directory_in_a_mounted_lake_is_refused(config: MountConfig, host:
     )
     (tmp_path / "alias").symlink_to("outer")
     told = message(msgspec.structs.replace(config, cache_dir=f"{tmp_path}/alias/cache"), host)
-    assert f"lies in the lake that is mounted at {tmp_path}/outer: choose a --cache-dir on a local disk" in told
+    assert f"is in the lake that is mounted at {tmp_path}/outer: choose a --cache-dir on a local disk" in told
     assert list((tmp_path / "outer").iterdir()) == [], "nothing was made there"
 
 
@@ -179,7 +179,7 @@ def test_cache_directory_with_files_of_others_is_refused(config: MountConfig, ho
     (shared / "lost+found").mkdir()
     of_shared = msgspec.structs.replace(config, cache_dir=str(shared))
     (shared / "other").touch()
-    assert f"give --cache-dir a directory of its own, such as {shared}/lakefs-fuse" in message(of_shared, host)
+    assert f"give --cache-dir a separate directory, such as {shared}/lakefs-fuse" in message(of_shared, host)
     assert (sorted(os.listdir(shared)), stat.S_IMODE(shared.stat().st_mode)) == (["lost+found", "other"], 0o1777)
     (shared / "meta").mkdir()  # a cache that something was put into
     preflight.check(of_shared, host)

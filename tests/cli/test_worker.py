@@ -205,7 +205,7 @@ def test_a_place_outside_of_the_lake_is_refused(path: str) -> None:
 
 
 def test_what_is_neither_a_url_nor_in_a_mount(tmp_path: Path) -> None:
-    with pytest.raises(LakeError, match="neither inside a mount of this program nor a source URL"):
+    with pytest.raises(LakeError, match="not inside a mount of this program, and not a source URL"):
         find_place(str(tmp_path), NONE)
     with pytest.raises(ConfigError, match="--lake goes with a source URL"):
         find_place(str(tmp_path), NONE, "s3://bucket")

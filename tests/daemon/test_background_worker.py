@@ -85,7 +85,7 @@ async def test_failure_and_what_it_printed_are_reported(tmp_path: Path, caplog: 
     killed = await run(worker_of(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
     assert isinstance(killed, protocol.Failed)
     assert "without an answer (status -9)" in killed.message
-    with pytest.raises(LakeError, match="makes no sense"):
+    with pytest.raises(LakeError, match="an invalid answer"):
         await run(worker_of(tmp_path, 'print("nonsense", flush=True)' + SLEEP))
     store = StoreConfig(source=Source.parse("file:///nowhere"))
     missing = BackgroundWorker(store, tmp_path / "maintenance", lambda _: True, WorkerThreads(), program=["/nowhere"])

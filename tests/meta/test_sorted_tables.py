@@ -54,7 +54,7 @@ def test_a_file_that_is_not_in_the_store_is_not_dumped(tmp_path: Path) -> None:
     batch = Batch()
     Tree(database).insert(batch, ROOT_INODE, b"local", Flag.LOCAL)
     database.commit(batch)
-    with pytest.raises(CacheError, match="no store yet"):
+    with pytest.raises(CacheError, match="not in the store yet"):
         Dump(database, tmp_path, applied_since=0)
     database.close()
 

@@ -169,7 +169,7 @@ def test_mount_whose_proxy_fails_reads_on(node: Maker, proxy: Nginx, number: sig
     after = counters(lake)
     assert after["bytes_of_store"] == sum(map(len, (PLAIN | LARGE).values()))
     assert 1 <= after["fallbacks"] <= after["failures"]
-    assert lake.log().count("is left out until it answers again") == 1
+    assert lake.log().count("is not used until it answers again") == 1
     if number == signal.SIGSTOP:
         proxy.signal(signal.SIGCONT)
         eventually(lambda: "answers again" in lake.log().splitlines()[-1], "the proxy is used again")
@@ -199,7 +199,7 @@ def test_mount_whose_proxy_changes_bytes_shows_none_of_them(node: Maker, store: 
         found = counters(lake)
         assert found["damaged"] == found["fallbacks"] > 1
         assert found["failures"] == lake.number("cache.wrong_sums") == 0
-        assert lake.log().count("do not have their sum and come from the store") == 1
+        assert lake.log().count("do not match their checksum and come from the store") == 1
 
 
 def test_mount_with_a_wrong_password_of_the_proxy_reads_from_the_store(node: Maker, proxy: Nginx) -> None:

@@ -131,7 +131,7 @@ def test_machine_alone_is_checked_without_a_target(make_lake: LakeMaker) -> None
 
 def test_explain_of_a_directory_that_was_never_mounted_assumes_nothing_of_it(make_lake: LakeMaker) -> None:
     done = make_lake("file").try_mount("--explain")
-    assert "what it can do is not known yet" in done.stdout
+    assert "its capabilities are not known yet" in done.stdout
     assert "cannot: " not in done.stdout
 
 

@@ -136,7 +136,7 @@ def test_open_record_store_refusing_the_record_costs_a_warning(caplog: pytest.Lo
     asked = Asked(MemoryStore())
     asked.refused = lambda request: request.what == "put" and request.key == KEY
     assert asked.open().capabilities.put_if_absent
-    assert "found out again" in caplog.text
+    assert "will be probed again" in caplog.text
 
 
 def test_open_record_keys_refused_now_are_told() -> None:

@@ -351,7 +351,7 @@ async def test_drop_uploaded_without_a_journal_record_keeps_the_bytes_and_is_tri
 
         b.uploader.save = fail
         assert draft.drop_uploaded(keep_recent=False) == 0
-        assert "stay staged, as the journal takes no record: no room for the journal" in caplog.text
+        assert "stay staged: the journal cannot be written: no room for the journal" in caplog.text
         b.uploader.save = save
         assert b.staging.bytes_used == used
         assert draft.parts.bytes_dropped == 0

@@ -828,7 +828,7 @@ async def test_file_larger_than_staging_that_was_renamed_replaces_its_own_object
         await one.rename("a", "b")
         if is_taken:
             await two.write("a", b"theirs")
-            with pytest.raises(FileError, match="move those away") as error:
+            with pytest.raises(FileError, match="move those objects away") as error:
                 await one.fs.fsync(handle)
             assert error.value.errno == errno.EEXIST
             await two.rename("a", "c")
