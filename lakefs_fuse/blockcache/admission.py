@@ -1,17 +1,14 @@
-"""Which blocks that jumping readers miss get a place in a full cache.
-
-A data set that is larger than the cache and is read in random order, epoch after epoch, drives out of an LRU cache what
-the next epoch needs. So what such a reader misses takes the place of what nobody has used for a while, and of nothing
-else: a fixed share of the data set stays, and is found in every epoch. What gets no place is read past the cache, just
-the bytes that are wanted.
+"""Decides which blocks missed by random readers are admitted to a full cache. A dataset that is larger than the cache
+and is read in random order, epoch after epoch, evicts from an LRU cache the blocks that the next epoch needs. So a
+block missed by such a reader only replaces blocks that were not used for a while: a fixed share of the dataset stays,
+and is hit in every epoch. Bytes that are not admitted are read without caching, only as many as requested.
 
 *For a while* is three times the time after which readers come back to the same bytes, and `SPARED_S_MIN` at least. That
-time is half of an epoch at its begin and one and a half at its end, and no file waits for longer than two. It is taken
-of a sample of the ranges that are read: of all of them, until there are too many, then of half, and so on.
-
+time is half of an epoch at its begin and one and a half at its end, and no file waits for longer than two. It is
+measured on a sample of the ranges that are read: on all of them, until there are too many, then on half, and so on.
 What always holds: memory is bounded by `SAMPLED_MAX`; a cache in which everything is in use is tried again with one
-block each `RETRY_S`, so the next data set gets in when the one before is not used any more. Trio thread only; a restart
-begins to measure anew.
+block every `RETRY_S`, so the next dataset is admitted when the previous one is no longer used. Trio thread only; a
+restart begins to measure again.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ SAMPLED_MAX = 4096
 REUSED_AT_ONCE_S = 1.0
 """The kernel asks for the same range again, or several workers do: not a new epoch."""
 WEIGHT = 1 / 16
-"""Of the newest time in their mean."""
+"""Weight of the newest time in the mean."""
 HASHES = 1 << 32
 
 
 class AdmissionPolicy:
-    """See the module's head. The reader tells what it `read` and asks `admits`; the cache tells what became of that."""
+    """See the module's head. The reader reports ranges with `read` and asks `admits`; the cache reports the result."""
 
     def __init__(self) -> None:
         self.reuse_s = 0.0
@@ -51,7 +48,7 @@ class AdmissionPolicy:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last block that was missed got a place."""
+        """Whether the last missed block was admitted."""
         return not self._closed_until_s
 
     def read(self, version: Version, offset: int) -> None:
@@ -70,7 +67,7 @@ class AdmissionPolicy:
             self._sampled = OrderedDict(each for each in self._sampled.items() if each[0] < self._hash_max)
 
     def admits(self) -> bool:
-        """Whether to bring a block that was missed into the cache. Where it was full before, one in a while is tried:
+        """Whether to admit a missed block to the cache. If the cache was full before, one block is tried at intervals:
         True for that, too."""
         if self.is_open:
             return True
@@ -81,5 +78,5 @@ class AdmissionPolicy:
         return True
 
     def kept(self, *, has_place: bool) -> None:
-        """A block that was admitted got a place, or all that lies there is in use."""
+        """Record that an admitted block was stored, or that everything in the cache is in use."""
         self._closed_until_s = 0.0 if has_place else trio.current_time() + RETRY_S

@@ -1,11 +1,12 @@
-"""The block cache for trio tasks: reads at once while the disk is prompt, else in worker threads; writes gathered.
+"""The block cache for trio tasks: reads on the trio thread while the disk is prompt, else in worker threads; writes are
+gathered.
 
-Handing work to a thread and getting the answer back takes about a millisecond of CPU, because two threads have to be
-woken and to get hold of the interpreter. So small reads of a prompt disk stay on the trio thread (`disk_latency`), and
-small writes are gathered, for `GATHER_S` at most, and made by one thread.
+Handing work to a thread and getting the answer back takes about a millisecond of CPU, because two threads must be woken
+and acquire the interpreter. So small reads of a prompt disk stay on the trio thread (`disk_latency`), and small writes
+are gathered, for `GATHER_S` at most, and made by one thread.
 
 What always holds (*bounded threads*): at most `READING_THREADS_MAX` threads read and `WRITING_THREADS_MAX` write.
-The caller bounds the bytes. Trio thread only; a crash loses the writes under way, whose blocks are fetched again.
+The caller bounds the bytes. Trio thread only; a crash loses the writes in progress, whose blocks are fetched again.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Gathered:
 
 
 class AsyncBlockCache:
-    """See the module's head. ``blocks`` is the cache itself, for what needs no disk."""
+    """See the module's head. ``blocks`` is the cache itself, for calls that need no disk."""
 
     def __init__(self, blocks: BlockCache, nursery: trio.Nursery, threads: Threads, clock: Clock) -> None:
         self.blocks = blocks
@@ -64,11 +65,11 @@ class AsyncBlockCache:
         self.admission = AdmissionPolicy()
 
     async def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
-        """As `BlockCache.read_part`. No checkpoint where the disk answers at once."""
+        """As `BlockCache.read_part`. No checkpoint if the disk answers immediately."""
         try:
             if end - start > SMALL_READ_BYTES_MAX:
                 raise BlockingIOError
-            if not self.latency.is_prompt:  # it waits for nothing, so that its time says nothing of the disk
+            if not self.latency.is_prompt:  # it does not wait, so its time does not measure the disk
                 return self.blocks.read_part_now(version, start, end, prompt=False)
             with self.latency.timed():
                 return self.blocks.read_part_now(version, start, end, prompt=True)
@@ -88,7 +89,7 @@ class AsyncBlockCache:
             return await self._read(partial(self.blocks.read_blocks, version, first, stop, parts_to_come=parts_to_come))
 
     async def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
-        """As `BlockCache.has_blocks`. No checkpoint where the disk answers at once."""
+        """As `BlockCache.has_blocks`. No checkpoint if the disk answers immediately."""
         if not self.blocks.may_have(version):
             return [False] * (stop - first)
         try:
@@ -125,7 +126,7 @@ class AsyncBlockCache:
         self, version: Version, first: int, blocks: Sequence[memoryview], *, is_jumping: bool = False
     ) -> None:
         """Write adjacent blocks; they are on the disk, or the disk refused them, when this returns. ``is_jumping``: for
-        a reader that jumps, for whom nothing is evicted that is in use (`admission`)."""
+        a random reader, for which no block in use is evicted (`admission`)."""
         size = sum(map(len, blocks))
         if size > SMALL_WRITE_BYTES_MAX:
             await self._write([(version, first, blocks)], is_jumping)

@@ -2,13 +2,13 @@
 
 What always holds:
 
-* a block, or a piece of one, is answered only if its hash matches, so nothing that happens to the files can put wrong
-  bytes into a read;
+* a block, or a piece of one, is returned only if its hash matches, so no damage of the files can put wrong bytes into a
+read;
 * an error of the cache disk never leaves this module: reads answer "not here", writes do nothing, `statistics` tells;
 * the bounds of `cache_directory`: disk space, free space, descriptors, memory; pinned versions are not evicted.
 
-Calls block and are for worker threads, many at once; `pin`, `unpin`, the properties, `statistics` and what reads "now"
-are for the trio thread. This class has no lock of its own (see `cache_directory` for the locks).
+Calls block and are for worker threads, many concurrently; `pin`, `unpin`, the properties, `statistics` and the reads
+named "now" are for the trio thread. This class has no lock of its own (see `cache_directory` for the locks).
 
 A crash leaves the files as they are; torn blocks are found by their hashes and fetched again.
 """
@@ -41,13 +41,13 @@ __all__ = ["BLOCK_BYTES", "BlockCache", "CacheState", "CacheStatistics", "Versio
 T = TypeVar("T")
 
 INDEX_BYTES = 4 * ALIGN_BYTES
-"""Room that a write reserves for what it adds to a large file's header and hashes."""
+"""Space that a write reserves for the header and hashes of a large file."""
 WRITES_AT_ONCE = 2
-"""Writes under way, each with its reservation, that may meet the bound together."""
+"""Maximum of concurrent writes, each with its reservation, that may reach the bound together."""
 
 
 def _room(version: Version, blocks: Sequence[Buffer]) -> int:
-    """Disk space that adjacent blocks may take up."""
+    """Maximum disk space of adjacent blocks."""
     data = sum(-(-len(block) // ALIGN_BYTES) * ALIGN_BYTES for block in blocks)
     return data + (ALIGN_BYTES if version.blocks == 1 else INDEX_BYTES)
 
@@ -109,7 +109,7 @@ class BlockCache:
 
     @property
     def counted(self) -> bool:
-        """Whether `scan` is not needed (any more)."""
+        """Whether `scan` has ended or is not needed."""
         return self.files.counted
 
     @property
@@ -142,19 +142,19 @@ class BlockCache:
     # -- blocks
 
     def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
-        """Bytes [start, end), which must exist in the version, verified; None where they are not here, or can be read
-        by whole blocks only."""
+        """Bytes [start, end), which must exist in the version, verified; None if they are not cached, or can be read
+        only by whole blocks."""
         return self._read(partial(self.files.reading, version), lambda file: file.read_part(start, end))
 
     def read_part_now(self, version: Version, start: int, end: int, *, prompt: bool) -> memoryview | None:
-        """As `read_part`, for the trio thread. Raises BlockingIOError where it would have to wait, for another thread
-        or for a disk that is not ``prompt``."""
+        """As `read_part`, for the trio thread. Raises BlockingIOError if it would have to wait, for another thread or
+        for a disk that is not ``prompt``."""
         opened = partial(self.files.reading_now, version, prompt=prompt)
         return self._read(opened, lambda file: file.read_part(start, end, wait=prompt))
 
     def read_all_now(self, version: Version) -> bytes | None:
-        """All of a version of one block, for the trio thread and a prompt disk; None where it is not here. Raises
-        BlockingIOError where it would have to wait for another thread."""
+        """All bytes of a version of one block, for the trio thread and a prompt disk; None if it is not cached. Raises
+        BlockingIOError if it would have to wait for another thread."""
 
         def read(file: CacheFile) -> bytes | None:
             expected = file.hashes(0, 1)[0]
@@ -183,8 +183,8 @@ class BlockCache:
     def read_blocks(
         self, version: Version, first: int, stop: int, *, parts_to_come: bool = False
     ) -> list[bytes | None]:
-        """Blocks [first, stop), which must exist in the version, each verified or None. ``parts_to_come`` prepares them
-        for `read_part`."""
+        """Blocks [first, stop), which must exist in the version, each verified or None. ``parts_to_come`` prepares the
+        blocks for `read_part`."""
         answer: list[bytes | None] = [None] * (stop - first)
         if not self.readable:
             return answer
@@ -212,7 +212,7 @@ class BlockCache:
         return data
 
     def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
-        """Whether each of blocks [first, stop) is here, by the files' index; nothing is verified."""
+        """Whether each of blocks [first, stop) is cached, by the index of the file; nothing is verified."""
         return self._has_blocks(partial(self.files.reading, version), first, stop)
 
     def has_blocks_now(self, version: Version, first: int, stop: int) -> list[bool]:
@@ -237,8 +237,8 @@ class BlockCache:
 
     def write_runs(self, runs: Sequence[tuple[Version, int, Sequence[Buffer]]], *, spared_s: float = 0) -> bool:
         """Keep runs of adjacent blocks, each from its first block on, if there is room; an error of the disk ends it.
-        With ``spared_s`` nothing is evicted that was used so lately: False where only that could make room. Raises
-        ValueError where a length is not the block's."""
+        With ``spared_s`` no file used in this time is evicted: False if only that could free space. Raises ValueError
+        if a length is not the block's."""
         if not self.writable:
             return True
         reserved = [_room(version, blocks) for version, _, blocks in runs]
@@ -260,14 +260,13 @@ class BlockCache:
             self._health.write_worked()
         except OSError as error:
             self._health.failed(error)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not EFBIG, for which no room will do
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not EFBIG, which more space does not help
                 self.evict(wanted)  # a quota, which free space does not show: make room for the next attempt
         return True
 
     def adopt(self, path: str | Path, version: Version, hashes: Sequence[int]) -> bool:
-        """Make a file that holds the version's bytes (or holes, where ``hashes`` has 0) the version's cache file.
-
-        ``path`` is gone when this returns: renamed into the cache, or removed where that failed (False). It must be on
+        """Make a file with the version's bytes (or holes, where ``hashes`` has 0) the version's cache file. ``path`` no
+        longer exists when this returns: it was renamed into the cache, or removed if that failed (False). It must be on
         the cache's filesystem, and have no writer. Raises ValueError unless there is one hash a block.
         """
         if len(hashes) != version.blocks:
@@ -281,8 +280,8 @@ class BlockCache:
         return False
 
     def transfer(self, old: Version, new: Version) -> bool:
-        """Make the cached blocks of ``old`` those of ``new``, which is the same bytes; readers of ``old`` go on. False
-        where there are none, or the disk fails. Raises ValueError where sizes differ.
+        """Make the cached blocks of ``old`` those of ``new``, which has the same bytes; readers of ``old`` continue.
+        False if there are none, or the disk fails. Raises ValueError if the sizes differ.
         """
         if old.size != new.size:
             raise ValueError(f"{old.size} and {new.size} bytes are not the same")
@@ -304,12 +303,12 @@ class BlockCache:
             return 0
 
     def has_room(self, versions: Sequence[Version]) -> bool:
-        """Whether all blocks of these versions fit without anything being evicted; False while not all is counted."""
+        """Whether all blocks of these versions fit without eviction; False until all files are counted."""
         largest = sum(Layout.for_size(version.size).disk_bytes_max for version in versions)
         return self.files.has_room(largest + WRITES_AT_ONCE * INDEX_BYTES)
 
     def evict(self, wanted: int = 0) -> int:
-        """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; returns bytes freed."""
+        """Free as much as the bounds require, and at least ``wanted`` bytes if possible; returns the bytes freed."""
         try:
             return self.files.evict(wanted)
         except OSError as error:
@@ -325,12 +324,12 @@ class BlockCache:
         return answer + [0] * (len(versions) - len(answer))
 
     def scan(self) -> None:
-        """Count the space in use, unless the last `close` left the count. Reads and writes may go on."""
+        """Count the space in use, unless the last `close` saved the count. Reads and writes may continue."""
         with self._recording_failure():
             self.files.scan()
 
     def close(self) -> None:
-        """Close files and leave the count for the next start. Nothing else may be running or called after."""
+        """Close files and save the count for the next start. No other call may be running or follow."""
         with self._recording_failure():
             self.files.close()
 

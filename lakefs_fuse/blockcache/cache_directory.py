@@ -2,16 +2,13 @@
 
 What always holds:
 
-* memory does not grow with the number of files: at most ``FILES_OPEN_MAX`` idle descriptors, one eviction sample, and
-  bits that tell most files which are not there (`presence`);
-* a file counts with the disk space it takes up, from the moment its directory was scanned;
-* files of pinned (open) versions are not evicted, nor blocks that are kept.
-
-Calls block and are for worker threads, many at once; `pin`, `unpin`, `reading_now` and the gauges are quick enough for
-the trio thread. Two locks, always taken in this order: ``_files_lock`` (opening, creating, replacing, removing files;
-held during such disk operations, and by `scan` for the stats of 1/256 of the files), then ``_lock`` (what is in memory;
-held for one stat at most). Block data moves under neither.
-Errors of the disk are raised as OSError.
+* memory does not grow with the number of files: at most ``FILES_OPEN_MAX`` idle descriptors, one eviction sample, and a
+filter that rules out most absent files (`presence`); * a file counts with its disk space, from the moment its directory
+was scanned; * files of pinned (open) versions and kept blocks are not evicted. Calls block and are for worker threads,
+many concurrently; `pin`, `unpin`, `reading_now` and the gauges are quick enough for the trio thread. Two locks, always
+acquired in this order: ``_files_lock`` (opening, creating, replacing, removing files; held during such disk operations,
+and by `scan` for the stats of 1/256 of the files), then ``_lock`` (what is in memory; held for one stat at most). Block
+data moves under neither. Errors of the disk are raised as OSError.
 
 A crash leaves the files as they are. Only the count of the space is lost, and counted again by `scan`.
 """
@@ -46,22 +43,22 @@ _log = logging.getLogger(__name__)
 NS = 1_000_000_000
 FILES_OPEN_MAX = 256
 TOUCH_S = 60.0
-"""A file's time of use is written at most so often."""
+"""Minimum interval between two writes of a file's time of use."""
 SLACK_BYTES_MAX = 256 << 20
-"""A write that finds no room makes so much more (or 1/64 of the cache), not to be back at once."""
+"""A write without space frees this much more (or 1/64 of the cache), so that the next one need not evict."""
 WRITTEN_BYTES_MAX = 32 << 20
 """Bytes that are being written count twice against the free space of the disk: as reserved, and as written."""
 EVICTIONS_MAX = 3
-"""For one write: another, which found room, may have taken what was freed."""
+"""Attempts of one write to free space: another write may have used the freed space."""
 KEPT_EXAMINED_MAX = 256
-"""Files with kept blocks whose others are looked for at a time: about 10 ms."""
+"""Files with kept blocks that are searched for other blocks at a time: about 10 ms."""
 SCAN_DIRECTORIES = 16
 """Counted under one hold of the files lock; of those that exist."""
 _USAGE_NAME, _PRESENCE_NAME = "usage", "presence"
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    """``presence`` is what was answered when that was saved: they belong together."""
+    """``presence`` is the checksum that its `save` returned: both belong together."""
 
     bytes_used: int
     presence: int
@@ -69,7 +66,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 @contextmanager
 def _locked_nowait(lock: threading.Lock) -> Iterator[None]:
-    """Hold the lock. Raises BlockingIOError where another thread has it."""
+    """Hold the lock. Raises BlockingIOError if another thread has it."""
     if not lock.acquire(blocking=False):
         raise BlockingIOError
     try:
@@ -139,11 +136,11 @@ class CacheDirectory:
         return len(self._pins)
 
     def may_have(self, version: Version) -> bool:
-        """Whether a file of the version may be there; True while not all is counted. False: there is none."""
+        """Whether a file of the version may exist; True until all files are counted. False: there is none."""
         return not self.counted or self._presence.may_have(name_digest(version))
 
     def pin(self, version: Version) -> None:
-        """Spare the version until as many `unpin`. Lost with the process."""
+        """Do not evict the version until as many calls of `unpin`. Lost with the process."""
         digest = name_digest(version)
         with self._lock:
             self._pins[digest] = self._pins.get(digest, 0) + 1
@@ -157,22 +154,22 @@ class CacheDirectory:
                 del self._pins[digest]
 
     def keep(self, blocks: dict[bytes, BlockSet]) -> None:
-        """Do not evict these blocks, by the name digests of their versions, in place of those before. Lost with the
+        """Do not evict these blocks, by the name digests of their versions; replaces the previous set. Lost with the
         process."""
         with self._lock:
             self._kept = blocks
 
     def kept_blocks(self, version: Version) -> BlockSet:
-        """The blocks of a version that `keep` was told of."""
+        """The blocks of a version that `keep` set."""
         return self._kept.get(name_digest(version), 0)
 
     def spare_since(self, since_ns: int | None) -> None:
-        """Do not evict what is used since this time (wall clock); None ends that."""
+        """Do not evict files used since this time (wall clock); None ends that."""
         self._spared_since_ns = since_ns
 
     @property
     def capacity_bytes(self) -> int:
-        """What the files may take up if all others go: the bound, or what the disk has room for."""
+        """The space that the files may use if all others are evicted: the bound, or the space of the disk."""
         with self._lock:
             free = self._disk.free_bytes(self._root) - self._free_bytes_min - WRITTEN_BYTES_MAX
             return min(self.bytes_max, max(0, self.bytes_used + free))
@@ -223,8 +220,8 @@ class CacheDirectory:
             return self._open_file(version)
 
     def inspect(self, version: Version, *, is_use: bool) -> tuple[BlockSet, int]:
-        """Blocks of the version that are here, by the index of its file, and when they were last used (wall clock in
-        ns). ``is_use``: now. The file stays closed. Raises OSError."""
+        """Cached blocks of the version, by the index of its file, and when they were last used (wall clock in ns).
+        ``is_use`` sets that to now. The file stays closed. Raises OSError."""
         if not self.may_have(version):
             return 0, 0
         file = CacheFile.open_quietly(eviction.file_path(self._root, name_digest(version)), version)
@@ -239,7 +236,7 @@ class CacheDirectory:
 
     @contextmanager
     def writing(self, version: Version, *, reserved: int = 0) -> Iterator[CacheFile]:
-        """The version's file for the block, made where there is none. Its size is counted again at the end, in place of
+        """The version's file for the block, created if there is none. Its size is counted again at the end, instead of
         the ``reserved`` bytes."""
         file = self._acquire_open(version, name_digest(version))
         if file is None:
@@ -287,7 +284,7 @@ class CacheDirectory:
             allocated = local_disk.allocated_bytes(self._move_in(path, target))
             with self._lock:
                 file = self._open.pop(source, None)
-                if file is not None:  # its readers and writers go on: the bytes are the same
+                if file is not None:  # its readers and writers continue: the bytes are the same
                     file.mark_removed()
                 if source in self._kept:
                     self._kept[target] = self._kept.pop(source)
@@ -298,7 +295,7 @@ class CacheDirectory:
         return True
 
     def _move_in(self, path: str, digest: bytes) -> str:
-        """Rename ``path`` to the file of this name, under the files lock; returns where that is. Raises OSError."""
+        """Rename ``path`` to the file of this name, under the files lock; returns its new path. Raises OSError."""
         target = eviction.file_path(self._root, digest)
         os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
         with self._lock:
@@ -307,7 +304,7 @@ class CacheDirectory:
         return target
 
     def close(self) -> None:
-        """Close the files and leave the count for the next start. Nothing else may be running or called after."""
+        """Close the files and save the count for the next start. No other call may be running or follow."""
         with self._files_lock, self._lock:
             if self.closed:
                 return
@@ -324,14 +321,14 @@ class CacheDirectory:
     def _acquire_open(self, version: Version, digest: bytes) -> CacheFile | None:
         with self._lock:
             file = self._open.get(digest)
-            if file is None or file.version != version:  # names are hashes, which an attacker may make collide
+            if file is None or file.version != version:  # names are hashes, for which an attacker may create collisions
                 return None
             file.begin_use()
             self._open.move_to_end(digest)
             return file
 
     def _open_file(self, version: Version, *, look: bool = False) -> CacheFile | None:
-        """Under the files lock: the file on disk, in use. ``look``: ask the disk even where `may_have` says no."""
+        """The file on disk, in use; under the files lock. ``look``: ask the disk even if `may_have` is false."""
         digest = name_digest(version)
         file = self._acquire_open(version, digest)
         if file is not None or not (look or self.may_have(version)):
@@ -348,7 +345,7 @@ class CacheDirectory:
         return file
 
     def _made_file(self, version: Version) -> CacheFile:
-        """Make the file, under the files lock; another process may have made it meanwhile."""
+        """Create the file, under the files lock; another process may have created it since."""
         try:
             return self._create_file(version)
         except FileExistsError:
@@ -356,7 +353,7 @@ class CacheDirectory:
             return self._open_file(version, look=True) or self._create_file(version)
 
     def _create_file(self, version: Version) -> CacheFile:
-        """Under the files lock, where there is none."""
+        """Create the file, under the files lock, if there is none."""
         digest = name_digest(version)
         with self._lock:
             self._presence.add(digest)
@@ -420,8 +417,8 @@ class CacheDirectory:
     # -- space
 
     def reserve(self, wanted: int, *, spared_s: float = 0) -> bool:
-        """Reserve room for a write until `unreserve`, evicting where needed, but for what was used in the last
-        ``spared_s``; False where that is not enough."""
+        """Reserve space for a write until `unreserve`. It evicts if necessary, except files used in the last
+        ``spared_s``; False if that is not enough."""
         if self._reserve(wanted):
             return True
         with self._files_lock:
@@ -434,7 +431,7 @@ class CacheDirectory:
             return self._reserve(wanted)
 
     def unreserve(self, wanted: int) -> None:
-        """End a reservation of what was not written."""
+        """End a reservation whose bytes were not written."""
         with self._lock:
             self._bytes_reserved -= wanted
 
@@ -444,7 +441,7 @@ class CacheDirectory:
             return self._evict(max(wanted, self._excess(0, 0)))
 
     def scan(self) -> None:
-        """Count the space in use, unless the last `close` left the count. All other calls may run meanwhile."""
+        """Count the space in use, unless the last `close` saved the count. All other calls may run at the same time."""
         with self._lock:
             if self.counted:
                 return
@@ -461,8 +458,8 @@ class CacheDirectory:
         eviction.remove_earlier(self._root)
 
     def _add_found(self, files: Sequence[eviction.Candidate], counted_up_to: int) -> None:
-        """Count files, under the files lock, so that none has come, gone or been opened since they were found. What
-        an open one has grown by since then counts already, or will when its writer ends."""
+        """Count files, under the files lock, so that none was created, removed or opened since they were found. The
+        growth of an open file since then is already counted, or will be when its writer ends."""
         with self._lock:
             for found in files:
                 file = self._open.get(found.digest)
@@ -479,7 +476,7 @@ class CacheDirectory:
         except MALFORMED:
             path.unlink()
             return
-        path.unlink()  # so that a crash from now on is seen as one
+        path.unlink()  # so that the next start detects a crash from now on
         if not self._presence.load(f"{self._root}/{_PRESENCE_NAME}", usage.presence):
             return
         self._bytes_used = usage.bytes_used
@@ -497,13 +494,13 @@ class CacheDirectory:
                 self._count(file.digest, file.set_allocated(local_disk.allocated_bytes(file.fd)))
 
     def _excess(self, room: int, disk_room: int) -> int:
-        """Bytes to free before the cache may grow by ``room``, of which ``disk_room`` is new to the disk."""
+        """Bytes to free before the cache may grow by ``room``; the disk grows by ``disk_room``."""
         over = self._bytes_used + self._bytes_reserved + room - self.bytes_max
         short = self._free_bytes_min + self._bytes_reserved + disk_room - self._disk.free_bytes(self._root)
         return max(over, short)
 
     def has_room(self, wanted: int) -> bool:
-        """This many bytes fit without anything being evicted; False while not all is counted."""
+        """Whether this many bytes fit without eviction; False until all files are counted."""
         with self._lock:
             return self.counted and self._excess(wanted, wanted) <= 0
 
@@ -522,8 +519,8 @@ class CacheDirectory:
             return since_ns is not None and candidate.used_ns >= since_ns
 
     def _evict(self, wanted: int, spared_s: float = 0) -> int:
-        """Under the files lock: free at least ``wanted`` bytes if there is so much to free. With ``spared_s`` only of
-        files that were not used for so long, as far as one sample after the other has some."""
+        """Free at least ``wanted`` bytes if possible, under the files lock. With ``spared_s`` only of files that were
+        not used for this time, as long as each sample contains some."""
         freed, latest_ns = 0, (self._clock.wall_ns() - int(spared_s * NS) if spared_s else None)
         while freed < wanted:
             victims = eviction.oldest(self._root, self._rng, self._is_spared)
@@ -540,7 +537,7 @@ class CacheDirectory:
         return freed
 
     def _evict_beside_kept(self, wanted: int) -> int:
-        """Free blocks that are not kept, of some files of which others are. `keep` may be called meanwhile."""
+        """Free blocks that are not kept, in files with kept blocks. `keep` may be called at the same time."""
         freed, digests = 0, list(self._kept)
         start = self._rng.randrange(len(digests)) if digests and self._spared_since_ns is None else len(digests)
         for digest in digests[start : start + KEPT_EXAMINED_MAX]:
@@ -551,8 +548,8 @@ class CacheDirectory:
         return freed
 
     def drop(self, version: Version, blocks: BlockSet) -> int | None:
-        """Remove these blocks, unless they are kept, and give their space back: how much; None where the version is
-        pinned. Raises OSError."""
+        """Remove these blocks, unless they are kept; returns the bytes freed, or None if the version is pinned. Raises
+        OSError."""
         digest = name_digest(version)
         with self._files_lock:
             with self._lock:

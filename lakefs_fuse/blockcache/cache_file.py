@@ -1,4 +1,4 @@
-"""One file of the block cache: the blocks of one object version, and the index that says which of them are there.
+"""One file of the block cache: the blocks of one object version, and the index of the cached ones.
 
     0            blocks at their own offsets, sparse
     data_end     size rounded up to 4096: header (64 bytes), then one little-endian XXH3-64 per block, 0 = absent
@@ -6,15 +6,15 @@
 
 What always holds:
 
-* the file is self-describing: nothing else needs to know of it, and its layout follows from its length alone;
+* the file is self-describing: there is no record of it elsewhere, and its layout follows from its length alone;
 * a block is written before its hash, or with it, so a block with a matching hash is whole. After a crash, in which the
   kernel may have kept the hash and lost the block, the hash does not match and the block counts as damaged: fetched
-  again. The same holds for a piece of 32 KiB, which is read where only a small part of a block is wanted; if its hash
-  is not known or does not match, the block's decides;
+  again. The same holds for a piece of 32 KiB, which is read if only a small part of a block is requested; if its hash
+  is not known or does not match, the block's hash decides;
 * the header holds a BLAKE2 digest of key and ETag, so that a file never answers for another version.
 
-All calls block and are for worker threads, but for what `BlockCache` reads "now". Reading and writing blocks at once
-from several threads is safe: two writers of one block write the same bytes. ``users``, ``dead`` and
+All calls block and are for worker threads, except the reads that `BlockCache` names "now". Reading and writing blocks
+concurrently from several threads is safe: two writers of one block write the same bytes. ``users``, ``dead`` and
 ``accounted_bytes`` belong to `cache_directory.CacheDirectory` and its lock.
 """
 
@@ -47,7 +47,7 @@ _UNKNOWN = bytes(_HASH_BYTES)
 
 
 class DamagedFile(Exception):
-    """The file is no cache file of the version: cut short, overwritten, or of another format."""
+    """The file is not a cache file of the version: truncated, overwritten, or of another format."""
 
 
 def block_hash(data: Buffer) -> int:
@@ -56,7 +56,7 @@ def block_hash(data: Buffer) -> int:
 
 
 def piece_hashes(data: Buffer) -> bytes:
-    """Hashes of adjacent pieces, as they lie in the file; the last piece may be short."""
+    """Hashes of adjacent pieces, in the byte order of the file; the last piece may be short."""
     view = memoryview(data)
     hashes = [block_hash(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)]
     return struct.pack(f"<{len(hashes)}Q", *hashes)
@@ -77,7 +77,7 @@ def _check(version: Version) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are in the file of an object of ``size`` bytes."""
+    """The layout of the file of an object of ``size`` bytes."""
 
     size: int
     blocks: int
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def disk_bytes_max(self) -> int:
-        """Disk space of the file when all blocks are there."""
+        """Disk space of the file with all blocks."""
         return -(-self.file_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
     def hash_at(self, index: int) -> int:
@@ -135,7 +135,7 @@ def read_layout(fd: int) -> tuple[Layout, bytes]:
         found = _read_layout(fd, length, form)
         if found is not None:
             return found
-    raise DamagedFile("no header at the place that its length says")
+    raise DamagedFile("no header at the offset that its length implies")
 
 
 def _read_layout(fd: int, length: int, form: int) -> tuple[Layout, bytes] | None:
@@ -171,7 +171,7 @@ def seal(fd: int, version: Version, hashes: Sequence[int]) -> None:
 
 def relabel(path: str, old: Version, new: Version) -> None:
     """Rewrite the header of a cache file of ``old`` for ``new``, the same bytes; the caller renames the file. After a
-    crash between the two it answers for neither. Raises DamagedFile, OSError."""
+    crash between the two it is valid for neither. Raises DamagedFile, OSError."""
     fd = os.open(path, os.O_RDWR)
     try:
         layout, check = read_layout(fd)
@@ -198,11 +198,11 @@ def _forget_pieces(fd: int, layout: Layout, first: int, stop: int) -> None:
 
 
 def punch(fd: int, layout: Layout, first: int, stop: int) -> bool:
-    """Forget blocks [first, stop) and give their space back; False where the filesystem cannot. Raises OSError."""
+    """Forget blocks [first, stop) and free their space; False if the filesystem cannot. Raises OSError."""
     disk.pwrite_all(fd, bytes((stop - first) * _HASH_BYTES), layout.hash_at(first))
     start = first * BLOCK_BYTES
     punched = disk.punch_hole(fd, start, min(stop * BLOCK_BYTES, layout.data_end) - start)
-    _forget_pieces(fd, layout, first, stop)  # the last: of blocks that were never here it may take room
+    _forget_pieces(fd, layout, first, stop)  # the last step: it may allocate space for blocks never cached
     return punched
 
 
@@ -229,7 +229,7 @@ class CacheFile:
         *,
         new_s: float | None = None,
     ) -> None:
-        """``new_s`` is the wall clock, in seconds, at which the file was made just now."""
+        """``new_s`` is the time, by the wall clock in seconds, at which the file was just created."""
         self.fd = fd
         self.layout = layout
         self.version = version
@@ -241,7 +241,7 @@ class CacheFile:
 
     @classmethod
     def open(cls, path: str, version: Version, digest: bytes) -> CacheFile | None:
-        """None where there is no such file. Raises DamagedFile, OSError."""
+        """Open the file; None if it does not exist. Raises DamagedFile, OSError."""
         try:
             fd = os.open(path, os.O_RDWR)
         except FileNotFoundError:
@@ -285,7 +285,7 @@ class CacheFile:
         return not self.users
 
     def begin_use(self) -> None:
-        """Keep the descriptor open until as many `end_use`."""
+        """Keep the descriptor open until as many calls of `end_use`."""
         self.users += 1
 
     def end_use(self) -> bool:
@@ -294,16 +294,16 @@ class CacheFile:
         return self.dead and not self.users
 
     def mark_removed(self) -> None:
-        """The file has no name any more, or another version's."""
+        """Record that the file has no name, or that of another version."""
         self.dead = True
 
     def set_allocated(self, allocated_bytes: int) -> int:
-        """Count the file's disk space; returns by how much it grew since it was counted last."""
+        """Count the file's disk space; returns its growth since the last count."""
         change, self.accounted_bytes = allocated_bytes - self.accounted_bytes, allocated_bytes
         return change
 
     def touch(self, now_s: float) -> None:
-        """The file was used now. Raises OSError."""
+        """Record a use of the file now. Raises OSError."""
         self.touched_s = now_s
         os.utime(self.fd, (now_s, now_s))
 
@@ -318,7 +318,7 @@ class CacheFile:
         return read_hashes(self.fd, self.layout, first, stop)
 
     def block_set(self) -> BlockSet:
-        """Blocks that are there. Raises OSError."""
+        """The cached blocks. Raises OSError."""
         digits = "".join("1" if expected else "0" for expected in reversed(self.hashes(0, self.layout.blocks)))
         return int(digits, 2)
 
@@ -335,8 +335,8 @@ class CacheFile:
         return None, damaged
 
     def read_part(self, start: int, end: int, *, wait: bool = True) -> memoryview | None:
-        """Bytes [start, end), which must exist, verified piece by piece; None where only whole blocks can be verified.
-        Raises OSError; without ``wait`` BlockingIOError where the disk does not answer from memory.
+        """Bytes [start, end), which must exist, verified piece by piece; None if only whole blocks can be verified.
+        Raises OSError; without ``wait`` BlockingIOError if the bytes are not in the page cache.
         """
         first, stop = start // PIECE_BYTES, -(-end // PIECE_BYTES)
         if not self.layout.has_pieces:
@@ -360,7 +360,7 @@ class CacheFile:
                 disk.pwrite_all(self.fd, hashes, at)
 
     def write_block(self, index: int, data: Buffer) -> None:
-        """Write a block and its hashes. Raises OSError; then the block is absent, or as it was."""
+        """Write a block and its hashes. Raises OSError; then the block is absent, or unchanged."""
         start = index * BLOCK_BYTES
         if len(data) != min(BLOCK_BYTES, self.layout.size - start):
             raise ValueError(f"block {index} of an object of {self.layout.size} bytes cannot have {len(data)}")
@@ -393,7 +393,7 @@ def hash_blocks(fd: int, start: int, end: int, size: int) -> dict[int, int]:
 
 
 def hash_zeros(start: int, end: int, size: int) -> dict[int, int]:
-    """What `hash_blocks` answers where [start, end) of a file of ``size`` bytes are zeros."""
+    """The result of `hash_blocks` if [start, end) of a file of ``size`` bytes are zeros."""
     if start % BLOCK_BYTES:
         return {}
     hashes = dict.fromkeys(range(start // BLOCK_BYTES, end // BLOCK_BYTES), _ZEROS_HASH)

@@ -2,14 +2,12 @@
 
 What always holds:
 
-* *no trust*: a byte of a proxy is served where a sum that the store gave proves it (`proofs`), or the mount was told to
-  trust the proxies. All others come from the store, of the same version;
-* *no error*: whatever proxies do, what they do not give, or give wrong, is fetched from the store as if there were
-  none. Only the store's errors are raised;
-* *same requests*: proxies are asked for single blocks, cut at the object's end, on the condition of the ETag. So the
-  requests of two nodes for one block differ in their signatures only.
-
-Tasks of the trio thread. Memory is that of the answer. Nothing survives a crash, or has to.
+* *no trust*: a byte of a proxy is served only if a checksum of the store verifies it (`proofs`), or the mount trusts
+the proxies. All others come from the store, of the same version; * *no error*: bytes that a proxy does not return, or
+returns wrong, are fetched from the store as if there were no proxy. Only the store's errors are raised;
+* *same requests*: proxies are asked for single blocks, cut at the object's end, with the ETag as precondition. So the
+requests of two nodes for one block differ only in their signatures. Tasks of the trio thread. Memory is that of the
+answer. Nothing needs to survive a crash.
 """
 
 from __future__ import annotations
@@ -45,7 +43,8 @@ class ClusterCache:
         self._metrics, self._threads = metrics, threads
 
     async def get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
-        """See `BlockGetter`. A range that ends inside a block costs all of that block: others want it, too."""
+        """See `BlockGetter`. A range that ends inside a block fetches the whole block, because other nodes request it,
+        too."""
         first, stop = start // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, version.size)
         if (first, stop) != (start, end):
             fetched, wrong = await self._get_blocks(version, first, stop)
@@ -90,7 +89,7 @@ class ClusterCache:
     async def _add_unproven(self, answer: _Answer, at: int, stop: int) -> None:
         try:
             fetched, wrong = await self._from_store(answer.version, at, stop)
-        except LakeError as error:  # raised when all parts have ended, and by itself
+        except LakeError as error:  # raised when all parts have ended, and not in a group
             answer.error = error
         else:
             is_right = not wrong and fetched.meta.etag == answer.version.etag and len(fetched.data) == stop - at
@@ -100,7 +99,8 @@ class ClusterCache:
         level = logging.DEBUG if self._metrics.damaged else logging.WARNING
         self._metrics.damaged += 1
         _log.log(
-            level, "cluster cache: bytes %d to %d of %s do not have their sum and come from the store", start, end,
+            level, "cluster cache: bytes %d to %d of %s do not match their checksum and come from the "
+                "store", start, end,
             version.key,
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ class _Answer:
         self.data = bytearray(end - start)
         self.is_whole = True
         self.error: LakeError | None = None
-        """Of the store, which was tried again as long as it may be."""
+        """An error of the store, after all retries."""
         self._unproven: list[tuple[int, Fetched]] = []
         self._claimed: ObjectMeta | None = None
 
@@ -133,12 +133,12 @@ class _Answer:
             self._unproven.append((at, fetched))
 
     def put_unproven(self) -> None:
-        """Put what the store brought over what proxies did, once all of that is there."""
+        """Replace unproven bytes of the proxies by those of the store, when all of these have arrived."""
         for at, fetched in self._unproven:
             self._put(fetched, at)
 
     def meta(self, *, trusted: bool) -> ObjectMeta:
-        """Of the object: what a proxy says of it where it is trusted, else what is known without."""
+        """Metadata of the object: from a trusted proxy, else only what is known without one."""
         if trusted and self._claimed is not None:
             return self._claimed
         return ObjectMeta(self.version.key, self.version.size, self.version.etag, 0)

@@ -1,18 +1,18 @@
-"""The proxies of a cluster cache: which of them keeps a block, and which of them fail.
+"""The proxies of a cluster cache: the owner of each block, and the failed proxies.
 
 What always holds:
 
-* *one owner*: a block is asked for at the proxy that wins rendezvous hashing among those that serve. Nodes with the
-  same list ask the same proxy, and a proxy that fails moves no blocks but its own;
-* *one wait*: a proxy fails when it cannot be reached, answers with something else, or answers nothing at all for
-  `SILENT_S_MAX`. Readers then do not ask it again until a request in the background, made with growing pauses, was
-  answered; requests that wait for a thread are not made. A proxy that answers other requests is waited for, because
-  the store may be slow, and mounts that bypass the proxy slow it further. What the store refuses, and a proxy passes
-  on, is not a failure of the proxy;
-* an answer claims to be of the version, and has the length, that was asked for. Its bytes may be any.
+* *one owner*: a block is requested from the proxy that wins rendezvous hashing among those that serve. Nodes with the
+same list ask the same proxy, and a failed proxy moves only its own blocks;
+* *one wait*: a proxy fails when it cannot be reached, returns an unexpected response, or answers nothing at all for
+`SILENT_S_MAX`. Readers then do not ask it again until a background request, made with growing pauses, succeeds;
+requests that wait for a thread are not made. While a proxy answers other requests, readers wait for it, because the
+store may be slow, and mounts that bypass the proxy slow it further. A refusal of the store that a proxy forwards is not
+a failure of the proxy; * a response claims the requested version and has the requested length. Its bytes are not
+trusted.
 
-Tasks of the trio thread; requests run in worker threads and have the bounds of `CachedGetter`. Nothing survives a
-crash, or has to.
+Tasks of the trio thread; requests run in worker threads and have the bounds of `CachedGetter`. Nothing needs to survive
+a crash.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lakefs_fuse.store.protocol import CachedGetter, Fetched
 from lakefs_fuse.sync.backoff import Backoff
 
 REQUESTS_MAX = 32
-"""To each proxy: those that were given up at one that hangs keep their threads for some seconds."""
+"""Maximum of requests to each proxy: abandoned requests to a hanging one keep their threads for some seconds."""
 SILENT_S_MAX = 1.0
 TRY_S_FIRST, TRY_S_MAX = 1.0, 30.0
 """Pauses before a proxy that fails is tried again."""
@@ -63,7 +63,7 @@ class ClusterProxies:
         return len(self._failing) < len(self._getters)
 
     async def get(self, version: Version, block: int) -> Fetched | None:
-        """One block; None where no proxy has given it."""
+        """One block; None if no proxy returned it."""
         url = self._owner(version, block)
         return None if url is None else await self._ask(url, version, block)
 
@@ -87,7 +87,7 @@ class ClusterProxies:
             answer = await self._unless_silent(url, ask)
         except KeyRefused:  # nothing was sent
             return None
-        except Exception as error:  # or what this machine lacks, such as a thread: the store may be asked
+        except Exception as error:  # or a resource of this machine is missing, such as a thread: ask the store
             self._metrics.requests += 1
             self._metrics.failures += 1
             if not isinstance(error, StoreError):
@@ -119,7 +119,7 @@ class ClusterProxies:
             self._learn_answer(url, is_trial=is_trial)
         elif url not in self._failing and not (isinstance(error, Unavailable) and error.throttled):
             self._failing.add(url)
-            _log.warning("cluster cache %s fails, and is left out until it answers again: %s", url, error)
+            _log.warning("cluster cache %s fails, and is not used until it answers again: %s", url, error)
             self._nursery.start_soon(self._try_again, url, version, block)
 
     def _learn_answer(self, url: str, *, is_trial: bool) -> None:
@@ -131,7 +131,8 @@ class ClusterProxies:
             _log.info("cluster cache %s answers again", url)
 
     async def _try_again(self, url: str, version: Version, block: int) -> None:
-        """With a block that the proxy has sent before, if there is one: the other may be what fails."""
+        """Try with a block that the proxy has sent before, if there is one, because the failed block may be the
+        cause."""
         backoff = Backoff(TRY_S_FIRST, TRY_S_MAX)
         while url in self._failing:
             await trio.sleep(backoff.next_s())

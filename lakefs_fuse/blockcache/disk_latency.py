@@ -1,10 +1,9 @@
 """The recent latency of the cache disk, which decides whether a call is worth a worker thread.
 
-Handing a call to a thread and getting the answer back takes about a millisecond of CPU, because each of the two
-threads has to be woken and to get hold of the interpreter. So small reads are made on the trio thread while they take
-no more than twice that on the average, which is what RocksDB has of the same disk as well; a disk that was slow is
-left to threads for a while. The same goes for syncs of what is small, which may take somewhat longer. Trio thread
-only.
+Handing a call to a thread and getting the answer back takes about a millisecond of CPU, because each of the two threads
+must be woken and acquire the interpreter. So small reads are made on the trio thread while they take at most twice that
+time on average, as RocksDB's reads of the same disk are; after a slow read, threads read from the disk for a while. The
+same holds for small syncs, which may take somewhat longer. Trio thread only.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 The cache's directory has up to 4,096 directories of files (no more: each takes up a block of the disk, and making one
 costs as much as making a file), each file's mtime is when it was last used. A sample is the files of some adjacent
 directories, from a random one on; its oldest quarter goes. With few files the sample is all of them, and the choice
-exact. Memory: one sample, whatever the cache holds.
-
-Blocking, for worker threads; `cache_directory.CacheDirectory` calls it with its files lock held. Directories that
-vanish meanwhile are no error.
+exact. Memory: one sample, whatever the size of the cache. Blocking, for worker threads;
+`cache_directory.CacheDirectory` calls it with its files lock held. Directories that disappear during the scan are no
+error.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from lakefs_fuse.environment import local_disk as disk
 FAN_OUT = 1 << 12
 SAMPLE_FILES = 32
 EXAMINED_FILES_MAX = 1 << 14
-"""Where nearly all files are spared, no more of them are looked at under the lock: that takes about 50 ms."""
+"""If nearly all files are spared, at most this many are examined under the lock: that takes about 50 ms."""
 LARGE_BYTES = 256 << 20
-"""A file that takes up more loses ranges, not everything."""
+"""A larger file loses ranges instead of all blocks."""
 RANGE_BYTES = 64 << 20
 _DIRECTORY_CHARS, _NAME_CHARS = 3, 29
 
@@ -61,7 +60,7 @@ def file_path(root: str, digest: bytes) -> str:
 
 
 def directories(root: str, start: int = 0) -> Iterator[tuple[int, str]]:
-    """Number and path of each directory there is, in order, beginning at number ``start`` and going around."""
+    """Number and path of each existing directory, in order, from number ``start`` and wrapping around."""
     numbers = _numbers(root)
     first = bisect_left(numbers, start)
     for number in (*numbers[first:], *numbers[:first]):
@@ -102,7 +101,7 @@ def files(path: str, number: int) -> Iterator[Candidate]:
 
 
 def oldest(root: str, rng: random.Random, spared: Callable[[Candidate], bool]) -> list[Candidate]:
-    """The next files to evict, oldest first; none where all that were looked at are ``spared``. Raises OSError."""
+    """The next files to evict, oldest first; none if all examined files are ``spared``. Raises OSError."""
     sample: list[Candidate] = []
     examined = 0
     for number, path in directories(root, rng.randrange(FAN_OUT)):
@@ -138,8 +137,8 @@ def punch_range(candidate: Candidate, rng: random.Random) -> bool:
 
 
 def punch_blocks(path: str, blocks: BlockSet) -> bool:
-    """Give back the space of these blocks of a file; False, without a change, where no other block is in it, so that
-    the file may go. Raises OSError."""
+    """Free the space of these blocks of a file; False, without a change, if it has no other block, so that the file can
+    be removed. Raises OSError."""
     fd = os.open(path, os.O_RDWR)
     try:
         layout, _ = read_layout(fd)

@@ -5,7 +5,7 @@ the first byte of a file, and READ for more. Each of these would wait for `--ret
 cannot be killed.
 
 What always holds: a failure answers one request that it covers, within `AGAIN_S_MAX`, so that a program that reads
-again asks the store; at most `FAILURES_MAX` are kept. Trio thread only; nothing survives a crash, or has to.
+again asks the store; at most `FAILURES_MAX` are kept. Trio thread only; nothing needs to survive a crash.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.errors import FileError, Unavailable
 
 AGAIN_S_MAX = 1.0
-"""The kernel asks again at once; a busy machine may take a while to schedule it."""
+"""The kernel asks again immediately; a busy machine may take a while to schedule it."""
 WAITED_S_MIN = 0.25
 """A read that failed sooner costs little to repeat."""
 FAILURES_MAX = 1024
@@ -46,13 +46,14 @@ class FailedReads:
         return bool(self._failures)
 
     def add(self, version: Version, start: int, end: int, error: FileError, waited_s: float) -> None:
-        """A read of bytes [start, end) failed after so long. Kept where it waited for a store that is away."""
+        """Record that a read of bytes [start, end) failed after this time. It is kept if it waited for a store that is
+        away."""
         if waited_s >= WAITED_S_MIN and isinstance(error.__cause__, Unavailable):
             self._keep(version, start, end, error.errno, str(error))
 
     def raise_again(self, version: Version, start: int, end: int) -> None:
-        """Raises FileError where a read that covers the first byte failed a moment ago. Where that read asked for less
-        (OPEN's), the kernel will repeat this one, too."""
+        """Raise FileError if a read that covers the first byte failed a moment ago. If that read was shorter (by OPEN),
+        the kernel will repeat this one, too."""
         now_s = trio.current_time()
         while self._failures and now_s - self._failures[0].at_s > AGAIN_S_MAX:
             self._failures.popleft()

@@ -1,6 +1,6 @@
 """Blocks on their way into memory, and the readers that wait for them.
 
-A load is a run of adjacent blocks of one version that one task brings. Trio thread only; nothing survives a crash.
+A load is a run of adjacent blocks of one version that one task fetches. Trio thread only; nothing survives a crash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PendingBlock:
     __slots__ = ("asked", "claimed", "data", "done", "error", "is_local", "ready", "ready_s", "wrong")
 
     def __init__(self, done: trio.Event, asked: bool) -> None:
-        # Not the load itself: a cycle would keep the bytes until the collector comes by.
+        # Not the load itself: a cycle would keep the bytes until the next garbage collection.
         self.done = done
         """Set when the block is also on disk, or will not be."""
         self.asked = asked
@@ -35,10 +35,10 @@ class PendingBlock:
         self.data: memoryview | None = None
         self.error: BaseException | None = None
         self.wrong: Spans = ()
-        """Ranges of the version whose bytes do not have their sum, in this block or in others."""
+        """Ranges of the version whose bytes do not match their checksum, in this block or in others."""
 
     def claim(self) -> PendingBlock:
-        """Say that another task than the one that began the load wants the block."""
+        """Record that a task other than the one that began the load needs the block."""
         self.claimed = True
         return self
 
@@ -88,9 +88,9 @@ class Load:
         self.done = trio.Event()
         self.blocks = [PendingBlock(self.done, index in asked) for index in range(first, stop)]
         self.scope = trio.CancelScope()
-        """Cancelled where nobody wants the blocks any more."""
+        """Cancelled when no task waits for the blocks."""
         self.readahead = readahead
-        """The plan this load belongs to, which learns whether the cache disk had it."""
+        """The plan of this load, in which the load records whether the cache disk had its blocks."""
         self.missed_weight = missed_weight
         """See `Readahead.missed_weight`; None: no jumping reader asked for it."""
         self.for_memory = for_memory
@@ -109,7 +109,7 @@ class Load:
 
     @property
     def bytes_total(self) -> int:
-        """What the load holds in memory at most."""
+        """The maximum memory of the load."""
         return min(self.stop * BLOCK_BYTES, self.version.size) - self.first * BLOCK_BYTES
 
     def fail(self, first: int, stop: int, error: BaseException) -> None:

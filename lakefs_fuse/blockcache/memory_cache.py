@@ -43,8 +43,8 @@ class RecentBlocks:
         return key in self._entries
 
     def get(self, version: Version, index: int) -> memoryview | None:
-        """The block, now the most recent one; None where it is not here. ``~offset`` in place of an index is the range
-        that was read past the cache from there on."""
+        """The block, now the most recent one; None where it is not here. ``~offset`` instead of an index is a range
+        that was read without caching, from this offset."""
         key = (version, index)
         entry = self._entries.get(key)
         if entry is None:

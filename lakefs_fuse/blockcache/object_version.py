@@ -1,4 +1,4 @@
-"""One immutable version of one object: what a handle is pinned to and what the block cache is keyed by."""
+"""One immutable version of one object: handles are pinned to it, and it is the key of the block cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 BLOCK_BYTES = 1 << 20
-"""Unit of the block cache. The last block of an object is as short as the object's end makes it."""
+"""Unit of the block cache. The last block of an object ends at the object's end."""
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ def block_range(first: int, stop: int) -> BlockSet:
 
 
 def set_bytes(version: Version, blocks: BlockSet) -> int:
-    """Bytes of these blocks of a version, of which the last one may be short."""
+    """Bytes of these blocks of a version; the last block may be short."""
     last = version.blocks - 1
     short = last >= 0 and blocks >> last & 1
     return blocks.bit_count() * BLOCK_BYTES - (version.blocks * BLOCK_BYTES - version.size if short else 0)

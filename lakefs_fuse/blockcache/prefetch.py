@@ -1,15 +1,14 @@
 """Background prefetch of whole objects that are read at random, into free room of the cache.
 
 A program that draws samples at random from a pack or a large file reads nearly all of it in the end. Block by block
-each sample costs a round trip, while the rest of the object costs a few large GETs. So an object of which jumping
-readers missed one block in `MISSED_SHARE` is fetched to its end, one object at a time. Until a block has come, a small
-file in it is read alone, past the cache: a GET of a whole block would take longer, and split the large GETs.
+each sample costs a round trip, while the rest of the object costs a few large GETs. So an object is fetched completely
+when random readers have missed one block in `MISSED_SHARE`, one object at a time. Until a block has arrived, a small
+file in it is read alone, without caching: a GET of a whole block would take longer, and split the large GETs.
 
-What always holds: prefetch evicts nothing (an object that does not fit the free room is left alone), fetches no block
-twice, leaves half of the reader's memory to readers, and ends quietly on an error: readers fetch what they need
-themselves. Files that are read alone are at most one byte in `ALONE_SHARE` of their object: the only bytes that come
-twice.
-Trio thread only; nothing survives a crash, or has to.
+What always holds: prefetch evicts nothing (an object that does not fit the free space is skipped), fetches no block
+twice, leaves half of the reader's memory to readers, and ends quietly on an error: readers fetch the blocks that they
+need themselves. Files that are read alone are at most one byte in `ALONE_SHARE` of their object: only these bytes are
+fetched twice. Trio thread only; nothing needs to survive a crash.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MISSED_SHARE = 16
 MISSED_MIN = 4
 """… and no fewer blocks than this."""
 FETCHES_AT_ONCE = 4
-"""As far as half of the reader's memory has room for them."""
+"""If half of the reader's memory has room for them."""
 ALONE_SHARE = 16
 ALONE_BYTES_MAX = 256 << 10
 """A larger file costs about what its blocks cost."""
@@ -41,8 +40,8 @@ _log = logging.getLogger(__name__)
 
 
 class ObjectPrefetch:
-    """See the module's head. ``fill(version, first, stop)`` brings those of blocks [first, stop) into the cache that
-    are not there, and raises LakeError; ``blocks_max`` are as many as it takes at once, ``fetches_at_once`` times."""
+    """See the module's head. ``fill(version, first, stop)`` fetches the missing ones of blocks [first, stop) into the
+    cache, and raises LakeError; it is called for ``blocks_max`` blocks, ``fetches_at_once`` times concurrently."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class ObjectPrefetch:
         self._waiting: deque[Version] = deque()
         self._fetched: Version | None = None
         self._alone_bytes: dict[Version, int] = {}
-        """What may still be read alone of objects that are being fetched, or wait for it."""
+        """Bytes that may still be read alone of objects that are being fetched, or wait for it."""
 
     def missed(self, version: Version, blocks: int) -> None:
         """Count ``blocks`` that a jumping reader had to wait for; may begin a prefetch."""
@@ -67,7 +66,7 @@ class ObjectPrefetch:
             return
         count = self._missed.pop(version, 0) + blocks
         is_enough = count >= max(MISSED_MIN, version.blocks // MISSED_SHARE)
-        self._missed[version] = 0 if is_enough else count  # counted anew where it does not fit now, or is evicted later
+        self._missed[version] = 0 if is_enough else count  # counted again if it does not fit now, or is evicted later
         if len(self._missed) > COUNTED_MAX:
             self._missed.popitem(last=False)
         if is_enough and not self.is_coming(version) and self._fits(version):
@@ -81,8 +80,7 @@ class ObjectPrefetch:
         return version in self._alone_bytes
 
     def take_alone(self, version: Version, size: int) -> bool:
-        """Whether a file, or what is left of it, of ``size`` bytes that have not come yet is to be read alone; counts
-        them."""
+        """Whether to read a file, or the rest of it, of ``size`` bytes that have not arrived yet alone; counts them."""
         left = self._alone_bytes.get(version, 0) - size
         if size > ALONE_BYTES_MAX or left < 0:
             return False

@@ -2,10 +2,8 @@
 
 What always holds (*no false negatives*): a version with a file is never reported absent. One without may be reported
 present, more often the more files were made since the directory was last scanned: 1 in 16 after a million. So is one
-whose file was evicted: who has to know asks the disk. The filter has a fixed size.
-
-Names of files are hashes already, so their own bits tell them apart. `add` is called under a lock, `may_have` from any
-thread.
+whose file was evicted: only the disk has the exact answer. The filter has a fixed size. Names of files are hashes
+already, so their own bits are used. `add` is called under a lock, `may_have` from any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class PresenceFilter:
         self._bits = bytearray(_BYTES)
 
     def add(self, digest: bytes) -> None:
-        """Add the file of this name, which is there or about to be."""
+        """Add the file of this name, which exists or is about to be created."""
         place = _place(digest)
         self._bits[place >> 3] |= 1 << (place & 7)
 

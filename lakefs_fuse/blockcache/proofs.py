@@ -1,9 +1,9 @@
-"""What a checksum of the store proves of a range of an object, wherever the bytes came from.
+"""Proofs: which bytes of a range of an object a checksum of the store verifies, whatever their source.
 
-Of a pack: its files that are in the range whole, by the CRC-32 in its directory. Of a plain object: all of it, where it
-is one range and its ETag is an MD5 sum. Nothing else is proven. Headers between the files of a pack, which no reader is
-given, are not compared. Their source may be trusted instead: then files are compared with the CRC-32 in
-the headers that came with them, which finds damage on the way, and what has no sum is taken as it is.
+For a pack these are the files that are completely in the range, by the CRC-32 in its directory. For a plain object it
+is the whole object, if it is one range and its ETag is an MD5 sum. No other bytes are proven. Headers between the files
+of a pack, which are not passed to readers, are not compared. The source may be trusted instead: then files are compared
+with the CRC-32 in the headers in the range, which detects damage in transit, and bytes without a checksum are accepted.
 
 What always holds: unless the bytes are trusted, sums come from the store. Memory is bounded: `SUMS_MAX` sums of packs
 are kept, those used last. Trio thread, but for `Proof.holds`.
@@ -31,22 +31,23 @@ from lakefs_fuse.store.protocol import Buffer
 SUMS_MAX = 1 << 20
 """Of 20 bytes each."""
 REFUTED_MAX = 4
-"""This many objects in a row whose ETags are no sums, and no plain object is taken for proven any more."""
+"""After this many consecutive objects whose ETags are not MD5 sums, no plain object counts as proven."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 
 class Proof(Protocol):
-    """``unproven`` are the ranges of the object that have to come from the store."""
+    """``unproven`` are the ranges of the object that must come from the store."""
 
     unproven: Spans
 
     def holds(self, data: bytearray) -> bool:
-        """Whether the bytes of the range, but for what is unproven, are right. In any thread."""
+        """Whether the bytes of the range, except the unproven ones, are right. In any thread."""
 
 
 class Trust:
-    """Of any range, unless it contradicts itself: ``wrong_members`` finds the damaged files in a range of a pack."""
+    """Accepts any range that does not contradict itself: ``wrong_members`` finds the damaged files in a range of a
+    pack."""
 
     unproven: Spans = ()
 
@@ -81,7 +82,7 @@ class PackSums:
         self.crcs = array("I", (each[2] for each in found))
 
     def proof(self, start: int, end: int) -> Proof | None:
-        """Of bytes [start, end); None where more than half of them would be unproven."""
+        """The proof of bytes [start, end); None if more than half of them would be unproven."""
         first, stop = bisect_left(self.offsets, start), bisect_right(self.ends, end)
         if first >= stop:
             return None
@@ -109,8 +110,8 @@ class _PackProof:
 
 
 class Proofs:
-    """See the module's head. ``pack_sums`` asks the store for those of a pack, and is None where the bytes are trusted;
-    ``md5_etags`` is False where ETags of plain objects are known to be no sums."""
+    """See the module's head. ``pack_sums`` asks the store for the checksums of a pack, and is None if the bytes are
+    trusted; ``md5_etags`` is False if ETags of plain objects are known not to be MD5 sums."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class Proofs:
         self._kept = 0
 
     async def proof(self, version: Version, start: int, end: int) -> Proof | None:
-        """None where the range has to come from the store."""
+        """None if the range must come from the store."""
         if self._is_pack(version.key):
             if self._pack_sums is None:
                 return Trust(self._wrong_members)
@@ -143,7 +144,7 @@ class Proofs:
         if isinstance(proof, Md5Proof) and self._refuted < REFUTED_MAX:
             self._refuted = 0 if holds else self._refuted + 1
             if self._refuted == REFUTED_MAX:
-                _log.info("ETags of this store are no MD5 sums: plain objects are not compared with them")
+                _log.info("ETags of this store are not MD5 sums: plain objects are not compared with them")
 
     async def _sums(self, version: Version, fetch: Callable[[Version], Awaitable[PackSums]]) -> PackSums | None:
         fetching = self._fetching.get(version)

@@ -1,16 +1,12 @@
-"""Readahead: when to fetch ahead of a reader, and how far. One planner per open handle.
-
-A handle that reads on where it stopped gets a window that doubles up to ``window_bytes_max``; one that jumps gets none
-until it reads on from there. The kernel splits one read into several and sends them at once, so a read counts as
-sequential within ``SLACK_BYTES`` beyond the front and `LATE_BYTES_MAX` behind it, and a late piece changes nothing.
-
-What was read on from one place is a *run*. A reader of row groups, or of some tensors of a checkpoint, makes runs of
-one length: plans end where a run as long as the longer of the two before would, and are made at once where those were
-alike. A run that goes on beyond that is planned as one of unknown length: by a quarter of what it has come, unless it
-began with the object, which then is likely to be read to its end. So a wrong guess costs a tenth at most of what is
-read (0167).
-
-Pure logic for the trio thread; the reader tells `dropped` where it did not follow the plan.
+"""Readahead: when to fetch beyond a reader, and how far. One planner per open handle. A handle that reads sequentially
+gets a window that doubles up to ``window_bytes_max``; after a jump it gets none until it reads sequentially again. The
+kernel splits one read into several and sends them concurrently, so a read counts as sequential within ``SLACK_BYTES``
+beyond the front and `LATE_BYTES_MAX` before it, and a late piece changes nothing. A sequence of such reads is a *run*.
+A reader of row groups, or of some tensors of a checkpoint, makes runs of one length: a plan ends where a run as long as
+the longer of the previous two would end, and is made immediately if those had equal lengths. A run beyond that is
+planned as one of unknown length: by a quarter of its present length, unless it began with the object, which then is
+likely to be read to its end. So a wrong guess costs at most a tenth of the bytes read (0167). Pure logic for the trio
+thread; the reader calls `dropped` if it did not follow the plan.
 """
 
 from __future__ import annotations
@@ -23,11 +19,11 @@ PIECE_BYTES = 8 * BLOCK_BYTES
 """Largest range of one GET. Larger plans end at a multiple of it, so that they are whole pieces."""
 WINDOW_BYTES_MAX = 32 << 20
 LOCAL_WINDOW_BYTES_MAX = 4 << 20
-"""Window where the cache disk has the next blocks: there is little latency to hide."""
+"""Window if the cache disk has the next blocks: there is little latency to hide."""
 SLACK_BYTES = 2 << 20
-"""A read on goes so far beyond the front at most …"""
+"""Maximum distance of a sequential read beyond the front …"""
 LATE_BYTES_MAX = 4 << 20
-"""… and comes from so far behind it: of what a page fault reads, the kernel sends the pieces in any order."""
+"""… and before it: the kernel sends the pieces of a page fault in any order."""
 UNKNOWN_RUN_SHARE = 4
 WHOLE_BYTES_MAX = 4 * BLOCK_BYTES
 """An object up to this size is fetched whole by the first read of any part of it."""
@@ -52,10 +48,10 @@ class _Run:
 
 
 class _Earlier(NamedTuple):
-    """What is known of the runs before this one."""
+    """The record of the runs before this one."""
 
     last_bytes: int = 0
-    """Of the last run that ended; 0: there was none."""
+    """Length of the last run that ended; 0: there was none."""
     before_bytes: int = 0
     """Of the one before that."""
     goes_back: bool | None = None
@@ -81,7 +77,7 @@ class Readahead:
         self.local = False
         """Whether the last plan was on the cache disk already."""
         self.starved = False
-        """Whether the last plan was dropped for want of room."""
+        """Whether the last plan was dropped for lack of memory."""
         self._issued_to = 0
         self._run, self._earlier = _Run(0, 0, 0), _Earlier()
 
@@ -97,9 +93,9 @@ class Readahead:
 
     @property
     def missed_weight(self) -> int:
-        """What a block that it misses counts for as a sign that all of the object is read in random order: half of the
-        jumps go back then. One that only goes forward reads the headers of an archive, and one that jumps after several
-        blocks reads what it has chosen."""
+        """The weight of a missed block as a sign that the whole object is read in random order: then half of the jumps
+        go back. A reader that only jumps forward reads the headers of an archive, and one that jumps after several
+        blocks reads selected ranges."""
         if self._earlier.goes_back is None:
             return 1
         return 2 if self._earlier.goes_back and self._earlier.shorter_bytes <= BLOCK_BYTES else 0
@@ -137,8 +133,8 @@ class Readahead:
         return start, stop
 
     def _expected_end(self, end: int, size: int) -> int:
-        """Where the run ends that has been read up to ``end``, if it is as long as the longer one of the two before, in
-        whole blocks; ``size`` where it is longer by more than a block, or nothing is known."""
+        """The end of the run that has been read up to ``end``, in whole blocks, if it gets as long as the longer of the
+        two before; ``size`` if it is longer by more than a block, or no run is known."""
         expected_end = self._run.begin + self._earlier.longer_bytes
         is_longer = end > expected_end + BLOCK_BYTES or not self._earlier.longer_bytes
         return size if is_longer else min(-(-expected_end // BLOCK_BYTES) * BLOCK_BYTES, size)

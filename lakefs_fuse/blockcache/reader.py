@@ -1,21 +1,20 @@
-"""Any bytes of an object version: from memory, from the block cache, or from the store in as few GETs as pay off.
-
-What is read here and there of a large object is read from the cache disk as it is asked for, not by the block; and from
-the store, too, where the cache is full and all of it in use (`admission`), or the object is on its way (`prefetch`).
+"""Reads any bytes of an object version: from memory, from the block cache, or from the store in few GETs. Random reads
+of a large object read only the requested bytes from the cache disk, not whole blocks; and from the store, too, if the
+cache is full of blocks in use (`admission`), or the object is being fetched (`prefetch`).
 
 What always holds:
 
-* a block is fetched once however many readers want it: fetches run in the nursery given, not in a reader's task, so a
-  reader that is cancelled takes nobody along, and an error wakes everyone who waits for it;
-* every GET names the version's ETag, and an answer of another version is ESTALE, never mixed in;
-* bytes whose sum is known and wrong (`verified_get`) are EIO, and the answer that they are in is not kept;
+* a block is fetched once, however many readers wait for it: fetches run in the given nursery, not in a reader's task,
+so a cancelled reader does not affect others, and an error wakes all waiters; * every GET names the version's ETag, and
+a response of another version is ESTALE, never mixed in; * bytes with a wrong checksum (`verified_get`) are EIO, and
+their response is not kept;
 * memory is bounded: recent blocks (``memory_blocks``) plus what is in flight (``inflight_bytes_max``, which covers a
-  block until it is written to the cache disk). Readers wait for room; fetching ahead never does, it is dropped. So a
-  cache disk slower than the store slows readers down only once the flight is full of bytes to be written;
-* the cache disk's troubles are never a reader's.
+  block until it is written to the cache disk). Readers wait for memory; readahead and prefetch do not, they are
+  dropped. So a cache disk slower than the store slows readers down only once the memory in flight is full of bytes to
+  be written; * failures of the cache disk never fail a read.
 
-`BlockReader` is for tasks on the trio thread; code between two awaits is atomic. It hops to a worker thread for the
-disk only, and for small reads only where that is slow (`disk_latency`). Nothing here survives a crash, or has to.
+`BlockReader` is for tasks on the trio thread; code between two awaits is atomic. It uses a worker thread only for the
+disk, and for small reads only if the disk is slow (`disk_latency`). Nothing here needs to survive a crash.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ FETCH_BLOCKS_MAX = PIECE_BYTES // BLOCK_BYTES
 INFLIGHT_BYTES_MAX = 64 << 20
 ENSURE_SPAN_BYTES = 32 << 20
 HEADER_BYTES = 320
-"""Fetched before a file of a pack that is read past the cache: its header has its sum (`verified_get`)."""
+"""Bytes fetched before a file of a pack that is read without caching: its header has its checksum (`verified_get`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderStatistics:
-    """``bytes_inflight`` covers fetches and what they have still to write to the cache disk."""
+    """``bytes_inflight`` covers fetches and bytes that they have yet to write to the cache disk."""
 
     memory_blocks: int
     memory_bytes: int
@@ -63,8 +62,8 @@ class ReaderStatistics:
 
 
 class BlockReader:
-    """See the module's head. ``learned`` is told the metadata that came with a GET; ``verified``, where given, makes
-    the GETs."""
+    """See the module's head. ``learned`` is called with the metadata of each GET; ``verified``, if given, makes the
+    GETs."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class BlockReader:
         self._budget = ByteBudget(inflight_bytes_max)
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
         self._bypassing: dict[tuple[Version, int, int], PendingBlock] = {}
-        """Ranges on their way past the cache."""
+        """Ranges that are being read without caching."""
         self._failed = FailedReads()
         at_once = max(1, min(FETCHES_AT_ONCE, inflight_bytes_max // 2 // PIECE_BYTES))
         self._whole = ObjectPrefetch(self._cache, metrics, nursery, self.fill, FETCH_BLOCKS_MAX, at_once)
@@ -113,13 +112,13 @@ class BlockReader:
         self, version: Version, offset: int, length: int, readahead: Readahead | None = None, *, jumps: bool = False,
         around: bool = False, within: tuple[int, int] | None = None, reads: ReadMetrics | None = None,
     ) -> bytes | memoryview:  # fmt: skip
-        """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them, or the
-        disk has them at once. ``jumps``: the next read is as likely anywhere else as behind this one; so it is where
-        the bytes are of a file that is a part of the version, ``within`` its begin and end. ``around``: the rest of the
-        block is about to be read. ``reads`` counts where the bytes were, and the waits for them.
+        """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint if the bytes are in memory, or
+        the disk returns them immediately. ``jumps``: the reads are random; so they are if the bytes belong to a file
+        that is a part of the version, ``within`` its begin and end. ``around``: the rest of the block is about to be
+        read. ``reads`` counts where the bytes were, and the waits for them.
 
-        Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error, at once
-        where the kernel repeats a read that has just failed (`failed_reads`).
+        Raises FileError: ESTALE if the version no longer exists in the store, else the errno of the store's error,
+        immediately if the kernel repeats a read that has just failed (`failed_reads`).
         """
         end = min(offset + length, version.size)
         if offset >= end:
@@ -147,7 +146,7 @@ class BlockReader:
         self, version: Version, offset: int, end: int, readahead: Readahead | None, jumps: bool, around: bool,
         within: tuple[int, int] | None, reads: ReadMetrics,
     ) -> bytes | memoryview:  # fmt: skip
-        """As `read`, of bytes [offset, end) that memory does not have alone. Raises FileError."""
+        """As `read`, for bytes [offset, end) that are not completely in memory. Raises FileError."""
         first, stop = offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         jumps = jumps or within is not None or (readahead is not None and not readahead.reads_on)
         if jumps and not around and self._in_parts(version, first, stop, readahead):
@@ -167,7 +166,7 @@ class BlockReader:
         if is_alone or (not is_kept and version.size > (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX)):
             if readahead is not None:
                 self._ahead(version, readahead, offset, end - offset)
-            if offset or within is not None:  # else a handle begins to read on
+            if offset or within is not None:  # else a handle begins to read sequentially
                 return (await self._bypass(version, start, stop_at, end, reads))[offset - start : end - start]
         found = self._gather(version, first, stop, readahead, jumps, is_kept)
         if readahead is not None:
@@ -199,7 +198,7 @@ class BlockReader:
         return (version, 0) in self._recent or all(await self._disk.has_blocks(version, 0, 1))
 
     async def is_local(self, extent: Extent) -> bool:
-        """All bytes of it are in memory or on the cache disk, or some are on their way."""
+        """Whether all its bytes are in memory or on the cache disk, or some are being fetched."""
         version, first = extent.version, extent.offset // BLOCK_BYTES
         stop = -(-(extent.offset + extent.size) // BLOCK_BYTES)
         if self._is_at_hand(version, first, stop) or self._recent.get(version, ~extent.offset) is not None:
@@ -207,22 +206,21 @@ class BlockReader:
         return all(await self._disk.has_blocks(version, first, stop))
 
     async def is_fetched_by_block(self, version: Version, index: int) -> bool:
-        """The block is at hand, or would be kept: reading all of it costs a jumping reader nothing more."""
+        """Whether the block is available, or would be cached: reading all of it costs a random reader nothing more."""
         if self._is_at_hand(version, index, index + 1) or self._disk.admission.is_open:
             return True
         return all(await self._disk.has_blocks(version, index, index + 1))
 
     async def ensure(self, version: Version, start: int, end: int) -> bool:
-        """Bring bytes [start, end) into the cache on disk; False where it would not keep all of them.
-
-        Raises FileError as `read` does.
+        """Fetch bytes [start, end) into the cache on disk; False if it would not keep all of them. Raises FileError as
+        `read` does.
         """
         end = min(end, version.size)
         stop_all = -(-end // BLOCK_BYTES) if start < end else 0
         step = ENSURE_SPAN_BYTES // BLOCK_BYTES
         for first in range(start // BLOCK_BYTES, stop_all, step):
             stop = min(first + step, stop_all)
-            for _ in range(2):  # the second round fetches what was in memory or in flight, but not on its way to disk
+            for _ in range(2):  # the second round fetches blocks that were in memory or will not be written to disk
                 present = await self._disk.has_blocks(version, first, stop)
                 if all(present):
                     break
@@ -242,7 +240,7 @@ class BlockReader:
         return True
 
     async def fill(self, version: Version, first: int, stop: int) -> None:
-        """Bring the missing blocks of [first, stop) to the cache disk, or wait for the loads that do. A caller that is
+        """Fetch the missing blocks of [first, stop) to the cache disk, or wait for the loads that do. A caller that is
         cancelled ends its loads, unless others wait for them. Raises LakeError."""
         present = await self._disk.has_blocks(version, first, stop)
         others = [self._pending.get((version, index)) for index in range(first, stop)]
@@ -267,7 +265,7 @@ class BlockReader:
             raise
 
     def _abandon(self, load: Load) -> None:
-        """End a load that nobody else waits for. The next reader of its blocks begins another."""
+        """End a load that no other task waits for. The next reader of its blocks begins another."""
         if not load.done.is_set() and not any(block.claimed for block in load.blocks):
             self._forget(load)
             load.scope.cancel()
@@ -280,13 +278,13 @@ class BlockReader:
     # -- planning
 
     def _in_parts(self, version: Version, first: int, stop: int, readahead: Readahead | None) -> bool:
-        """Whether to read just the bytes wanted of blocks [first, stop) from the disk."""
+        """Whether to read only the requested bytes of blocks [first, stop) from the disk."""
         if not self._cache.may_have(version) or version.size <= (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX):
             return False
         return not self._is_at_hand(version, first, stop)
 
     def _is_at_hand(self, version: Version, first: int, stop: int) -> bool:
-        """Some of the blocks are in memory, or on their way."""
+        """Whether some of the blocks are in memory, or being fetched."""
         keys = [(version, index) for index in range(first, stop)]
         return any(key in self._pending or key in self._recent for key in keys)
 
@@ -317,20 +315,20 @@ class BlockReader:
         return [item or self._pending[version, index] for index, item in enumerate(found, first)]
 
     def _span(self, version: Version, first: int, stop: int, readahead: Readahead | None) -> tuple[int, int]:
-        """The blocks to load when some of [first, stop) must be: more where that saves GETs."""
+        """The blocks to load if some of [first, stop) are missing: more than these if that saves GETs."""
         if readahead is None:
             return first, stop
         if version.size <= WHOLE_BYTES_MAX:
             return 0, version.blocks
         if readahead.starved:
-            # Nothing is fetched ahead for want of room, so fetch with every wait as much as one GET may.
+            # Readahead was dropped for lack of memory, so fetch as much as one GET may with every wait.
             ahead = min(readahead.window_bytes // BLOCK_BYTES, FETCH_BLOCKS_MAX)
             stop = min(max(stop, first + ahead), version.blocks)
             readahead.fetched(stop * BLOCK_BYTES)
         return first, stop
 
     def _missing(self, version: Version, first: int, stop: int) -> list[tuple[int, int]]:
-        """Runs of blocks that are neither in memory nor pending, each no longer than a GET may be."""
+        """Runs of blocks that are not in memory or pending, each at most as long as a GET."""
         keys = [(version, index) for index in range(first, stop)]
         wanted = [key not in self._pending and key not in self._recent for key in keys]
         return list(runs(first, wanted, FETCH_BLOCKS_MAX))
@@ -436,8 +434,8 @@ class BlockReader:
     # -- past the cache
 
     async def _bypass(self, version: Version, start: int, stop: int, end: int, reads: ReadMetrics) -> memoryview:
-        """Bytes [start, stop), of which those before ``end`` are wanted now: from the cache disk where it has all
-        blocks, else just these from the store. Kept in memory for a while, as blocks are."""
+        """Bytes [start, stop), of which those before ``end`` are needed now: from the cache disk if it has all blocks,
+        else only these bytes from the store. They are kept in memory for a while, like blocks."""
         kept = self._recent.get(version, ~start)
         if kept is not None and len(kept) >= end - start:
             self._metrics.hits += 1
@@ -508,8 +506,8 @@ class BlockReader:
 
 
 def _piece(offset: int, end: int, within: tuple[int, int] | None) -> tuple[int, int]:
-    """What to read at once past the cache: of a file that is a part of its version up to a block of it, since its
-    reader wants the rest; else what is asked for."""
+    """The range of one read without caching: for a file that is a part of its version up to a block, because its reader
+    needs the rest; else the requested range."""
     if within is None:
         return offset, end
     start = offset - (offset - within[0]) % BLOCK_BYTES
@@ -518,7 +516,7 @@ def _piece(offset: int, end: int, within: tuple[int, int] | None) -> tuple[int, 
 
 
 async def _wait(block: PendingBlock, wanted: int, reads: ReadMetrics) -> memoryview:
-    """The block, of which ``wanted`` bytes are read. Raises FileError with the errno of what failed."""
+    """The block, of which ``wanted`` bytes are read. Raises FileError with the errno of the failure."""
     began_s = trio.current_time()
     try:
         data = await block.wait()

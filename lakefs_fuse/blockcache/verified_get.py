@@ -1,13 +1,11 @@
-"""GETs whose bytes are compared with the sums that the store and its packs have of them, before they are used.
-
-Over plain http nothing else tells that a bit changed on the way (TCP's 16-bit sum lets one damaged segment in 65,536
-through, and proxies and network cards rewrite it). What is compared: of a pack, the files that the fetched range holds
-whole; of a plain object that was uploaded in one piece and is fetched in one, its ETag where this store makes MD5 sums.
-
-What always holds: no request is made for it, and no byte fetched, unless a sum was wrong; then the range is asked for
-again, `ANSWERS_MAX` times in all. Sums are taken in the thread of the GET, outside the GIL. Whether ETags are MD5 sums
-is known from what this program itself has put there (the probe), else from the first ETag that is one; until then an
-ETag that does not fit the same bytes twice says that they are not. Tasks of one trio thread.
+"""GETs whose bytes are compared with the checksums of the store and its packs before they are used. Over plain http
+nothing else detects a bit that changed in transit (TCP's 16-bit checksum misses one damaged segment in 65,536, and
+proxies and network cards rewrite it). Compared are: in a pack, the files that are completely in the fetched range; of a
+plain object that was uploaded by one PUT and is fetched by one GET, its ETag, if this store uses MD5 sums. What always
+holds: the comparison needs no request and no additional byte, unless a checksum was wrong; then the range is requested
+again, `ANSWERS_MAX` times in total. Checksums are computed in the thread of the GET, outside the GIL. The probe finds
+out whether ETags are MD5 sums, or else the first ETag that is one; until then an ETag that does not match the same
+bytes twice shows that they are not. Tasks of one trio thread.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from lakefs_fuse.store.protocol import Buffer, Fetched
 from lakefs_fuse.sync.byte_rate import ByteRate
 
 ANSWERS_MAX = 3
-"""A damaged answer is chance; three in a row are a broken path, or bytes that are damaged where they lie."""
+"""One damaged response is chance; three in a row mean a broken path, or bytes that are damaged in the store."""
 
 Spans = Sequence[tuple[int, int]]
 """Begin and end of ranges of an object."""
@@ -42,16 +40,16 @@ class Getter(Protocol):
 
 
 class ExaminingGetter(Protocol):
-    """A getter of a store whose answers are not protected on their way."""
+    """A getter of a store whose responses are not protected in transit."""
 
     async def get(
         self, key: str, start: int, end: int, *, etag: str | None = None,
         examine: Callable[[Fetched], None] | None = None,
     ) -> Fetched:  # fmt: skip
-        """``examine`` is given the answer in the thread that brought it."""
+        """``examine`` is called with the response in the thread that received it."""
 
     async def has_md5_etag(self, key: str) -> bool:
-        """False where the object is encrypted in a way that makes its ETag anything but an MD5 sum. One request."""
+        """False if the object's encryption means that its ETag is not an MD5 sum. One request."""
 
 
 class BlockGetter(Protocol):
@@ -62,9 +60,9 @@ class BlockGetter(Protocol):
 
 
 class PacedGetter:
-    """The GETs of ``client``, ``bytes_s_max`` a second together (``--download-limit``). Each waits for its turn before
-    it is sent, and is not cut: up to 8 MiB come at once. Nothing else is held up: every name waits for listings,
-    commits and the index."""
+    """The GETs of ``client``, together at most ``bytes_s_max`` a second (``--download-limit``). Each waits for its turn
+    before it is sent, and is not split: up to 8 MiB arrive together. Other requests are not delayed, because all names
+    depend on listings, commits and the index."""
 
     def __init__(self, client: ExaminingGetter, bytes_s_max: int, metrics: CacheMetrics) -> None:
         self._client, self._rate, self._metrics = client, ByteRate(bytes_s_max), metrics
@@ -94,7 +92,7 @@ class UnverifiedGet:
 
 
 class _Examination:
-    """What one answer is found to be. ``digest`` is the MD5 of a whole object whose ETag could be one."""
+    """The result of examining one response. ``digest`` is the MD5 of a whole object whose ETag could be one."""
 
     def __init__(self, start: int, wrong_members: Callable[[Buffer], Spans] | None) -> None:
         self.digest = ""
@@ -111,9 +109,9 @@ class _Examination:
 
 
 class VerifiedGet:
-    """See the module's head. ``wrong_members`` finds the damaged files in a range of a pack, ``is_pack`` says which
-    keys are packs; ``md5_etags`` whether the probe found that ETags are MD5 sums (False: they are not, or it could not
-    try)."""
+    """See the module's head. ``wrong_members`` finds the damaged files in a range of a pack, ``is_pack`` recognises
+    keys of packs; ``md5_etags``: whether the probe found that ETags are MD5 sums (False: they are not, or it could not
+    test that)."""
 
     def __init__(
         self,
@@ -147,14 +145,15 @@ class VerifiedGet:
             earlier = examination.digest
             self._metrics.wrong_sums += 1
             _log.warning(
-                "%s: answer %d of %d for bytes %d to %d does not have its sum: damaged on the way, or in the store",
+                "%s: answer %d of %d for bytes %d to %d does not match its checksum: damaged in transit, or in the "
+                "store",
                 key, answer, ANSWERS_MAX, *examination.wrong[0],
             )  # fmt: skip
-        _log.error("%s: bytes that do not have their sum are neither served nor kept", key)
+        _log.error("%s: bytes that do not match their checksum are not served or kept", key)
         return fetched, examination.wrong
 
     async def _is_md5(self, key: str) -> bool:
-        """Whether the ETag of an object whose bytes came the same twice, and do not fit it, is a sum all the same."""
+        """Whether the ETag of an object is an MD5 sum although the same bytes arrived twice and do not match it."""
         if self._md5_etags is None:
             _log.info("ETags of this store are no MD5 sums: plain objects are not compared with them")
             self._md5_etags = False
@@ -162,5 +161,5 @@ class VerifiedGet:
         try:
             return await self._client.has_md5_etag(key)
         except LakeError as error:
-            _log.warning("%s: cannot tell whether its ETag is a sum: %s", key, error)
+            _log.warning("%s: cannot find out whether its ETag is an MD5 sum: %s", key, error)
             return True

@@ -1,12 +1,9 @@
-"""Whole sets of blocks brought to the cache disk, in few large GETs.
-
-Blocks that are here are not asked for, so a warm that was interrupted goes on where it ended. A pack of which most is
-wanted is fetched whole. GETs go by object and offset; `GETS_AT_ONCE` are in flight, of three
-quarters of the reader's budget in all, which leaves readers a part of it.
-
-What always holds: no block is fetched twice; what is fetched goes to the disk only, not into memory; a caller that is
-cancelled leaves no GET behind that only it wanted. What the cache disk refuses is an error (*nothing is warm that was
-not kept*). Trio thread only; nothing survives a crash but the blocks.
+"""Fetches whole sets of blocks to the cache disk, in few large GETs. Cached blocks are not requested, so an interrupted
+warm continues where it ended. A pack is fetched whole if most of it is requested. GETs are ordered by object and
+offset; `GETS_AT_ONCE` are in flight, with three quarters of the reader's budget, so that readers keep the rest. What
+always holds: no block is fetched twice; fetched blocks go only to the disk, not into memory; a cancelled caller leaves
+no GET that only it needed. A block that the cache disk refuses is an error (*nothing is warm that was not kept*). Trio
+thread only; only the blocks survive a crash.
 """
 
 from __future__ import annotations
@@ -29,13 +26,13 @@ from lakefs_fuse.sync.byte_rate import ByteRate
 from lakefs_fuse.sync.nursery import for_each
 
 GETS_AT_ONCE = 48
-"""Enough for small objects at 15 ms of latency to come at 1,000 a second: each waits as long again until it is written
-together with others. So readers have a part of the 32 requests that a client makes at a time by default, unless the
-latency is above 50 ms or so: then a GET of theirs waits behind 16 others at most."""
+"""Enough to fetch 1,000 small objects a second at 15 ms of latency: each waits as long again until it is written
+together with others. So readers keep a part of the 32 requests that a client makes concurrently by default, unless the
+latency is above 50 ms or so: then a GET of a reader waits behind 16 others at most."""
 MOST_OF_PACK = 0.75
-"""Of the blocks of an object that is not here: if this many are wanted, the others come with them."""
+"""Share of the blocks of an object that is not cached: if this many are requested, the others are fetched with them."""
 PACES_S = 4
-"""With a rate limit a GET asks for what may come in one part of a second of so many, or for one block."""
+"""With a rate limit a GET requests as much as is allowed in this fraction of a second, or one block."""
 ROUNDS_MAX = 3
 """A write that the disk refused for a moment, or a block that was damaged, is fetched again."""
 
@@ -49,7 +46,7 @@ def blocks_at_once(rate: ByteRate) -> int:
 
 
 def with_rest_of_packs(wanted: Wanted) -> dict[Version, BlockSet]:
-    """All blocks of an object of which most are wanted."""
+    """All blocks of an object, if most of them are requested."""
     return {
         version: block_range(0, version.blocks) if blocks.bit_count() >= MOST_OF_PACK * version.blocks else blocks
         for version, blocks in wanted.items()
@@ -71,15 +68,15 @@ class Warmer:
         self._budget = ByteBudget(reader.inflight_bytes_max * 3 // 4)
 
     async def missing(self, wanted: Wanted) -> dict[Version, BlockSet]:
-        """Blocks of these that are not on the cache disk. The others count as used now."""
+        """Those of these blocks that are not on the cache disk. The others count as used now."""
         found = await self._disk.inspect(list(wanted), is_use=True)
         left = zip(wanted.items(), found, strict=True)
         return {version: rest for (version, blocks), (here, _) in left if (rest := blocks & ~here)}
 
     async def fetch(self, missing: Wanted, rate: ByteRate, fetched: Callable[[Version, int], object]) -> list[Version]:
-        """Bring these blocks, which are `missing`, to the cache disk; ``fetched`` is told of which version how many
-        bytes came. Returns versions that are gone from the store. Raises LakeError: of the store, and CacheError where
-        the disk did not keep them."""
+        """Fetch these blocks, which are `missing`, to the cache disk; ``fetched`` is called with the version and number
+        of bytes. Returns versions that no longer exist in the store. Raises LakeError: of the store, and CacheError
+        where the disk did not keep them."""
         gone = dict[Version, None]()
 
         async def get(each: tuple[Version, int, int]) -> None:
@@ -107,7 +104,7 @@ class Warmer:
         raise self._not_kept()
 
     async def _fill(self, version: Version, first: int, stop: int) -> None:
-        """Raises CacheError where the disk does not take the blocks now, nor a moment later."""
+        """Raises CacheError if the disk does not take the blocks now or a moment later."""
         for _ in range(2):
             await self._reader.fill(version, first, stop)
             if self._cache.state is CacheState.OK or all(await self._disk.has_blocks(version, first, stop)):
@@ -118,8 +115,8 @@ class Warmer:
     def _not_kept(self) -> CacheError:
         why = self._cache.statistics().last_error if self._cache.state is not CacheState.OK else None
         return CacheError(
-            f"the cache disk did not keep what was fetched ({why or 'damaged, or evicted meanwhile'}): make room "
-            "on the disk, or see the log, and run the same command again"
+            f"the cache disk did not keep the fetched blocks ({why or 'damaged, or evicted meanwhile'}): free space on "
+            "the disk, or see the log, and run the same command again"
         )
 
 

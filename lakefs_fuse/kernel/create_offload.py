@@ -1,8 +1,8 @@
-"""New small files that the C library receives whole: they are stored here when they are closed, or needed before.
+"""New small files that the C library receives completely: Python stores them when they are closed, or needed earlier.
 
 create_offload.c calls `CreateOffload._receive` while no other request is handled, with the interpreter's lock held.
-What always holds (*no promise*): until a file is in the tree and the journal nothing was promised of it, so a crash
-before leaves nothing and loses nothing. Trio thread only.
+What always holds (*no promise*): a file is acknowledged only after it is in the tree and the journal, so a crash before
+that leaves nothing and loses nothing that was acknowledged. Trio thread only.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.ops.create import Received
 
 HANDLE_CREATED = 1 << 60
-"""In the handles that the library gives out; the rest of them is the inode."""
+"""Bits of handles that the library issues; the rest of a handle is the inode."""
 INODES = 512
 """Reserved for the library at a time."""
 log = logging.getLogger(__name__)
 
 
 class Parts(IntFlag):
-    """What is handed over of a file, as create_offload.c numbers it. A handle alone: the bytes came before."""
+    """The data of a file that the library hands over, as create_offload.c numbers it. For a handle alone the bytes were
+    handed over before."""
 
     BYTES = 1
     HANDLE = 2
 
 
 class FileState(Enum):
-    """Of a file from its hand-over on; until then create_offload.c has it (RECEIVING of its `enum state`)."""
+    """State of a file after its hand-over; until then create_offload.c keeps it (RECEIVING of its `enum state`)."""
 
     OPEN = auto()
-    """The library knows it no more, and its handle is to become ours."""
+    """The library no longer knows the file, and its handle must become a handle of Python."""
     CLOSING = auto()
     """As in create_offload.c: its FLUSH waits for an answer."""
     CLOSED = auto()
@@ -102,7 +103,7 @@ class CreateOffload:
         self._fs.events.names_requested.append(self._receive_all)
 
     def end(self) -> None:
-        """No request is answered any more. Files that were not closed are stored as they are."""
+        """Requests are no longer answered. Files that were not closed are stored as they are."""
         if self._library is not None:
             self._receive_all()
             self._leases.revoke_all_names()
@@ -152,7 +153,7 @@ class CreateOffload:
             files = self._fs.new_files.add_received([each.content for each in received], closed)
             for each, file in zip(received, files, strict=True):
                 if isinstance(file, LakeError):
-                    log.warning("what was written to a new file is lost, its writer gets the error: %s", file)
+                    log.warning("the bytes of a new file are lost, and its writer gets the error: %s", file)
                     self._refuse(each, file.errno)
                 elif each.state is FileState.OPEN:
                     each.transition(FileState.HELD)
@@ -167,11 +168,11 @@ class CreateOffload:
                     self._refuse(each, errno.EIO)
 
     def _closer_of(self, file: ReceivedFile) -> Callable[[LakeError | None], None]:
-        """To be called with what came of closing the file."""
+        """A function to call with the result of closing the file."""
 
         def answer(error: LakeError | None) -> None:
             if file.state is FileState.REFUSED:
-                return  # with an error that was none of the file's
+                return  # with an error that did not concern the file
             file.transition(FileState.CLOSED if error is None else FileState.HELD)
             if error is not None:
                 log.warning("flush: %s", error)
@@ -187,14 +188,14 @@ class CreateOffload:
         self._fs.events.announce_name(file.content.parent, file.content.name)
 
     def _hold(self, inode: int, opener: int) -> None:
-        """The handle of a file that was stored before is ours from now on."""
+        """Python now owns the handle of a file that was stored before."""
         number = HANDLE_CREATED | inode
         if self._fs.is_handle(number):
             return
         try:
             self._fs.hold(self._fs.new_files.again(inode), number, opener, closed_by_opener=True)
         except LakeError as error:
-            log.info("a file is still open that was removed: %s", error)
+            log.info("a removed file is still open: %s", error)
 
     def _answer_close(self, inode: int, code: int) -> None:
         if self._library is not None:

@@ -16,16 +16,16 @@ from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.kernel.native.hooks import Feature
 
 READ_AHEAD_KIB = 1024
-"""Of the mount: as much as one READ may ask for, and a block of the cache. The kernel's own default is 128."""
+"""Readahead of the mount: the maximum of one READ, and a block of the cache. The kernel's own default is 128."""
 PASSTHROUGH_SINCE = (3, 17)
 """The first libfuse with FUSE_PASSTHROUGH: the kernel reads a file without the daemon."""
 LISTINGS_HELD_S_MIN = 1.0
-"""With a shorter TTL the kernel is not made to keep listings: they would be invalidated all the time."""
+"""With a shorter TTL the kernel does not cache listings: they would be invalidated continuously."""
 BACKGROUND_REQUESTS_MAX = 64
-"""READs ahead of a reader, and WRITEs behind a writer, that the kernel may have under way; its own default is 12."""
+"""READs of readahead and WRITEs of write-back that the kernel may have in progress; its own default is 12."""
 BACKGROUND_SHARE = 8
-"""WRITEs under way fill no more than this part of staging: of many parts of a file that are incomplete, none can be
-uploaded to make room."""
+"""WRITEs in progress fill at most this share of staging, because incomplete parts of a file cannot be uploaded to free
+space."""
 WRITE_BYTES_MAX = 1 << 20
 BDI = Path("/sys/class/bdi")
 
@@ -48,7 +48,8 @@ def background_max(config: MountConfig) -> int:
 
 
 def raise_read_ahead(mountpoint: str, bdi: Path = BDI) -> tuple[int, str]:
-    """Return the KiB that the kernel reads ahead on a mount from now on (0: not known), and why it is no more."""
+    """Raise the kernel's readahead for a mount. Returns its new size in KiB (0: not known), and why it is not
+    larger."""
     device = os.stat(mountpoint).st_dev
     path = bdi / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb"
     try:

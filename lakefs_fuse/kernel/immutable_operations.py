@@ -1,8 +1,8 @@
-"""Requests of an immutable mount: every answer may be cached for ever.
+"""Requests of an immutable mount: every reply may be cached without a time limit.
 
-With the hooks OPEN and OPENDIR are answered ENOSYS, once: the kernel then asks for neither any more, and READ and
-READDIR come with the inode as their handle, which is what handles are here in any case. FLUSH is answered so as well.
-Changes never get here: the mount is read-only for the kernel, too.
+With the hooks OPEN and OPENDIR are answered ENOSYS, once: the kernel then no longer sends them, and READ and READDIR
+arrive with the inode as their handle, which is always the handle here. FLUSH is answered the same. Changes never arrive
+here: the mount is read-only for the kernel, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class AlwaysAwake:
-    """A mount that changes only when it is told to, and polls for nothing."""
+    """A mount that changes only by command, and does not poll."""
 
     @property
     def is_idle(self) -> bool:
@@ -73,8 +73,8 @@ class ImmutableOperations(pyfuse3.Operations):
         return {"kernel": self._kernel.describe(), "pushing": self.page_cache_push.describe()}
 
     async def _invalidate_names(self, changed: ChangedNames) -> None:
-        """In a thread: the kernel may make it wait for a request that is being served. Raises CacheError where the
-        local disk lost some of the names."""
+        """Runs in a thread, because the kernel may make it wait for a request that is being served. Raises CacheError
+        if the local disk lost some of the names."""
         try:
             self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
         except OSError as error:
@@ -83,8 +83,8 @@ class ImmutableOperations(pyfuse3.Operations):
             raise CacheError(message) from error
 
     def _invalidate(self, changed: ChangedNames) -> int:
-        """Names before the listing that they are in: the kernel drops a name when no READDIR is under way any more, so
-        that none can bring the old listing back."""
+        """Invalidates names before the listing that contains them: the kernel drops a name only when no READDIR is in
+        progress, so that none can restore the old listing."""
         known = 0
         named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed.names())
         for parent, names in groupby(named, key=itemgetter(0)):

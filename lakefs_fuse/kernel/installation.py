@@ -1,7 +1,7 @@
 """Finds out which libfuse is installed here and which fast paths work with it; prints both as JSON.
 
-`python -m lakefs_fuse.kernel.installation` is a process of its own, because it loads libfuse and the C library and
-makes a session, as a mount does, on a mount point that cannot exist. It mounts nothing and needs no /dev/fuse.
+`python -m lakefs_fuse.kernel.installation` is a separate process, because it loads libfuse and the C library and makes
+a session, as a mount does, on a mount point that cannot exist. It mounts nothing and needs no /dev/fuse.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Invalidation of what the kernel caches: names that changed elsewhere, and listings of directories.
 
-With stateless OPENDIR the kernel keeps a whole listing as pages and asks no more. It drops one by itself when a name
-in the directory is changed through this mount; of everything else it is notified: of a change that came from
-elsewhere, and of the end of the TTL. So which directories it may hold, and until when, is kept for DIRECTORIES_MAX of
-them, beyond which the oldest is invalidated.
+With stateless OPENDIR the kernel keeps a whole listing as pages and sends no further request. It drops a listing itself
+when a name in the directory is changed through this mount. The daemon notifies it of everything else: of changes from
+elsewhere, and of the end of the TTL. For that it records which directories the kernel may hold, and until when:
+DIRECTORIES_MAX of them, beyond which the oldest is invalidated.
 
-The kernel is notified of every name that changed (*no name is dropped*): where more than NAMES_MAX wait, because one
-LIST removed as many or the kernel keeps the thread waiting, the rest wait in a file. What changes names never waits for
-the kernel, which may keep a directory locked for a request that waits for the very LIST.
+The kernel is notified of every name that changed (*no name is dropped*): if more than NAMES_MAX wait, because one LIST
+removed that many or the kernel keeps the thread waiting, the rest wait in a file. Tasks that change names never wait
+for the kernel, which may keep a directory locked for a request that waits for the same LIST.
 
-A reply that is on its way when something is invalidated may bring the old names back. Each listing is therefore
-invalidated once more AGAIN_S later.
+A reply that is in flight during an invalidation may restore the old names. Each listing is therefore invalidated once
+more AGAIN_S later.
 
 `invalidate_name` and `add_listing` are for the trio thread, and never wait; `wait_notified` waits for `run`, which
 notifies the kernel from a worker thread, because it may have to wait there for a request that is being served. A crash
@@ -70,8 +70,8 @@ def _open_temporary(directory: str | os.PathLike[str]) -> BinaryIO:
 
 
 async def write_out(inode: int) -> None:
-    """Have the kernel write the dirty pages of a file to this daemon, and drop its pages. A request for the file may be
-    under way meanwhile, other than WRITE."""
+    """Have the kernel write the dirty pages of a file to this daemon, and drop its pages. Another request for the file,
+    except WRITE, may be in progress."""
     await trio.to_thread.run_sync(notify_kernel, (inode,), (), abandon_on_cancel=True)
 
 
@@ -93,7 +93,7 @@ class Invalidations:
         self._overflow: ChangedNames | None = None
         """Names beyond NAMES_MAX."""
         self._draining: tuple[ChangedNames, Iterator[tuple[int, bytes]]] | None = None
-        """An overflow to which no names are added any more, and those of it that still wait."""
+        """A closed overflow file, and its names that still wait."""
         self._stale: dict[int, None] = {}
         self._until: dict[int, float] = {}
         self._again: dict[int, float] = {}
@@ -125,7 +125,7 @@ class Invalidations:
             self._overflow = ChangedNames(self._open_file)
         try:
             self._overflow.add(parent, name)
-        except OSError as error:  # with a full disk there are soon no more changes: their rows could not be written
+        except OSError as error:  # on a full disk changes soon end, because their rows cannot be written
             if len(self._names) == NAMES_MAX:
                 log.warning("names that changed are kept in memory until the kernel was notified: %s", error)
             self._names[parent, name] = None
@@ -146,8 +146,8 @@ class Invalidations:
             self._changed.set()
 
     async def wait_notified(self) -> None:
-        """Return when the kernel was notified of everything that was invalidated before. Raises CacheError where the
-        local disk lost some of it."""
+        """Return when the kernel was notified of everything that was invalidated before. Raises CacheError if the local
+        disk lost some of it."""
         due = self._batches_begun + bool(self._stale or self._names)
         overflows_due, ended = self._overflows_begun + (self._overflow is not None), self._overflows_ended
         while self._batches_ended < due or self._overflows_ended < overflows_due:
@@ -176,8 +176,9 @@ class Invalidations:
         return bool(self._stale or self._names or self._overflow or self._draining)
 
     async def _notify_batch(self) -> None:
-        """Notify the kernel of what waits in memory, and of the next names of the overflow: one thread's work has a
-        bound, as it may go on for a moment when the mount ends, and new names need not wait for a million others."""
+        """Notify the kernel of the names in memory, and of the next names of the overflow. The work of one thread is
+        bounded, because it may continue for a moment when the mount ends, and so that new names need not wait for a
+        million others."""
         stale, names = self._stale, self._names
         self._stale, self._names = {}, {}
         self._batches_begun += 1

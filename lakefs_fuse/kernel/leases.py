@@ -1,8 +1,9 @@
-"""Leases that the C library has of this session: what it answers without entering Python (leases.c, attribute_cache.c).
+"""Leases that this session grants to the C library: the requests that it answers without entering Python (leases.c,
+attribute_cache.c).
 
 A file that was opened for reading may be opened again, attributes of a directory may be returned again, and names
 that a directory lacks are absent and may be created, each for as long as the kernel might cache the answer. The
-filesystem announces what ends a lease before it does it. Trio thread only; nothing survives a crash.
+filesystem revokes a lease before it makes the change. Trio thread only; nothing survives a crash.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from lakefs_fuse.vfs.files.open_file import READING, OpenFile
 from lakefs_fuse.vfs.filesystem import Filesystem
 
 CREATED_BEFORE = 2
-"""Files that are created in a directory before its names are leased: leasing does not pay for a single file."""
+"""Files that are created in a directory before its names are leased: for a single file a lease costs more than it
+saves."""
 COUNTED_DIRECTORIES_MAX = 1024
 
 
@@ -38,7 +40,7 @@ class Leases:
     # -- opens and attributes
 
     def lease_open(self, inode: int, handle: int) -> None:
-        """Lease further opens for reading of a file that was opened so."""
+        """Lease further opens for reading of a file that was opened for reading."""
         if handle & READING:
             hooks.lease_open(inode, self._fs.open_leases.allowed_s(self._fs.handle(handle).file))
 
@@ -66,7 +68,7 @@ class Leases:
             self._tree.mirrored.clear()
 
     def count_created(self, file: OpenFile) -> None:
-        """Count a file that Python created; names of a directory are leased where several are."""
+        """Count a file that Python created; names of a directory are leased when several were created."""
         parent = file.entry.parent
         count = self._created.pop(parent, 0) + 1
         self._created[parent] = count
@@ -95,7 +97,7 @@ class Leases:
             library.lakefs_revoke_names(directory)
             return False
         self._tree.mirrored.add(directory)
-        # The kernel asks for them after each name that is created.
+        # The kernel requests them after each created name.
         hooks.cache_attributes(attributes_of(self._fs.entry(directory), self._fs, 0.0), for_s)
         return True
 

@@ -1,9 +1,9 @@
 """Protocol adapter only: requests of pyfuse3 become calls of `Filesystem`, entries attributes, and errors errnos.
 
-The kernel's write-back cache is on: it sends large writes, keeps what was written in the page cache, and owns the
-size and the mtime of a file for as long as it knows the inode. Invariant *one version, one inode*: another version of
-a file is another inode here. Timeouts are what is left of the TTL of the listing that an answer came from. No exception
-but FUSEError leaves a handler (`upcall`): anything else would end the daemon.
+The kernel's write-back cache is on: it sends large writes, keeps written pages in the page cache, and owns the size and
+the mtime of a file as long as it knows the inode. Invariant *one version, one inode*: another version of a file is
+another inode here. Timeouts are the rest of the TTL of the listing that an answer came from. Only FUSEError leaves a
+handler (`upcall`): any other exception would end the daemon.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Sleeper(Protocol):
-    """A mount that may be idle, and then has to be woken before it answers."""
+    """A mount that may be idle, and must then be woken before it answers."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -76,10 +76,10 @@ Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
 def upcall(
     name: str, *, about: About | None = None, wakes: bool = True
 ) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
-    """Count a request and turn its errors into errnos. While a commit is applied to what it is ``about`` (its first
-    argument, or for a name its first two) it waits. The first request after a pause wakes the mount, and
-    waits for its poll, unless it asks for nothing that a poll would bring (not ``wakes``). What the library says of
-    the request stays as it was when the request came."""
+    """Count a request and turn its errors into errnos. A request waits while a commit is applied to the inode or name
+    that it is ``about`` (its first argument, or for a name its first two). The first request after a pause wakes the
+    mount, and waits for its poll, unless the result cannot depend on a poll (not ``wakes``). The library's facts about
+    the request are kept from its arrival."""
 
     def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
         @functools.wraps(handler)
@@ -125,7 +125,7 @@ class Operations(pyfuse3.Operations):
         self.idleness: Sleeper = fs.namespace.idleness
         self._metrics = fs.metrics.namespace
         self._renumbered = dict[int, None]()
-        """Files that show the number of another, or did when they were shown last, the oldest first."""
+        """Files that show the inode number of another, or did so when they were last shown, the oldest first."""
         self.invalidations = Invalidations(self._count_invalidations, fs.config.cache_dir)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
         fs.events.kernel_told.append(self.invalidations.wait_notified)
@@ -142,7 +142,7 @@ class Operations(pyfuse3.Operations):
         self._metrics.invalidations += count
 
     def _questions(self) -> int:
-        """How many requests there have been that a program waits for; statfs is what monitoring asks every mount."""
+        """Number of requests that a program waits for; without statfs, which monitoring sends to every mount."""
         self._count_answered()
         return sum(self.upcalls.values()) - self.upcalls["forget"] - self.upcalls["statfs"]
 
@@ -169,8 +169,9 @@ class Operations(pyfuse3.Operations):
         return attributes
 
     def _show_number(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """A linked file shows the inode number of its source while both are unchanged, which is asked each time. Those
-        that were shown longest ago, some of which were removed since, make room for it in the library."""
+        """A linked file shows the inode number of its source while both are unchanged, which is checked each time. If
+        the library has no room for it, the files that were shown longest ago, some of them removed since, are dropped
+        there."""
         number = self.fs.shown_number(entry)
         if number == entry.inode:
             if entry.inode in self._renumbered:
@@ -369,19 +370,18 @@ class Operations(pyfuse3.Operations):
 
     @staticmethod
     def _killed_by(others: Sequence[int]) -> int:
-        """The signal that is killing the process which closes a descriptor; 0 for none, or where one of the threads
-        ``others`` belongs to another process. Asked before the handler's first await."""
+        """The signal that is killing the process that closes a descriptor; 0 for none, or if one of the threads
+        ``others`` belongs to another process. Call it before the handler's first await."""
         closer = hooks.flush_pid()
         signal = hooks.killed_by(closer)
         process = hooks.process_of(closer) if signal and others else 0
         return 0 if any(hooks.process_of(thread) not in (0, process) for thread in others) else signal
 
     def _is_written_on(self, handle: Handle) -> bool:
-        """A descriptor is closed, but its writer has not finished. Asked before the handler's first await.
-
-        A child process closes what it inherited while its parent still writes; a shell opens a file for a command,
-        duplicates the descriptor and closes the first one before anything was written. Publishing then would show
-        other nodes a part of a file. The last close of all always publishes.
+        """Whether a descriptor is closed although its writer has not finished. Call it before the handler's first
+        await. A child process closes inherited descriptors while its parent still writes; a shell opens a file for a
+        command, duplicates the descriptor and closes the first one before anything was written. Publishing then would
+        show other nodes a part of a file. The last close of all always publishes.
         """
         closer = hooks.flush_pid() if hooks.active() else 0
         if not closer:

@@ -1,14 +1,13 @@
-"""Pushes small files into the page cache: those that came in the same block of a pack as one that is read.
+"""Pushes small files into the page cache: those in the same block of a pack as a file that is read. Reading a file
+fetches a block of 1 MiB, which contains 10 to 100 other files. The bytes of those whose inode the kernel knows are
+written into its page cache (FUSE_NOTIFY_STORE), so that reading them costs no request. For immutable mounts only, where
+an inode is always the same version: on other mounts the bytes could be older than bytes written to the page since, and
+would replace them.
 
-A file that is read brings a block of 1 MiB with it, in which 10 to 100 others lie. The bytes of those whose inode the
-kernel knows are put into its page cache (FUSE_NOTIFY_STORE), so that reading them costs no request. For immutable
-mounts only, where an inode is one version for ever: anywhere else the bytes could be older than what was written to
-the page meanwhile, and would replace it.
-
-It pays only for files that the kernel knows (their directory was listed), and that are read before it evicts their
-pages. Where more than half of those that were pushed lately were not known, only one block in PROBE_EACH is tried.
-The only sign of an eviction is that another file of the block is read: a block is pushed PUSHES_MAX times in ROUND_S,
-so a dataset that does not fit into memory costs no more than that.
+It saves time only for files that the kernel knows (their directory was listed), and that are read before it evicts
+their pages. If more than half of the files pushed recently were not known, only one block in PROBE_EACH is tried. The
+only sign of an eviction is a READ of another file of the block. A block is pushed at most PUSHES_MAX times in ROUND_S,
+which bounds the cost for a dataset that does not fit into memory.
 
 Trio thread; the kernel is notified from a worker thread, because it may make that wait for a READ that is being
 answered. A crash leaves nothing.
@@ -31,14 +30,15 @@ from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 Bytes = bytes | bytearray | memoryview
 log = logging.getLogger(__name__)
 WAITING_MAX = 32
-"""Files whose blocks wait to be pushed. Of more the oldest are dropped: they have been read past by then."""
+"""Maximum of files whose blocks wait to be pushed. Beyond that the oldest are dropped, because readers have passed
+them."""
 BLOCKS_MAX = 65_536
 """Blocks whose pushes are counted: 64 GiB of them."""
 PUSHES_MAX = 3
 ROUND_S = 600.0
 PROBE_EACH = 32
 JUDGED_FILES = 1024
-"""After this many files what was known of earlier ones counts for half, so a change shows after some 50 blocks."""
+"""After this many files the counts of earlier ones are halved, so a change shows after some 50 blocks."""
 
 
 def store_files(files: Sequence[tuple[int, Bytes]]) -> list[int]:
@@ -74,7 +74,7 @@ class PageCachePush:
         try:
             block = self._fs.block_of(inode) if offset == 0 else None
         except FileError:
-            return  # the file went while it was read
+            return  # the file was removed while it was read
         if block is None:
             return
         self._asked += 1
@@ -123,7 +123,7 @@ class PageCachePush:
                 self._busy = True
                 try:
                     await self._push(self._waiting.popleft())
-                except Exception:  # no request depends on it, and the mount goes on
+                except Exception:  # no request depends on it, and the mount continues
                     log.exception("pushing the neighbours of a file to the kernel")
                 self._busy = False
             self._requested = trio.Event()

@@ -1,7 +1,6 @@
-"""READDIRPLUS answered by direntries.c: from packed rows, without an object for each entry.
-
-The bytes are those of an answer entry by entry, which is what `Operations.readdir` gives where the library is missing
-or pyfuse3 does not reach it (`RowReplies.possible` is false). Trio thread only.
+"""READDIRPLUS answered by direntries.c: from packed rows, without an object for each entry. The bytes are the same as
+in a reply built entry by entry, which `Operations.readdir` uses if the library is missing or pyfuse3 does not reach it
+(`RowReplies.possible` is false). Trio thread only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Rows = Iterator[tuple[bytes, bytes]]
 
 
 class Defaults(ctypes.Structure):
-    """`struct defaults` of direntries.c: what is shown of an entry that does not have it, and ``st_blksize``."""
+    """`struct defaults` of direntries.c: attributes of entries that have none, and ``st_blksize``."""
 
     _fields_ = tuple(
         (name, ctypes.c_uint32)
@@ -51,7 +50,7 @@ def begin_entries(
 
 def end_entries() -> tuple[int, int, bytes | None]:
     """Return the number of entries written since `begin_entries`, the cookie of the last, and the key of the last
-    damaged row that was passed over. Raises what reading the rows raised, and ValueError where one is not a pair."""
+    damaged row that was skipped. Raises the error of reading the rows, and ValueError if one is not a pair."""
     library = hooks.library()
     assert library is not None
     count, cookie, damaged = library.lakefs_end_entries()

@@ -19,13 +19,13 @@ FILE_BLKSIZE = 128 << 10
 SECTOR_BYTES = 512
 """Unit of ``st_blocks``, as stat(2) says."""
 STATFS_BLOCK_BYTES = 4096
-"""Unit of statfs: of both sizes, as programs take the one or the other for that."""
+"""Unit of statfs, in both of its sizes, because programs use one or the other."""
 DOT_COOKIE, DOTDOT_COOKIE = 1, (1 << 63) - 1
 """d_off of the names ``.`` and ``..`` in a listing; those of entries begin with 2, and never get so large."""
 
 
 class Owned(Protocol):
-    """What attributes of entries are made from: a filesystem."""
+    """The filesystem that attributes of entries are computed from."""
 
     config: MountConfig
 
@@ -64,8 +64,8 @@ def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
 def reply_dots(token: pyfuse3.ReaddirToken, start: int, inode: int, parent: int) -> int:
     """Reply ``.`` and ``..``, the first names of a listing, beyond ``start``; return where its entries begin then.
 
-    Without them the listing of an empty directory has no bytes, and the kernel would keep that for ever: it holds
-    listings as pages, and drops them page by page.
+    Without them the listing of an empty directory has no bytes, and the kernel could never drop it: it holds listings
+    as pages, and drops them page by page.
     """
     dots = (b".", inode, DOT_COOKIE), (b"..", parent, DOTDOT_COOKIE)
     before = (0, DOT_COOKIE, DOTDOT_COOKIE)
@@ -80,7 +80,7 @@ def reply_dots(token: pyfuse3.ReaddirToken, start: int, inode: int, parent: int)
 
 
 def size_reply(size: LakeSize) -> pyfuse3.StatvfsData:
-    """The answer to statfs. Its total is never 0: df(1) leaves such file systems out."""
+    """The answer to statfs. Its total is never 0: df(1) omits such file systems."""
     used, free = -(-size.bytes // STATFS_BLOCK_BYTES), size.free_bytes // STATFS_BLOCK_BYTES
     answer = pyfuse3.StatvfsData()
     answer.f_bsize = answer.f_frsize = STATFS_BLOCK_BYTES

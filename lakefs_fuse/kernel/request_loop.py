@@ -1,10 +1,10 @@
 """Chooses the task that reads /dev/fuse, as pyfuse3 does, at a fraction of its cost.
 
-pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task goes on
-reading while there are requests, for `BURST_S` at most, and another is ready to go on where it has to wait; tasks
-that were busy last go first, so that few buffers are ever touched. A task may be busy with its request for minutes, so
-none begins without another one that waits for the descriptor or is on its way to it. Needs request_loop.c;
-without it, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread only.
+pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task continues to
+read while there are requests, for `BURST_S` at most, and another takes over when it must wait; the most recently busy
+tasks go first, so that few buffers are ever touched. A task may be busy with its request for minutes, so a task begins
+its request only when another one waits for the descriptor or is about to. Needs request_loop.c; without it, or with a
+pyfuse3 that waits in another way, pyfuse3's own loop runs. Trio thread only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import trio
 from outcome import Value
 
 BURST_S = 0.0003
-"""So long one task goes on reading before the others of the loop have their turn. Longer, and files that close together
-do not find each other in time to share a pack; not at all, and a request costs a quarter more."""
+"""Time for which one task reads before the others of the loop have their turn. With a longer time, files that close
+together do not meet in time to share a pack; with none, a request costs a quarter more."""
 log = logging.getLogger(__name__)
 
 
@@ -83,7 +83,7 @@ class RequestTurns:
 
 
 def is_possible() -> bool:
-    """Whether the library is there, and pyfuse3 waits in the way that `begin` replaces."""
+    """Whether the library is loaded, and pyfuse3 waits in the way that `begin` replaces."""
     return hooks.library() is not None and hasattr(pyfuse3, "_wait_fuse_readable")
 
 

@@ -1,7 +1,7 @@
 """The mounted session of this process: from mount(2) until the kernel ends it.
 
 `Session.serve` runs the request loop and the invalidations beside it. Unmounting goes through the kernel (fusermount3
-or umount), never around it: it writes back dirty pages first, and the loop that has to take them is still running.
+or umount), never around it: it writes back dirty pages first, and the loop that receives them is still running.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
 TASKS_MAX = 1024
-"""Requests served at once. Each may be waiting for the store, while the kernel queues what comes after the last. A task
-that is busy has a buffer of 1 MiB, of which only what its request sent takes memory."""
+"""Maximum of concurrent requests. Each may be waiting for the store, while the kernel queues the following ones. A busy
+task has a buffer of 1 MiB, of which only the part used by its request takes memory."""
 UNMOUNT_S_MAX = 20.0
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ async def _serve(
 
     def answers() -> None:
         nonlocal unmount
-        # If this fails from here on, the dead mount stays for the next daemon to replace: until then programs are to
-        # see that something is wrong, not the directory beneath.
+        # If this fails from here on, the dead mount stays for the next daemon to replace: until then programs get
+        # errors, and do not see the underlying directory.
         unmount = not config.supervise
         ready()
 

@@ -1,13 +1,11 @@
-"""Which rows of names a database has written since the index that it began with, or wrote last.
+"""Records which rows of names a database has written since the index that it began with, or last wrote. A database that
+folds a lake keeps the rows of its newest index, and applies commits to them. The next index needs only the changes
+since, so each batch that writes rows of names also gets a note for each of them.
 
-A database that folds a lake keeps the rows of its newest index, and applies commits to them. What it has to write into
-the next index is only what has changed since, so each batch that writes rows of names gets a row for each of them.
-
-What always holds (*the index and what changed*): while `Folded.index` is set, every row of names whose key is not among
+What always holds (*the index and its changes*): while `Folded.index` is set, every row of names whose key is not among
 `keys_since` of that index is the same here as in that index. Rows and their notes are in one batch, so a crash leaves
-both or neither. Where all names are dropped, so is the mark, and nothing is noted until an index is taken or written.
-
-For one thread at a time. A crash leaves what is written above.
+both or neither. If all names are dropped, so is the mark, and nothing is noted until an index is ingested or written.
+For one thread at a time. A crash leaves the state described above.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from lakefs_fuse.meta.entry import HEAD, Flag
 KINDS = b"".join(schema.NAME_KINDS)
 """First bytes of the keys of rows of names, in order."""
 ABSENT, FILE, DIRECTORY = b"-", b"f", b"d"
-"""What an entry was in the index. Of other rows nothing is kept."""
+"""The entry as it was in the index. For other rows nothing is kept."""
 
 _ENTRY = schema.ENTRY[0]
 _MARK_BYTES = len(schema.CHANGED) + schema.NUMBER.size
@@ -34,8 +32,8 @@ _FOLDED = Struct(">QQ")
 
 
 class Folded(msgspec.Struct, frozen=True):
-    """``index`` is the time of the index whose names the database has, 0 for none; ``since`` that of an earlier one, or
-    the same, since which everything that changed is known."""
+    """``index`` is the time of the index whose names the database has, 0 for none; ``since`` that of an earlier index,
+    or the same, since which all changes are known."""
 
     index: int = 0
     since: int = 0
@@ -45,12 +43,12 @@ class Folded(msgspec.Struct, frozen=True):
 
 
 def is_directory(row: bytes | None) -> bool:
-    """Of the row of an entry, damaged ones too."""
+    """For the row of an entry, including damaged ones."""
     return row is not None and len(row) >= HEAD.size and bool(HEAD.unpack_from(row)[1] & Flag.DIRECTORY)
 
 
 class ChangedRows:
-    """See the module's head. Rows are read by the functions that are given."""
+    """See the module's head. Rows are read by the given functions."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class ChangedRows:
         self.folded = Folded(*_FOLDED.unpack(raw)) if raw is not None and len(raw) == _FOLDED.size else Folded()
 
     def record(self, ranges: Iterable[Step], rows: Rows) -> None:
-        """Add to ``rows``, the last of a batch, what it changes: ``ranges`` are its steps before. Called for each batch
+        """Add the notes of a batch to ``rows``, its last step; ``ranges`` are its earlier steps. Called for each batch
         while there is a mark."""
         if rows.get(schema.SINGLE_FOLDED, b"") is None:
             return
@@ -94,21 +92,21 @@ class ChangedRows:
             rows[prefix + key] = _kind_of(were[key]) if key[0] == _ENTRY else b""
 
     def keys_since(self, mark: int) -> Iterator[bytes]:
-        """Keys of rows that were written since the index of this time, sorted. They may have been deleted, or be as
-        they were."""
+        """Keys of rows that were written since the index of this time, sorted. They may have been deleted, or be
+        unchanged."""
         runs = [self._run(each) for each in self._marks(mark)]
         return (key for key, _ in groupby(heapq.merge(*runs)))
 
     def count(self, mark: int) -> int:
-        """How many keys there are in the notes since the index of this time; some may be there twice."""
+        """Number of keys in the notes since the index of this time; some may occur twice."""
         return sum(1 for _ in self._scan(_begin(mark), schema.end_of(schema.CHANGED)))
 
     def has_any(self, mark: int) -> bool:
-        """There are notes since the index of this time."""
+        """Whether there are notes since the index of this time."""
         return next(self._scan(_begin(mark), schema.end_of(schema.CHANGED)), None) is not None
 
     def count_names(self) -> tuple[int, int]:
-        """By how much the names, and the directories among them, are more than in the index."""
+        """The change of the numbers of names and of directories since the index."""
         names = directories = 0
         prefix = schema.CHANGED + schema.NUMBER.pack(self.folded.index)
         for key, was in self._scan(prefix + schema.ENTRY, prefix + schema.end_of(schema.ENTRY)):

@@ -1,11 +1,11 @@
 """The database of one cache directory, on RocksDB unless a node has other engines. `schema` has its keys.
 
-What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all; what memory
-holds about its rows changes with them (`Batch.committed`). All calls are short and made on the trio thread but for
-`sync`, `frozen` iterators, `copy_to`, and reads of a database that nothing writes meanwhile, so whatever is done
-between two awaits is atomic for every other task. Only what is committed with ``sync`` survives a crash of the machine:
-the tail of the log may be missing then, and names come back with the next listing. What is committed by
-`commit_volatile` while the disk is full is such a tail for a crash of the process, too.
+What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all; state in
+memory about its rows changes with them (`Batch.committed`). All calls are short and made on the trio thread, except
+`sync`, `frozen` iterators, `copy_to`, and reads of a database that is not being written; so code between two awaits is
+atomic for every other task. Only batches committed with ``sync`` survive a crash of the machine: the tail of the log
+may be missing then, and the next listing restores names. Batches of `commit_volatile` while the disk is full are such a
+tail for a crash of the process, too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PROBE_BYTES = 64 << 10
 DAMAGED_MAX = 10_000
 """Keys of damaged rows in memory, so that each is counted once; no more are counted."""
 INODES_RESERVED = 1 << 20
-"""Inode numbers set aside at once, so that handing one out is not a write."""
+"""Inode numbers reserved in one write, so that issuing one is not a write."""
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Batch(msgspec.Struct):
     ranges: list[Step] = []
     """Keys in [begin, end) are deleted, each time after the rows that were in the batch by then."""
     committed: list[Callable[[], None]] = []
-    """Called when the batch was written, and never if it was not: counts in memory change with the rows they are of."""
+    """Called when the batch was written, and never if it was not, so that counts in memory change with their rows."""
 
     def delete_range(self, begin: bytes, end: bytes) -> None:
         self.ranges.append((self.rows.copy(), begin, end))
@@ -109,7 +109,7 @@ class Recording:
 
 
 def options(memory_bytes: int = MEMORY_BYTES) -> Options:
-    """Of a database and of the files it takes in. Memory is bounded on purpose, whatever the number of names."""
+    """Options of a database and of the files that it ingests. Memory is bounded, whatever the number of names."""
     made = Options(raw_mode=True)
     made.create_if_missing(True)
     made.set_write_buffer_size(memory_bytes // 2 // WRITE_BUFFERS)
@@ -175,7 +175,7 @@ class RocksEngine:
         self._raw.ingest_external_file([str(path) for path in paths], moving)
 
     def checkpoint(self, directory: Path) -> None:
-        """Files are shared, so it takes little room and time, whatever the number of rows."""
+        """Files are shared, so it takes little space and time, whatever the number of rows."""
         Checkpoint(self._raw).create_checkpoint(str(directory))
 
     def integer_property(self, name: str) -> int:
@@ -186,8 +186,9 @@ class RocksEngine:
 
 
 def _read(rows: RdictIter, _end: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Raises where a row cannot be read: there `Rdict.items` ends as if no more came. Holds the key that ends it, into
-    which rocksdict 0.3 keeps a pointer: where nothing else does, an iterator ends early, or runs on."""
+    """Raises if a row cannot be read, where `Rdict.items` would end as if there were no more. Keeps a reference to its
+    end key, because rocksdict 0.3 keeps a pointer into it: without the reference an iterator ends early, or continues
+    beyond the end."""
     while rows.valid():
         yield cast("bytes", rows.key()), cast("bytes", rows.value())
         rows.next()
@@ -195,9 +196,9 @@ def _read(rows: RdictIter, _end: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether files of RocksDB are damaged or missing, as its texts alone say. A system call that failed for another
-    reason (descriptors, memory, room, the disk) is no damage, although some are reported as "Corruption: Can't access
-    …: IO error: …"."""
+    """Whether files of RocksDB are damaged or missing, which only its error texts show. A system call that failed for
+    another reason (descriptors, memory, space, the disk) is no damage, although some are reported as "Corruption: Can't
+    access …: IO error: …"."""
     text = str(error)
     return os.strerror(errno.ENOENT) in text or ("Corruption" in text and "IO error" not in text)
 
@@ -237,14 +238,14 @@ class Database:
         *,
         repairs: bool = True,
     ) -> None:
-        """``identity`` names the lake. A damaged database that does not open is repaired, which may lose rows and bring
-        back old ones, so that its names are outdated; or it is begun anew. Without ``repairs`` it is an error. Raises
-        CacheDamaged for that, SchemaMismatch, CacheError where the database holds another lake's names, and where it is
-        not damaged but cannot be opened now (CacheFull: for want of room); then nothing in it was changed."""
+        """``identity`` names the lake. A damaged database that does not open is repaired, which may lose rows and
+        restore old ones, so that its names are outdated; or it is replaced by an empty one. Without ``repairs`` it is
+        an error: CacheDamaged. Raises SchemaMismatch, and CacheError if the database has another lake's names, or is
+        not damaged but cannot be opened now (CacheFull: for lack of space); then nothing in it was changed."""
         self._directory, self.clock, self._disk, self._repairs = directory, clock, disk, repairs
         self._engines = engines or RocksEngines()
         self.writes = 0
-        """How often rows were written, or may have been lost; while it is the same, so are the rows."""
+        """Counts writes and possible losses of rows; while it is unchanged, so are the rows."""
         self._failed_at: float | None = None
         self._found_full = False
         self._failed: Sequence[Step] = ()
@@ -261,10 +262,10 @@ class Database:
             self._engine, is_repaired = self._begin_anew(), False
         self._write_shares: Callable[[Batch], None] = lambda _: None
         self.reopened: list[Callable[[], None]] = []
-        """Called when the database was opened again after a write that failed, of which all may be there, or nothing:
-        what memory holds about rows is read again."""
+        """Called when the database was opened again after a failed write, which may have taken effect completely or not
+        at all: state in memory about rows is read again."""
         self.found_full: list[Callable[[], None]] = []
-        """Called for each write that the disk has no room for."""
+        """Called for each write for which the disk has no space."""
         self.changed = ChangedRows(self.get, self.get_many, self.scan)
         stored = self.get(schema.SINGLE_IDENTITY)
         rows: Rows = {}
@@ -275,8 +276,8 @@ class Database:
             raise refusal
         is_noted = self.get(schema.SINGLE_LOST) is not None
         self.lost_rows = is_repaired or stored is None or is_noted
-        """It is new, or was damaged: what it does not tell may have been all the same. Until `end_loss`, also after a
-        restart."""
+        """Whether the database is new, or was damaged, so that missing rows may have existed. Until `end_loss`, also
+        after a restart."""
         if self.lost_rows and not is_noted:
             rows[schema.SINGLE_LOST] = b""
         if is_repaired:
@@ -295,8 +296,8 @@ class Database:
             return CacheError(f"the cache directory {directory} belongs to {stored}: {todo}")
         if self.has_local_changes():
             todo = (
-                "it has files or changes that are in no store yet; mount with that version, and unmount when `stats` "
-                "shows nothing unfinished"
+                "it has files or changes that are not in the store yet; mount with that version, and unmount when "
+                "`stats` shows nothing unfinished"
             )
         return SchemaMismatch(
             f"the cache directory {directory} was written by another version of lakefs-fuse (schema "
@@ -304,11 +305,11 @@ class Database:
         )
 
     def has_local_changes(self) -> bool:
-        """Something was changed or written here that is in no store yet, orphans included. Raises CacheError."""
+        """Whether files or changes of this node are not in the store yet, including orphans. Raises CacheError."""
         return any(next(self.scan(kind, schema.end_of(kind)), None) is not None for kind in schema.LOCAL_KINDS)
 
     def end_loss(self) -> None:
-        """What lost rows may have told was looked for elsewhere. Raises CacheError."""
+        """Record that the information of lost rows was searched for elsewhere. Raises CacheError."""
         if self.lost_rows:
             self.commit(Batch({schema.SINGLE_LOST: None}), sync=True)
             self.lost_rows = False
@@ -319,8 +320,8 @@ class Database:
         self._inode_reserved = self._inode_next
 
     def _is_whole(self) -> bool:
-        """After damage names may be left without what keeps their inode numbers from being given out again. What was
-        changed here is read to its end: rows of a damaged block would be missing from the replay."""
+        """After damage, names may remain whose inode numbers could be issued again. The journal is read to its end,
+        because rows of a damaged block would be missing from the replay."""
         try:
             for kind in schema.LOCAL_KINDS:
                 for _ in self.scan(kind, schema.end_of(kind)):
@@ -343,15 +344,16 @@ class Database:
             raise self._broken(error) from error
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """As `get`, of each key. Raises CacheError."""
+        """As `get`, for each key. Raises CacheError."""
         try:
             return self._engine.get_many(list(keys)) if keys else []
         except Exception as error:
             raise self._broken(error) from error
 
     def linked(self, links: Sequence[tuple[bytes, bytes]], length: int) -> tuple[bytes, bytes] | None:
-        """The row that the first of some links leads to, with its key; None where no link leads to a row. A link is the
-        key of a row of ``length`` bytes, and what comes before these in the key that it leads to. Raises CacheError."""
+        """The row that the first of some links leads to, with its key; None if no link leads to a row. A link is the
+        key of a row of ``length`` bytes, and the prefix that these bytes get to form the target key. Raises
+        CacheError."""
         get = self._engine.get
         try:
             for key, prefix in links:
@@ -367,7 +369,7 @@ class Database:
             raise self._broken(error) from error
 
     def linked_many(self, links: Sequence[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes] | None]:
-        """As `linked`, of each link. Raises CacheError."""
+        """As `linked`, for each link. Raises CacheError."""
         rests = self.get_many([key for key, _ in links])
         keys = [
             prefix + rest if rest is not None and self._is_long(key, rest, length) else b""
@@ -378,7 +380,7 @@ class Database:
         return [None if (row := rows.get(key)) is None else (key, row) for key in keys]
 
     def _is_long(self, key: bytes, row: bytes, length: int) -> bool:
-        """A row has the length that all of its kind have; else it is damaged."""
+        """Check that a row has the length of its kind; else it is damaged."""
         if len(row) == length:
             return True
         self.note_damaged(key, ValueError(f"{len(row)} bytes"))
@@ -389,15 +391,15 @@ class Database:
         self._write_shares = write
 
     def note_damaged(self, key: bytes, error: Exception) -> None:
-        """Counts a row that came with an index and cannot be decoded. The reader leaves it out."""
+        """Count a row of an index that cannot be decoded, and that the reader skips."""
         if not self._damaged:
-            log.error("the row %r of the metadata cache is damaged and left out: %s (said once; `stats` counts such "
+            log.error("the row %r of the metadata cache is damaged and skipped: %s (logged once; `stats` counts such "
                       "rows, fsck lists them)", key[:80], error)  # fmt: skip
         if len(self._damaged) < DAMAGED_MAX:
             self._damaged.add(key)
 
     def commit(self, batch: Batch, *, sync: bool = False) -> None:
-        """Raises CacheError, CacheFull where the disk is full; then nothing of the batch is there."""
+        """Commit the batch. Raises CacheError, or CacheFull if the disk is full; then no part of it took effect."""
         if not batch:
             return
         if self._failed_at is not None:
@@ -459,7 +461,7 @@ class Database:
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Tells which rows are changed until its end, by whatever task: for readers that read in steps."""
+        """Record the rows that any task changes until the block ends, for readers that read in steps."""
         recording = Recording()
         self._recordings.append(recording)
         try:
@@ -469,17 +471,17 @@ class Database:
 
     @property
     def is_failing(self) -> bool:
-        """The last write failed: the database is reopened before the next."""
+        """Whether the last write failed, so that the database is reopened before the next."""
         return self._failed_at is not None
 
     @property
     def is_full(self) -> bool:
-        """It failed because the disk has no room."""
+        """Whether it failed because the disk is full."""
         return self.is_failing and self._found_full
 
     def sync(self) -> None:
-        """Everything committed before survives a crash of the machine. For a worker thread, beside readers and writers.
-        Raises CacheError."""
+        """Make everything committed before survive a crash of the machine. For a worker thread, beside readers and
+        writers. Raises CacheError."""
         try:
             self._engine.sync()
         except Exception as error:
@@ -488,13 +490,13 @@ class Database:
     def _broken(self, error: Exception) -> CacheError:
         if _is_damage(error):
             return CacheError(
-                f"the metadata cache in {self._directory} is damaged: unmount, and when nothing is left unfinished, "
-                f"delete it: names are read again from the store ({error})"
+                f"the metadata cache in {self._directory} is damaged: unmount, and when nothing is unfinished, delete "
+                f"it; names are read again from the store ({error})"
             )
         return CacheError(f"the metadata cache in {self._directory} cannot be used now: {error}")
 
     def _unwritten(self, error: Exception) -> CacheError:
-        """What a failed write means, for this change and the next ones."""
+        """The error of a failed write, for this change and the next ones."""
         self._found_full = is_out_of_room(error)
         if not self._found_full:
             return self._broken(error)
@@ -529,16 +531,17 @@ class Database:
         self._failed_at = None
 
     def _check_disk(self) -> None:
-        """Raises OSError where the disk takes no bytes: a database that was closed, and cannot be opened there, could
-        not even be read any more."""
+        """Raise OSError if the disk accepts no bytes: a database that was closed, and cannot be opened again there,
+        could not even be read."""
         with self._disk.temporary_file(self._directory) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
             self._disk.sync_data(probe.fileno())
 
     def scan(self, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen. Rows behind
-        the end that were deleted lately cost nothing: RocksDB would read over them one by one to find the next."""
+        """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen. Recently
+        deleted rows beyond the end cost nothing, although RocksDB would read over them one by one to find the next
+        row."""
         try:
             items = self._engine.items(begin, end)
         except Exception as error:
@@ -553,14 +556,13 @@ class Database:
             yield key, value
 
     def frozen(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """All rows from a key on as they are now, for one worker thread at a time. To be let go before the database is
-        closed. One iterator is of one moment; those of rocksdict's `Snapshot` (0.3) are not, they see what is written
-        after it was made."""
+        """All present rows from a key on, for one worker thread at a time. Delete the iterator before the database is
+        closed. It shows one moment, unlike those of rocksdict's `Snapshot` (0.3), which see later writes."""
         return self._engine.items(begin)
 
     def ingest(self, paths: Sequence[Path]) -> None:
-        """Take in files of sorted rows (`tables`), all or none of them, durably; they are moved away. Rows win over
-        those that are here. Raises CacheError."""
+        """Ingest files of sorted rows (`tables`), all or none of them, durably; the files are moved. Their rows replace
+        present ones. Raises CacheError."""
         self.writes += 1
         try:
             self._engine.ingest(paths)
@@ -570,8 +572,8 @@ class Database:
         self.changed.load()
 
     def copy_to(self, directory: Path) -> None:
-        """All rows as they are now, in a directory that does not exist yet: files are shared, so it takes little room
-        and time, whatever the number of names. Raises CacheError."""
+        """Copy all present rows to a directory that does not exist yet: files are shared, so it takes little space and
+        time, whatever the number of names. Raises CacheError."""
         try:
             self._engine.checkpoint(directory)
         except Exception as error:
@@ -587,7 +589,7 @@ class Database:
         return self._inode_next - 1
 
     def new_inodes(self, count: int) -> int:
-        """This many numbers in a row that were never used; returns the first."""
+        """Reserve this many consecutive numbers that were never used; returns the first."""
         first = self.new_inode()
         for _ in range(count - 1):
             self.new_inode()
@@ -595,7 +597,7 @@ class Database:
 
     @property
     def inode_next(self) -> int:
-        """Numbers below were given out, or never will be."""
+        """Numbers below this were issued, or never will be."""
         return self._inode_next
 
     def statistics(self) -> dict[str, int]:
@@ -610,12 +612,12 @@ class Database:
     def close(self) -> None:
         try:
             self._engine.close()
-        except Exception as error:  # what could not be written was refused to its writer already
+        except Exception as error:  # writers already got the errors of failed writes
             log.warning("closing %s: %s", self._directory, error)
 
     def _open_or_repair(self) -> tuple[Engine, bool]:
-        """The engine, and whether it was repaired. One that is damaged is, once, if that is wanted; where it still is
-        it is moved aside, never deleted."""
+        """The engine, and whether it was repaired. A damaged one is repaired once, if that is requested; if it is still
+        damaged it is moved aside, never deleted."""
         try:
             return self._opened(), False
         except CacheDamaged as error:
@@ -635,7 +637,7 @@ class Database:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Raises CacheDamaged for damage, CacheFull or CacheError for what may be over at the next mount."""
+        """Raises CacheDamaged for damage, CacheFull or CacheError for an error that may be over at the next mount."""
         try:
             yield
         except CacheError:
@@ -650,7 +652,7 @@ class Database:
             ) from error
 
     def _begin_anew(self) -> Engine:
-        """Move the database aside, and open an empty one. Raises CacheError; then it is where it was."""
+        """Move the database aside, and open an empty one. Raises CacheError; then it was not moved."""
         aside = self._directory.with_name(f"{self._directory.name}.damaged-{self.clock.wall_ns()}")
         self._directory.rename(aside)
         try:
@@ -659,5 +661,5 @@ class Database:
             shutil.rmtree(self._directory, ignore_errors=True)
             aside.rename(self._directory)
             raise
-        log.warning("the metadata cache is damaged; it is kept as %s, and begun anew", aside)
+        log.warning("the metadata cache is damaged; it is kept as %s, and created again", aside)
         return engine

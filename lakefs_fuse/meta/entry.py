@@ -20,8 +20,8 @@ FLAGS_LOW, PLACE, NOWHERE = 8, slice(54, 58), bytes(4)
 """
 NAME_BYTES_MAX = 255
 ETAG_BYTES_MAX = 255
-"""Rows, here and in the object table, have one byte for its length. Records and stores are held to that where they are
-read."""
+"""Rows, here and in the object table, have one byte for its length. Longer ones in records and stores are refused when
+they are read."""
 MTIME_NS_MIN, MTIME_NS_MAX = -(1 << 62), 1 << 62
 """The times that a lake keeps, from 1823 to 2116. One beyond them, which a program chose or a store told, becomes the
 nearest of these, as on a local file system with such limits."""
@@ -35,8 +35,8 @@ def kept_ns(time_ns: int) -> int:
 
 
 class Flag:
-    """Bits of an entry's ``flags``: what is known of it. Plain integers, because an operation on an enum costs a
-    microsecond and every request takes many."""
+    """Bits of an entry's ``flags``: facts about it. Plain integers, because an operation on an enum costs a microsecond
+    and every request makes many."""
 
     DIRECTORY = 1
     LOCAL = 2
@@ -48,11 +48,11 @@ class Flag:
     MTIME_KEPT = 16
     """The mtime was chosen, or the bytes did not change since: it goes with the object, whatever its LastModified."""
     LISTED = 32
-    """A directory that the last listing of its parent showed: plain objects lie below it."""
+    """A directory that the last listing of its parent showed: it has plain objects below it."""
     SYMLINK = 64
-    """The target is in a row of its own, by inode."""
+    """The target is in a separate row, by inode."""
     XATTRS = 128
-    """Extended attributes are in a row of their own, by inode."""
+    """Extended attributes are in a separate row, by inode."""
     SHADOWED = 256
     """A file that a directory of the same name hides."""
     ATTRIBUTED = 512

@@ -1,8 +1,8 @@
 """Typed stores of the rows beside the tree: journal, changes, commits seen, deletions, pins.
 
-What always holds (*typed rows*): callers give and get values, never keys or bytes of rows; whatever changes several
-rows takes the caller's `Batch`, so that they change together. Trio thread only. After a crash the rows are those of
-the batches that were committed; what is only here and in no store is synced by whoever promised it.
+What always holds (*typed rows*): callers pass and get values, never keys or bytes of rows; methods that change several
+rows use the caller's `Batch`, so that they change together. Trio thread only. After a crash the rows are those of the
+committed batches; a caller that acknowledges data that is only here syncs it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Journal:
         batch.rows[schema.DRAFT + draft_id.encode("ascii")] = record
 
     def save(self, draft_id: str, record: bytes, sync: bool) -> None:
-        """Write a record by itself, by the end of the call or (``sync``) of a power cut. Raises CacheError."""
+        """Write a record in its own batch; with ``sync`` it survives a power cut. Raises CacheError."""
         self._db.commit(Batch({schema.DRAFT + draft_id.encode("ascii"): record}), sync=sync)
 
     def put_bytes(self, batch: Batch, draft_id: str, data: bytes | None) -> None:
-        """The file's bytes, beside its record: safe with the log, whether or not its segment is synced. None deletes
-        them."""
+        """Put the file's bytes beside its record: they are safe with the log, whether or not the segment is synced.
+        None deletes them."""
         batch.rows[schema.BYTES + draft_id.encode("ascii")] = data
 
     def delete(self, batch: Batch, draft_id: str) -> None:
@@ -47,14 +47,14 @@ class Journal:
         batch.rows[schema.BYTES + draft_id.encode("ascii")] = None
 
     def delete_bytes(self, draft_ids: Iterable[str]) -> None:
-        """Of these records, whose segments are synced now. Raises CacheError."""
+        """Delete the bytes of these records, whose segments are synced now. Raises CacheError."""
         batch = Batch()
         for draft_id in draft_ids:
             self.put_bytes(batch, draft_id, None)
         self._db.commit(batch, sync=True)
 
     def remove(self, draft_id: str, *, sync: bool = False) -> None:
-        """Delete a record by itself. Raises CacheError."""
+        """Delete a record in its own batch. Raises CacheError."""
         batch = Batch()
         self.delete(batch, draft_id)
         self._db.commit(batch, sync=sync)
@@ -94,13 +94,13 @@ class PathRows(Generic[T]):
         self._db, self._kind, self._type = database, kind, row_type
 
     def get(self, path: str, batch: Batch | None = None) -> T | None:
-        """The row, as it is once ``batch`` is committed."""
+        """The row as it will be when ``batch`` is committed."""
         key = self._kind + path.encode(*schema.PATH)
         raw = batch.rows[key] if batch is not None and key in batch.rows else self._db.get(key)
         return None if raw is None else msgspec.msgpack.decode(raw, type=self._type)
 
     def get_many(self, paths: Iterable[str]) -> list[T | None]:
-        """As `get`, of each path; a row that cannot be decoded is left out."""
+        """As `get`, for each path; a row that cannot be decoded is skipped."""
         keys = [self._kind + path.encode(*schema.PATH) for path in paths]
         found = zip(keys, self._db.get_many(keys), strict=True)
         return [None if raw is None else self._read(key, raw) for key, raw in found]
@@ -125,7 +125,7 @@ class PathRows(Generic[T]):
         batch.rows[self._kind + path.encode(*schema.PATH)] = None
 
     def items(self, after: str = "") -> Iterator[tuple[str, T]]:
-        """All rows that can be decoded, or those of the paths that are sorted behind one."""
+        """All rows that can be decoded, or those of paths that sort after one."""
         begin = self._kind + (after.encode(*schema.PATH) + b"\0" if after else b"")
         for key, raw in self._db.scan(begin, schema.end_of(self._kind)):
             row = self._read(key, raw)
@@ -149,11 +149,10 @@ class SingleRow(Generic[T]):
 
 
 class Deletion(msgspec.Struct, frozen=True, array_like=True):
-    """A plain object to be deleted, as the version that was removed.
-
-    ``etag`` is empty for a directory marker, of which only the date counts. ``due_ns``: not before this time (wall
-    clock; 0 until it is queued). ``removed_ns``: when it was (0: by an earlier program, which did not say).
-    ``checked`` is for earlier programs that read the row: they compare versions only where it is true.
+    """A plain object to be deleted, as the version that was removed. ``etag`` is empty for a directory marker, which is
+    identified by its date alone. ``due_ns``: not before this time (wall clock; 0 until it is queued). ``removed_ns``:
+    the time of the removal (0: by an earlier program, which did not record it). ``checked`` is for earlier programs
+    that read the row: they compare versions only if it is true.
     """
 
     key: str
@@ -190,14 +189,14 @@ class DeletionRows:
         return True
 
     def due(self, now_ns: int) -> Iterator[Deletion]:
-        """Those whose time has come, the oldest first; the others cost nothing."""
+        """Those that are due, the oldest first; the others cost nothing."""
         for key, _ in self._db.scan(schema.DELETION_DUE, schema.DELETION_DUE + schema.NUMBER.pack(now_ns + 1)):
             deletion = self.get(key[9:].decode(*schema.PATH))
             if deletion is not None:
                 yield deletion
 
     def first_due_ns(self) -> int | None:
-        """When the first is due; None where there is none."""
+        """When the first is due; None if there is none."""
         first = next(self._db.scan(schema.DELETION_DUE, schema.end_of(schema.DELETION_DUE)), None)
         return None if first is None else int.from_bytes(first[0][1:9], "big")
 
@@ -213,16 +212,16 @@ NEVER_NS = (1 << 63) - 1
 """Later than every commit."""
 _APPLIED_END = schema.end_of(schema.APPLIED)
 AGAIN_NS_MAX = 86400 * 1_000_000_000
-"""Polls go back so far before the newest commit at most to apply commits again: they fetch all since then."""
+"""Maximum time before the newest commit that polls go back to apply commits again: they fetch all since then."""
 
 
 class CommitRows:
-    """Which commits of others are in effect here, and which were left out; by time and writer."""
+    """Records which commits of others are in effect here, and which were skipped, by time and writer."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
         self.forgotten = 0
-        """How often commits that polls ask for may have become unknown here."""
+        """Counts how often commits within reach of polls may have become unknown here."""
         self._first_forgotten = self._polled_max = NEVER_NS
         self._kept_since = 0
         """No row of an older commit is left."""
@@ -231,7 +230,7 @@ class CommitRows:
         return self._db.get(_commit_key(schema.APPLIED, time, writer)) is not None
 
     def are_applied(self, commits: Sequence[tuple[int, str, *tuple[object, ...]]]) -> list[bool]:
-        """As `is_applied`, of each time and writer; what follows them counts for nothing."""
+        """As `is_applied`, for each time and writer; further elements are ignored."""
         keys = [_commit_key(schema.APPLIED, time, writer) for time, writer, *_ in commits]
         return [row is not None for row in self._db.get_many(keys)]
 
@@ -240,8 +239,8 @@ class CommitRows:
         return int.from_bytes(self._db.get(schema.SINGLE_NEWEST) or b"", "big")
 
     def polled(self) -> int:
-        """The newest commit time that polls are past, as far as the window lets them be. This node's own commits do
-        not move it: others' that were made before may not have been polled yet."""
+        """The newest commit time that polls have passed, within the window. This node's own commits do not move it,
+        because earlier ones of others may not have been polled yet."""
         return self.progress()[1]
 
     def progress(self) -> tuple[int, int]:
@@ -251,8 +250,8 @@ class CommitRows:
         return newest, newest if polled_row is None else int.from_bytes(polled_row, "big")
 
     def record_polled(self, time: int, before: int = 0) -> int:
-        """A poll came to its end that found everything as new as this, and began when polls were past ``before``. If
-        they went back since, this changes nothing. Returns the time that they are past now."""
+        """Record that a poll completed which found all commits up to this time, and began when polls had passed
+        ``before``. If they went back since, this changes nothing. Returns the time that they have passed now."""
         row = self._db.get(schema.SINGLE_POLLED)
         polled = self.newest() if row is None else int.from_bytes(row, "big")
         if polled >= before and (row is None or time > polled):
@@ -262,7 +261,7 @@ class CommitRows:
         return polled
 
     def complete(self) -> int:
-        """Every commit up to this time is known, whenever it became visible; 0 where that was not recorded."""
+        """Every commit up to this time is known, whenever it became visible; 0 if that was not recorded."""
         return int.from_bytes(self._db.get(schema.SINGLE_COMPLETE) or b"", "big")
 
     def record_complete(self, time: int) -> None:
@@ -271,7 +270,7 @@ class CommitRows:
             self._db.commit(Batch({schema.SINGLE_COMPLETE: schema.NUMBER.pack(time)}))
 
     def first_forgotten(self) -> int:
-        """The earliest time from which on commits became unknown here since the last call; NEVER_NS where none did."""
+        """The earliest time of commits that became unknown here since the last call; NEVER_NS if there were none."""
         first, self._first_forgotten = self._first_forgotten, NEVER_NS
         return first
 
@@ -287,11 +286,12 @@ class CommitRows:
         self._kept_since = min(time, self._kept_since)
 
     def record_refused(self, time: int, writer: str) -> None:
-        """A commit is left out: what is known here must not be folded into an index that stands for it."""
+        """Record that a commit is skipped: the names here must not be folded into an index that claims to contain
+        it."""
         self._db.commit(Batch({_commit_key(schema.REFUSED, time, writer): b""}))
 
     def forget_before(self, time: int) -> None:
-        """No poll asks for commits older than this any more."""
+        """Forget commits older than this, because no poll asks for them."""
         if time > self._kept_since:
             batch = Batch()
             batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
@@ -309,7 +309,7 @@ class CommitRows:
         newer, batch = _commit_key(schema.APPLIED, time + 1, ""), Batch()
         if next(self._db.scan(newer, _APPLIED_END), None) is not None:
             batch.delete_range(newer, _APPLIED_END)
-        if time < self._polled_max:  # what is as new needs no look at rows
+        if time < self._polled_max:  # for times this new no row needs to be read
             since = max(time, self.newest() - AGAIN_NS_MAX)
             if since < self.polled():
                 batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(since)
@@ -317,7 +317,7 @@ class CommitRows:
             self._db.commit(batch)
 
     def forget_all(self) -> None:
-        """The next poll applies every commit again, which changes nothing that is newer."""
+        """Have the next poll apply every commit again, which does not change newer names."""
         self._forget(0)
         batch = Batch()
         batch.delete_range(schema.APPLIED, schema.end_of(schema.APPLIED))
@@ -326,8 +326,8 @@ class CommitRows:
         self._db.commit(batch)
 
     def forget_since(self, time: int) -> None:
-        """The next poll asks for commits from this time on, and the next mount reads all names again: those that others
-        set later than the store's clock may be among those here."""
+        """Have the next poll ask for commits from this time on, and the next mount read all names again, because names
+        here may have been set with times later than the store's clock."""
         self._forget(time)
         batch = Batch()
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), schema.end_of(schema.APPLIED))
@@ -336,16 +336,16 @@ class CommitRows:
         self._db.commit(batch)
 
     def mark_outdated(self) -> None:
-        """The next mount reads all names again."""
+        """Have the next mount read all names again."""
         self._db.commit(Batch({schema.SINGLE_OUTDATED: b""}))
 
     def refused(self) -> list[tuple[int, str]]:
-        """Commits that were left out since the names here began, and not applied since."""
+        """Commits that were skipped since the names here began, and not applied since."""
         rows = self._db.scan(schema.REFUSED, schema.end_of(schema.REFUSED))
         return [(int.from_bytes(key[1:9], "big"), key[9:].decode()) for key, _ in rows]
 
     def forget_refused(self, time: int, writer: str) -> None:
-        """The commit is not in the store any more."""
+        """Record that the commit is no longer in the store."""
         self._db.commit(Batch({_commit_key(schema.REFUSED, time, writer): None}))
 
 

@@ -1,12 +1,12 @@
 """Rows of names as files of sorted rows (RocksDB's SST), out of one database and into another.
 
-What always holds: a dump is of one moment, whatever is changed meanwhile; it has the names and what belongs to them
-(`KINDS`) and nothing that is of one node alone (journals, what is to be deleted, identity). For an index the histories
-of names come beside it, in one file of their own, HISTORIES. `DumpOfChanges` has only the rows that were written since
-an index, and the keys of those that were deleted, which are files of another kind; it is for a database that nothing
-writes meanwhile. Files are taken in all or none, together with the marks that go with them (`Marks`), so a database
-never has the names without the numbers that must not be given out again. Dumping and checking are blocking code for one
-worker thread at a time; the rest is for the trio thread. A crash leaves files in a directory that is the caller's.
+What always holds: a dump shows one moment, whatever changes during it; it has the names and their rows (`KINDS`), and
+no rows of a single node (journals, deletions, identity). For an index the histories of names are added, in a separate
+file, HISTORIES. `DumpOfChanges` has only the rows that were written since an index, and the keys of deleted rows, in
+files of another kind; it is for a database that is not being written. Files are ingested all or none, together with
+their marks (`Marks`), so a database never has the names without the numbers that must not be issued again. Dumping and
+checking are blocking code for one worker thread at a time; the rest is for the trio thread. A crash leaves files in a
+directory that is the caller's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from lakefs_fuse.meta.entry import HEAD, Flag
 ROWS = int(schema.VERSION)
 """Which layout the rows have."""
 FILE_BYTES_MAX = 24 << 20
-"""A file is ended when it has this many bytes; its index and filter come on top."""
+"""A file ends when it has this many bytes; its index and filter are in addition."""
 KEYS_BYTES_MAX = 4 << 20
-"""A file of keys is ended when they have this many bytes."""
+"""A file of keys ends when they have this many bytes."""
 KEY_BYTES_MAX = 8 << 10
 """Of a row; the longest is a path with an ETag."""
 ROWS_BETWEEN_LOOKS = 1000
@@ -51,8 +51,8 @@ _DELETIONS = re.compile(r"# (?:range )?deletions=(\d+)")
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that go with the rows: the first inode and the last object number that may be used, and the time of the
-    newest commit that is in them."""
+    """Numbers that belong to the rows: the first unused inode, the last used object number, and the time of the newest
+    commit in them."""
 
     inode: int
     object: int
@@ -95,8 +95,8 @@ class AnyDump(Protocol):
 class Dump:
     """The rows of one moment, file by file (`next_file`), into a directory. See the module's head for threads.
 
-    ``applied_since``: commits older than this time need not be told to have been applied. ``files_before``: numbers of
-    files that are not to be used again. ``with_histories``: the last file has these, if there are any.
+    ``applied_since``: commits older than this time need not be listed as applied. ``files_before``: numbers of files
+    that must not be used again. ``with_histories``: the last file has these, if there are any.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Dump:
 
     def _count(self, row: bytes) -> None:
         if len(row) < HEAD.size:
-            return  # damaged: it stays as it is, so that nothing is lost by folding
+            return  # damaged: it is kept unchanged, so that folding loses nothing
         _refuse_local(row)
         self.names += 1
         self.directories += is_directory(row)
@@ -153,9 +153,9 @@ class Dump:
 
 
 class DumpOfChanges:
-    """The rows that were written since the index of the time ``since``, then the keys of those that are not there any
-    more, then the histories. ``names`` and ``directories`` are those of the index that the database began with. For
-    threads see the module's head."""
+    """The rows that were written since the index of the time ``since``, then the keys of those that were deleted, then
+    the histories. ``names`` and ``directories`` are those of the index that the database began with. For threads see
+    the module's head."""
 
     def __init__(
         self, database: Database, directory: Path, *, since: int, names: int, directories: int,
@@ -181,7 +181,8 @@ class DumpOfChanges:
             yield key, row
 
     def next_file(self) -> DumpedFile | None:
-        """The next file, or None where there are no more. Raises CacheError, also where rows were written meanwhile."""
+        """The next file, or None if there are no more. Raises CacheError, also if rows were written since the dump
+        began."""
         if not self._files:
             self._count()
         made = self._next_file()
@@ -226,7 +227,9 @@ def _write_histories(directory: Path, rows: Iterator[tuple[bytes, bytes]]) -> Du
 
 def _refuse_local(row: bytes) -> None:
     if len(row) >= HEAD.size and HEAD.unpack_from(row)[1] & Flag.LOCAL:
-        raise CacheError("this cache directory has files that are in no store yet: mount it and let them go up")
+        raise CacheError(
+            "this cache directory has files that are not in the store yet: mount it until they are uploaded"
+        )
 
 
 def _write_rows(
@@ -290,8 +293,8 @@ def check_file(path: Path, first: bytes, last: bytes, kinds: bytes = KINDS) -> N
     """A file of rows opens, has rows of these ``kinds`` only, from ``first`` to ``last``, and states no deletions.
     Blocking. Raises DamagedCommit.
 
-    It is tried in a database of its own beside it, so that nothing it may hold gets near the names: a row of another
-    kind would be a change, or a deletion, that this node then believes to be its own.
+    It is checked in a separate database, so that its contents cannot affect the names: a row of another kind would be a
+    change, or a deletion, that this node would take for its own.
     """
     scratch = path.with_name(path.name + ".scratch")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -326,8 +329,8 @@ def _key_from(database: Rdict, begin: bytes) -> bytes | None:
 
 
 def table_of_removed(path: Path, first: bytes, last: bytes) -> Path:
-    """Make a file of deletions, to be taken in, of a file of keys; it lies beside it. Blocking. Raises DamagedCommit
-    where that is not an array of keys of `KINDS`, sorted, from ``first`` to ``last``; CacheError."""
+    """Make a file of deletions, for ingestion, from a file of keys, in the same directory. Blocking. Raises
+    DamagedCommit where that is not an array of keys of `KINDS`, sorted, from ``first`` to ``last``; CacheError."""
     try:
         keys = msgspec.msgpack.decode(path.read_bytes(), type=list[bytes])
     except MALFORMED as error:
@@ -385,18 +388,18 @@ def ingest(database: Database, paths: list[Path], marks: Marks, directory: Path,
 
 
 def set_newest(database: Database, time: int) -> None:
-    """The names are as of the newest commit of this time."""
+    """Record that the names are as of the newest commit of this time."""
     database.commit(Batch({schema.SINGLE_NEWEST: schema.NUMBER.pack(time)}))
 
 
 def folded_of(database: Database) -> Folded:
-    """Which index the names are those of, but for what was changed since."""
+    """The index whose names these are, except for changes since."""
     return database.changed.folded
 
 
 def mark_folded(database: Database, index: int, *, since: int) -> None:
-    """The names are those of the index of this time now; what changed is known since that of the time ``since``, and
-    older notes go."""
+    """Record that the names are those of the index of this time; changes are known since that of the time ``since``,
+    and older notes are deleted."""
     batch = Batch()
     batch.delete_range(schema.CHANGED, schema.CHANGED + schema.NUMBER.pack(since))
     batch.rows[schema.SINGLE_FOLDED] = Folded(index, since).pack()
@@ -404,11 +407,10 @@ def mark_folded(database: Database, index: int, *, since: int) -> None:
 
 
 def drop_names(database: Database, *, is_other_lake: bool = False) -> None:
-    """Forget all names and what belongs to them; journals, identity and numbers given out stay. Raises CacheError.
-    ``is_other_lake``: the names to come are of another lake, in which nothing is to be deleted that was here.
-
-    Changes of names made here that are in no commit yet go from the tree as well; `reapply_wanted` is true until
-    somebody made them again.
+    """Forget all names and their rows; journals, identity and issued numbers stay. Raises CacheError.
+    ``is_other_lake``: the next names are those of another lake, in which no deletion of this one may be made.
+    Uncommitted changes of names made here are also removed from the tree; `reapply_wanted` is true until they were
+    applied again.
     """
     batch = Batch()
     deletions = (schema.DELETION, schema.DELETION_DUE) if is_other_lake else ()
@@ -433,7 +435,7 @@ def are_names_outdated(database: Database) -> bool:
 
 
 def lake_of(database: Database) -> str:
-    """Id of the lake record that the names belong to; empty where none was noted."""
+    """Id of the lake record that the names belong to; empty if none was recorded."""
     return (database.get(schema.SINGLE_LAKE) or b"").decode()
 
 
@@ -451,8 +453,7 @@ def set_writer(database: Database, writer: str) -> None:
 
 
 def missing_before(database: Database) -> int:
-    """Commits before this time were collected, and what they said is not among the names here; 0 where none is
-    missing."""
+    """Commits before this time were collected, and the names here lack their changes; 0 if none is missing."""
     return int.from_bytes(database.get(schema.SINGLE_MISSING) or b"", "big")
 
 
@@ -461,14 +462,14 @@ def set_missing_before(database: Database, time: int) -> None:
 
 
 def accept_missing(database: Database) -> None:
-    """What is here counts as all that was said in commits before `missing_before`, too."""
+    """Accept the names here as the result of all commits before `missing_before`, too."""
     missing = missing_before(database)
     newest = max(marks_of(database).newest, missing - 1)
     database.commit(Batch({schema.SINGLE_NEWEST: schema.NUMBER.pack(newest), schema.SINGLE_MISSING: None}), sync=True)
 
 
 def empty_directory(directory: Path) -> Path:
-    """For files on their way; what an earlier daemon left there goes. Raises CacheError."""
+    """Create a directory for files in transit; files of an earlier daemon there are removed. Raises CacheError."""
     remove_directory(directory)
     try:
         os.makedirs(directory, mode=0o700)

@@ -6,7 +6,7 @@ What always holds:
 * *directory first*: at most one file and one directory have the same name, and `child` answers the directory;
 * *no orphaned rows*: a directory that is not in the tree has no rows below it (`remove` deletes them).
 
-A row that cannot be decoded (indexes come from the store) is left out and counted (`Database.note_damaged`). Memory
+A row that cannot be decoded (indexes come from the store) is skipped and counted (`Database.note_damaged`). Memory
 holds the sums of hidden keys only. Trio thread only; a crash leaves the rows of whole batches.
 """
 
@@ -51,13 +51,13 @@ _LISTING = struct.Struct("<qQIIII")
 COOKIE_BYTES = 8
 _DOTS = b".", b".."
 ROWS_AT_ONCE = 20_000
-"""Rows read in one go: about 10 ms."""
+"""Rows read without interruption: about 10 ms."""
 CHILDREN_AT_ONCE = 512
 """Entries of a step of a walk: about 5 ms."""
 ROWS_COUNTED = 1000
 """Rows of a step of a count: about 1 ms."""
 ROWS_TOGETHER = 512
-"""Rows whose keys are found out first, and which are then read together."""
+"""Rows whose keys are computed first, and which are then read together."""
 _KINDS = Flag.DIRECTORY | Flag.LOCAL
 COOKIE_MAX = (1 << 64) - 1
 DEPTH_MAX = 1024
@@ -137,7 +137,8 @@ class Tree:
         self.hidden = [0, 0, 0, 0]
         """Sums of all listings' ``hidden_*``, in their order."""
         self.mirrored: set[int] = set()
-        """Directories of which a part outside holds all names; it listens to the events that keep them right."""
+        """Directories of which another component holds all names; it listens to the events that keep its copy
+        correct."""
         self.barrier = Barrier(self.entry, self.drop_mirror)
         self._sum_up()
         database.reopened.append(self._sum_up)
@@ -154,15 +155,15 @@ class Tree:
     # -- reading
 
     def entry(self, inode: int) -> Entry | None:
-        """The entry an inode is reached by; None for the root and for inodes that no name leads to any more."""
+        """The entry of an inode; None for the root and for inodes without a name."""
         return self._first([(schema.INODE + NUMBER.pack(inode), schema.ENTRY)], _PAIR.size)
 
     def at(self, parent: int, cookie: int) -> Entry | None:
-        """The entry of a cookie, if it is still there."""
+        """The entry of a cookie, if it still exists."""
         return self.entry_of_row(schema.ENTRY + _PAIR.pack(parent, cookie))
 
     def entry_of_row(self, key: bytes) -> Entry | None:
-        """As `at`, by the key of the row."""
+        """As `at`, for the key of the row."""
         return self._read(key, self.database.get(key))
 
     def _read(self, key: bytes, row: bytes | None) -> Entry | None:
@@ -184,7 +185,7 @@ class Tree:
         return self._first(links[1:], length) if entry is None and len(links) > 1 else entry
 
     def path_of_row(self, key: bytes) -> list[bytes] | None:
-        """The path that a row, perhaps a damaged one, belongs to; None where it is unknown."""
+        """The path of a row, perhaps a damaged one; None if it is unknown."""
         kind, rest = key[:1], key[1:]
         if kind == schema.TOMBSTONE:
             return rest.rstrip(b"/").split(b"/")
@@ -213,7 +214,7 @@ class Tree:
         return self._first([(schema.NAME + directory + sort_name, schema.ENTRY + directory)], COOKIE_BYTES)
 
     def named_many(self, names: Iterable[tuple[int, bytes]]) -> list[Entry | None]:
-        """As `named`, of each pair of a parent (0: a directory that is not there) and a sort name."""
+        """As `named`, for each pair of a parent (0: a missing directory) and a sort name."""
         directories = ((NUMBER.pack(parent), sort_name) for parent, sort_name in names)
         links = [
             (schema.NAME + directory + sort_name, schema.ENTRY + directory) for directory, sort_name in directories
@@ -221,7 +222,7 @@ class Tree:
         return [found and self._read(*found) for found in self.database.linked_many(links, COOKIE_BYTES)]
 
     def child_many(self, names: Sequence[tuple[int, bytes]]) -> list[Entry | None]:
-        """As `child`, of each pair of a parent (0: a directory that is not there) and a name."""
+        """As `child`, for each pair of a parent (0: a missing directory) and a name."""
         found = self.named_many([*((parent, name + b"/") for parent, name in names), *names])
         return [directory or file for directory, file in zip(found, found[len(names) :], strict=False)]
 
@@ -251,8 +252,8 @@ class Tree:
                 yield entry
 
     def children_in_steps(self, parent: int, after: int = 0) -> Iterator[list[Entry]]:
-        """As `children`, CHILDREN_AT_ONCE at a time; names that come between two steps included. Between two steps no
-        iterator of the database is open."""
+        """As `children`, CHILDREN_AT_ONCE at a time, including names that are added between two steps. Between two
+        steps no iterator of the database is open."""
         while some := list(islice(self.children(parent, after), CHILDREN_AT_ONCE)):
             yield some
             if len(some) < CHILDREN_AT_ONCE:
@@ -270,8 +271,8 @@ class Tree:
                     yield entry
 
     def below(self, directory: int, path: str) -> Iterator[tuple[str, Entry]]:
-        """Every entry below the directory at a path ("" is the root) with its path, directories before what is in
-        them."""
+        """Every entry below the directory at a path ("" is the root) with its path, directories before their
+        entries."""
         levels = [(path, self.children(directory))]
         while levels:
             above, children = levels[-1]
@@ -286,8 +287,8 @@ class Tree:
                 levels.append((below, self.children(entry.inode)))
 
     def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
-        """As `children`, not unpacked: what the keys of the directory's rows begin with, and rows from the first on
-        that is wanted, beyond the directory's end as well. To be let go before the database is closed."""
+        """As `children`, not unpacked: the prefix of the directory's keys, and rows from the first requested one on,
+        which continue beyond the directory's end. Delete the iterator before the database is closed."""
         return schema.ENTRY + NUMBER.pack(parent), self.database.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
 
     def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
@@ -330,8 +331,8 @@ class Tree:
         return next(self.children(directory), None) is not None
 
     def own_etags(self, paths: Sequence[str], parent: int | None = None) -> list[str]:
-        """For each path the ETag of the plain object that is known to lie at its own key, seen or hidden, or that may
-        come there; empty for none. ``parent`` is the inode of the directory of all, where that is known."""
+        """For each path the ETag of the plain object that is known to be at its own key, visible or hidden, or that may
+        be stored there; empty for none. ``parent`` is the inode of the directory of all, where that is known."""
         raw_paths = [path.encode(*schema.PATH) for path in paths]
         names = self._split(raw_paths) if parent is None else [(parent, raw.rpartition(b"/")[2]) for raw in raw_paths]
         entries, tombstones = self.named_many(names), self.tombstones.get_many(raw_paths)
@@ -372,8 +373,8 @@ class Tree:
         return self.prefix(entry.parent) + entry.name.decode(*schema.PATH)
 
     def usage(self, top: int = ROOT_INODE) -> Iterator[Usage]:
-        """Count what is below a directory; each step takes about ROWS_COUNTED rows, and answers what was counted so
-        far. Between two steps no iterator of the database is open. Raises CacheError."""
+        """Count the entries below a directory; each step reads about ROWS_COUNTED rows, and yields the counts so far.
+        Between two steps no iterator of the database is open. Raises CacheError."""
         is_whole, names, size, rows_left = top == ROOT_INODE, 0, 0, ROWS_COUNTED
         ranges = [(schema.ENTRY, schema.end_of(schema.ENTRY)) if is_whole else _entries_of(top)]
         while ranges:
@@ -390,7 +391,7 @@ class Tree:
                     size += bytes_of_file
                 elif not is_whole:
                     ranges.append(_entries_of(inode))
-            rows_left -= len(rows) + 1  # a directory without names takes a look, too
+            rows_left -= len(rows) + 1  # a directory without names costs a lookup, too
             if rows_left <= 0:
                 rows_left = ROWS_COUNTED
                 yield Usage(names, size)
@@ -402,12 +403,12 @@ class Tree:
         self, batch: Batch, parent: int, name: bytes, flags: int, *, cookie: int = 0, inode: int = 0,
         **attributes: int | str,
     ) -> Entry:  # fmt: skip
-        """A new name; the caller knows that there is none of that sort name. ``cookie`` is that of a name which the
-        same batch removed, ``inode`` one that was set aside for it."""
+        """Add a name; the caller knows that there is none of that sort name. ``cookie`` is that of a name removed in
+        the same batch, ``inode`` a number reserved for it."""
         return self.insert_entry(batch, Entry(parent, cookie, name, inode, flags, **attributes))  # type: ignore[arg-type]
 
     def insert_entry(self, batch: Batch, entry: Entry) -> Entry:
-        """As `insert`: the entry gets an inode and a cookie where it has none."""
+        """As `insert`: the entry gets an inode and a cookie if it has none."""
         inode = entry.inode or self.database.new_inode()
         entry = msgspec.structs.replace(entry, inode=inode, cookie=entry.cookie or inode)
         self._attach(batch, entry)
@@ -416,8 +417,8 @@ class Tree:
         return entry
 
     def insert_plain(self, batch: Batch, parent: int, files: Iterable[tuple[bytes, int, int, str]]) -> int:
-        """As `insert`, for files that a LIST shows and of which no more is known than name, size, mtime and ETag; those
-        that are there already are passed over. Returns how many were not. The quickest way for many."""
+        """As `insert`, for files of a LIST of which only name, size, mtime and ETag are known; existing ones are
+        skipped. Returns how many were added. The fastest way for many."""
         get, rows, new_inode = self.database.get, batch.rows, self.database.new_inode
         pack, pack_number = HEAD.pack, NUMBER.pack
         self.drop_mirror(parent)
@@ -460,19 +461,19 @@ class Tree:
             listener(inode)
 
     def detach(self, batch: Batch, entry: Entry) -> None:
-        """Take an entry out of its directory, to be `attach`ed elsewhere; what is below it stays below it."""
+        """Remove an entry from its directory, to `attach` it elsewhere; entries below it stay below it."""
         batch.rows[_name_key(entry)] = None
         batch.rows[schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)] = None
         batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = None
 
     def update(self, batch: Batch, entry: Entry) -> None:
-        """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
+        """Write an entry's attributes; name, parent, cookie and inode must be unchanged."""
         key = schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)
         if entry.flags & Flag.DIRECTORY:
             for listener in self._events.directory_updated:
                 listener(entry)
             if entry.mode != UNSET and entry.mode & S_ISGID:
-                self.drop_mirror(entry.inode)  # whoever makes files in it gives them its group
+                self.drop_mirror(entry.inode)  # new files in it inherit its group
         else:
             self._share(batch, self.entry_of_row(key), entry)
         batch.rows[key] = pack_entry(entry)
@@ -483,13 +484,13 @@ class Tree:
         return batch.changes(row) or batch.changes(schema.INODE + NUMBER.pack(entry.inode))
 
     def update_files(self, batch: Batch, changes: Iterable[tuple[Entry, Entry]]) -> None:
-        """As `update`, of files: each as it was read, and as it is now."""
+        """As `update`, for files: each as it was read, and as it is now."""
         for before, after in changes:
             self._share(batch, before, after)
             batch.rows[schema.ENTRY + _PAIR.pack(after.parent, after.cookie)] = pack_entry(after)
 
     def restamp(self, batch: Batch, entries: Iterable[Entry], stamp: int) -> None:
-        """As `update`, of entries of which nothing else changes: the kernel does not see a stamp."""
+        """As `update`, for entries of which only the stamp changes, which the kernel does not see."""
         for entry in entries:
             stamped = msgspec.structs.replace(entry, stamp=stamp)
             batch.rows[schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)] = pack_entry(stamped)
@@ -504,8 +505,8 @@ class Tree:
             batch.shares.append((after.place, 1, after.size))
 
     def renew_inode(self, batch: Batch, entry: Entry, inode: int = 0) -> Entry:
-        """Another version has the name now: it gets an inode of its own, and handles keep the old.
-        ``inode`` is one that was set aside for it."""
+        """Give the name to another version, which gets a new inode, while handles keep the old one. ``inode`` is a
+        number reserved for it."""
         self._drop_inode(entry.inode)
         renewed = msgspec.structs.replace(entry, inode=inode or self.database.new_inode())
         batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = None
@@ -515,8 +516,8 @@ class Tree:
         return renewed
 
     def attach(self, batch: Batch, entry: Entry, parent: int, name: bytes, *, before: Entry | None = None) -> Entry:
-        """Put a detached entry into a directory that has no such name; it keeps its inode. ``before`` is what was
-        detached, where its bytes are not in the same object."""
+        """Put a detached entry into a directory that has no such name; it keeps its inode. ``before`` is the detached
+        entry, if its bytes are in another object."""
         moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self.database.new_inode())
         self._attach(batch, moved)
         if before is not None:
@@ -528,7 +529,7 @@ class Tree:
             batch.rows[kind + NUMBER.pack(entry.inode)] = None
 
     def remove(self, batch: Batch, entry: Entry) -> None:
-        """Take a name away, and everything below it."""
+        """Remove a name, and everything below it."""
         self._drop_inode(entry.inode)
         self.detach(batch, entry)
         self._share(batch, entry, None)
@@ -610,7 +611,7 @@ class Tree:
         self.set_listing(batch, directory, None)
 
     def forget_listings(self) -> None:
-        """Every directory has to be listed again before its names are used."""
+        """Require a new listing of every directory before its names are used."""
         for directory in list(self.mirrored):
             self.drop_mirror(directory)
         batch = Batch()
@@ -643,7 +644,7 @@ class Tree:
 
 
 def _entries_of(directory: int) -> tuple[bytes, bytes]:
-    """Where the rows of a directory's entries begin and end."""
+    """First key and end key of the rows of a directory's entries."""
     return schema.ENTRY + NUMBER.pack(directory), schema.ENTRY + NUMBER.pack(directory + 1)
 
 
@@ -653,7 +654,7 @@ def _name_key(entry: Entry) -> bytes:
 
 
 def damaged_rows(database: Database) -> Iterator[tuple[bytes, str]]:
-    """Keys of the rows of names that cannot be decoded, and why; everything else leaves such rows out."""
+    """Keys of the rows of names that cannot be decoded, and why; all other methods skip such rows."""
     for kind, decode in _DECODERS.items():
         for key, row in database.scan(kind, schema.end_of(kind)):
             try:

@@ -1,4 +1,4 @@
-"""What the journal keeps of a file being written: enough to finish or abort it after a crash."""
+"""The journal record of a file being written: enough to finish or abort it after a crash."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class DraftState(StrEnum):
 TRANSITIONS = {
     DraftState.WRITING: {DraftState.ACKNOWLEDGED, DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},
     DraftState.ACKNOWLEDGED: {DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},
-    # To itself: the daemon died, and the next one goes on.
+    # To itself: the daemon died, and the next one continues.
     DraftState.PUBLISHING: {*DraftState} - {DraftState.WRITING, DraftState.ACKNOWLEDGED},
-    # To itself: what became of the attempt before could not be asked.
+    # To itself: the store could not be asked for the result of the previous attempt.
     DraftState.FAILED: {*DraftState} - {DraftState.PUBLISHED},
-    # The daemon died before it deleted the record, and the next one deletes what is left on the node.
+    # The daemon died before it deleted the record, and the next one deletes the rest on the node.
     DraftState.PUBLISHED: {DraftState.DISCARDED},
     # To itself: the store could not be asked to abort its upload, and is asked again.
     DraftState.DISCARDED: {DraftState.DISCARDED},
 }
-"""Where each state leads. `Draft` asserts it."""
+"""The allowed transitions from each state, asserted by `Draft`."""
 
 
 class UploadedPart(msgspec.Struct, frozen=True, array_like=True):
-    """A part the store has: index from 0, ETag, length in bytes, and whether its bytes are still staged."""
+    """A part in the store: index from 0, ETag, length in bytes, and whether its bytes are still staged."""
 
     index: int
     etag: str
@@ -63,8 +63,8 @@ class UploadedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpilledPart(msgspec.Struct, frozen=True, array_like=True):
-    """A hidden object with pages of a part: index from 0, key, ETag, length in bytes. Where any of its pages count
-    still, ``pages`` says which, as `PageMap.dump`."""
+    """A hidden object with pages of a part: index from 0, key, ETag, length in bytes. If some of its pages are still
+    used, ``pages`` lists them, as `PageMap.dump`."""
 
     index: int
     key: str
@@ -75,7 +75,7 @@ class SpilledPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BaseExtent(msgspec.Struct, frozen=True, array_like=True):
-    """What a draft was opened on: ``size`` bytes from ``offset`` of an object of ``object_bytes``."""
+    """The version that a draft was opened on: ``size`` bytes from ``offset`` of an object of ``object_bytes``."""
 
     key: str
     etag: str
@@ -97,48 +97,48 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     base: BaseExtent | None = None
     """The version that pages not staged come from."""
     base_limit: int = 0
-    """Bytes of the base that still count: it was truncated to that many."""
+    """Bytes of the base that are still used: the draft was truncated to that many."""
     replaces: str = ""
     """ETag the key had when the draft began; empty where it had no object."""
     copied_from: str = ""
-    """Key of an object elsewhere that the name had its bytes in. A relocation may have copied it to ``key``."""
+    """Key of an object elsewhere that contained the bytes of the name. A relocation may have copied it to ``key``."""
     if_absent: bool = False
     """It was created with O_EXCL: it replaces no other client's file."""
     upload_id: str = ""
     upload_intent_ns: int = 0
-    """An upload was asked for at this time; it may exist even where ``upload_id`` was never learnt."""
+    """Time when an upload was requested; it may exist even if the response with ``upload_id`` was lost."""
     upload_metadata: dict[str, str] = {}
     """What the upload began with."""
     changes: int = 0
     token: str = ""
-    """What the object's metadata says once the bytes, as they are now, were published."""
+    """The token in the object's metadata after the present bytes were published."""
     unlinked: bool = False
     """The name was deleted while the file was open: its bytes are discarded once it is closed."""
     metadata: dict[str, str] = {}
     metadata_multipart: dict[str, str] = {}
-    """Attributes as of now, as a single request tells them and as an upload does."""
+    """The present attributes, as a PUT and as a multipart upload send them."""
     xattrs: dict[str, bytes] = {}
-    """Of an acknowledged file whose row a read-only mount has removed."""
+    """Extended attributes of an acknowledged file whose row a read-only mount has removed."""
     sequence: int = msgspec.field(default=0, name="accepted")
-    """Its place in the order of what write-back acknowledged; 0 where it was not."""
+    """Its sequence number in the order of acknowledgement; 0 if it was not acknowledged."""
     began: int = 0
-    """The newest number given out when it began: all up to it were acknowledged before."""
+    """The newest sequence number when it began: all up to it were acknowledged before."""
     stands_for: int = 0
-    """The place of the oldest version that it superseded, for which others wait; 0 where it superseded none."""
+    """The sequence number of the oldest version that it superseded, for which others wait; 0 if it superseded none."""
     commit: str = ""
-    """Key of the newest commit that was to be sent with these bytes."""
+    """Key of the newest commit whose PUT was attempted with these bytes."""
     segment: str = ""
     segment_offset: int = 0
     segment_bytes: int = 0
-    """Where an acknowledged file's staged bytes are, if not in a file of their own."""
+    """The segment of an acknowledged file's staged bytes, if they are not in a separate file."""
     part_bytes_max: int = 0
     """The largest parts of its layout, by which ``parts``, ``pages`` and ``spills`` are numbered; 0 in records of older
-    versions, which do not say."""
+    versions, which lack it."""
     parts: list[UploadedPart] = []
     pages: dict[int, bytes] = {}
     error: str = ""
     refused: list[tuple[int, int]] = []
-    """Ranges [start, end) whose writes failed: not to be published as long as there are any."""
+    """Ranges [start, end) whose writes failed: a draft with any is not published."""
     spilled: bool = False
     """Hidden objects of it may be in the store; those that are needed are ``spills``."""
     spills: list[SpilledPart] = []
@@ -147,15 +147,15 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spot(self) -> Spot | None:
-        """Where its bytes are, if in a segment."""
+        """The place of its bytes, if they are in a segment."""
         return Spot(self.segment, self.segment_offset, self.segment_bytes) if self.segment else None
 
 
 class RecordOutline(msgspec.Struct, frozen=True):
-    """What is read of a record that this version does not understand otherwise."""
+    """The fields that are read of a record that this version does not understand otherwise."""
 
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    """It names files: what a damaged record has there is not trusted."""
+    """It names files, so the value in a damaged record is not trusted."""
     key: str = ""
     path: str = ""
     sequence: int = msgspec.field(default=0, name="accepted")

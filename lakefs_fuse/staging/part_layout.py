@@ -1,9 +1,8 @@
-"""How a file is cut into the parts of a multipart upload and into pages, and which of its pages are staged.
-
-The cut depends on the size of the staging area, not on that of the file. Parts grow along the file, so that the first
-is ready early and 10,000 of them still hold more than 5 TiB; with staging below 8 GiB they stop growing earlier, and
-hold less. All are multiples of the cache block, so that no block lies in two parts. The new bytes of an appended file
-are cut otherwise (`upload.publish.Append`).
+"""The division of a file into the parts of a multipart upload and into pages, and which of its pages are staged. The
+layout depends on the size of the staging area, not on that of the file. Parts grow along the file, so that the first is
+ready early and 10,000 of them still hold more than 5 TiB; with staging below 8 GiB they stop growing earlier, and hold
+less. All are multiples of the cache block, so that no block is in two parts. The new bytes of an appended file have
+another layout (`upload.publish.Append`).
 
 A page map has one bit for each 4 KiB page, kept per part as an integer and as ``FULL`` once a part is whole, so that a
 file written front to back costs a few bytes a part and the worst case (random pages of a huge file) 32 bytes a MiB.
@@ -18,27 +17,26 @@ from lakefs_fuse.config import GIB, MIB, TIB
 from lakefs_fuse.store.protocol import PARTS_MAX
 
 SPANS = ((16 * MIB, 1000), (64 * MIB, 1000), (256 * MIB, 2000), (1 * GIB, 6000))
-"""(part size in bytes, how many parts of it), in order along the file; 6.4 TiB in all.
-
-Stored bytes depend on it: records of drafts number their parts by it, and `admin.checkpoint_sums` finds ETags of stored
-objects by it. Other spans need the old ones there, and a version in the record."""
+"""(part size in bytes, number of parts), in order along the file; 6.4 TiB in total. Stored data depend on it: records
+of drafts number their parts by it, and `admin.checkpoint_sums` computes ETags of stored objects by it. New spans must
+keep the old ones there, and need a version in the record."""
 
 OBJECT_BYTES_MAX = 5 * TIB
 """S3 holds no larger object."""
 STAGING_PARTS_MIN = 8
-"""This many parts of the largest size must fit in staging, or a writer could not go on while parts are uploaded."""
+"""This many parts of the largest size must fit in staging, or a writer could not continue while parts are uploaded."""
 PAGE_BYTES = 4096
 FULL = -1
 """All bits set: in Python's integers every bit of -1 is one, so it needs no case of its own when read."""
 
 
 class PartLayout:
-    """Part ``i`` (from 0) covers bytes ``range(i)``. ``file_bytes_max`` is what fits in 10,000 parts and an object, and
-    ``part_bytes_max`` the size of the last ones, which tells layouts of the same spans apart."""
+    """Part ``i`` (from 0) covers bytes ``range(i)``. ``file_bytes_max`` is the size that fits in 10,000 parts and an
+    object, and ``part_bytes_max`` the size of the last parts, which distinguishes layouts of the same spans."""
 
     def __init__(self, spans: tuple[tuple[int, int], ...] = SPANS, *, staging_bytes_max: int | None = None) -> None:
-        """``staging_bytes_max`` keeps parts small enough for a small staging area; large files then stop short of
-        5 TiB, and `file_bytes_max` says where."""
+        """``staging_bytes_max`` keeps parts small enough for a small staging area; the largest file, `file_bytes_max`,
+        is then below 5 TiB."""
         self._spans = spans
         cap = max(spans[0][0], staging_bytes_max // STAGING_PARTS_MIN) if staging_bytes_max else spans[-1][0]
         self._sizes: list[int] = []
@@ -98,7 +96,7 @@ class PageMap:
             start = stop
 
     def mark(self, start: int, end: int) -> int:
-        """The pages of [start, end) are local now; returns how many were not before."""
+        """Mark the pages of [start, end) as local; returns how many were not before."""
         added = 0
         for part, first, count, whole in self._slices(start, end):
             bits = self._bits.get(part, 0)
@@ -152,7 +150,7 @@ class PageMap:
             yield at, end, bool(state)
 
     def truncate(self, size: int) -> int:
-        """Forget pages that lie wholly beyond ``size``; returns how many."""
+        """Forget pages that are completely beyond ``size``; returns how many."""
         before = self.pages
         last = self._layout.index(size) if size else 0
         for part in [part for part in self._bits if part > last]:
@@ -170,7 +168,7 @@ class PageMap:
         return before - self.pages
 
     def forget(self, part: int) -> int:
-        """No page of the part is local any more; returns how many were."""
+        """Mark no page of the part as local; returns how many were."""
         bits = self._bits.pop(part, 0)
         begin, stop = self._layout.range(part)
         gone = (stop - begin) // PAGE_BYTES if bits == FULL else bits.bit_count()

@@ -1,8 +1,7 @@
-"""Byte ranges of a file whose writes were refused. As long as there are any, no version with them is published.
-
-What always holds (*refused writes unpublished*): a range stays until it is written again or cut off. There are
-`RANGES_MAX` of them at most; beyond that the two nearest become one, which then has to be written again as a whole.
-Values of the trio thread; the journal record carries them over a crash.
+"""Byte ranges of a file whose writes were refused. A version with such ranges is never published. What always holds
+(*refused writes unpublished*): a range stays until it is written again or truncated. There are `RANGES_MAX` of them at
+most; beyond that the two nearest become one, which must then be written again as a whole. Values of the trio thread;
+the journal record carries them over a crash.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ RANGES_MAX = 256
 """A journal record of this many ranges is about 4 KiB."""
 RANGES_SHOWN_MAX = 4
 KILLED = errno.EOWNERDEAD
-"""Of a range that nobody tried to write: the writer was killed before it closed the file. No program waits for that."""
+"""The errno of a range that was never written, because the writer was killed before it closed the file. No program
+waits for it."""
 UNKNOWN = "the disk was too full to journal which bytes"
 
 
@@ -53,7 +53,7 @@ class RefusedRanges:
             self.ranges[at : at + 2] = [(self.ranges[at][0], self.ranges[at + 1][1])]
 
     def remove(self, start: int, end: int) -> None:
-        """Bytes [start, end) were written after all."""
+        """Record that bytes [start, end) were written again."""
         left = []
         for begin, upto in self.ranges:
             left += [(a, b) for a, b in ((begin, min(upto, start)), (max(begin, end), upto)) if a < b]
@@ -64,7 +64,7 @@ class RefusedRanges:
         self.ranges = [(start, min(end, size)) for start, end in self.ranges if start < size]
 
     def move_to(self, other: RefusedRanges) -> None:
-        """``other`` has these, too; here there are none any more."""
+        """Move these ranges to ``other``."""
         other._absorb(self)
         self.ranges = []
 
@@ -75,7 +75,7 @@ class RefusedRanges:
             self._merge(start, end)
 
     def describe(self) -> str:
-        """What is missing, in one line."""
+        """The missing ranges, in one line."""
         if self.errno == KILLED:
             return self.why
         shown = ", ".join(f"{start} to {end}" for start, end in self.ranges[:RANGES_SHOWN_MAX])
@@ -83,7 +83,7 @@ class RefusedRanges:
         return f"bytes {shown}{f' and {more} more ranges' if more > 0 else ''} were refused ({self.why})"
 
     def check(self, path: str) -> None:
-        """Raises FileError, with the errno of the first write, while there are any."""
+        """Raise FileError, with the errno of the first refused write, if there are any ranges."""
         if self.ranges:
             remedy = "save it" if self.errno == KILLED else "write them"
             raise FileError(

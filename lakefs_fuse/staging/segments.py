@@ -1,11 +1,11 @@
 """Many small acknowledged files in one local file: a group of them costs one write and one sync.
 
 What always holds: an entry is its head (`HEAD`), the file's bytes and then its journal record, so that a segment can
-be read even where the journal is lost; before a writer is told that its bytes are safe they are synced, here or beside
-the journal record, from where `rewrite` brings them back after a power cut; a segment is deleted with its last
-reference. The journal has the references: after a crash, segments that no record names are deleted; where the journal
-was lost, only those that could be read to their end. One group is written at a time. The segment that is written to and
-those read last are open, `OPEN_MAX` in all. Trio thread only, but for `Group.write`.
+be read even where the journal is lost; before a write is acknowledged its bytes are synced, here or beside the journal
+record, from which `rewrite` restores them after a power cut; a segment is deleted with its last reference. The journal
+has the references: after a crash, segments that no record names are deleted; if the journal was lost, only those that
+could be read to their end. One group is written at a time. The segment that is being written and the most recently read
+ones are open, at most `OPEN_MAX`. Trio thread only, except `Group.write`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MAGIC = b"LFS1"
 HEAD = Struct("<4sIQ")
 """Magic, bytes of the record, bytes of the file."""
 SEGMENT_BYTES = 64 << 20
-"""A segment that has grown to this takes no more."""
+"""A segment of this size gets no more entries."""
 SEARCH_BYTES = 64 << 10
-"""Read at once where the next head is searched for: no more is skipped where the disk cannot read it."""
+"""Size of each read in the search for the next head: the most that is skipped if the disk cannot read it."""
 OPEN_MAX = 16
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where an acknowledged file's bytes are."""
+    """The place of an acknowledged file's bytes."""
 
     segment: str
     offset: int
@@ -56,8 +56,8 @@ class Segments:
         self._size = 0
 
     def group(self, *, is_synced: bool = True) -> Group:
-        """Begin a group; it counts from `Group.keep` on, and there is no other before. Without ``is_synced`` the caller
-        syncs the bytes elsewhere. Raises OSError."""
+        """Begin a group, which takes effect at `Group.keep`; until then no other may begin. Without ``is_synced`` the
+        caller syncs the bytes elsewhere. Raises OSError."""
         if not self._current or self._size >= SEGMENT_BYTES:
             self._begin()
         return Group(self, self._descriptors[self._current], self._current, self._size, is_synced=is_synced)
@@ -73,7 +73,7 @@ class Segments:
         self._close_idle()
 
     def _descriptor(self, name: str, flags: int = 0) -> int:
-        """Of a segment that is referenced, opened now where it was closed. Raises OSError."""
+        """Descriptor of a referenced segment, which is opened if it was closed. Raises OSError."""
         if name not in self._descriptors:
             self._descriptors[name] = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         self._descriptors.move_to_end(name)
@@ -96,8 +96,8 @@ class Segments:
         self._references[segment] += count
 
     def rewrite(self, spot: Spot, data: bytes) -> None:
-        """Write bytes again that a power cut may have taken, with the segment if need be; safe once `sync_rewritten`
-        returns. Raises OSError."""
+        """Write bytes again that a power cut may have lost, and create the segment if it is missing; they are safe once
+        `sync_rewritten` returns. Raises OSError."""
         pwrite_all(self._descriptor(spot.segment, os.O_CREAT), data, spot.offset)
         self._rewritten.add(spot.segment)
 
@@ -108,21 +108,22 @@ class Segments:
         self._rewritten.clear()
 
     def restore(self, spot: Spot) -> None:
-        """The journal references this. Raises OSError."""
+        """Record that the journal references this place. Raises OSError."""
         self._descriptor(spot.segment)
         self.add_reference(spot)
 
     def add_reference(self, spot: Spot) -> None:
-        """Without opening the segment, which may fail: what cannot be read now is kept, until `release`."""
+        """As `restore`, without opening the segment, which may fail: an unreadable segment is kept until
+        `release`."""
         self._references[spot.segment] += 1
 
     def keep_all(self) -> None:
-        """Something may reference any of those that are there: this daemon deletes none of them."""
+        """Keep all existing segments, because any may be referenced: this daemon deletes none of them."""
         self._references.update(path.name for path in self.paths())
 
     def read(self, spot: Spot, offset: int, length: int) -> bytes:
-        """Bytes [offset, offset + length) of the file, cut at its end. Raises OSError, also where the segment ends
-        before it."""
+        """Bytes [offset, offset + length) of the file, cut at its end. Raises OSError, also if the segment ends before
+        that."""
         length = min(length, spot.length - offset)
         if length <= 0:
             return b""
@@ -132,14 +133,14 @@ class Segments:
         return data
 
     def release(self, spot: Spot) -> None:
-        """The journal does not reference this any more."""
+        """Record that the journal no longer references this place."""
         self._references[spot.segment] -= 1
         if not self._references[spot.segment] and spot.segment != self._current:
             self._delete(spot.segment)
 
     def _delete(self, segment: str) -> None:
         with suppress(OSError):
-            self._descriptor(segment)  # the last close of a removed file decides when the disk is busy
+            self._descriptor(segment)  # opened, so that `close_removed` below frees its blocks
         del self._references[segment]
         (self._directory / segment).unlink(missing_ok=True)
         descriptor = self._descriptors.pop(segment, None)
@@ -169,7 +170,7 @@ class Segments:
 
 
 class Group:
-    """Entries that are written together, and synced together where ``is_synced``."""
+    """Entries that are written together, and with ``is_synced`` synced together."""
 
     def __init__(self, segments: Segments, descriptor: int, segment: str, offset: int, *, is_synced: bool) -> None:
         self._segments, self._descriptor, self._segment = segments, descriptor, segment
@@ -179,7 +180,7 @@ class Group:
         self._count = 0
 
     def spot(self, length: int) -> Spot:
-        """Where the next entry's bytes will be."""
+        """The place of the next entry's bytes."""
         return Spot(self._segment, self._end + HEAD.size, length)
 
     def add(self, data: bytes, record: bytes) -> None:
@@ -196,13 +197,13 @@ class Group:
                 self._segments.sync(self._descriptor)
 
     def keep(self) -> None:
-        """It was written, and its entries are referenced."""
+        """Count the references of the written group."""
         self._segments.keep(self._segment, self._end, self._count)
 
 
 def entries(path: Path, decode: Callable[[bytes], T]) -> Iterator[tuple[T, bytes] | None]:
-    """Records, as ``decode`` (which raises ValueError) has them, and bytes of a segment; None for each place that has
-    no entry, behind which others may follow. Raises OSError if it cannot be opened."""
+    """Records, as ``decode`` (which raises ValueError) has them, and bytes of a segment; None for each place without an
+    entry, after which others may follow. Raises OSError if it cannot be opened."""
     with open(path, "rb") as source:
         descriptor, at = source.fileno(), 0
         size = os.fstat(descriptor).st_size
@@ -217,7 +218,7 @@ def entries(path: Path, decode: Callable[[bytes], T]) -> Iterator[tuple[T, bytes
 
 
 def _entry_at(descriptor: int, at: int, size: int, decode: Callable[[bytes], T]) -> tuple[T, bytes, int] | None:
-    """Record, bytes and end of the entry at ``at`` of a segment of ``size`` bytes; None where none can be read."""
+    """Record, bytes and end of the entry at ``at`` of a segment of ``size`` bytes; None if none can be read."""
     with suppress(OSError, ValueError):
         head = pread_all(descriptor, HEAD.size, at)
         if len(head) == HEAD.size and head.startswith(MAGIC):
@@ -231,7 +232,7 @@ def _entry_at(descriptor: int, at: int, size: int, decode: Callable[[bytes], T])
 
 
 def _find_head(descriptor: int, at: int, size: int) -> int:
-    """Where the next head may begin, from ``at`` on; ``size`` where none does."""
+    """The next possible offset of a head, from ``at`` on; ``size`` if there is none."""
     for start in range(at, size, SEARCH_BYTES):
         with suppress(OSError):
             found = pread_all(descriptor, SEARCH_BYTES + len(MAGIC) - 1, start).find(MAGIC)

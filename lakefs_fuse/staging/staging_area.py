@@ -1,17 +1,17 @@
-"""The staging area: room on the local disk for bytes that are not in the store yet, and the files that hold them.
+"""The staging area: local disk space for bytes that are not in the store yet, and the files that hold them.
 
 What always holds:
 
 * (*bounded staging*) writers never stage more than ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer
-  that finds no room waits for uploads to make some, and gets `StagingFull` only where nothing under way could;
+without space waits for uploads to free some, and gets `StagingFull` only if no upload in progress can;
 * (*bounded descriptors*) staging files hold at most as many descriptors as `DescriptorPool` allows;
 * (*stable descriptors*) a descriptor stays open until the last `StagedFile.held` block ends, because afterwards its
   number may be another file's.
 
-Files lie in one directory under their draft's id; small ones that were acknowledged share segments. Extended attributes
-name the key that the bytes are for, so that a file explains itself where the journal is lost. What was never written
-reads as zeros. Used from trio tasks; calls that may block long go to worker threads. A crash leaves the files, and
-loses bytes in memory, which nobody was promised.
+Files are in one directory under their draft's id; small acknowledged ones share segments. Extended attributes name the
+key of the bytes, so that a file can be identified if the journal is lost. Ranges that were never written read as zeros.
+Used from trio tasks; calls that may block long go to worker threads. A crash leaves the files, and loses bytes in
+memory, which were not acknowledged.
 """
 
 from __future__ import annotations
@@ -44,53 +44,53 @@ IN_FLIGHT_BYTES = 16 << 20
 KEY_XATTR = f"{RESERVED_XATTR}key"
 UPLOAD_XATTR = f"{RESERVED_XATTR}upload"
 ENDED_XATTR = f"{RESERVED_XATTR}ended"
-"""On a staging file that is not needed any more, set before its journal record is deleted: a daemon that dies before
-the file is deleted too leaves no orphan."""
+"""Mark on a staging file that is no longer needed, set before its journal record is deleted: if the daemon dies before
+the file is deleted too, it is not an orphan."""
 STAGED_MODE = 0o600
 INCOMPLETE_MODE = stat.S_ISVTX
 WAIT_S_MAX = 1.0
 WRITE_OUTS_MAX = 8
-"""At once, of parts of all files: each holds a descriptor while a busy disk holds it up."""
+"""Maximum of concurrent reads and writes of all files: each holds a descriptor while it waits for a busy disk."""
 MEMORY_BYTES_MAX = 256 << 10
-"""What is written to a file that is kept in memory until it is acknowledged."""
+"""Maximum size of a file that is kept in memory until it is acknowledged."""
 FILES_IN_MEMORY_MAX = 512
-"""Others get a staging file at once: thousands of files may be open for writing, with a few KiB in each."""
+"""Maximum of files in memory; others get a staging file immediately. Thousands of files may be open for writing, with a
+few KiB in each."""
 THREAD_BYTES_MIN = 64 << 10
-"""Reads and writes from this size on are worth a worker thread."""
+"""Reads and writes of this size or more use a worker thread."""
 READS_MAX = 4
-"""At once of one file, in threads that writes, which a busy disk holds up, cannot use up."""
+"""Maximum of concurrent reads of one file; writes, which a busy disk delays, cannot use up their threads."""
 NO_FILE = -1
 log = logging.getLogger(__name__)
 
 
 class StagingState(StrEnum):
-    """How the last attempt to stage something went, as `stats` shows it."""
+    """The result of the last attempt to stage bytes, as `stats` shows it."""
 
     OK = "ok"
     FULL = "full"
     """No room: writers wait, or got ENOSPC."""
     FAILED = "failed"
-    """The disk answers with errors."""
+    """The disk returns errors."""
 
 
 class Stager(Protocol):
-    """A file being written, as staging sees it."""
+    """The interface of a file being written to staging."""
 
     @property
     def making_room(self) -> bool:
-        """Uploads are under way that will let go of staged bytes when they end."""
+        """Whether uploads are in progress that will release staged bytes when they end."""
 
     def drop_uploaded(self, *, keep_recent: bool) -> int:
-        """Let go of bytes that are in the store already, or of those not written lately; returns how many."""
+        """Release bytes that are already in the store, or those not written recently; returns how many."""
 
     async def spill(self) -> int:
-        """Put bytes that cannot be uploaded yet somewhere else, and let go of them; returns how many."""
+        """Move bytes that cannot be uploaded yet elsewhere, and release them; returns how many."""
 
 
 class DescriptorPool:
-    """The open descriptors of staging files: at most ``open_max``. One more closes the one used least recently.
-
-    Where a task or thread uses every one of them, another is refused with EMFILE.
+    """The open descriptors of staging files: at most ``open_max``. Beyond that the least recently used one is closed.
+    If tasks or threads use all of them, opening another fails with EMFILE.
     """
 
     def __init__(self, open_max: int) -> None:
@@ -101,25 +101,25 @@ class DescriptorPool:
         return len(self._open)
 
     def make_room(self) -> None:
-        """Of one more descriptor. Raises FileError(EMFILE)."""
+        """Make room for one more descriptor. Raises FileError(EMFILE)."""
         if len(self._open) < self.open_max:
             return
         idle = next((file for file in self._open if not file.in_use), None)
         if idle is None:
             raise FileError(
                 errno.EMFILE,
-                f"{self.open_max} staging files are being read or written at this moment: "
-                "raise the daemon's limit of open files (`ulimit -Hn`, LimitNOFILE=)",
+                f"{self.open_max} staging files are being read or written now: raise the daemon's limit of open files "
+                "(`ulimit -Hn`, LimitNOFILE=)",
             )
         idle.park()
 
     def add(self, file: StagedFile) -> None:
-        """The file's descriptor was opened or used just now."""
+        """Record that the file's descriptor was opened or used."""
         self._open[file] = None
         self._open.move_to_end(file)
 
     def remove(self, file: StagedFile) -> None:
-        """The file's descriptor was closed."""
+        """Record that the file's descriptor was closed."""
         self._open.pop(file, None)
 
 
@@ -138,7 +138,7 @@ class Staging:
         evict: Callable[[int], object] = lambda _: None,
         wait_s_max: float = 3600.0,
     ) -> None:
-        """``evict(bytes)`` asks the block cache for room on the same disk; it is called in a worker thread."""
+        """``evict(bytes)`` makes the block cache free space on the same disk; it is called in a worker thread."""
         self.directory = directory
         self.disk, self.threads = disk, threads
         self.segments = Segments(directory, disk)
@@ -165,13 +165,13 @@ class Staging:
         self.descriptors.make_room()
         with self.translating():
             fd = os.open(self.path(draft_id), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, STAGED_MODE)
-        with suppress(OSError):  # a filesystem without attributes: the journal alone tells what the file is
+        with suppress(OSError):  # a filesystem without attributes: only the journal identifies the file
             os.setxattr(fd, KEY_XATTR, key.encode())
         return fd
 
     def mark_incomplete(self, draft_id: str, incomplete: bool) -> None:
-        """Record on a staging file, by a mode bit, which needs no room on the disk, that refused writes to it could not
-        be journaled, or that it is complete again."""
+        """Record on a staging file that refused writes to it could not be journaled, or that it is complete again: by a
+        mode bit, which needs no disk space."""
         with suppress(OSError):
             os.chmod(self.path(draft_id), STAGED_MODE | (INCOMPLETE_MODE if incomplete else 0))
 
@@ -196,7 +196,7 @@ class Staging:
             raise self.translate(error) from error
 
     def translate(self, error: OSError) -> LakeError:
-        """What an error of the staging disk means to the writer."""
+        """The error that a writer gets for an error of the staging disk."""
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return FileError(error.errno, f"{os.strerror(error.errno)}: {self.directory}")
         if is_out_of_room(error):
@@ -206,42 +206,42 @@ class Staging:
         return CacheError(f"the staging disk fails ({os.strerror(error.errno or errno.EIO)}): {self.directory}")
 
     def count_in_memory(self, files: int) -> None:
-        """So many more files are in memory, or so many less."""
+        """Change the number of files in memory."""
         self.files_in_memory += files
 
     @property
     def takes_file_in_memory(self) -> bool:
-        """One file more may be kept in memory."""
+        """Whether one more file may be kept in memory."""
         return self.files_in_memory < FILES_IN_MEMORY_MAX
 
     @property
     def is_half_full(self) -> bool:
-        """Deferred uploads are to begin."""
+        """Whether deferred uploads must begin."""
         return self.bytes_used > self.bytes_max // 2
 
     def register(self, stager: Stager) -> None:
         self._stagers.add(stager)
 
     def unregister(self, stager: Stager, staged_bytes: int = 0) -> None:
-        """The stager has ended, and its ``staged_bytes`` are gone."""
+        """Remove a stager that has ended, with its ``staged_bytes``."""
         self._stagers.discard(stager)
         self.bytes_used -= staged_bytes
         self.notify()
 
     def notify(self) -> None:
-        """Wake the writers that wait for room."""
+        """Wake the writers that wait for space."""
         self._room.set()
         self._room = trio.Event()
 
     def release(self, count: int) -> None:
-        """``count`` staged bytes are gone."""
+        """Record that ``count`` staged bytes were released."""
         self.bytes_used -= count
         if count:
             self.notify()
 
     async def reserve(self, count: int) -> None:
-        """Wait for room for ``count`` more bytes and take it. Raises StagingFull, at once where nothing is on its way
-        that could make room, else after ``wait_s_max``; CacheError where the disk fails."""
+        """Wait for space for ``count`` more bytes and reserve it. Raises StagingFull, immediately if no upload in
+        progress could free space, else after ``wait_s_max``; CacheError if the disk fails."""
         if self._fits(count) and self._has_free(count):
             self.bytes_used += count
             self.state = StagingState.OK
@@ -268,7 +268,8 @@ class Staging:
         self.state = StagingState.OK
 
     def _why_full(self, count: int) -> str:
-        """Why there is no room for ``count`` more bytes, which no upload can make, and what to do. Raises LakeError."""
+        """The reason why there is no space for ``count`` more bytes, and no upload can free it, and the remedy. Raises
+        LakeError."""
         if not self._fits(count):
             return (
                 f"{self.bytes_used} bytes are staged and none of them can be uploaded yet: "
@@ -278,14 +279,14 @@ class Staging:
         return f"the disk of {self.directory} is full: free {max(1, short)} bytes there, or lower --free-space"
 
     def reserve_now(self, count: int) -> None:
-        """Room for bytes that cannot wait, because what they are needed for makes room when it is done. Little by
-        little, by few tasks at once: the bound may be exceeded by what they hold."""
+        """Space for bytes that cannot wait, because the work that needs them frees space when it is done. Few tasks use
+        it at a time, in small amounts, and may exceed the bound by these."""
         if not self._fits(count):
             self._drop(keep_recent=False)
         self.bytes_used += count
 
     async def _spill(self, count: int) -> bool:
-        """Whether something was moved to the store from parts that are not complete. One at a time: it needs room."""
+        """Whether bytes of incomplete parts were moved to the store. One at a time, because that needs space."""
         async with self._spilling:
             if self._fits(count) and self._has_free(count):
                 return True  # another writer's did it
@@ -299,14 +300,14 @@ class Staging:
 
     @property
     def fits(self) -> bool:
-        """What there is keeps within the bound."""
+        """Whether the staged bytes are within the bound."""
         return self._fits(0)
 
     def _fits(self, count: int) -> bool:
         return self.bytes_used + count <= self.bytes_max
 
     def room_bytes(self, evictable_bytes: int) -> int:
-        """How much more fits without an upload, by the bound and by the disk, of which others would give back that many
+        """How many more bytes fit without an upload, by the bound and by the disk, on which others would free this many
         bytes. Raises StagingFull or CacheError."""
         return max(0, min(self.bytes_max - self.bytes_used, self._room_on_disk(evictable_bytes)))
 
@@ -320,7 +321,7 @@ class Staging:
         return self._free_bytes() + freed_bytes - self._free_bytes_min - IN_FLIGHT_BYTES
 
     def disk_room(self) -> tuple[int, int]:
-        """Free bytes of the disk, and how many writers need; 0 where it does not tell."""
+        """Free bytes of the disk, and how many of them writers need; 0 if the disk does not report them."""
         try:
             return self.disk.free_bytes(self.directory), self._free_bytes_min + IN_FLIGHT_BYTES
         except OSError:
@@ -332,7 +333,8 @@ class Staging:
             return self.disk.free_bytes(self.directory)
 
     def _has_free(self, count: int) -> bool:
-        """Asked at most once in `FREE_AGE_S`; what is taken meanwhile is counted. Raises StagingFull or CacheError."""
+        """Free bytes, read from the disk at most once in `FREE_AGE_S`, less the bytes used since. Raises StagingFull or
+        CacheError."""
         now = trio.current_time()
         if now - self._free_at > FREE_AGE_S:
             self._free_known, self._free_at = self._free_bytes(), now
@@ -343,7 +345,7 @@ class Staging:
         return True
 
     async def _disk_fits(self, count: int) -> bool:
-        """``IN_FLIGHT_BYTES`` are for what was reserved and is not written yet."""
+        """``IN_FLIGHT_BYTES`` are for bytes that were reserved and are not written yet."""
         wanted = self._free_bytes_min + IN_FLIGHT_BYTES + count
         short = wanted - self._free_bytes()
         if short > 0:
@@ -371,7 +373,7 @@ class StagedFile:
         has_file: bool = False,
         spot: Spot | None = None,
     ) -> None:
-        """Of a staging file (``fd``, where it is open), or a place in a segment; in memory where neither is given."""
+        """``fd``: of an open staging file; or a place in a segment; without either the bytes are in memory."""
         self._fd = fd
         self.spot = spot
         """Its place in a segment, if its bytes are there."""
@@ -387,7 +389,7 @@ class StagedFile:
 
     @classmethod
     def create(cls, staging: Staging, draft_id: str, key: str) -> StagedFile:
-        """Of a new staging file. Raises StagingFull, CacheError, FileError(EMFILE)."""
+        """Create a staging file. Raises StagingFull, CacheError, FileError(EMFILE)."""
         fd = staging.create(draft_id, key)
         file = cls(staging, draft_id, key, fd=fd, has_file=True)
         staging.descriptors.add(file)
@@ -406,7 +408,7 @@ class StagedFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor of a staging file, made now where there was none; -1 once closed. Good until the next
+        """The descriptor of a staging file, which is created if there was none; -1 once closed. Valid until the next
         checkpoint, or to the end of a `held` block. Raises StagingFull, CacheError, FileError(EMFILE)."""
         if self._parked:
             self._staging.descriptors.make_room()
@@ -433,12 +435,12 @@ class StagedFile:
         return self._memory is not None
 
     def memory(self) -> bytes | None:
-        """Everything that was written, where that is in memory only."""
+        """All written bytes, if they are in memory only."""
         return None if self._memory is None else bytes(self._memory)
 
     def _make_file(self) -> None:
-        """The bytes get a file of their own. A segment that has them goes on counting for the journal."""
-        if self.spot is not None:  # a daemon that died may have begun one
+        """Move the bytes to a separate file. A segment that has them stays referenced by the journal."""
+        if self.spot is not None:  # a daemon that died may have created one
             self._staging.path(self._draft_id).unlink(missing_ok=True)
         fd = self._staging.create(self._draft_id, self._key)
         try:
@@ -454,20 +456,19 @@ class StagedFile:
         self._fd, self._has_file = fd, True
 
     def keep_on_disk(self) -> None:
-        """Bytes in memory get a staging file, which outlives this daemon. Raises StagingFull or
-        CacheError."""
+        """Move bytes in memory to a staging file, which outlives this daemon. Raises StagingFull or CacheError."""
         if self._memory:
             self._make_file()
 
     def mark_ended(self) -> None:
-        """The bytes are in the store, or superseded: the caller deletes the journal record, then closes with
-        ``unlink``."""
+        """Record that the bytes are in the store, or superseded: the caller deletes the journal record, then closes
+        with ``unlink``."""
         if self._has_file:
-            with suppress(OSError):  # a crash now leaves an orphan, which says that it is one
+            with suppress(OSError):  # a crash now leaves an orphan, which is marked as one
                 os.setxattr(self._staging.path(self._draft_id), ENDED_XATTR, b"1")
 
     def keep_in(self, spot: Spot) -> None:
-        """The bytes are safe in a segment now."""
+        """Record that the bytes are safe in a segment."""
         self._leave_memory()
         self.spot = spot
 
@@ -483,7 +484,7 @@ class StagedFile:
             self._staging.descriptors.remove(self)
 
     def close(self, *, unlink: bool, leave: bool = False) -> None:
-        """``unlink`` is false where the file became cache; ``leave`` leaves everything to the next mount."""
+        """``unlink`` is false if the file became a cache file; ``leave`` leaves everything to the next mount."""
         self._closing, self._leave = True, leave
         if unlink and self._has_file and not leave:
             self._remove()
@@ -503,7 +504,7 @@ class StagedFile:
             self._staging.descriptors.remove(self)
 
     def _remove(self) -> None:
-        """A parked file is opened once more: the last close of a removed one decides when the disk is busy."""
+        """A parked file is opened once more, so that `close_removed` frees its blocks."""
         path, self._removed = self._staging.path(self._draft_id), True
         if self._parked:
             with suppress(OSError):
@@ -544,7 +545,7 @@ class StagedFile:
             pwrite_all(self.fd, data, 0)
 
     async def write(self, offset: int, data: Buffer) -> None:
-        """Where it fails, an unknown part of the range was written."""
+        """If it fails, an unknown part of the range was written."""
         memory = self._memory
         if memory is not None and offset + len(data) <= MEMORY_BYTES_MAX:
             if offset > len(memory):
@@ -559,7 +560,7 @@ class StagedFile:
                     await self._staging.threads.run(pwrite_all, self.fd, data, offset)
 
     async def write_out(self, start: int, end: int) -> None:
-        """Bytes [start, end) are on their way to the disk when this returns."""
+        """Begin to write bytes [start, end) out to the disk."""
         async with self._staging.write_outs:
             if self._fd >= 0:
                 with self.held():
@@ -574,7 +575,7 @@ class StagedFile:
             await self._staging.threads.run(os.ftruncate, self.fd, size)
 
     def punch(self, start: int, end: int) -> bool:
-        """Bytes [start, end) become zeros and give their room back; False where this filesystem cannot."""
+        """Turn bytes [start, end) into a hole, which frees their space; False if this filesystem cannot."""
         if self._memory is not None:
             end = min(end, len(self._memory))
             if start < end:
@@ -583,5 +584,5 @@ class StagedFile:
         try:
             return punch_hole(self.fd, start, end - start)
         except OSError as error:
-            log.warning("staged bytes %d to %d cannot be let go: %s", start, end, error)
+            log.warning("staged bytes %d to %d cannot be released: %s", start, end, error)
             return False

@@ -1,7 +1,8 @@
-"""Tries what a mount asks of a store, verb by verb, and says which of it these credentials may not do.
+"""Tries the requests that a mount sends to a store, verb by verb, and reports those that these credentials may not
+send.
 
-Everything is written below a scratch key, ``.lakefs/probe-<random>/``, and removed by `Checkup.clean`, which the caller
-calls in any case. A crash leaves a few small objects there, which no mount shows, as one of a probe does.
+Everything is written below a temporary key, ``.lakefs/probe-<random>/``, and removed by `Checkup.clean`, which the
+caller always calls. A crash leaves a few small objects there, like a crash of a probe; no mount shows them.
 
 *Silence ends it*: after a request that got no answer for SILENCE_S no other is sent, so that a firewall that drops
 packets costs one timeout, and not one for each check.
@@ -32,7 +33,7 @@ BODY = b"0123456789"
 ROUND_TRIPS = 9
 """Requests of which the median is taken."""
 ROUND_TRIP_S_MAX = 0.15
-"""Beyond, 32 requests at a time are too few to read small files at a good rate."""
+"""Above this latency, 32 concurrent requests are too few to read small files at a good rate."""
 SILENCE_S = 10.0
 """Half the time after which a connection that brings nothing counts as broken (`StoreConfig.read_timeout_s`)."""
 SKEW_S_MAX = 2.0
@@ -48,7 +49,7 @@ class Checkup:
     def __init__(self, store: ObjectStore, rng: random.Random, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self.base = f"{PROBES}{rng.getrandbits(64):016x}/"
-        """What scratch keys begin with."""
+        """Prefix of temporary keys."""
         self._written: list[str] = []
         self._uploads: list[tuple[str, str]] = []
         self._is_silent = False
@@ -56,16 +57,16 @@ class Checkup:
         """A key that can be read; empty where none is known."""
 
     def reading(self) -> Iterator[CheckResult]:
-        """LIST, HEAD and GET of what is there."""
+        """LIST, HEAD and GET of an existing object."""
         yield self._try("store.list", "LIST", self._find_readable)
         if self._readable:
             yield self._try("store.head", "HEAD", lambda: self._store.head(self._readable))
             yield self._try("store.get", "GET", lambda: self._store.get(self._readable, 0, 1))
         else:
-            yield skipped("store.get", "nothing is there to be read: put an object there, then run this again")
+            yield skipped("store.get", "there is no object to read: put one there, then run this again")
 
     def writing(self) -> Iterator[CheckResult]:
-        """PUT, multipart uploads, copies and conditions; then LIST, HEAD and GET of what was written."""
+        """PUT, multipart uploads, copies and preconditions; then LIST, HEAD and GET of the written objects."""
         key = self.base + "object"
         put = self._try("store.put", "PUT", lambda: self.put_scratch("object", BODY))
         yield put
@@ -95,7 +96,7 @@ class Checkup:
         if abs(skew_s) >= SKEW_S_REFUSED:
             return failed(check, f"{text}, and requests are refused: set it, best with NTP", skew_s=round(skew_s, 1))
         if abs(skew_s) > SKEW_S_MAX:
-            return warning(check, f"{text}: run NTP; mounts correct it meanwhile", skew_s=round(skew_s, 1))
+            return warning(check, f"{text}: run NTP; until then mounts correct it", skew_s=round(skew_s, 1))
         return ok(check, text, skew_s=round(skew_s, 1))
 
     def round_trip(self) -> CheckResult:
@@ -121,19 +122,19 @@ class Checkup:
         return ok(check, text, median_s=round(median_s, 4))
 
     def put_scratch(self, name: str, body: Body) -> None:
-        """Store a scratch object. Raises StoreError."""
+        """Store a temporary object. Raises StoreError."""
         key = self.base + name
         if key not in self._written:
             self._written.append(key)
         self._store.put(key, body)
 
     def get_scratch(self, name: str, start: int, end: int) -> int:
-        """Read a range of a scratch object; the number of bytes that came. Raises StoreError."""
+        """Read a range of a temporary object; returns the number of received bytes. Raises StoreError."""
         return len(self._store.get(self.base + name, start, end).data)
 
     def clean(self) -> CheckResult | None:
-        """Remove what was written since the last call; whether that worked is the check of DELETE. None where nothing
-        was."""
+        """Remove the objects written since the last call; the result is the check of DELETE. None if there were
+        none."""
         failure: LakeError | None = None
         written, uploads, self._written, self._uploads = self._written, self._uploads, [], []
         for key, upload_id in uploads:
@@ -236,7 +237,7 @@ class Checkup:
         return False
 
     def _remove_directories(self) -> None:
-        """A server that keeps its keys in directories goes on listing empty ones as prefixes."""
+        """A server that keeps its keys in directories continues to list empty ones as prefixes."""
         with contextlib.suppress(LakeError):
             self._ask(partial(self._store.delete, self.base))
             page = self._store.list_page(RESERVED_PREFIX, delimiter="/", keys_max=2)
@@ -265,7 +266,7 @@ class Checkup:
 
     def _try(self, check: str, verb: str, call: Callable[[], object]) -> CheckResult:
         if self._is_silent:
-            return skipped(check, "not tried, because the store did not answer before: mend that first")
+            return skipped(check, "not tried, because the store did not answer before: fix that first")
         began_s = self._clock.mono_s()
         try:
             self._ask(call)

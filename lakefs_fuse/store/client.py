@@ -1,36 +1,33 @@
 """The store as trio tasks use it: each call is tried until it succeeds or time is up, and counted.
 
-What always holds:
-
-* every attempt that began is counted once in `StoreMetrics`, on the trio thread, whether it was answered or abandoned;
+What always holds: * every attempt that began is counted once in `StoreMetrics`, on the trio thread, whether answered or
+abandoned;
 * only `Unavailable` is tried again: with exponential backoff and full jitter, until ``retry_timeout_s`` after the call
   began (after its first failure, if it is an upload: one may take longer than that when all goes well); then the last
   error is raised;
 * a `Transport` makes the attempts, and bounds how many run at once;
-* a cancelled read returns at once and its request ends by itself; a cancelled write returns when the attempt under way
-  has ended, so that bodies and descriptors may be freed then: soon where a rate limit holds it up (see `rate_limit`),
-  else when the store has answered. After `abandon_requests` writes without a body, such as deletions and copies, are
-  cancelled as reads are.
+* a cancelled read returns immediately and its request ends on its own; a cancelled write returns when its present
+attempt has ended, so that bodies and descriptors may be freed then: soon if it waits for a rate limit (see
+`rate_limit`), else when the store has answered. After `abandon_requests` writes without a body, such as deletions and
+copies, are cancelled like reads.
 
-A write that is tried again may have succeeded the first time. Where others write to the key (`VersionTarget`), what
-always holds is *no blind retry*: after an attempt that may have been carried out, the next one begins with a HEAD, also
-in a later call. If the version is there, it arrived. If what its writer knew is there, or nothing, it did not arrive,
-and is sent on the condition that this is still so, where the store has such conditions. If there is another version, it
-is that of another writer:
+A write that is tried again may have succeeded the first time. If others write to the key (`VersionTarget`), what always
+holds is *no blind retry*: after an attempt that may have taken effect, the next one begins with a HEAD, also in a later
+call. If the HEAD shows the version, it arrived. If it shows the object that its writer knew, or none, the version did
+not arrive, and is sent with that as precondition, if the store has such preconditions. Any other version is that of
+another writer:
 
-* dated before the first attempt: ours did not arrive, or it would have replaced that one. It is sent again, on the
-  condition that the other is still there;
+* dated before the first attempt: ours did not arrive, or it would have replaced that one. It is sent again, with the
+other version as precondition;
 * dated later: `Superseded`. Ours was stored and then replaced, by a writer who may have built on it; or it did not
   arrive, and both were written at the same time. Either way the other is the newer one: another attempt would put ours
   over a version that was acknowledged after ours had begun.
 
-The first attempt is sent on the condition that the key has what its writer expects, where it says so and the store can
-tell: `Overtaken` where it has something else.
-
-Dates are the store's, to the second, and so is the time of the first attempt: the store's clock less what has passed
-here. What is dated up to `DATE_NS_MAX` earlier counts as later. A write without errors costs no request more.
-
-`put` and `delete` of other keys do not mind. Latencies are seconds of an attempt, time in the queue not included.
+The first attempt has the version that its writer expects as precondition, if one is given and the store can check it:
+`Overtaken` if the key has another. Dates are the store's, to the second, and so is the time of the first attempt: the
+store's clock less the time that has passed here. A version dated up to `DATE_NS_MAX` earlier counts as later. A write
+without errors costs no additional request. `put` and `delete` of other keys do without these checks. Latencies are
+seconds of an attempt, time in the queue not included.
 
 Called from tasks of one trio loop.
 """
@@ -85,11 +82,11 @@ from lakefs_fuse.sync.nursery import for_each
 
 BACKOFF_S_FIRST, BACKOFF_S_MAX = 0.1, 8.0
 BACKOFF_SCALE_THROTTLED = 5.0
-"""A store that asks for fewer requests is left alone for this many times longer."""
+"""Factor by which pauses are longer for a store that asks for fewer requests."""
 AWAY_S_MIN = 5.0
-"""A store whose every answer was a failure for so long is away …"""
+"""A store is away if every response in this time was a failure …"""
 SILENT_S_MIN = 10.0
-"""… and so is one that leaves a question without any answer for so long."""
+"""… or a request has no response for this time."""
 DELETE_KEYS_MAX = 1000
 DELETES_AT_ONCE = 16
 """Requests that delete one object each; half of those that a mount may have in flight by default."""
@@ -110,13 +107,13 @@ T = TypeVar("T")
 
 
 class VersionTarget(Protocol):
-    """What a version is to replace, and what is known of attempts to store it. Its owner keeps it as long as it may
-    send the version again."""
+    """The version that a new version replaces, and the attempts to store it. Its owner keeps it as long as it may send
+    the version again."""
 
     replaces: str
-    """ETag of what the writer knew at the key; empty for nothing."""
+    """ETag of the object that the writer knew at the key; empty for none."""
     expected: str | None
-    """ETag of what is to be replaced, where the store can tell: empty for nothing, None for whatever is there."""
+    """ETag of the object to replace, if the store can check it: empty for none, None for any."""
     if_absent: bool
     """Another version at the key is refused, not replaced."""
     unsure: tuple[str, str, float] | None
@@ -124,7 +121,7 @@ class VersionTarget(Protocol):
 
 
 class Transport(Protocol):
-    """The way of one request to the store and of its answer back: the seam at which a simulation puts a network.
+    """The transport of one request to the store and of its response: the seam at which a simulation inserts a network.
 
     What always holds (*one attempt*): `run` calls ``call`` once at most and never tries again. An implementation may
     answer late, raise `Unavailable` before ``call`` (a request that was lost) or after it (a lost answer: the store has
@@ -132,15 +129,15 @@ class Transport(Protocol):
     """
 
     async def run(self, kind: str, call: Callable[[], T], *, abandon: bool) -> T:
-        """What ``call`` returns or raises. ``kind`` is one of `metrics.REQUEST_KINDS`. With ``abandon`` a cancelled
-        caller leaves at once and the request ends by itself, else the caller waits for its end."""
+        """Run ``call``, and return or raise its result. ``kind`` is one of `metrics.REQUEST_KINDS`. With ``abandon`` a
+        cancelled caller returns immediately and the request ends on its own, else the caller waits for its end."""
 
 
 class ThreadTransport:
     """Makes each request in a worker thread.
 
-    At most ``requests_max`` requests, ``uploads_max`` parts and ``uploads_max`` whole objects run at once: uploads do
-    not wait behind reads, nor reads behind uploads, nor a commit behind parts that a rate limit makes slow. A request
+    At most ``requests_max`` requests, ``uploads_max`` parts and ``uploads_max`` whole objects run concurrently: uploads
+    and reads do not wait for each other, and a commit does not wait for parts that a rate limit slows down. A request
     that was abandoned keeps its place until it ends.
     """
 
@@ -203,12 +200,12 @@ class StoreClient:
         return self._commit_format
 
     def raise_commit_format(self, read: int) -> None:
-        """A commit of format ``read`` was read: all mounts that write here know it."""
+        """Record that a commit of format ``read`` was read, so that all mounts that write here know it."""
         self._commit_format = max(self._commit_format, read)
 
     @property
     def is_away(self) -> bool:
-        """The store does not answer (see AWAY_S_MIN). Until its next answer, which only another request brings."""
+        """Whether the store does not answer (see AWAY_S_MIN), until the next response to any request."""
         now = self._clock.mono_s()
         if self._failing_since_s is not None and now - self._failing_since_s >= AWAY_S_MIN:
             return True
@@ -231,17 +228,17 @@ class StoreClient:
         return fetched
 
     def through_cache(self, url: str) -> CachedGetter | None:
-        """See `CacheableStore`. What it gets is neither tried again nor counted here."""
+        """See `CacheableStore`. Its requests are not retried or counted here."""
         return self._store.through_cache(url) if isinstance(self._store, CacheableStore) else None
 
     @property
     def is_guarded(self) -> bool:
-        """TLS, or this machine, vouches for the bytes that `get` answers."""
+        """Whether TLS, or this machine, protects the bytes that `get` returns."""
         return not isinstance(self._store, NetworkStore) or self._store.is_guarded
 
     async def free_bytes(self) -> int | None:
-        """See `DirectoryStore`; None for a store without a bound. It is no request, so it is neither counted nor tried
-        again."""
+        """See `DirectoryStore`; None for a store without a bound. It is not a request, so it is not counted or
+        retried."""
         if not isinstance(self._store, DirectoryStore):
             return None
         return await self._transport.run("other", self._store.free_bytes, abandon=True)
@@ -289,7 +286,7 @@ class StoreClient:
     async def list_all(
         self, prefix: str, *, delimiter: str = "", start_after: str = ""
     ) -> AsyncGenerator[ListPage, None]:
-        """Every page; one that is left early is closed with `aclose` (contextlib.aclosing)."""
+        """Every page; close it with `aclose` (contextlib.aclosing) if you stop early."""
         token: str | None = None
         while True:
             page = await self.list_page(prefix, delimiter=delimiter, start_after=start_after, token=token)
@@ -305,7 +302,7 @@ class StoreClient:
         etag: str | None = None, version: VersionTarget | None = None,
     ) -> ObjectMeta:  # fmt: skip
         """See `ObjectStore.put`. With ``version``, whose token is in the metadata, see the module's head; without, a
-        condition may fail because of its own success."""
+        precondition may fail because of the call's own success."""
         call = partial(self._store.put, key, body, metadata=metadata)
         if version is None:
             meta = await self._call("put", partial(call, if_absent=if_absent, etag=etag))
@@ -322,8 +319,8 @@ class StoreClient:
 
     async def delete_many_if_match(self, versions: Sequence[tuple[str, str]]) -> dict[str, str]:
         """Delete each key as the version (ETag) beside it, or any where that is empty, DELETES_AT_ONCE at a time. A key
-        that has another version now is done with. Each is tried once: where the answer is lost, the caller finds out
-        what is there. The answer maps keys that may not be deleted to why. Raises other StoreErrors."""
+        that has another version now needs no deletion. Each is tried once: if the response is lost, the caller checks
+        the key. The result maps keys that may not be deleted to the reasons. Raises other StoreErrors."""
         refused: dict[str, str] = {}
 
         async def delete(version: tuple[str, str]) -> None:
@@ -339,7 +336,7 @@ class StoreClient:
         return refused
 
     async def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
-        """Any number of keys, 1000 a request; the answer maps keys that failed to why."""
+        """Delete any number of keys, 1000 a request; the result maps failed keys to the reasons."""
         failed: dict[str, str] = {}
         for at in range(0, len(keys), DELETE_KEYS_MAX):
             batch = keys[at : at + DELETE_KEYS_MAX]
@@ -347,7 +344,7 @@ class StoreClient:
         return failed
 
     async def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete any number of keys, 1000 a request. Raises StoreError where the store refuses some of them; the others
+        """Delete any number of keys, 1000 a request. Raises StoreError if the store refuses some of them; the others
         are deleted."""
         failed = await self.delete_many(keys)
         for key, why in failed.items():
@@ -398,8 +395,8 @@ class StoreClient:
         return await self._call("other", partial(self._store.list_multipart, prefix), abandon=True)
 
     def abandon_requests(self) -> None:
-        """From now on cancelling ends the wait for writes without a body too; the store may still carry them out. For
-        the end of a process, which must not wait for a store that does not answer."""
+        """Let cancelling also end the wait for writes without a body; the store may still carry them out. For the end
+        of a process, which must not wait for a store that does not answer."""
         self._abandoning = True
         for scope in self._shields:
             scope.shield = False
@@ -431,7 +428,7 @@ class StoreClient:
             self.metrics.retries += 1
 
     async def _attempt(self, kind: str, call: Callable[[], T], abandon: bool) -> T:
-        """One attempt. ``errors`` counts answers that are faults, not those that are information."""
+        """One attempt. ``errors`` counts failures, not responses that are information."""
         clock, metrics = self._clock, self.metrics
         started_s: list[float] = []
         question = object()
@@ -480,11 +477,11 @@ class StoreClient:
                 return await self._transport.run(kind, work, abandon=True)
             finally:
                 self._shields.discard(scope)
-        raise AssertionError("nobody cancels this scope itself")
+        raise AssertionError("this scope itself is never cancelled")
 
 
 class _VersionWrite:
-    """A version on its way to its key, in one call. See the module's head."""
+    """One call that sends a version to its key. See the module's head."""
 
     def __init__(
         self, client: StoreClient, kind: str, key: str, token: str, sent: Body | Sequence[PartRef],
@@ -496,8 +493,8 @@ class _VersionWrite:
 
     async def attempt(self) -> ObjectMeta:
         """Find out about earlier attempts, and send the version where it is not there. Raises Superseded;
-        PreconditionFailed where the key was to be free; Overtaken where another version than the expected one is there;
-        Unavailable, also where another came in between."""
+        PreconditionFailed if the key had to be free; Overtaken if the key has another version than the expected one;
+        Unavailable, also if another version was stored in between."""
         target, etag, if_absent = self._target, None, self._target.if_absent
         is_first = self._unsure_since_s is None
         if self._unsure_since_s is not None:
@@ -571,7 +568,7 @@ class _VersionWrite:
             raise PreconditionFailed(f"{self._key!r} exists")
         known = self._target.replaces, self._target.expected
         if not is_damaged and there.etag not in known and not await self._is_older(there, since_s):
-            raise Superseded(f"{self._key!r} was replaced by another client meanwhile")
+            raise Superseded(f"{self._key!r} was replaced by another client in the meantime")
         return there.etag, False
 
     async def _is_older(self, there: ObjectMeta, since_s: float) -> bool:
@@ -588,8 +585,8 @@ def _bytes_of(sent: Body | Sequence[PartRef]) -> int:
 
 
 def token_of(meta: ObjectMeta) -> str:
-    """What tells a version that this program stored from others with the same bytes; empty where another program stored
-    it."""
+    """The token that distinguishes a version stored by this program from others with the same bytes; empty if another
+    program stored it."""
     return (meta.metadata or {}).get(TOKEN_METADATA, "")
 
 
@@ -608,12 +605,12 @@ def replaced_since(meta: ObjectMeta, etag: str) -> list[str]:
 
 
 def copy_metadata(key: str) -> dict[str, str]:
-    """Metadata of a copy at ``key`` of bytes that a file has elsewhere: it is no file until a commit names it."""
+    """Metadata of a copy, at ``key``, of the bytes of a file elsewhere: it is not a file until a commit names it."""
     return {COPY_METADATA: xxhash.xxh3_128_hexdigest(key.encode("utf-8", "surrogatepass"))}
 
 
 def is_copy(meta: ObjectMeta) -> bool:
-    """The object was put with `copy_metadata`, at this key."""
+    """Whether the object was put with `copy_metadata`, at this key."""
     return (meta.metadata or {}).get(COPY_METADATA) == copy_metadata(meta.key)[COPY_METADATA]
 
 

@@ -1,4 +1,4 @@
-"""A model of how names are spread, from the names seen so far: proposes where to cut a range of names in two.
+"""A model of the distribution of names, from the names seen so far: proposes where to split a range of names.
 
 It records for each column of a name which characters were seen there; a column with one digit may have all digits. A
 wrong guess costs one request: no listing depends on it for being complete. Pure computation; memory is bounded by
@@ -52,7 +52,7 @@ class KeySpace:
                     self._alphabets.pop(column, None)
 
     def _alphabet(self, column: int) -> list[str]:
-        """Characters that may stand in a column, in order."""
+        """Possible characters of a column, in order."""
         known = self._alphabets.get(column)
         if known is None:
             seen = self._seen[column] if column < len(self._seen) else set()
@@ -80,8 +80,8 @@ class KeySpace:
         return number
 
     def pages_left(self, begin: str, at: str, limit: str, pages: int) -> float:
-        """Pages between ``at`` and ``limit``, if names lie there as close as in the ``pages`` from ``begin`` to
-        ``at``; infinity where nothing can be said."""
+        """Estimated pages between ``at`` and ``limit``, with the density of names of the ``pages`` from ``begin`` to
+        ``at``; infinity if unknown."""
         column = shared(at, limit)
         if self._first_varied(column) > column:
             return float("inf")
@@ -91,7 +91,7 @@ class KeySpace:
         return left * pages / (last - first) if last > first else float("inf")
 
     def cut(self, at: str, limit: str) -> str | None:
-        """A string between two names, neither of them; None where none comes to mind."""
+        """A string between two names, different from both; None if none is found."""
         column = shared(at, limit)
         varied = self._first_varied(column)
         if column < varied <= len(at):
@@ -116,7 +116,7 @@ class KeySpace:
 
 
 def _extended(seen: set[str]) -> set[str]:
-    """One digit stands for all, two letters for their kind."""
+    """One digit implies all digits, two letters imply all of their kind."""
     found = set(seen)
     has_digits = bool(seen & _DIGITS)
     if has_digits:

@@ -4,7 +4,7 @@ What always holds:
 
 * its id never changes; a new lake has all features, and else they are only added, by `upgrade`; a mount that does not
   know a feature does not read, or does not write, the lake;
-* a mount that may not write (``--read-only``, unknown features) neither writes the record nor probes by writing;
+* a mount that may not write (``--read-only``, unknown features) does not write the record or probe by writing;
 * a change replaces the version that was read: with ``If-Match`` where the store has it, else after another GET, so that
   of two changes within milliseconds one may be lost. A finding that was lost is made again.
 
@@ -40,12 +40,12 @@ FORMAT_2 = "commit-format-2"
 LEVELS = "index-format-2"
 """Indexes have increments, and name files of earlier ones, which programs that do not know it cannot read."""
 FEATURES = frozenset({FORMAT_2, LEVELS})
-"""Features that this program knows. Readers have to know each of them."""
+"""Features that this program knows. Readers must know each of them."""
 RECORD_BYTES_MAX = 256 << 10
 PROBE = 1
 """Number of the set of questions that `probe` asks: one more with each change of `Capabilities` or their meaning."""
 KEPT_NS = 30 * 24 * 3600 * 1_000_000_000
-"""Servers are upgraded; those that say their version in ``Server`` are probed again at once."""
+"""Servers are upgraded; those that send their version in ``Server`` are probed again immediately."""
 FINDINGS_MAX = 16
 """Endpoints and servers of one lake; the oldest finding goes."""
 TRIES_MAX = 5
@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a probe of one store. ``endpoint`` is empty for AWS and directories, ``encryption`` is ``kms`` where
-    what was stored was to have a key of KMS, which makes ETags something else than MD5 sums."""
+    """Result of a probe of one store. ``endpoint`` is empty for AWS and directories, ``encryption`` is ``kms`` if
+    objects were stored with a KMS key, because then ETags are not MD5 sums."""
 
     endpoint: str
     server: str
@@ -73,7 +73,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LakeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the object. Programs that change the lake have to know ``features_to_write``, all programs
+    """Contents of the object. Programs that change the lake must know ``features_to_write``, all programs
     ``features_to_read``."""
 
     format: int = FORMAT
@@ -83,14 +83,14 @@ class LakeRecord(msgspec.Struct, frozen=True, kw_only=True):
     stores: tuple[Finding, ...] = ()
 
     def with_finding(self, finding: Finding) -> LakeRecord:
-        """In place of an older one about the same."""
+        """Add a finding, which replaces an older one about the same store."""
         kept = [each for each in self.stores if not each.is_about(finding)]
         newest = sorted([*kept, finding], key=lambda each: each.found_ns)[-FINDINGS_MAX:]
         return replace(self, stores=tuple(newest))
 
     @property
     def commit_format(self) -> int:
-        """The format in which commits are to be written."""
+        """The format in which commits are written."""
         return 2 if FORMAT_2 in self.features_to_read else 1
 
 
@@ -113,7 +113,7 @@ class OpenedLake:
 
     @property
     def has_levels(self) -> bool:
-        """Whether indexes are to be written with increments."""
+        """Whether indexes are written with increments."""
         return self.record is not None and LEVELS in self.record.features_to_read
 
 
@@ -150,7 +150,7 @@ def open_record(
         raise
     except LakeError as error:
         log.warning(
-            "the capabilities of the store could not be written to %s, and will be found out again: %s", KEY, error
+            "the capabilities of the store could not be written to %s, and will be probed again: %s", KEY, error
         )
     return OpenedLake(record, finding)
 
@@ -164,7 +164,7 @@ def read_record(store: ObjectStore, clock: Clock) -> tuple[LakeRecord | None, st
     try:
         record = msgspec.json.decode(bytes(fetched.data), type=LakeRecord)
     except MALFORMED as error:
-        raise ConfigError(f"{KEY}, which says what this lake is, is damaged ({error}): bring it back") from error
+        raise ConfigError(f"{KEY}, the record of this lake, is damaged ({error}): bring it back") from error
     if record.format != FORMAT:
         raise ConfigError(
             f"{KEY} is of format {record.format}, and lakefs-fuse {__version__} knows {FORMAT}: install a newer one"
@@ -183,8 +183,8 @@ def check_features(record: LakeRecord) -> tuple[str, ...]:
 
 
 def change_record(store: ObjectStore, clock: Clock, change: Callable[[LakeRecord | None], LakeRecord]) -> LakeRecord:
-    """Read the record, change it, write it; again where another mount wrote it meanwhile. The store is adapted. Raises
-    LakeError."""
+    """Read the record, change it, write it; repeat that if another mount wrote it in between. The store is adapted.
+    Raises LakeError."""
     failure: LakeError = LakeError("")
     for _ in range(TRIES_MAX):
         old, etag = read_record(store, clock)
@@ -219,7 +219,7 @@ def _write(store: ObjectStore, record: LakeRecord, etag: str, clock: Clock) -> N
 
 
 def _is_new(store: ObjectStore, clock: Clock) -> bool:
-    """No mount has written anything yet; others may be probing the store."""
+    """Whether no mount has written anything yet; others may be probing the store."""
     page = retry_unavailable(lambda: store.list_page(RESERVED_PREFIX), clock)
     return page.next_token is None and all(
         meta.key == RESERVED_PREFIX or meta.key.startswith(PROBES) for meta in page.objects

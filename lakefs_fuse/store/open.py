@@ -1,9 +1,7 @@
-"""Opening a store from its configuration, and finding the lake that a place in it belongs to.
-
-The root of a lake is the nearest place, at or above the one given, that has commits, indexes or snapshots; else the
-nearest that has a lake record, as where a mount has committed nothing yet. Only the kind of store that is asked for is
-imported: boto3 alone takes as long as a mount of a directory. Errors say what to do. Blocking; called once, before
-anything is served.
+"""Opens a store from its configuration, and finds the lake of a directory in it. The root of a lake is the nearest
+directory, at or above the given one, that has commits, indexes or snapshots; else the nearest that has a lake record,
+for example before the first commit. Only the requested kind of store is imported: boto3 alone takes as long as a mount
+of a directory. Errors say what to do. Blocking; called once, before anything is served.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from lakefs_fuse.store.s3.store import S3Store
 
 LAKE_DIRECTORIES = ("commits", "index", "snapshots")
-"""A place with one of these below its reserved name is the root of a lake."""
+"""A directory with one of these below its reserved name is the root of a lake."""
 RECORD = KEY.removeprefix(RESERVED_PREFIX)
 
 
@@ -48,8 +46,8 @@ def open_store(config: StoreConfig, node: Node, limiter: RateLimiter | None = No
 
 @dataclass(frozen=True, slots=True)
 class FoundLake:
-    """The lake that a place is in, or without one the place itself; ``path`` is that of the place in it. ``exists``: it
-    has commits; ``is_recorded``: it has a lake record at least."""
+    """The lake that contains a directory, or without one the directory itself; ``path`` is that of the directory in the
+    lake. ``exists``: it has commits; ``is_recorded``: it has a lake record at least."""
 
     store: StoreConfig
     path: str
@@ -58,8 +56,8 @@ class FoundLake:
 
 
 def search_lake(place: StoreConfig, node: Node) -> FoundLake:
-    """The lake that a place is in; one LIST for each level. A bucket in another region is followed there, and that
-    is in the answer. Raises StoreError, ConfigError."""
+    """The lake that contains a directory; one LIST for each level. A bucket in another region is accessed there, and
+    the result has that region. Raises StoreError, ConfigError."""
     if place.source.scheme == "file":
         return _nearest(place, _local_names)
     from lakefs_fuse.store.s3.store import open_s3
@@ -72,7 +70,7 @@ def search_lake(place: StoreConfig, node: Node) -> FoundLake:
 
 
 def _search_bucket(store: S3Store, place: StoreConfig, node: Node) -> FoundLake:
-    """As `search_lake`, with a store that is open at the place. Above the place we may not be allowed to look; then we
+    """As `search_lake`, with a store that is open at the directory. If the credentials may not list above it, they
     could not write commits there either."""
 
     def names_of(level: StoreConfig) -> set[str]:
@@ -87,7 +85,7 @@ def _search_bucket(store: S3Store, place: StoreConfig, node: Node) -> FoundLake:
 
 
 def _nearest(place: StoreConfig, names_of: Callable[[StoreConfig], set[str]]) -> FoundLake:
-    """``names_of`` answers which names of the lake's own objects and directories there are at a level."""
+    """``names_of`` returns the names of the lake's own objects and directories at a level."""
     recorded = None
     for level, path in _candidates(place):
         found = names_of(level)
@@ -99,14 +97,14 @@ def _nearest(place: StoreConfig, names_of: Callable[[StoreConfig], set[str]]) ->
 
 
 def require_root(store: ObjectStore, place: StoreConfig, node: Node) -> None:
-    """Raises MountError where the place, at which `open_store` opened ``store``, is no lake yet and is in one: a mount
-    that may change it would begin a second lake there, and would not show what the first has in packs. One LIST where
-    there is a lake; else one more for each level. Raises StoreError, too."""
+    """Raise MountError if the directory at which `open_store` opened ``store`` is not a lake but is inside one: a
+    writable mount would begin a second lake there, without the packed files of the first. One LIST where there is a
+    lake; else one more for each level. Raises StoreError, too."""
     try:
         if retry_unavailable(lambda: _is_lake(place, store), node.clock):
             return
     except AccessDenied:
-        return  # the mount says which permission is missing
+        return  # the mount reports which permission is missing
     is_local = place.source.scheme == "file"
     found = search_lake(place, node) if is_local else _search_bucket(cast("S3Store", store), place, node)
     if found.exists and found.path:
@@ -123,7 +121,7 @@ def find_lake(place: StoreConfig, node: Node) -> tuple[StoreConfig, str]:
 
 
 def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
-    """The place itself, then what is above it, nearest first."""
+    """The directory itself, then those above it, nearest first."""
     source = place.source
     whole = source.bucket.strip("/") if source.scheme == "file" else source.prefix.rstrip("/")
     parts = whole.split("/") if whole else []
@@ -154,7 +152,7 @@ def _names_in(page: ListPage) -> set[str]:
 
 
 def _local_names(config: StoreConfig) -> set[str]:
-    """Of a local directory, which needs no store to be looked at."""
+    """For a local directory, which needs no store."""
     reserved = os.path.join(config.source.bucket, RESERVED_NAME)
     names = {name for name in LAKE_DIRECTORIES if os.path.isdir(os.path.join(reserved, name))}
     return names | ({RECORD} if os.path.isfile(os.path.join(reserved, RECORD)) else set())

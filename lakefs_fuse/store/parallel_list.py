@@ -1,17 +1,13 @@
 """A parallel LIST: several chains of pages, each from another place of one prefix.
 
 A page says where the next one begins, so one LIST is a chain of requests, each of which waits for the one before. Here
-further chains begin behind names that are guessed from those seen (`key_space`), and each ends where it meets the
-first name of another.
-
-What always holds: every item is handed over at least once, whatever the order of the store's pages is, as long as it
-is one order: a chain ends only with the last page, or on a page that has the first item of another chain, which goes on
-from there; the end checks that the chains join up from the first page to the last. Guesses are never trusted. Items may
-come more than once, pages in any order. A LIST of one page is one request; of those beyond the pages themselves (a
-guess beyond the end, or within what is listed already) there are at most one, and one for every `PAGES_FOR_A_GUESS`
-pages; what two chains both bring where they meet comes on top.
-
-Trio thread only. A crash leaves nothing behind.
+further chains begin after names that are guessed from those seen (`key_space`), and each ends where it meets the first
+name of another. What always holds: every item is passed on at least once, in any consistent order of the store's pages:
+a chain ends only with the last page, or on a page that has the first item of another chain, which continues from there;
+at the end it is checked that the chains lead from the first page to the last. Guesses are never trusted. Items may come
+more than once, pages in any order. A LIST of one page is one request; additional requests (a guess beyond the end, or
+in a range that is already listed) are at most one, and one for every `PAGES_FOR_A_GUESS` pages, plus items that two
+chains both return where they meet. Trio thread only. A crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -30,17 +26,18 @@ from lakefs_fuse.sync.nursery import collecting
 KEYS_MAX = 1000
 """S3's largest page."""
 CHAINS_MAX = 16
-"""Requests of one LIST at once."""
+"""Maximum of concurrent requests of one LIST."""
 PAGES_FOR_A_GUESS = 3
 LAST_PAGE_MIN = 0.1
-"""Of a page: what is asked for beyond where another chain is believed to begin."""
+"""Share of a page that is requested beyond the expected beginning of another chain."""
 PAGES_LEFT_MIN = 2.5
-"""A chain that expects fewer pages is not cut."""
+"""A chain that expects fewer pages is not split."""
 
 
 @dataclass(eq=False, slots=True)
 class Chain:
-    """Pages from one place on. Names are relative to the prefix; ``limit`` is beyond all that it seems to have."""
+    """A chain of pages from one name on. Names are relative to the prefix; ``limit`` is beyond all names that it is
+    expected to have."""
 
     begin: str
     at: str
@@ -57,7 +54,7 @@ class Chain:
 
 @dataclass(slots=True)
 class ListProgress:
-    """Requests that were answered, of them those that brought nothing, and requests under way."""
+    """Answered requests, those of them without new items, and requests in progress."""
 
     pages: int = 0
     idle: int = 0
@@ -65,7 +62,7 @@ class ListProgress:
 
 
 class Lister(Protocol):
-    """What pages come from: a `StoreClient`, or what stands before one."""
+    """The source of pages: a `StoreClient`, or a wrapper of one."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -99,8 +96,8 @@ class ParallelList:
         self._active = 0
 
     async def run(self, *, goes_on: Callable[[], bool] = lambda: True) -> bool:
-        """Whether it is complete. Where the first page is not the only one and it then does not go on, ``take`` is
-        given nothing at all. Raises StoreError kinds, and what ``take`` raises."""
+        """List the directory; returns whether the listing is complete. If there is more than one page and ``goes_on()``
+        is false after the first, ``take`` is not called. Raises StoreError kinds, and the errors of ``take``."""
         page = await self._page(token=None)
         if page.next_token is not None and not goes_on():
             return False
@@ -159,7 +156,7 @@ class ParallelList:
             self._take(page)
 
     def _keys_wanted(self, chain: Chain) -> int:
-        """A page's, or so few that little is asked for twice where another chain is about to be met."""
+        """The items to request: a page, or fewer if another chain is near, so that few are requested twice."""
         if len(self._firsts) == 1 or not self._orderly:
             return self._keys_max
         left = self._space.pages_left(chain.begin, chain.at, chain.limit, chain.pages)
@@ -174,8 +171,8 @@ class ParallelList:
             chain.met = next((other for other in firsts if other is not None and other is not chain), None)
 
     async def _join(self, first: Chain) -> None:
-        """The chains have to lead from the first page to the last. Where they do not, because the store's order is none
-        or because what one chain began with was moved meanwhile, the first goes to the end alone."""
+        """Check that the chains lead from the first page to the last. If they do not, because the store has no order or
+        the first name of a chain was removed in between, the first chain continues to the end alone."""
         seen: set[int] = set()
         chain = first
         while chain.met is not None and id(chain) not in seen:
@@ -191,7 +188,7 @@ class ParallelList:
     # -- guesses
 
     def _guess(self, nursery: trio.Nursery) -> None:
-        """Begin as many more chains as there is room for."""
+        """Begin as many more chains as the limit allows."""
         while self._may_guess():
             chain = self._longest()
             if chain is None:
@@ -215,7 +212,7 @@ class ParallelList:
         )
 
     def _longest(self) -> Chain | None:
-        """The chain that expects most."""
+        """The chain that expects the most pages."""
         best, most = None, PAGES_LEFT_MIN
         for chain in self._chains:
             if not chain.is_over() and chain.guess is None and chain.cutting and chain.at < chain.limit:
@@ -244,7 +241,7 @@ class ParallelList:
         self._take(page)
 
     def _found(self, chain: Chain, point: str, page: ListPage) -> Chain | None:
-        """The chain that begins with what lies behind a guess; None where that is nothing new."""
+        """The chain that begins with the first name after a guess; None if that is not new."""
         ends = self._ends(page)
         limit = chain.limit
         if self._order(chain.at) < self._order(point) < self._order(limit):
@@ -261,7 +258,7 @@ class ParallelList:
         return [meta.key[skip:] for meta in page.objects], [common[skip:] for common in page.prefixes]
 
     def _ends(self, page: ListPage) -> tuple[str, str] | None:
-        """First and last item of a page, and what can be learned of it."""
+        """Record the first and last item of a page, and the model of its names."""
         ends: list[str] = []
         for names in self._names(page):
             if names:
@@ -271,8 +268,7 @@ class ParallelList:
         return (min(ends, key=self._order), max(ends, key=self._order)) if ends else None
 
     def _check_order(self, names: list[str]) -> None:
-        """A store that was taken for one without an order may have that of bytes; one without either is not guessed
-        at."""
+        """A store classified as unordered may have byte order; without either order there are no guesses."""
         if self._orderly and not _is_sorted(names, self._order):
             self._order = _by_bytes
             self._orderly = _is_sorted(names, self._order)

@@ -38,13 +38,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PROBES = f"{RESERVED_PREFIX}probe-"
-"""What the keys of a probe begin with."""
+"""Prefix of the keys of a probe."""
 BODY = b"0123456789"
 SUSPECT_CHARACTERS = "\\%+#?*:\"<>|&;=' \t\n\x7f"
 """Characters that some server or gateway changes on their way into a key."""
 CLEANINGS_MAX = 3
 OTHER_ETAG = "0" * 32
-"""Of no object: a condition that has it does not hold."""
+"""ETag of no object: a precondition with it fails."""
 
 _ORDER = ("a", "a-b", "a/b", "a0", "b")
 """In the order of their bytes, which differs from that of a tree walk."""
@@ -73,10 +73,9 @@ def probe(
     *,
     read_only: bool = False,
 ) -> Capabilities:
-    """Find out the capabilities of a store, and adapt it to them.
-
-    Raises ConfigError where the store cannot serve (it has no multipart uploads), AccessDenied where it may not be
-    written to, Unavailable where it did not answer. ``read_only`` writes nothing and assumes the least.
+    """Find out the capabilities of a store, and adapt it to them. Raises ConfigError if the store cannot serve (it has
+    no multipart uploads), AccessDenied if writing is not allowed, Unavailable if it did not answer. ``read_only``
+    writes nothing and assumes the minimum.
     """
     finding = _Probe(store, rng, clock)
     found = finding.read_only() if read_only else finding.run()
@@ -108,7 +107,7 @@ class _Probe:
         """Capabilities that were found out, not assumed."""
 
     def run(self) -> dict[str, bool]:
-        """Everything, then clean up. What cannot be cleaned up is an error only if all else went well."""
+        """Run all tests, then clean up. A failed clean-up is an error only if everything else succeeded."""
         try:
             found = self._find()
         except BaseException:
@@ -119,7 +118,7 @@ class _Probe:
         return found
 
     def read_only(self) -> dict[str, bool]:
-        """Read an object that is there, if any; assume the least of everything else."""
+        """Read an existing object, if any; assume the minimum for everything else."""
         found = dict.fromkeys(_NOTES, False)
         found |= {"multipart": True, "metadata": True, "ranges": True}
         if self._server is None:
@@ -170,7 +169,7 @@ class _Probe:
         return {"ranges": ranges, "partial_status": ranges and status == 206, "get_if_match": conditional}
 
     def _changing(self, key: str) -> dict[str, bool]:
-        """Which changes honour If-Match: each is tried with an ETag that the object does not have."""
+        """Find the requests that honour If-Match: each is tried with an ETag that the object does not have."""
         server = self._server
         if server is None:
             return {"put_if_match": False, "complete_if_match": False, "delete_if_match": False}
@@ -316,7 +315,7 @@ class _Probe:
         return meta.size == 4 and bytes(self._ask(self._store.get, key, 0, 4).data) == BODY[2:6]
 
     def _refused_of(self, characters: str) -> str:
-        """All at once first; where that failed, each half."""
+        """Try all together first, and each half if that failed."""
         if self._try(partial(self._keeps, f"{self._base}keys/{ord(characters[0])}-{len(characters)}/", characters)):
             return ""
         half = len(characters) // 2
@@ -363,7 +362,7 @@ class _Probe:
         return self._ask(self._store.put, key, body, metadata=metadata).etag
 
     def _clean(self) -> None:
-        """Raises the last error where something could not be removed."""
+        """Remove everything; raises the last error if something could not be removed."""
         failure: LakeError | None = None
         for _ in range(CLEANINGS_MAX):
             failure = None
@@ -391,7 +390,7 @@ class _Probe:
             self._ask(self._store.delete, RESERVED_PREFIX)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        """In this order. Together, or one by one where that was not done."""
+        """Delete keys in this order: together, or one by one if that was not done."""
         failed = self._try(lambda: self._ask(self._store.delete_many, keys))
         if failed is None or failed or self._leftovers():
             for key in keys:

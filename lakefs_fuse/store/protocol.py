@@ -164,7 +164,7 @@ class Capabilities:
     put_if_match: bool = False
     complete_if_match: bool = False
     delete_if_match: bool = False
-    """PUT, completion and DELETE honour ``If-Match``. False by default, as trust has to be earned."""
+    """PUT, completion and DELETE honour ``If-Match``. False by default, until the probe has verified it."""
     delete_many: bool = True
     """DeleteObjects deletes; else keys are deleted one by one."""
     page_keys_max: int = 1000
@@ -189,26 +189,26 @@ class Capabilities:
     """The ETag of a PUT and of a part is the MD5 of its bytes."""
     checks_crc32: bool = False
     """An object or a part that comes with a wrong CRC-32 (``x-amz-checksum-crc32``) is refused. Not asked where uploads
-    need no sums: over https, and of a local directory. False by default, as trust has to be earned."""
+    need no sums: over https, and for a local directory. False by default, until the probe has verified it."""
     characters_refused: str = ""
     """Characters that the store would change in a key; writing such a key raises KeyRefused."""
     notes: tuple[str, ...] = field(default=())
-    """What was adapted, one line each, for the log and `stats`."""
+    """The adaptations, one line each, for the log and `stats`."""
 
     @property
     def spills(self) -> bool:
-        """Incomplete parts can be put into objects of their own and joined later. A local directory has no more room
-        for that than staging."""
+        """Incomplete parts can be put into separate objects and joined later. A local directory has no more space for
+        that than staging."""
         return self.part_copy and self.parts_replaceable and self.name != "local"
 
     @property
     def keeps_holes(self) -> bool:
-        """Holes of a body take no room in the store, and are not sent: a local directory's."""
+        """Holes of a body take no space in the store, and are not sent: only in a local directory."""
         return self.name == "local"
 
     @property
     def lists_anywhere(self) -> bool:
-        """A LIST may begin behind any key at the price of a page. A local directory is read whole for that."""
+        """A LIST may begin after any key at the cost of a page. A local directory is read whole for that."""
         return self.name != "local"
 
 
@@ -289,7 +289,7 @@ class ObjectStore(Protocol):
 
 
 class CachedGetter(Protocol):
-    """GETs through a proxy that keeps the answers. What they bring is not to be trusted."""
+    """GETs through a caching proxy. Their bytes are not trusted."""
 
     def get(self, key: str, start: int, end: int, etag: str) -> tuple[Fetched, bool]:
         """As `ObjectStore.get`, and whether the proxy says that it had the answer. Raises Unavailable for an answer
@@ -298,7 +298,7 @@ class CachedGetter(Protocol):
 
 @runtime_checkable
 class CacheableStore(Protocol):
-    """A store whose requests a proxy can pass on and whose answers it can keep."""
+    """A store whose requests a proxy can forward and whose responses it can cache."""
 
     def through_cache(self, url: str) -> CachedGetter | None:
         """GETs through the proxy at ``url``; None where this store's answers to them cannot be kept."""
@@ -312,7 +312,7 @@ class Sender(Protocol):
         """Whether uploads carry their CRC-32."""
 
     def use_sums(self, enabled: bool) -> None:
-        """Uploads carry their CRC-32 from now on, or do not."""
+        """Set whether uploads carry their CRC-32 from now on."""
 
     def accepts(self, key: str, body: bytes, crc32: int, upload_id: str = "") -> bool:
         """Whether the store takes an object, or part 1 of an upload, whose CRC-32 is said to be ``crc32``."""
@@ -348,17 +348,17 @@ class NetworkStore(Protocol):
 
     @property
     def is_guarded(self) -> bool:
-        """TLS guards the bytes, so checksums are of no use."""
+        """Whether TLS protects the bytes, so that checksums are not needed."""
 
     def adapt(self, capabilities: Capabilities) -> None:
-        """Use what the probe found; called once, before serving."""
+        """Use the results of the probe; called once, before serving."""
 
     def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
         """HTTP status and body length of a ranged GET."""
 
     def delete_if_match(self, key: str, etag: str) -> None: ...
     def page_keys_max(self) -> int:
-        """Most keys that a page of a listing has."""
+        """Maximum of keys on a page of a listing."""
 
     def has_md5_etag(self, key: str) -> bool:
         """False where the object is encrypted in a way that makes its ETag no MD5 sum, whatever the store makes of

@@ -1,11 +1,9 @@
-"""The rate limit of uploads: how many bytes all of them together send in a second. It counts them, limited or not.
+"""The rate limit of uploads: the bytes that all of them together may send in a second. It counts bytes, limited or not.
 
 What always holds (*upload rate*): in any second at most the limit is sent, and a twentieth of it on top. Uploads are
 served in the order in which they ask, so they share the limit evenly, and each sends something every second or so,
-which keeps its connection alive. An upload that waits checks every `CHECK_S` seconds whether it was cancelled. What is
-sent again counts again.
-
-One limiter for each daemon, called from its upload threads. Reads are not limited.
+which keeps its connection alive. An upload that waits checks every `CHECK_S` seconds whether it was cancelled. Bytes
+that are sent again count again. One limiter for each daemon, called from its upload threads. Reads are not limited.
 """
 
 from __future__ import annotations

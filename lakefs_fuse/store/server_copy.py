@@ -1,7 +1,7 @@
 """Copies of whole objects that the store makes itself: in one request, or in parts where the object is large.
 
-What always holds: the copy is visible all at once, with the metadata of its source, or not at all; an upload in parts
-that does not end so is aborted. A crash leaves an unfinished upload, which `gc` ends. Tasks of one trio loop.
+What always holds: the copy becomes visible as a whole, with the metadata of its source, or not at all; a failed upload
+in parts is aborted. A crash leaves an unfinished upload, which `gc` ends. Tasks of one trio loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ COPY_BYTES_MAX = 5 << 30
 COPY_PART_BYTES = 1 << 30
 """More is copied in parts, where the store can."""
 ABORT_S_MAX = 5.0
-"""Giving up a copy in parts waits so long for the store; what stays there is an unfinished upload, which `gc` ends."""
+"""Maximum wait for the store when a copy in parts is aborted; if it fails, an unfinished upload stays, which `gc`
+aborts."""
 
 
 async def copy_object(
@@ -57,7 +58,7 @@ async def _complete(
     client: StoreClient, target: str, upload_id: str, refs: list[PartRef], *, if_absent: bool
 ) -> ObjectMeta:
     """Complete an upload. After a lost answer the repeated request finds no upload, but the copy at ``target``; callers
-    that give no condition have chosen a key to which nobody else writes."""
+    that give no precondition have chosen a key to which no other client writes."""
     try:
         return await client.complete_multipart(target, upload_id, refs, if_absent=if_absent)
     except NotFound as error:

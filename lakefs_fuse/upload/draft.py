@@ -3,23 +3,23 @@
 What always holds:
 
 * (*one visible step*) nothing of a draft is visible in the store until `publish` completes it in one request;
-* (*page origin*) a page comes from staging where it is local, else from its spilled object, else from the base version
-  below ``base_limit``, else it is zeros; a write of a part of a page finds the rest of it staged, which is decided in
-  the gate, because pages leave staging and bases change while a task waits for it;
+* (*page origin*) a page comes from staging if it is local, else from its spilled object, else from the base version
+below ``base_limit``, else it is zeros; before a write of a part of a page the rest of it is staged, which is decided in
+the gate, because pages leave staging and bases change while a task waits for it;
 * (*one upload a part*) a part is uploaded once every page of it is local, again if it is written to after that, and at
   `publish` if it was not yet; two uploads of one part number never run at the same time;
-* (*journal before cut*) no record names staged bytes behind the end of the staging file, which would be read as zeros;
-* (*dropped parts*) a part whose staged bytes were dropped to make room can be completed, but neither read nor changed;
-* (*refused writes unpublished*) a refused write is kept in ``refused``, and nothing is published until its bytes were
-  written again or cut off;
+* (*journal before cut*) no record names staged bytes beyond the end of the staging file, which would be read as zeros;
+* (*dropped parts*) a part whose staged bytes were dropped to free space can be completed, but not read or changed; *
+(*refused writes unpublished*) a refused write is kept in ``refused``, and nothing is published until its bytes were
+written again or truncated;
 * (*acknowledged drafts*) an acknowledged draft does not change; its bytes and its record survive a crash of the
   machine;
 * (*draft states*) only `transition` changes ``state``, by the table of `draft_record.TRANSITIONS`.
 
 Writers share the gate; `publish` and `truncate` hold it alone. All methods run on trio tasks; file calls that may
-block long go to worker threads. While the store is away, parts are tried again without end (`_upload_patiently`).
-After a crash the journal record says what is staged (`record`): bytes written since it was last saved are in the
-staging file, and count for a new file, which has no base to mix them with.
+block long go to worker threads. While the store is away, parts are retried without limit (`_upload_patiently`). After a
+crash the journal record names the staged bytes (`record`): bytes written since it was last saved are in the staging
+file, and count for a new file, which has no base to mix them with.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from lakefs_fuse.upload.spilled_parts import Spills
 from lakefs_fuse.upload.uploader import Uploader
 
 DRAFT_METADATA = TOKEN_METADATA
-"""A token is the draft that an object was made from, and after a dot which change of it, if any."""
+"""A token is the id of an object's draft, and after a dot the number of its change, if any."""
 HISTORY_BYTES_MAX = 512
 """S3 takes 2 KiB of user metadata."""
 FILL_BYTES_MAX = 4 << 20
@@ -73,21 +73,21 @@ Describe = Callable[[], tuple[dict[str, str], dict[str, str]]]
 
 @dataclass(slots=True)
 class DraftTarget:
-    """Where a draft is going. ``describe`` returns the object's metadata as of now: as a single request tells it, and
-    as a multipart upload does when it begins."""
+    """The target of a draft. ``describe`` returns the object's present metadata: for a PUT, and for the beginning of a
+    multipart upload."""
 
     key: str
     describe: Describe
     replaces: str = ""
     copied_from: str = ""
-    """Key of an object elsewhere that what is replaced has its bytes in, if any. Relocating copies it to ``key``."""
+    """Key of the object elsewhere with the bytes of the replaced version, if any. A relocation copies it to ``key``."""
     expected: str | None = None
-    """See `store.client.VersionTarget`; with each attempt to publish it is said anew."""
+    """See `store.client.VersionTarget`; each attempt to publish sets it again."""
     if_absent: bool = False
     path: str = ""
-    """Where the file is in the lake, where that is not ``key``."""
+    """The path of the file in the lake, if that is not ``key``."""
     unsure: tuple[str, str, float] | None = None
-    """Of this daemon's attempts: see `store.client.VersionTarget`."""
+    """About this daemon's attempts: see `store.client.VersionTarget`."""
 
 
 def describe_history(uploader: Uploader, key: str, replaces: str) -> dict[str, str]:
@@ -114,8 +114,8 @@ class Draft:
         deferred: bool = False,
         layout: PartLayout | None = None,
     ) -> None:
-        """Without ``file`` a staging file is made, and without ``layout`` the file is cut as the mount cuts new ones.
-        Raises StagingFull, CacheError and FileError(EMFILE)."""
+        """Without ``file`` a staging file is created, and without ``layout`` the file gets the mount's layout of new
+        files. Raises StagingFull, CacheError and FileError(EMFILE)."""
         self.uploader, self.layout = uploader, layout or uploader.layout
         self.id = draft_id
         self.target = target
@@ -128,7 +128,7 @@ class Draft:
         self.refused = RefusedRanges()
         self._undo_expected = False
         """The last write was refused beyond the end. If it was a direct one, the kernel now truncates the file to its
-        present size. No program asked for that, so it takes no refusal back."""
+        present size. No program requested that, so it does not clear the refusal."""
         self.created_ns = uploader.clock.wall_ns()
         self.pages, self.spills, self.parts = PageMap(self.layout), Spills(self.layout), Parts(self.layout)
         self.hashes: dict[int, int] = {}
@@ -140,15 +140,15 @@ class Draft:
         self.token = draft_id
         self.commit = ""
         self.packed: Extent | None = None
-        """Its bytes in the pack that it was published in."""
+        """The place of its bytes in the pack with which it was published."""
         self.changes = 0
         self.recheck = False
         self.unlinked = False
         self.sequence = self.began = self.stands_for = self.saves = 0
         self.deferred = deferred
-        """Parts are sent once the draft is acknowledged or staging is half full, and not before."""
+        """Whether parts are sent only when the draft is acknowledged or staging is half full."""
         self.delayed: Unavailable | KeyConflict | None = None
-        """Why parts wait to be sent again."""
+        """The error because of which parts wait for their next attempt."""
         self._hurry = Wakeup()
         self.uploading = 0
         self.gate = SharedLock()
@@ -172,8 +172,8 @@ class Draft:
         return self.uploading > 0 or self.state is DraftState.PUBLISHING or waits
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
-        """See `Stager`. The journal has it before the bytes go, or the next daemon would take the holes for bytes.
-        Where it cannot be written, no bytes go, and a later call tries again."""
+        """See `Stager`. The journal records it before the bytes are dropped, or the next daemon would read the holes as
+        bytes. If the journal cannot be written, no bytes are dropped, and a later call tries again."""
         is_over = self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED)
         if is_over or not self.uploader.client.capabilities.parts_replaceable:  # all of it may have to be sent again
             return 0
@@ -185,17 +185,17 @@ class Draft:
             self.parts.transition(index, PartState.DROPPED)
         try:
             self.save(sync=True)
-        except LakeError as error:  # of this file alone: the caller makes room for another one
+        except LakeError as error:  # only of this file, because the caller frees space for another one
             for index in leaving:
                 self.parts.transition(index, PartState.CLEAN)
-            log.warning("uploaded parts of %s stay staged, as the journal takes no record: %s", self.target.key, error)
+            log.warning("uploaded parts of %s stay staged: the journal cannot be written: %s", self.target.key, error)
             return 0
         freed = sum(map(self._punch, leaving))
         self._unstage(freed)
         return freed
 
     async def spill(self) -> int:
-        """Move the staged pages of the part that has most of them to the store; returns the bytes freed, 0 where that
+        """Move the staged pages of the part with the most of them to the store; returns the bytes freed, 0 if that
         fails."""
         try:
             if not self._may_spill():
@@ -213,7 +213,7 @@ class Draft:
         return self.uploader.client.capabilities.spills and self.size > self.layout.single_bytes_max
 
     def _fullest_part(self) -> int | None:
-        """The dirty part with most staged pages, where it is worth a request."""
+        """The dirty part with the most staged pages, if these are worth a request."""
         dirty = [i for i, part in self.parts.items() if part.state is PartState.DIRTY and i not in self._uses]
         pages = {index: self.pages.count(*self.layout.range(index)) for index in dirty}
         fullest = max(pages, key=pages.__getitem__, default=None)
@@ -253,7 +253,7 @@ class Draft:
         return freed
 
     def _unstage(self, count: int) -> None:
-        """Give ``count`` bytes of room back."""
+        """Release ``count`` bytes of staging space."""
         self._staged_bytes -= count
         self.uploader.staging.release(count)
 
@@ -276,8 +276,8 @@ class Draft:
 
     async def read(self, offset: int, length: int) -> Buffer:
         """Bytes [offset, offset + length), cut at the draft's size. Raises DraftEnded once it is closed, or published
-        without these bytes staged, which the store may tell before `publish` knows; else StagingFull for dropped parts,
-        and LakeError."""
+        without these bytes staged, which a read may learn from the store before `publish` does; else StagingFull for
+        dropped parts, and LakeError."""
         end = min(offset + length, self.size)
         if self.file.is_closed:
             raise DraftEnded
@@ -285,7 +285,7 @@ class Draft:
             with self.file.held(), self._uses.using(offset, end):
                 return await self._read(offset, end)
         except (NotFound, StagingFull, FileError) as error:
-            # With ``recheck`` a daemon that died published it, and perhaps no task of this one.
+            # With ``recheck`` a dead daemon may have published it, without a task of this one.
             is_being_published = self.state is DraftState.PUBLISHING and not self.recheck
             if self.state is DraftState.PUBLISHED or (is_being_published and error.errno == errno.ESTALE):
                 raise DraftEnded from None
@@ -319,7 +319,7 @@ class Draft:
 
     async def _read_base(self, base: Extent, offset: int, length: int) -> Buffer:
         """Bytes of the version that this draft was opened on. Raises FileError, and Unavailable while the store is
-        away: then it may have them later."""
+        away, which may return them later."""
         try:
             return await self.uploader.reader.read(base.version, base.offset + offset, length)
         except FileError as error:
@@ -328,8 +328,8 @@ class Draft:
             raise
 
     async def write(self, offset: int, data: Buffer) -> None:
-        """Stage ``data``. Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises; then the
-        range is refused. Raises DraftEnded where the write belongs to another version."""
+        """Stage ``data``. Raises StagingFull, CacheError, FileError(EFBIG), and the errors of reading the base; then
+        the range is refused. Raises DraftEnded if the write belongs to another version."""
         end = offset + len(data)
         if offset == end:
             return
@@ -338,7 +338,7 @@ class Draft:
         except DraftEnded:
             raise
         except Exception as error:
-            async with self.gate.shared():  # not while it is published: another version has the refusal then
+            async with self.gate.shared():  # while it is published, another version has the refusal
                 self._check_alive()
                 self.refuse(offset, end, error)
             raise
@@ -363,8 +363,8 @@ class Draft:
                 log.error("refused bytes of %s could not be journaled: %s", self.target.key, unsaved)
 
     def _record_completeness(self) -> None:
-        """Journal that the last refused range was written again or cut off. Where that fails, the next daemon knows of
-        more refusals than there are."""
+        """Journal that the last refused range was written again or truncated. If that fails, the next daemon sees more
+        refusals than there are."""
         if self.refused.ranges:
             return
         try:
@@ -386,7 +386,7 @@ class Draft:
                 await self._fill_edges(offset, end)
                 async with self.gate.shared():
                     self._begin_change()
-                    # A spill may have moved these pages away, or a copy have put a base below, while this task waited.
+                    # While this task waited, a spill may have moved these pages, or a copy may have set a base.
                     if self._edges_to_fill(offset, end) or not (reserved or self.pages.covers(offset, end)):
                         continue
                     reserved -= await self._write_in_gate(offset, end, data)
@@ -395,8 +395,8 @@ class Draft:
             self.uploader.staging.release(reserved)
 
     async def _write_in_gate(self, offset: int, end: int, data: Buffer) -> int:
-        """Stage ``data``; the caller shares the gate, and no edge is to be filled. Returns the bytes of room that the
-        pages which are local only now take."""
+        """Stage ``data``; the caller shares the gate, and the edges are filled. Returns the bytes of staging space of
+        pages that became local."""
         self._refuse_dropped(offset, end)
         with self._uses.using(offset, end):
             await self._write_staged(offset, data)
@@ -409,9 +409,9 @@ class Draft:
         return added
 
     async def copy_from(self, source: Extent, start: int, end: int) -> bool:
-        """Bytes [start, end) are those of another file's version, behind bytes that are as well; the store copies them
-        when the draft is published. False where the draft has other bytes. Raises FileError(EFBIG), DraftEnded,
-        CacheError and StagingFull."""
+        """Take bytes [start, end) from another file's version, after bytes from the same version; the store copies them
+        when the draft is published. False if the draft has other bytes. Raises FileError(EFBIG), DraftEnded, CacheError
+        and StagingFull."""
         self._check_size(end)
         async with self.gate:
             self._check_alive()
@@ -425,11 +425,11 @@ class Draft:
 
     @property
     def is_copy(self) -> bool:
-        """All of its bytes are another file's: publishing it sends none."""
+        """Whether all of its bytes are another file's, so that publishing sends none."""
         return self.copies and self.base_limit == self.size and not self.pages.count(0, self.size)
 
     def begin_with(self, data: bytes) -> None:
-        """Stage the first bytes of a new small file, even where there is no room. Raises as `write`."""
+        """Stage the first bytes of a new small file, even if there is no space. Raises as `write`."""
         if data:
             self.file.begin_with(data)
             staged_bytes = self.pages.mark(0, len(data)) * PAGE_BYTES
@@ -449,14 +449,14 @@ class Draft:
             raise
 
     async def _fill_edges(self, offset: int, end: int) -> None:
-        """Stage the first and the last page of a write whole, where the rest of them is the base's or spilled."""
+        """Stage the first and the last page of a write completely, if the rest of them is in the base or spilled."""
         for at in self._edges_to_fill(offset, end):
             async with self.gate:
                 self._check_alive()
                 await self.fill(at, at + PAGE_BYTES)
 
     def _edges_to_fill(self, offset: int, end: int) -> list[int]:
-        """Where the pages begin that a write of [offset, end) covers in part, and whose other bytes are not staged."""
+        """The offsets of pages that a write of [offset, end) covers in part, and whose other bytes are not staged."""
         pages = []
         for at in {offset - offset % PAGE_BYTES, end - end % PAGE_BYTES}:
             limit = self.size if self.spills.pages.covers(at, at + 1) else self.base_limit
@@ -474,8 +474,8 @@ class Draft:
             raise DraftEnded
 
     def _begin_change(self) -> None:
-        """Journal a new token before bytes change, where a failed attempt to publish may have made the older ones
-        visible. Raises DraftEnded, CacheError and StagingFull."""
+        """Journal a new token before bytes change, if a failed attempt to publish may have made the older ones visible.
+        Raises DraftEnded, CacheError and StagingFull."""
         self._check_alive()
         if self.state is DraftState.FAILED:
             self.transition(DraftState.WRITING)
@@ -519,12 +519,12 @@ class Draft:
         for index in range(layout.index(start), layout.index(max(start, end - 1)) + 1):
             if self.parts.is_dropped(index):
                 raise StagingFull(
-                    f"bytes {start} to {end} of a file larger than staging were uploaded and let go before it was "
+                    f"bytes {start} to {end} of a file larger than staging were uploaded and dropped before it was "
                     "closed: raise --staging-size to change or read them"
                 )
 
     def _touch(self, start: int, end: int) -> None:
-        """Bytes [start, end) were written: parts become dirty, and complete ones are uploaded or written out."""
+        """Mark [start, end) as written: parts become dirty, and complete ones are uploaded or written out."""
         layout = self.layout
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self.hashes.pop(block, None)
@@ -562,8 +562,8 @@ class Draft:
                 self.uploader.start(self.file.write_out, start, end)
 
     async def truncate(self, size: int) -> None:
-        """Cut or extend (with zeros) to ``size`` bytes. Raises StagingFull where the cut goes through a dropped part,
-        FileError(EFBIG), DraftEnded and LakeError."""
+        """Truncate or extend (with zeros) to ``size`` bytes. Raises StagingFull if the new end is inside a dropped
+        part, FileError(EFBIG), DraftEnded and LakeError."""
         self._check_size(size)
         async with self.gate:
             self._begin_change()
@@ -596,9 +596,9 @@ class Draft:
             self._journal_cut_parts(size)
 
     def _journal_cut(self, size: int) -> None:
-        """Journal that the draft ends at ``size`` before its staging file does: the next daemon would take staged pages
-        behind its end for zeros that were written. It may find the file longer, as it was; dropped parts stay in the
-        record for that. Raises CacheError."""
+        """Journal that the draft ends at ``size`` before its staging file is truncated: otherwise the next daemon would
+        read staged pages beyond the end as written zeros. That daemon may find the file still at its old length; for
+        this case dropped parts stay in the record. Raises CacheError."""
         record = self.prepare_record()
         pages, spills = PageMap(self.layout), Spills(self.layout)
         pages.load(record.pages)
@@ -616,12 +616,12 @@ class Draft:
         self._journaled_end = size
 
     def _journal_cut_parts(self, size: int) -> None:
-        """Journal that the staging file was cut through dropped parts: should it grow again, they are zeros."""
+        """Journal that the staging file was truncated inside dropped parts: if it grows again, they are zeros."""
         try:
             cut = msgspec.structs.replace(self.prepare_record(), size=size)
             self.uploader.save(self.id, encode(cut), True)
         except LakeError as error:  # the next record tells
-            log.warning("dropped parts of %s were cut off, which could not be journaled: %s", self.target.key, error)
+            log.warning("dropped parts of %s were truncated, which could not be journaled: %s", self.target.key, error)
 
     # -- uploading
 
@@ -657,8 +657,8 @@ class Draft:
             self.start_if_complete(index)
 
     async def _upload_patiently(self, index: int) -> None:
-        """Send the part, again and again while the store is away, with the bytes staged at the time. `publish` does not
-        wait for that, but sends what is left itself."""
+        """Send the part with its present bytes, and retry while the store is away. `publish` does not wait for that,
+        but sends the remaining parts itself."""
         backoff = Backoff(RETRY_S_FIRST, RETRY_S_MAX)
         while True:
             try:
@@ -688,11 +688,11 @@ class Draft:
 
     @property
     def is_unknown_to_store(self) -> bool:
-        """Whether the draft is acknowledged, and nothing of it was ever sent."""
+        """Whether the draft is acknowledged, and no byte of it was ever sent."""
         return self.state is DraftState.ACKNOWLEDGED and not (self.upload_intent_ns or self.uploading or self.recheck)
 
     def count_staged(self) -> None:
-        """Take room for the staged bytes of a restored draft. Called once."""
+        """Reserve space for the staged bytes of a restored draft. Called once."""
         self._staged_bytes = self.pages.pages * PAGE_BYTES
         self.uploader.staging.bytes_used += self._staged_bytes
 
@@ -717,8 +717,8 @@ class Draft:
             await self._idle.wait()
 
     async def upload_part(self, index: int) -> None:
-        """Send one part as it is now; its slot was announced (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY
-        where it was written to meanwhile. Raises LakeError; then the part is DIRTY."""
+        """Send one part as it is now; its slot was announced (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY if
+        it was written to during the request. Raises LakeError; then the part is DIRTY."""
         async with self.uploader.slots.slot(announced=True):
             if self.state is DraftState.DISCARDED:
                 return
@@ -742,7 +742,7 @@ class Draft:
                 raise
         self.uploader.metrics.parts += 1
         self.uploader.metrics.parts_repeated += repeated
-        if upload_id != self.upload_id:  # which was left meanwhile for one at another key
+        if upload_id != self.upload_id:  # which was replaced by one at another key in the meantime
             self.parts.transition(index, PartState.DIRTY)
             return
         self.parts.end_upload(index, ref, length)
@@ -753,14 +753,14 @@ class Draft:
         self.save()
 
     def copied_part(self, index: int, ref: PartRef, length: int) -> None:
-        """The store has copied the part, of ``length`` bytes, from another object."""
+        """Record that the store has copied the part, of ``length`` bytes, from another object."""
         self.uploader.metrics.parts_copied += 1
         self.parts.end_upload(index, ref, length)
         self.save()
 
     async def begin_upload(self) -> str:
-        """The id of the multipart upload, begun now where there is none. The journal has the intent before the store is
-        asked. One whose answer is lost has no parts, and is left to `gc`. Raises LakeError."""
+        """The id of the multipart upload, which is begun if there is none. The journal has the intent before the
+        request is sent. An upload whose response is lost has no parts, and is left to `gc`. Raises LakeError."""
         async with self._beginning_upload:
             if not self.upload_id:
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
@@ -780,8 +780,8 @@ class Draft:
             await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
 
     def forget_upload(self, *, is_base: bool = False) -> None:
-        """The upload is gone from the store: staged parts can be sent again, reading dropped ones fails, unless the
-        base is what the upload became. Raises CacheError."""
+        """Record that the upload no longer exists in the store: staged parts can be sent again, reading dropped ones
+        fails, unless the upload became the base. Raises CacheError."""
         self.upload_id, self.upload_intent_ns, self.upload_failed = "", 0, False
         self.parts.forget_upload(is_base=is_base)
         self.save(sync=True)
@@ -789,12 +789,12 @@ class Draft:
     # -- states and places
 
     def transition(self, to: DraftState) -> None:
-        """Enter a state; `TRANSITIONS` says from which."""
+        """Enter a state; `TRANSITIONS` lists the allowed ones."""
         assert to in TRANSITIONS[self.state], f"{self.target.key}: from {self.state} to {to}"
         self.state = to
 
     def begin(self, began: int, *, deferred: bool, unlinked: bool) -> None:
-        """The draft is its file's newest version. ``began`` is the newest number given to an acknowledged version."""
+        """Make it its file's newest version. ``began`` is the newest number of an acknowledged version."""
         self.began, self.deferred, self.unlinked = began, deferred, unlinked
 
     def retarget(self, target: DraftTarget) -> None:
@@ -810,11 +810,11 @@ class Draft:
         self.save()
 
     def supersede(self, place: int) -> None:
-        """The draft supersedes acknowledged versions, the oldest of which has number ``place``; 0: none."""
+        """Record that the draft supersedes acknowledged versions, the oldest with number ``place``; 0: none."""
         self.stands_for = place
 
     def unlink(self, *, unlinked: bool = True) -> None:
-        """The last name of these bytes is gone, or (not ``unlinked``) back. The caller saves the record."""
+        """The last name of these bytes was removed, or (not ``unlinked``) restored. The caller saves the record."""
         self.unlinked = unlinked
 
     def begin_publish(self) -> None:
@@ -822,11 +822,11 @@ class Draft:
         self.error = None
 
     def name_commit(self, key: str) -> None:
-        """A commit with these bytes is about to be sent to ``key``."""
+        """Record that a commit with these bytes is about to be sent to ``key``."""
         self.commit = key
 
     def fill_pack(self, extent: Extent) -> None:
-        """The store has the bytes in a pack."""
+        """Record that the store has the bytes in a pack."""
         self.packed = extent
 
     def end_publish(self) -> None:
@@ -842,15 +842,16 @@ class Draft:
         return self.error
 
     def end_upload(self, *, in_one_piece: bool) -> None:
-        """The upload became the object, or (``in_one_piece``) was aborted because a single PUT did."""
+        """Record that the upload became the object, or (``in_one_piece``) was aborted in favour of a PUT."""
         self.upload_id = ""
         if in_one_piece:
             self.upload_intent_ns, self.parts = 0, Parts(self.layout)
 
     async def reconcile(self, older: ObjectMeta | None) -> None:
-        """Take in what became of a failed attempt before changed bytes are published. ``older`` is the object that the
-        attempt did make: it is the draft's to replace, and has the bytes of dropped parts. Without it, or if it is not
-        what the upload with dropped parts became, the upload goes on, under the token it began with. Raises LakeError.
+        """Take over the result of a failed attempt before changed bytes are published. ``older`` is the object that the
+        attempt made: the draft replaces it, and it has the bytes of dropped parts. Without it, or if the upload with
+        dropped parts did not become this object, the upload continues, under the token with which it began. Raises
+        LakeError.
         """
         dropped_end = self.parts.dropped_end
         began_with = self.upload_metadata.get(DRAFT_METADATA, self.token)
@@ -873,8 +874,8 @@ class Draft:
     # -- the journal
 
     def record(self, *, sequence: int = 0, spot: Spot | None = None) -> DraftRecord:
-        """The journal record of the draft as it is. With ``sequence``: as it will be once acknowledged under that
-        number, with its bytes in a segment where ``spot`` says so."""
+        """The journal record of the present draft. With ``sequence``: as it will be once acknowledged under that
+        number, with its bytes at ``spot`` in a segment, if that is given."""
         target, spot = self.target, spot or self.file.spot
         metadata, metadata_multipart = target.describe()
         base = None
@@ -921,8 +922,8 @@ class Draft:
         )
 
     def save(self, *, sync: bool = False) -> DraftRecord:
-        """Journal what the draft is; returns the record. Raises CacheError, and StagingFull where the draft is FAILED
-        and its bytes were in memory."""
+        """Journal the draft; returns the record. Raises CacheError, and StagingFull if the draft is FAILED and its
+        bytes were in memory."""
         record = self.prepare_record()
         self.uploader.save(self.id, encode(record), sync)
         return record
@@ -938,10 +939,9 @@ class Draft:
         return record
 
     def load(self, record: DraftRecord, staged_bytes: int) -> None:
-        """Restore what another daemon journaled. ``staged_bytes`` is the length of the staging file.
-
-        A file that was still being written is as long as its staging file, if it had no base to mix with; its parts
-        are sent again where their bytes are staged, for they may have been written to since the record was saved.
+        """Restore the state that another daemon journaled. ``staged_bytes`` is the length of the staging file. A file
+        that was still being written has the length of its staging file, if it had no base to mix with; its parts are
+        sent again if their bytes are staged, because they may have been written to since the record was saved.
         """
         self.state, self.created_ns = record.state, record.created_ns
         self.size, self.base_limit = record.size, record.base_limit
@@ -990,8 +990,8 @@ class Draft:
             await self.uploader.delete_spills(self.id)
 
     def close(self, *, unlink: bool, leave: bool = False) -> None:
-        """Give back the descriptor and the room. ``unlink`` is false where the file became cache; ``leave`` leaves the
-        bytes to the next mount."""
+        """Release the descriptor and the staging space. ``unlink`` is false if the file became a cache file; ``leave``
+        leaves the bytes to the next mount."""
         if self._closing:
             return
         self._closing = True

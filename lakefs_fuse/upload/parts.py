@@ -4,8 +4,8 @@ What always holds:
 
 * (*part states*) a part changes its state through `Parts.transition` only, by the table of `TRANSITIONS`;
 * (*dropped parts*) a DROPPED part is in the store only, and is never written to;
-* (*parts in use*) no hole is made in a part that a task or thread reads or writes (`PartUses`), but by a caller that
-  told later readers where its bytes are now and has waited for the earlier ones.
+* (*parts in use*) no hole is made in a part that a task or thread reads or writes (`PartUses`), except by a caller that
+has directed later readers to the new place of the bytes and has waited for the earlier ones.
 
 Trio thread only. After a crash the journal record has the CLEAN and DROPPED parts.
 """
@@ -54,13 +54,13 @@ TRANSITIONS = {
     PartState.QUEUED: {PartState.UPLOADING, PartState.DIRTY},
     PartState.UPLOADING: {PartState.STALE, PartState.CLEAN, PartState.DIRTY},
     PartState.STALE: {PartState.DIRTY},
-    # To UPLOADING and to itself: the file was extended with zeros, and its last part is longer now.
+    # To UPLOADING and to itself: the file was extended with zeros, so its last part is longer.
     PartState.CLEAN: {PartState.DIRTY, PartState.UPLOADING, PartState.CLEAN, PartState.DROPPED},
-    # To CLEAN: the staged bytes could not be deleted, or not journaled as dropped. To DIRTY: they were cut off,
-    # or the base has them.
+    # To CLEAN: the staged bytes could not be deleted, or not journaled as dropped. To DIRTY: they were truncated, or
+    # the base has them.
     PartState.DROPPED: {PartState.CLEAN, PartState.DIRTY},
 }
-"""Where each state leads. `Parts` asserts it."""
+"""The allowed transitions from each state, asserted by `Parts`."""
 STORED = (PartState.CLEAN, PartState.DROPPED)
 
 
@@ -73,7 +73,7 @@ class Part(msgspec.Struct):
 
 
 class Parts(dict[int, Part]):
-    """Parts by index from 0, made when first asked for. Only this class changes a part."""
+    """Parts by index from 0, created on first use. Only this class changes a part."""
 
     def __init__(self, layout: PartLayout, records: Iterable[UploadedPart] = ()) -> None:
         """``records`` are what the journal has of the parts."""
@@ -91,14 +91,14 @@ class Parts(dict[int, Part]):
         return part
 
     def transition(self, index: int, to: PartState) -> None:
-        """Take the part to a state; `TRANSITIONS` says from which."""
+        """Move the part to a state; `TRANSITIONS` lists the allowed ones."""
         part = self[index]
         assert to in TRANSITIONS[part.state], f"part {index}: from {part.state} to {to}"
         self.bytes_dropped += part.length * ((to is PartState.DROPPED) - (part.state is PartState.DROPPED))
         part.state = to
 
     def touch(self, start: int, end: int) -> range:
-        """Bytes [start, end) were written; returns the parts that hold them."""
+        """Record that bytes [start, end) were written; returns the parts that contain them."""
         indexes = range(self._layout.index(start), self._layout.index(end - 1) + 1)
         for index in indexes:
             if self[index].state is PartState.CLEAN:
@@ -108,7 +108,7 @@ class Parts(dict[int, Part]):
         return indexes
 
     def cut(self, size: int) -> None:
-        """The file was truncated to ``size`` bytes."""
+        """Record that the file was truncated to ``size`` bytes."""
         for index, part in self.items():
             if index >= self._layout.index(size):
                 if part.state is PartState.UPLOADING:
@@ -117,19 +117,20 @@ class Parts(dict[int, Part]):
                     self.transition(index, PartState.DIRTY)
 
     def end_upload(self, index: int, ref: PartRef, length: int) -> None:
-        """The store has the part, of ``length`` bytes; it is dirty where it was written to meanwhile."""
+        """Record that the store has the part, of ``length`` bytes; it is dirty if it was written to during the
+        request."""
         part = self[index]
         part.etag, part.length = ref.etag, length
         self.transition(index, PartState.DIRTY if part.state is PartState.STALE else PartState.CLEAN)
 
     def withdraw(self, index: int) -> None:
-        """No task waits to send the part."""
+        """Record that no task waits to send the part."""
         if self[index].state is PartState.QUEUED:
             self.transition(index, PartState.DIRTY)
 
     def forget_upload(self, *, is_base: bool = False) -> None:
-        """The upload is gone from the store: clean parts can be sent again. Dropped ones are lost, unless the upload
-        became the object that is the draft's base now (``is_base``)."""
+        """Record that the upload no longer exists in the store: clean parts can be sent again. Dropped ones are lost,
+        unless the upload became the draft's present base (``is_base``)."""
         for index, part in self.items():
             part.etag = ""
             if part.state is PartState.CLEAN or (is_base and part.state is PartState.DROPPED):
@@ -137,7 +138,7 @@ class Parts(dict[int, Part]):
 
     @property
     def dropped_end(self) -> int:
-        """Where the last DROPPED part ends, in bytes; 0 without any. The file was not cut below since."""
+        """The end of the last DROPPED part, in bytes; 0 without any. The file was not truncated below that since."""
         dropped = (index for index, part in self.items() if part.state is PartState.DROPPED)
         last = max(dropped, default=None)
         return 0 if last is None else self._layout.range(last)[1]
@@ -156,7 +157,7 @@ class Parts(dict[int, Part]):
 
 
 class PartUses:
-    """Which parts' staged bytes are being read or written, so that none of them goes under a reader."""
+    """Records which parts' staged bytes are being read or written, so that none of them is dropped under a reader."""
 
     def __init__(self, layout: PartLayout) -> None:
         self._layout = layout

@@ -1,14 +1,12 @@
 """From a draft to an object: the last parts, and the one request that makes the new version visible.
 
-Small files are one PUT. Others complete the upload that began while they were written; parts that nobody changed are
-copied from the base by the store itself, and where a file was appended to, the unchanged bytes of its last part as well
-(`Append`). What is said of attributes in the object's metadata is fixed when its request begins; the caller says later
-changes elsewhere.
-
-`publish` may be called again after it failed; what the store has already is not sent twice, and no attempt after one
-whose answer was lost touches another writer's version (`store.client`). Where the upload is gone (NoSuchUpload)
-it is sent anew. A crash before the completing request leaves the old version visible, after it the new one; the draft's
-id in the object's metadata tells which.
+Small files are one PUT. Others complete the upload that began while they were written; the store itself copies
+unchanged parts from the base, and after an append also the unchanged bytes of the last part (`Append`). The attributes
+in the object's metadata are fixed when its request begins; the caller stores later changes elsewhere. `publish` may be
+called again after it failed; parts in the store are not sent twice, and no attempt after one whose response was lost
+touches another writer's version (`store.client`). If the upload no longer exists (NoSuchUpload) it is sent again. A
+crash before the completing request leaves the old version visible, after it the new one; the draft's id in the object's
+metadata tells which.
 """
 
 from __future__ import annotations
@@ -46,29 +44,32 @@ from lakefs_fuse.upload.parts import STORED, PartState
 from lakefs_fuse.upload.uploader import Uploader
 
 BODY_BYTES_MAX = BLOCK_BYTES
-"""Up to here an object is sent from memory, by the client's fast path, and is one cache block."""
+"""Up to this size an object is sent from memory, by the client's fast path, and is one cache block."""
 APPEND_BYTES_MAX = SPANS[0][0] * SPANS[0][1]
-"""Up to here nodes cut files alike, and what has one part more was cut as `Append` says (`admin.checkpoint_sums`)."""
+"""Up to this size all nodes use the same layout, and an object with one more part was made by `Append`
+(`admin.checkpoint_sums`)."""
 STORED_MAX = 4096
-"""Keys of which the history of the object is kept in memory."""
+"""Maximum of keys whose object history is kept in memory."""
 ORIGIN = DRAFT_METADATA, REPLACES_METADATA
 LOST = errno.EEXIST, errno.ESTALE
-"""An attempt that failed so cannot succeed: another client has the name, or the version that is changed is gone."""
+"""Errors after which an attempt cannot succeed: another client has the name, or the version to change no longer
+exists."""
 log = logging.getLogger(__name__)
 
 
 class Published(msgspec.Struct, frozen=True):
-    """The version that is visible now, the hash of each of its cache blocks (0: not staged any more), and the
-    attributes that the object tells."""
+    """The version that is visible now, the hash of each of its cache blocks (0: no longer staged), and the attributes
+    in the object's metadata."""
 
     meta: ObjectMeta
     hashes: Sequence[int]
     described: Mapping[str, str]
     is_superseded: bool = False
-    """Another writer's version replaced it before its own was known to be stored. Its ETag is the draft's token, which
-    no object has."""
+    """Whether another writer's version replaced it before it was known to be stored. Its ETag is the draft's token,
+    which no object has."""
     is_back: bool = False
-    """An earlier version of the file had these bytes, and others replaced that, as far as this node knows."""
+    """Whether an earlier version of the file had these bytes, and other bytes replaced it, as far as this node
+    knows."""
 
 
 Confirm = Callable[[], Awaitable[None]]
@@ -79,7 +80,7 @@ async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
     ``confirm`` is called just before the request that makes them visible, and may raise LakeError.
 
     Raises LakeError; then the draft is FAILED, every byte is staged or in its upload, and it can be tried again, which
-    is what `Overtaken` asks for. Where writes were refused it raises, and the draft stays as it is.
+    `Overtaken` requests. If writes were refused it raises, and the draft is unchanged.
     """
     if draft.refused.ranges:
         draft.refused.check(draft.target.path or draft.target.key)
@@ -104,7 +105,7 @@ async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
             await _leave_key(draft)
         try:
             draft.save(sync=True)
-        except LakeError as unsaved:  # who waits is told why the attempt failed
+        except LakeError as unsaved:  # waiting tasks get the error of the attempt
             log.error("that %s is not stored could not be journaled: %s", draft.target.key, unsaved)
         raise
     draft.end_publish()
@@ -119,9 +120,9 @@ async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
 
 
 async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mapping[str, str]]:
-    """The key has a newer version, by another writer. Raises ``error`` where the file was renamed: its name needs the
-    bytes, and it begins anew elsewhere; FileError(EEXIST) about an acknowledged version, which may never have arrived
-    and is kept beside the other."""
+    """The key has a newer version, by another writer. Raises ``error`` if the file was renamed, because its name needs
+    the bytes: it is sent again to another key. Raises FileError(EEXIST) for an acknowledged version, which may never
+    have arrived and is kept beside the other."""
     if draft.target.path:
         await _leave_key(draft)
         raise error
@@ -135,7 +136,7 @@ async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mappin
 
 
 def note_stored(uploader: Uploader, key: str, etag: str, metadata: Mapping[str, str]) -> None:
-    """An object was stored with the history that `describe_history` told."""
+    """Record that an object was stored with the history from `describe_history`."""
     uploader.stored.pop(key, None)
     uploader.stored[key] = etag, metadata.get(REPLACES_METADATA, "")
     if len(uploader.stored) > STORED_MAX:
@@ -148,29 +149,29 @@ def _is_back(uploader: Uploader, meta: ObjectMeta) -> bool:
 
 
 async def find_own_object(draft: Draft) -> ObjectMeta | None:
-    """The object at the draft's key, where the draft made it in an attempt whose answer was lost; else None. Raises
+    """The object at the draft's key, if the draft made it in an attempt whose response was lost; else None. Raises
     LakeError."""
     meta = await draft.uploader.client.find(draft.target.key)
     return meta if meta is not None and is_own_object(draft, meta) else None
 
 
 def may_be_stored(draft: Draft) -> bool:
-    """An attempt to store the draft had no answer, perhaps, and the object may be there."""
+    """Whether an attempt to store the draft may have had no response, so that the object may exist."""
     return draft.recheck or draft.state is DraftState.FAILED
 
 
 async def find_late_object(draft: Draft) -> ObjectMeta | None:
-    """As `find_own_object`; None without a request where every attempt was answered."""
+    """As `find_own_object`; None without a request if every attempt was answered."""
     return await find_own_object(draft) if may_be_stored(draft) else None
 
 
 def is_own_object(draft: Draft, meta: ObjectMeta) -> bool:
-    """The draft made the object, in whichever attempt."""
+    """Whether the draft made the object, in any attempt."""
     return token_of(meta).partition(".")[0] == draft.id
 
 
 async def _put(draft: Draft, confirm: Confirm | None) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
-    """Send the draft in one request; returns the hashes of its blocks too where it was sent from memory."""
+    """Send the draft in one request; also returns the hashes of its blocks if it was sent from memory."""
     client, target = draft.uploader.client, draft.target
     if draft.base is not None or draft.spills.objects:
         await draft.fill(0, draft.size)
@@ -200,7 +201,7 @@ async def _put(draft: Draft, confirm: Confirm | None) -> tuple[ObjectMeta, Mappi
 
 
 async def _abort_unneeded_upload(draft: Draft) -> None:
-    """The version is stored without the upload that began, so a store that does not abort it fails nothing."""
+    """Abort the upload. The version is stored without it, so an error of the store is ignored."""
     try:
         await draft.abort_upload()
     except LakeError as error:
@@ -208,8 +209,8 @@ async def _abort_unneeded_upload(draft: Draft) -> None:
 
 
 async def refuse_name(draft: Draft) -> FileError:
-    """Another client has the name for which the draft was created with O_EXCL, and other bytes lie at its key, or none:
-    the draft is FAILED. Answers the error. Raises CacheError."""
+    """Fail the draft because another client has the name for which it was created with O_EXCL, whether or not its key
+    has an object. Returns the error. Raises CacheError."""
     error = await _yield_key(draft)
     draft.fail_publish(error, "publishing")
     draft.save(sync=True)
@@ -219,32 +220,33 @@ async def refuse_name(draft: Draft) -> FileError:
 async def _yield_key(draft: Draft) -> FileError:
     """The key is another writer's. Returns the error."""
     await _leave_key(draft)
-    return FileError(errno.EEXIST, f"{draft.target.key} was stored by another client meanwhile")
+    return FileError(errno.EEXIST, f"{draft.target.key} was stored by another client in the meantime")
 
 
 async def give_up_upload(draft: Draft, path: str) -> None:
-    """The draft of the file at ``path`` cannot have the key of the upload that began, so it begins anew at another one.
-    Raises FileError(EEXIST) where only the upload has some of its bytes; LakeError."""
+    """Move the draft of the file at ``path`` to another key, because it cannot have the key of its upload. Raises
+    FileError(EEXIST) if some of its bytes are only in the upload; LakeError."""
     if draft.parts.bytes_dropped:
         raise FileError(
             errno.EEXIST,
-            f"{draft.target.key} was changed by another client, or objects below it keep the store from storing it, "
-            f"and this version of {path} cannot get another key, as parts of it are in its upload only; move those "
-            f"away, then try again: `lakefs-fuse flush`, or `lakefs-fuse orphans --finish`",
+            f"{draft.target.key} was changed by another client, or objects below it prevent the store from storing it, "
+            f"and this version of {path} cannot be stored at another key, because some of its parts are only in its "
+            "upload; move those objects away, then try again: `lakefs-fuse flush`, or `lakefs-fuse orphans --finish`",
         )
     await draft.abort_upload()
     draft.forget_upload()
 
 
 async def _leave_key(draft: Draft) -> None:
-    """The key is another file's, or its object is another version, and the store would complete the upload nowhere
-    else: a file that is renamed then begins anew under its next name. Bytes that only the upload has keep it."""
+    """Whether to leave the key: it belongs to another file, or its object is another version, and the upload cannot be
+    completed elsewhere. A renamed file is then sent again under its next name. If some bytes are only in the upload,
+    the key stays."""
     if not draft.upload_intent_ns or draft.parts.bytes_dropped:
         return
     try:
         await draft.abort_upload()
     except LakeError as error:
-        log.warning("the multipart upload of %s goes on, which is of no use: %s", draft.target.key, error)
+        log.warning("the multipart upload of %s could not be aborted, and is not used: %s", draft.target.key, error)
         return
     draft.forget_upload()
 
@@ -253,7 +255,7 @@ async def _complete(
     draft: Draft, append: Append | None, confirm: Confirm | None
 ) -> tuple[ObjectMeta, Mapping[str, str]]:
     if draft.parts.bytes_dropped:
-        draft.target.expected = None  # a store may end an upload whose condition fails, and only that has these bytes
+        draft.target.expected = None  # a failed precondition may end the upload, which alone has these bytes
     draft.save()
     if draft.upload_id and not draft.uploader.client.capabilities.parts_replaceable and _has_stale_parts(draft):
         await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
@@ -261,7 +263,7 @@ async def _complete(
     try:
         meta = await _send_and_complete(draft, append, confirm)
     except NotFound:
-        log.warning("the multipart upload of %s is gone from the store: it starts anew", draft.target.key)
+        log.warning("the multipart upload of %s no longer exists in the store: it starts again", draft.target.key)
         draft.forget_upload()
         try:
             meta = await _send_and_complete(draft, append, confirm)
@@ -292,7 +294,7 @@ async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confi
         copy = _copy_zeros if copies_zeros and _is_zeros(draft, part[1], part[2]) else _copy_or_send_part
         await copy(draft, *part)
 
-    # A bound, because parts that have to be fetched first take room on the disk.
+    # A bound, because parts that must be fetched first use disk space.
     await for_each(unsent, send, 2 * draft.uploader.slots.slots)
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     if append is not None:
@@ -306,11 +308,11 @@ async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confi
 
 
 class Append(msgspec.Struct, frozen=True):
-    """New bytes behind unchanged ones. The part of the layout in which they begin, and the one after it, are sent in
-    pieces that are parts of the upload in their place; the journal has none of these."""
+    """An append: new bytes after unchanged ones. The part of the layout in which they begin, and the one after it, are
+    replaced by pieces that are sent as parts of the upload; the journal has none of these."""
 
     index: int
-    """Of the first of these parts, from 0."""
+    """Index of the first of these parts, from 0."""
     copied: tuple[int, int]
     """Bytes [start, end) that the store copies from the base: its first part."""
     sent: tuple[tuple[int, int], ...]
@@ -318,8 +320,8 @@ class Append(msgspec.Struct, frozen=True):
 
 
 def _find_append(draft: Draft) -> Append | None:
-    """How a file is sent that changed behind its first 5 MiB alone; None where parts of the layout serve as well, or
-    have begun to be sent because the new bytes fill one."""
+    """The plan for a file that changed only after its first 5 MiB; None if parts of the layout are as good, or are
+    already being sent because the new bytes fill one."""
     if draft.base is None or draft.spills.used or draft.upload_intent_ns:
         return None
     capabilities, layout = draft.uploader.client.capabilities, draft.layout
@@ -368,21 +370,21 @@ async def _send_append(draft: Draft, upload_id: str, append: Append) -> list[Par
 
 
 def _has_stale_parts(draft: Draft) -> bool:
-    """The upload holds a part that is not the file's any more, or may hold one whose answer was lost."""
+    """Whether the upload has a part that no longer belongs to the file, or may have one whose response was lost."""
     count = draft.layout.count(draft.size)
     stale = (part.etag and (part.state not in STORED or index >= count) for index, part in draft.parts.items())
     return draft.upload_failed or any(stale)
 
 
 def _is_zeros(draft: Draft, start: int, end: int) -> bool:
-    """[start, end) was never written: it is beyond the base, and was neither dropped nor spilled."""
+    """Whether [start, end) was never written: it is beyond the base, and was not dropped or spilled."""
     dropped = draft.parts.is_dropped(draft.layout.index(start))
     written = draft.pages.count(start, end) or draft.spills.pages.count(start, end)
     return start >= draft.base_limit and not dropped and not written
 
 
 def _copies_zeros(draft: Draft) -> bool:
-    """The store copies parts, and more than one is zeros: it pays to have an object of zeros there."""
+    """Whether the store copies parts, and more than one is zeros, so that an object of zeros saves requests."""
     layout, capabilities = draft.layout, draft.uploader.client.capabilities
     if not capabilities.part_copy or capabilities.keeps_holes or layout.single_bytes_max < PART_BYTES_MIN:
         return False
@@ -392,7 +394,7 @@ def _copies_zeros(draft: Draft) -> bool:
 
 
 async def _copy_zeros(draft: Draft, index: int, start: int, end: int) -> None:
-    """A part of zeros is copied from the object of zeros, or sent where the store refuses to hold one."""
+    """Copy a part of zeros from the object of zeros, or send it if the store refuses to hold one."""
     uploader = draft.uploader
     async with uploader.slots.slot():
         try:
@@ -431,8 +433,8 @@ async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> 
 
 
 async def _copy_part(draft: Draft, number: int, source: tuple[str, int, str], length: int) -> PartRef | None:
-    """Have the store copy a part of the upload from an object (key, offset, ETag). None where that was removed: the
-    cache may have it. Raises LakeError: NotFound where the upload is gone, PreconditionFailed where the object was
+    """Have the store copy a part of the upload from an object (key, offset, ETag). None if that was removed: the cache
+    may have it. Raises LakeError: NotFound if the upload no longer exists, PreconditionFailed if the object was
     replaced."""
     key, offset, etag = source
     client = draft.uploader.client
@@ -448,7 +450,8 @@ async def _copy_part(draft: Draft, number: int, source: tuple[str, int, str], le
 
 
 async def _fill(draft: Draft, start: int, end: int) -> None:
-    """As `Draft.fill`. Raises FileError(ESTALE) where the bytes are gone: NotFound would be taken for the upload's."""
+    """As `Draft.fill`. Raises FileError(ESTALE) if the bytes no longer exist, because NotFound would mean the
+    upload."""
     try:
         await draft.fill(start, end)
     except (NotFound, PreconditionFailed) as error:
@@ -456,7 +459,8 @@ async def _fill(draft: Draft, start: int, end: int) -> None:
 
 
 def _copy_source(draft: Draft, start: int, end: int) -> tuple[str, int, str] | None:
-    """Key, offset and ETag of an object that has bytes [start, end), none of which is staged: the base, or spilled."""
+    """Key, offset and ETag of an object with bytes [start, end), of which none is staged: the base, or a spilled
+    part."""
     base = draft.base
     has_spilled = draft.spills.pages.count(start, end) > 0  # they count before the base
     if (
@@ -471,7 +475,7 @@ def _copy_source(draft: Draft, start: int, end: int) -> tuple[str, int, str] | N
 
 
 async def _all_hashes(draft: Draft) -> list[int]:
-    """What the parts' uploads did not hash yet is hashed here; pages that are not staged have none."""
+    """Hash the blocks that the uploads of parts have not hashed yet; pages that are not staged have none."""
     blocks = -(-draft.size // BLOCK_BYTES)
 
     def complete(fd: int) -> list[int]:

@@ -1,7 +1,6 @@
-"""A draft brought back from what another daemon left: its journal record and its staged bytes.
-
-What always holds (*same cut*): a restored draft has the part layout that its record is numbered by, whatever the mount
-cuts new files by. With another one, the pages and the parts of the record would stand for other bytes of the file.
+"""Restores a draft of another daemon from its journal record and its staged bytes. What always holds (*same cut*): a
+restored draft has the part layout by which its record is numbered, whatever the mount's layout of new files. With
+another one, the pages and parts of the record would mean other bytes of the file.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from lakefs_fuse.upload.uploader import Uploader
 
 
 def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -> Draft:
-    """Raises StagingFull or CacheError where the staging file is gone or cannot be opened, and CacheError where this
-    version does not know the record's part layout. A damaged record may raise any other exception. After each of them
-    everything is as it was."""
+    """Restore a draft. Raises StagingFull or CacheError if the staging file is missing or cannot be opened, and
+    CacheError if this version does not know the record's part layout. A damaged record may raise any other exception.
+    After each of them nothing has changed."""
     layout = _layout_of(record, uploader.layout.variants())
     base = None
     if record.base is not None:
@@ -44,7 +43,7 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
             staged_bytes = os.stat(staging.path(record.id)).st_size
             file = StagedFile(staging, record.id, record.key, has_file=True)
     except FileNotFoundError as error:
-        raise CacheError(f"the staged bytes of {record.key} are gone from this node: abort {record.id}") from error
+        raise CacheError(f"the staged bytes of {record.key} are missing on this node: abort {record.id}") from error
     except OSError as error:
         raise staging.translate(error) from error
     draft = Draft(uploader, record.id, target, base=base, file=file, layout=layout)
@@ -58,7 +57,7 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
 
 def _layout_of(record: DraftRecord, variants: list[PartLayout]) -> PartLayout:
     """The layout, of ``variants`` (the mount's first), that the record is numbered by. A record of an older version
-    does not say; then it is one in which all parts have room and, if possible, the last of them is the file's last."""
+    lacks it; then it is a layout in which all parts fit and, if possible, the last of them is the file's last."""
     if record.part_bytes_max:
         for layout in variants:
             if layout.part_bytes_max == record.part_bytes_max:

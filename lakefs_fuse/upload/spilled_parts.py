@@ -1,9 +1,10 @@
 """Pages of incomplete parts that left staging: hidden objects, one for each part, joined when the draft is published.
 
-What always holds: an object is in the store and the synced journal record names it before the staged bytes go; a staged
-page counts before the one in the object; a part that is spilled again gets a new object, with what the old one had.
-The objects of a draft have its id in their keys, and are deleted when it is published or discarded; what a dead daemon
-leaves is deleted with its orphan, or by `gc` once it is days old. The caller holds the draft alone.
+What always holds: an object is in the store and the synced journal record names it before the staged bytes are dropped;
+a staged page takes precedence over the one in the object; a part that is spilled again gets a new object, which
+includes the bytes of the old one. The objects of a draft have its id in their keys, and are deleted when it is
+published or discarded; objects of a dead daemon are deleted with its orphan, or by `gc` after some days. The caller
+holds the draft alone.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ SPILLED = f"{RESERVED_PREFIX}staging/"
 
 
 class Spills:
-    """What a draft has spilled: the objects by part, and which of their pages count."""
+    """The spilled parts of a draft: the objects by part, and which of their pages are used."""
 
     def __init__(self, layout: PartLayout) -> None:
         self._layout = layout
         self.pages = PageMap(layout)
         self.objects: dict[int, SpilledPart] = {}
         self.used = False
-        """Objects may be there, named here or not."""
+        """Whether objects may exist, named here or not."""
         self._serial = 0
 
     def begin(self) -> bool:
-        """Objects may be there from now on; returns whether that is new."""
+        """Record that objects may exist from now on; returns whether that is new."""
         was_used, self.used = self.used, True
         return not was_used
 
@@ -41,7 +42,7 @@ class Spills:
         return f"{SPILLED}{draft_id}/{index}-{self._serial - 1}"
 
     def add(self, part: SpilledPart, staged: Iterable[tuple[int, int]]) -> SpilledPart | None:
-        """The object has these ranges that were staged; returns the one that it replaces."""
+        """Record that the object has these ranges that were staged; returns the object that it replaces."""
         before = self.objects.get(part.index)
         self.objects[part.index] = part
         for start, end in staged:

@@ -1,8 +1,7 @@
-"""What all drafts of a mount upload through: store, staging, slots, journal, and the objects beside the files.
-
-What always holds (*bounded uploads*): at most ``uploads_max`` requests of drafts are under way, first come first
-served. Trio thread only. A crash leaves spilled parts (`delete_spills`): the journal record of their draft says that
-there may be some. It may leave an object of zeros, too, or an unfinished upload of one.
+"""The shared means of upload of all drafts of a mount: store, staging, slots, journal, and the objects beside the
+files. What always holds (*bounded uploads*): at most ``uploads_max`` requests of drafts are in progress, first come
+first served. Trio thread only. A crash leaves spilled parts (`delete_spills`): the journal record of their draft notes
+that there may be some. It may leave an object of zeros, too, or an unfinished upload of one.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ class Uploader:
         self.slots = UploadSlots(uploads_max, staging.metrics)
         self.zeros = ZeroObjects(client, layout.single_bytes_max)
         self.stored: dict[str, tuple[str, str]] = {}
-        """By key: the ETag of what this daemon stored there last, and which versions it replaced."""
+        """By key: the ETag of the object that this daemon last stored there, and the versions that it replaced."""
 
     def start(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
         """Run a task for as long as the mount lives."""
         self.nursery.start_soon(task, *arguments)
 
     async def delete_spills(self, draft_id: str) -> None:
-        """Delete all spilled parts of a draft. Raises LakeError, also where the store refuses some of them."""
+        """Delete all spilled parts of a draft. Raises LakeError, also if the store refuses some of them."""
         async with aclosing(self.client.list_all(f"{SPILLED}{draft_id}/")) as pages:
             keys = [meta.key async for page in pages for meta in page.objects]
         await self.client.delete_all(keys)
 
 
 class UploadSlots:
-    """At most ``slots`` uploads at once, first come first served. Trio thread only."""
+    """At most ``slots`` concurrent uploads, first come first served. Trio thread only."""
 
     def __init__(self, slots: int, metrics: UploadMetrics) -> None:
         self._limiter = trio.CapacityLimiter(slots)
@@ -84,7 +83,7 @@ class UploadSlots:
         self._since = now
 
     def ready(self) -> None:
-        """Something to upload is complete. ``slot(announced=True)`` must follow."""
+        """Announce that a part or file is complete. ``slot(announced=True)`` must follow."""
         self._account()
         self._ready += 1
 
@@ -112,12 +111,12 @@ class ZeroObjects:
     """Objects of zeros in the store, from which parts that are all zeros are copied.
 
     What always holds: `.lakefs/zeros/<bytes>` is that many zeros, whichever node stored it, so that storing it again
-    changes nothing. An object is looked for once by a daemon, and stored where it is missing; one that was deleted is
-    stored again when a copy of it fails.
+    changes nothing. A daemon looks for an object once, and stores it if it is missing; a deleted one is stored again
+    when a copy of it fails.
     """
 
     def __init__(self, client: StoreClient, piece_bytes: int) -> None:
-        """The object of ``piece_bytes`` is sent; larger ones, multiples of that, are put together by the store."""
+        """The object of ``piece_bytes`` is sent; the store composes larger ones, multiples of that, from it."""
         self._client = client
         self._piece_bytes = piece_bytes
         self._stored: set[int] = set()

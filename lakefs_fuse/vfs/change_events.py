@@ -22,7 +22,7 @@ class ChangeEvents(TreeEvents):
     """One list of listeners for each event of a filesystem."""
 
     name_changed: list[Callable[[int, bytes], object]] = field(default_factory=list)
-    """A name means something else than the kernel may have cached; by its directory and name."""
+    """The kernel may have cached an outdated entry for a name; by its directory and name."""
     kernel_told: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
     """A promise depends on what the kernel remembers: all names announced before have reached it when these return."""
     pages_wanted: list[Callable[[int], Awaitable[object]]] = field(default_factory=list)

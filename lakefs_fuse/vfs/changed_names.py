@@ -1,8 +1,7 @@
-"""Names that changed, of which the kernel has to be notified, however many they are.
+"""Changed names of which the kernel must be notified, without a limit on their number.
 
-A large commit, listing or refresh changes millions of names at once. Beyond CHANGED_NAMES_BYTES_MAX they lie in a file
-without a name, of which a crash leaves nothing. The trio thread adds all of them before one worker thread at a time
-reads them.
+A large commit, listing or refresh changes millions of names in one step. Beyond CHANGED_NAMES_BYTES_MAX they are in an
+unlinked file, which a crash removes. The trio thread adds all of them before one worker thread at a time reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from struct import Struct
 from typing import BinaryIO
 
 CHANGED_NAMES_BYTES_MAX = 1 << 20
-"""Changed names in memory; more of them lie in a file."""
+"""Maximum size of changed names in memory; beyond that they are in a file."""
 _NAME_HEAD = Struct("<QH")
 """Inode of the parent directory, and bytes of the name, which follows."""
 

@@ -25,7 +25,7 @@ from lakefs_fuse.vfs.writeback.queue import WriteBack
 from lakefs_fuse.vfs.writeback.reconciliation import path_of
 
 DELETION_S_MAX = 5.0
-"""Making a lake durable waits so long for one request that deletes objects which no name means any more."""
+"""Maximum wait, when a lake is made durable, for one request that deletes unreferenced objects."""
 CALLS_MAX = 16
 """Calls that make files durable at a time, those included whose callers have left; others wait."""
 
@@ -76,10 +76,10 @@ class Durability:
 
     async def make_durable(self, path: str = "") -> None:
         """Publish every file at or below ``path`` (relative to the root) that is not durable, and commit every change
-        of a name. Raises LakeError for the first that cannot be; the others are published and committed all the same,
-        but where the store is away, which every request finds out anew. Of the whole lake, other nodes are told of what
-        was stored, and objects whose names are gone are deleted, if that does not take long: they are hidden, and the
-        next mount goes on with them. All of this goes on where the caller is cancelled."""
+        of a name. Raises LakeError for the first that cannot be stored; the others are still published and committed,
+        except while the store is away, because then every request would wait. For the whole lake, stored objects are
+        also announced to other nodes, and objects of removed names are deleted, if that does not take long: they are
+        hidden, and the next mount deletes the rest. All of this goes on where the caller is cancelled."""
         self.request_names()
         await self._calls.acquire()
         await run_detached(self._nursery, partial(self._make_durable, path.strip("/")))

@@ -123,12 +123,14 @@ class Filesystem:
         await self._directories.rmdir(parent, name)
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        """The name is gone here when this returns, and from the store soon after; who has the file open keeps it."""
+        """Remove a name. It is removed here when this returns, and from the store soon after; programs that have the
+        file open keep it."""
         self._attributes.writable_directory(parent)
         await self._directories.unlink(parent, name)
 
     async def rename(self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int = 0) -> None:
-        """In the store when this returns, at once for every observer. ``flags`` as renameat2(2)."""
+        """Rename in one step for every observer. It is in the store when this returns, unless it is journaled under
+        write-back, or the source was never stored. ``flags`` as renameat2(2)."""
         for parent in {parent_old, parent_new}:
             self._attributes.writable_directory(parent)
         await self._directories.renames.rename(parent_old, name_old, parent_new, name_new, flags)
@@ -142,7 +144,7 @@ class Filesystem:
         return await self._directories.links.link(await self.getattr(inode), parent, name)
 
     async def clone(self, source: str, target: str, *, force: bool = False) -> None:
-        """As `Clones.clone`, of what the store has of the source when this is called."""
+        """As `Clones.clone`; the source is first stored as it is when this is called."""
         self._attributes.refuse_read_only()
         await self._durability.make_durable(source)
         await self._directories.clones.clone(source, target, force=force)

@@ -58,8 +58,8 @@ class NameCount:
     def __init__(
         self, count: Callable[[], Iterator[Usage]], nursery: trio.Nursery, *, is_constant: bool = False
     ) -> None:
-        """``count`` begins a count, of which each step answers what was counted so far; ``is_constant``: the names
-        change only when `forget` says so."""
+        """``count`` begins a count, in which each step yields the result so far; ``is_constant``: the names change only
+        with `forget`."""
         self._begin, self._nursery, self._is_constant = count, nursery, is_constant
         self._usage = Usage()
         self._ended_s: float | None = None

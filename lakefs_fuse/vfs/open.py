@@ -131,8 +131,8 @@ async def opened_cache(config: MountConfig, metrics: Metrics, node: Node) -> Asy
 
 
 def begin_counting(cache: BlockCache, nursery: trio.Nursery, threads: Threads) -> None:
-    """Count what the cache has in the background, unless the daemon before left the numbers. Where the disk fails, it
-    is counted again later: until then the cache has no bound of its own."""
+    """Count the cached files in the background, unless the previous daemon saved the numbers. If the disk fails, they
+    are counted again later: until then the cache is bounded only by the disk."""
     if not cache.counted:
         nursery.start_soon(_count, cache, threads)
 

@@ -5,8 +5,8 @@ What always holds:
 * *waits share questions*: the store is asked by the lookups of `Namespace`, for a name of which what is known is older
   than the TTL, and in each directory by one wait at a time: any number of waits costs the requests of one. Between them
   a wait looks at the tree when an event says that something has changed, and every ``--refresh``;
-* *an answer holds for `open`*: a wait ends when each name of the path is known as a lookup of the kernel would know it,
-  and after the kernel was told of it.
+* *an answer holds for `open`*: a wait ends when each name of the path is known as in a lookup of the kernel, and after
+the kernel was notified.
 
 A wait that is cancelled leaves nothing, and there are no listeners while none waits. Trio thread only.
 """
@@ -31,8 +31,8 @@ ASKING_LOOK_S_MIN = 0.05
 """Time between two looks of one wait at the tree, however much changes in it, and while the store is asked. 100 waits
 in a mount in which something changes all the time take 5 % of a core."""
 ANSWER_S_MIN = 1.0
-"""An answer of the store counts for so long, or for ``--refresh`` if that is less, where the TTL is shorter, and where
-a listing counts on because the store is away."""
+"""Validity of an answer of the store, or ``--refresh`` if that is less, if the TTL is shorter, or a listing is still
+used because the store is away."""
 ANSWERS_MAX = 4096
 NO_VERSION = "it is a directory, which has no version"
 
@@ -167,7 +167,7 @@ class PathWaits:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Hear of changes while at least one wait is under way."""
+        """Listen to changes while at least one wait is in progress."""
         events = self._ns.events
         listened = (
             events.name_changed, events.commit_applied, events.directory_updated, events.version_stored,

@@ -386,7 +386,7 @@ class Assembly:
         return self._ground.cache
 
     async def begin(self) -> None:
-        """Names are as the store has them when this returns, but for what orphans hide. Raises LakeError."""
+        """Names are as in the store when this returns, except those that orphans hide. Raises LakeError."""
         self._commits.load()  # acknowledged files have the names that renames in the journal gave them
         if not self._ground.config.read_only:
             self.replay.restore()

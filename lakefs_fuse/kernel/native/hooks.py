@@ -3,8 +3,7 @@
 One build of it serves every Python from 3.11 on that has a GIL, and every libfuse 3: it uses the stable ABI of the one
 (python_abi.h), and finds the other through pyfuse3 (libfuse.h).
 
-``LAKEFS_FUSE_HOOKS=off`` leaves it out. Its functions never wait, and are called with the GIL from the trio thread
-only.
+``LAKEFS_FUSE_HOOKS=off`` disables it. Its functions never wait, and are called with the GIL from the trio thread only.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class Feature(IntFlag):
     STATELESS_OPEN = 4
     """The same for OPEN and READ."""
     NOFLUSH = 8
-    """Closing what was opened for reading sends no FLUSH. The kernel's write-back cache sends it all the same, and it
-    is answered without entering Python."""
+    """Closing a file opened for reading sends no FLUSH. With the kernel's write-back cache it is sent nevertheless, and
+    answered without entering Python."""
     CACHE_SYMLINKS = 16
     HANDLE_KILLPRIV = 32
-    """Dropping suid and sgid is left to us, and the kernel does not ask before each write(2) what there is to drop."""
+    """The daemon drops suid and sgid, and the kernel does not ask before each write(2) which privileges to drop."""
 
 
 OPCODES = {
@@ -49,7 +48,7 @@ OPCODES = {
 }  # fmt: skip
 """Requests that the library answers, by the kernel's numbers (linux/fuse.h)."""
 LEASE_S_MAX = 1e6
-"""Longer than anything is leased; in ns it fits 64 bits."""
+"""Longer than any lease; in ns it fits 64 bits."""
 PF_EXITING, SIGNAL_BITS = 0x4, 0x7F
 """In the flags of a thread, and in the exit code of its process."""
 STAT_FLAGS, STAT_EXIT_CODE = 6, 49
@@ -151,7 +150,7 @@ def active() -> bool:
 
 
 def why_absent() -> str:
-    """Why the library is not loaded, and what to do."""
+    """The reason why the library is not loaded, and the remedy."""
     if _is_turned_off():
         return "turned off by LAKEFS_FUSE_HOOKS"
     if _is_free_threaded():
@@ -160,10 +159,10 @@ def why_absent() -> str:
 
 
 def why_inactive() -> str:
-    """Why there are no hooks, and what that costs."""
+    """The reason why there are no hooks, and the consequences."""
     return (
-        f"the hooks library is {why_absent()}; every open, close and listing asks the daemon, and a program that is "
-        "started while a file is being written publishes what is there of it"
+        f"the hooks library is {why_absent()}; every open, close and listing asks the daemon, and starting a program "
+        "while a file is being written publishes the part written so far"
     )
 
 
@@ -173,13 +172,13 @@ def libfuse_version() -> str:
 
 
 def has_custom_io() -> bool:
-    """Whether libfuse lets the library see requests and answers as they are, which `Feature.HANDLE_KILLPRIV` takes."""
+    """Whether libfuse lets the library see raw requests and replies, which `Feature.HANDLE_KILLPRIV` requires."""
     return _library is not None and bool(_library.lakefs_has_custom_io())
 
 
 def request_features(features: Feature, background_max: int) -> None:
-    """Set the features of the next session, and how many requests its kernel may have in the background (0: as many as
-    it likes). Without the library nothing happens."""
+    """Set the features of the next session, and how many requests its kernel may have in the background (0: the
+    kernel's default). Without the library nothing happens."""
     if _library is not None:
         _library.lakefs_request_features(int(features), background_max)
 
@@ -190,7 +189,7 @@ def granted() -> Feature:
 
 
 class RequestFacts(NamedTuple):
-    """What the library says of the request that came last. ``copied`` is None without the library."""
+    """What the library reports about the last request. ``copied`` is None without the library."""
 
     flush_pid: int
     kills_privileges: bool
@@ -203,8 +202,8 @@ _kept: ContextVar[RequestFacts | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def keep_request_facts() -> Iterator[None]:
-    """What `flush_pid`, `copy_request` and `kills_privileges` return now they return in this task until the end,
-    whatever requests come meanwhile. To be entered before the first await of a request."""
+    """Keep the results of `flush_pid`, `copy_request` and `kills_privileges` for this task until the block ends,
+    whatever other requests arrive. Enter it before the first await of a request."""
     copied = copy_request() if _library is not None else None
     token = _kept.set(RequestFacts(flush_pid(), kills_privileges(), copied))
     try:
@@ -230,7 +229,7 @@ def copy_request() -> CopyRequest:
 
 
 def kills_privileges() -> bool:
-    """The request being handled is to drop suid and sgid; valid as `flush_pid`. Never without
+    """Whether the request being handled must drop suid and sgid; valid as `flush_pid`. Always false without
     `Feature.HANDLE_KILLPRIV`."""
     if (kept := _kept.get()) is not None:
         return kept.kills_privileges
@@ -238,22 +237,21 @@ def kills_privileges() -> bool:
 
 
 def lease_open(inode: int, for_s: float) -> None:
-    """Let the library answer opens of the file for reading for so long. Without the library nothing happens.
-
-    Handles that it gives out have the bits of `open_leases` and the inode.
+    """Let the library answer opens of the file for reading for this time. Without the library nothing happens. Handles
+    that it issues consist of the bits of `open_leases` and the inode.
     """
     if _library is not None:
         _library.lakefs_lease_open(inode, int(min(for_s, LEASE_S_MAX) * 1e9))
 
 
 def revoke_open(inode: int) -> int:
-    """End all leases on the inode; return how many of its handles the library gave out, which Python releases now."""
+    """End all leases on the inode; return how many of its handles the library issued, which Python must now release."""
     return int(_library.lakefs_revoke_open(inode)) if _library is not None else 0
 
 
 def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) -> None:
-    """Let the library answer GETATTR of a directory so for so long; without a time, replace what it answers already.
-    Without the library nothing happens."""
+    """Let the library answer GETATTR of a directory with these attributes for this time; without a time, replace
+    attributes that it already has. Without the library nothing happens."""
     if _library is not None:
         _library.lakefs_cache_attributes(
             attributes.st_ino, attributes.st_mode, attributes.st_uid, attributes.st_gid, attributes.st_mtime_ns,
@@ -267,7 +265,7 @@ def has_attributes(inode: int) -> bool:
 
 
 def show_number(inode: int, number: int) -> bool:
-    """Have stat(2) show this inode number of a file, or with 0 its own; False where it shows its own."""
+    """Have stat(2) show this inode number of a file, or with 0 its own; returns False if it shows its own."""
     return _library is not None and bool(_library.lakefs_show_number(inode, number))
 
 
@@ -291,7 +289,8 @@ def process_of(thread: int) -> int:
 
 
 def killed_by(thread: int) -> int:
-    """Return the signal that is ending a thread; 0 where it goes on, exits by itself, or its state cannot be read."""
+    """Return the signal that is ending a thread; 0 if it continues, exits without a signal, or its state cannot be
+    read."""
     try:
         with open(f"/proc/{thread}/stat", "rb") as status:
             fields = status.read().rpartition(b")")[2].split()

@@ -7,7 +7,7 @@ What always holds, beside what `tree` (publication) and `list_pages` (order) say
 * directories that hold something are not objects unless they were put as ``dir/``;
 * a multipart upload is a directory under ``.lakefs/uploads`` with one file a part. A part appears by rename when whole
   and synced; an upload is removed only after its object was published (or on abort), so after a crash at any point it
-  can be completed again or aborted.
+  can still be completed or aborted.
 
 Called from any worker thread. A crash leaves at most a temporary file or an unfinished upload under ``.lakefs``.
 """
@@ -67,7 +67,7 @@ class LocalStore:
     """An `ObjectStore` on one directory of this machine."""
 
     name = "local"
-    """What the log and `stats` call this store."""
+    """The name of this store in the log and in `stats`."""
 
     def __init__(self, root: str, rng: random.Random, clock: Clock, limiter: RateLimiter | None = None) -> None:
         """``rng`` makes names and upload ids, and is this store's alone. Raises NoSuchBucket, AccessDenied,
@@ -235,7 +235,7 @@ class LocalStore:
         """See `ObjectStore.abort_multipart`."""
         with contextlib.suppress(NotFound), translated("abort", key):
             self._about(key, upload_id)
-            # First what names the upload: a crash in between leaves a directory that is no upload any more.
+            # First the file that makes it an upload: a crash in between leaves a directory that is not an upload.
             os.unlink(f"{self._directory(upload_id)}/{_ABOUT}")
             shutil.rmtree(self._directory(upload_id))
 
@@ -283,7 +283,7 @@ class LocalStore:
         """Nothing is held."""
 
     def _write_body(self, fd: int, body: Body) -> None:
-        """To an empty file; holes of the body stay holes."""
+        """Write a body to an empty file; its holes stay holes."""
         if isinstance(body, bytes):
             self._write_data(fd, body)
             return

@@ -4,8 +4,8 @@ What always holds:
 
 * a key's path never leaves the root, never passes through a symbolic link to a directory, never enters
   ``.lakefs/tmp`` or ``.lakefs/uploads``;
-* a name appears by one rename or link of a finished, synced temporary file, so a crash leaves nothing but a file in
-  ``.lakefs/tmp``, which is no key and which the next store that opens removes after a day;
+* a name appears by one rename or link of a finished, synced temporary file, so a crash leaves at most a file in
+``.lakefs/tmp``, which is not a key and which the next store removes when it opens, after a day;
 * a directory is removed only when empty (rmdir), so pruning can race with anything.
 
 Called by the other modules of `local` only, from any worker thread.
@@ -53,8 +53,8 @@ that another tool rewrote in place does not keep the metadata of its former cont
 MARKER_XATTR = f"{RESERVED_XATTR}marker"
 """JSON ``{"version": n, "metadata": {…}}`` on a directory: it is the object ``dir/`` and stays when emptied."""
 EMPTIED_XATTR = f"{RESERVED_XATTR}emptied"
-"""On a directory whose last object is being removed here: until it goes, or if this process ends before, it is no
-object, though empty directories that others made are."""
+"""Mark on a directory whose last object is being removed: until it is removed, or if this process ends before that, it
+is not an object, unlike empty directories that others made."""
 METADATA_BYTES_MAX = 2048
 """S3's own limit; ext4 keeps about 4000 bytes of attributes with a file."""
 NAME_BYTES_MAX = 255
@@ -142,7 +142,7 @@ class LocalTree:
     # -- keys and paths ------------------------------------------------------------------------------------------
 
     def refusal(self, key: str) -> str | None:
-        """Why ``key`` cannot be stored here; None where it can."""
+        """The reason why ``key`` cannot be stored here; None if it can."""
         if not is_utf8(key):
             return "it is not UTF-8"
         components = key.removesuffix("/").split("/")
@@ -157,13 +157,13 @@ class LocalTree:
         return None
 
     def path(self, key: str, refused: type[StoreError] = NotFound) -> str:
-        """Path without a trailing slash. Raises ``refused`` for what can be no key here."""
+        """Path without a trailing slash. Raises ``refused`` if it cannot be a key here."""
         if refusal := self.refusal(key):
             raise refused(f"{key!r}: not a key of this store: {refusal}")
         return f"{self.root}/{key.removesuffix('/')}"
 
     def inside(self, path: str) -> bool:
-        """Whether a resolved path is one that objects may lie at."""
+        """Whether a resolved path may be that of an object."""
         if not path.startswith(self.root + "/"):
             return False
         return not path.startswith((f"{self.root}/{TMP_DIR}/", f"{self.root}/{UPLOADS_DIR}/"))
@@ -188,7 +188,7 @@ class LocalTree:
             # One call shows, without a race, whether any directory on the way is a link: the kernel names the file.
             opened = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
             if opened != path.removesuffix(" (deleted)"):
-                raise NotFound(f"{key!r}: lies behind a symbolic link to a directory")
+                raise NotFound(f"{key!r}: is behind a symbolic link to a directory")
             status = os.fstat(fd)
             require_version(key, file_etag(status), etag)
             yield fd, status
@@ -250,7 +250,7 @@ class LocalTree:
         *,
         if_absent: bool = False,
     ) -> ObjectMeta:
-        """Make the object of what ``fill`` writes to the descriptor that it is given."""
+        """Create the object from the bytes that ``fill`` writes to its descriptor."""
         self.path(key, KeyRefused)
         with translated(what, key):
             fd, temporary = self.new_temporary()
@@ -261,7 +261,8 @@ class LocalTree:
         return ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns, dict(metadata or {}))
 
     def write_own(self, path: str, mode: int, fill: Callable[[int], None]) -> os.stat_result:
-        """Make a file that is no object of what ``fill`` writes. It appears when it is whole and synced."""
+        """Create a file that is not an object from the bytes that ``fill`` writes. It appears when it is complete and
+        synced."""
         directory = os.path.dirname(path)
         temporary = f"{directory}/{self.unique_name()}"
         fd = os.open(temporary, _CREATE, mode)
@@ -291,7 +292,7 @@ class LocalTree:
         self._made.update(missing)
 
     def remove_own(self) -> None:
-        """Remove what `make_own` made, as far as it is empty."""
+        """Remove empty directories that `make_own` made."""
         for directory in sorted(self._made, reverse=True):  # those below a directory before it
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
@@ -329,7 +330,7 @@ class LocalTree:
             raise KeyConflict(f"{key!r} cannot be stored: it conflicts with another key") from error
 
     def _change_directory(self, path: str, key: str, change: Callable[[], None]) -> None:
-        """Make the directory and change it, durably; again where another process prunes it meanwhile."""
+        """Make the directory and change it, durably; repeat that if another process prunes it in between."""
         for _ in range(PUBLISH_TRIES_MAX):
             with contextlib.suppress(FileNotFoundError):
                 self.make_directory(path, key)
@@ -434,7 +435,7 @@ class LocalTree:
 
 @contextlib.contextmanager
 def removed_on_failure(fd: int, path: str) -> Iterator[None]:
-    """Close a file at the end, and remove it where the block raises."""
+    """Close a file at the end of the block, and remove it if the block raises."""
     try:
         yield
     except BaseException:
@@ -459,7 +460,7 @@ def empty_directory(path: str, key: str) -> ObjectMeta | None:
 
 
 def is_utf8(text: str) -> bool:
-    """False where a name on the disk is bytes that are no text."""
+    """False if a name on the disk is not valid text."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -50,7 +50,7 @@ CONNECTIONS_MIN = 64
 CACHE_TOKEN = f"{ENVIRONMENT_PREFIX}CLUSTER_CACHE_TOKEN"
 """Environment variable of the password that the proxies of a cluster cache ask for."""
 CACHE_CONNECT_S_MAX = 0.5
-"""A proxy of a cluster cache is near, or of no use."""
+"""A proxy of a cluster cache must be near to be useful."""
 DIRECTORY_BUCKET = "--x-s3"
 """How names of directory buckets end. They take sessions in place of signatures, and list in no order."""
 PAYER_HEADER = "x-amz-request-payer"
@@ -82,7 +82,7 @@ class S3Access:
     """What botocore's requests use: URLs by scheme, which may hold a password."""
 
     def credentials(self) -> dict[str, object]:
-        """What obstore calls when it needs credentials, in its form."""
+        """The callback by which obstore gets credentials, in its format."""
         frozen = self.session_credentials.get_frozen_credentials()
         kept_until = datetime.fromtimestamp(self.clock.wall_ns() / 1e9, UTC) + CREDENTIAL_TTL
         ends: datetime | None = getattr(self.session_credentials, "_expiry_time", None)
@@ -199,7 +199,7 @@ def _client_config(config: StoreConfig, connections_max: int) -> Config:
 
 
 def _register_handlers(client: Boto3Client, config: StoreConfig) -> None:
-    """What changes requests of every caller."""
+    """Changes to the requests of every caller."""
     # botocore asks servers for leave to send a body. That is a round trip for each part, and a whole second with a
     # server that does not know the custom; a refusal comes through just as well without.
     client.meta.events.unregister("before-call.s3", add_expect_header)

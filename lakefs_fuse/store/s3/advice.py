@@ -1,7 +1,7 @@
 """What a user can do about each failure of an S3 request: the sentences of its errors, and how a failure is recognized.
 
-What always holds: a sentence is built from the operation and from constants here. Of an answer it quotes nothing but a
-region's name, so that no credential and no signature can get into it.
+What always holds: a sentence is built from the operation and from constants here. It quotes only a region's name from a
+response, so that no credential or signature can get into it.
 
 Pure functions, called from any thread.
 """
@@ -20,7 +20,7 @@ NO_CONNECTION = "no connection: check the network, firewalls, http_proxy and htt
 CUT_SHORT = "the store did not answer whole and in time"
 CHECK_NETWORK = "check the network, and scheme and port of --endpoint-url"
 WEB_PAGE = (
-    "a web page came in place of the store's answer: log in to the network (captive portal), or check --endpoint-url, "
+    "a web page came instead of the store's response: log in to the network (captive portal), or check --endpoint-url, "
     "http_proxy and https_proxy"
 )
 WANTS_TLS = "the server at this port speaks https: begin --endpoint-url with https://"
@@ -55,7 +55,7 @@ OF_CODES: Mapping[str, str] = {
     "KMS.KMSInvalidStateException": _KMS,
     "KMS.NotFoundException": _KMS,
     "InvalidStorageClass": "the store has no such storage class: choose another with --storage-class",
-    "InvalidEncryptionAlgorithmError": "the store does not encrypt so: choose another --sse, or leave it out",
+    "InvalidEncryptionAlgorithmError": "the store does not support this encryption: choose another --sse, or omit it",
     "QuotaExceeded": _FULL,
     "StorageFull": _FULL,
     "XMinioStorageFull": _FULL,

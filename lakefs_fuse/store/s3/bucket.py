@@ -1,8 +1,8 @@
 """Where the credentials for a bucket come from, and what its configuration means for a lake in it.
 
 Read with the bucket's own requests (versioning, object lock, lifecycle, encryption, who pays), which a mount never
-sends: each needs a permission of its own, and where that is missing the result says so. *No secrets*: of credentials
-only their source and their end are told. Blocking; sends nothing that changes a bucket.
+sends: each needs a separate permission, and the result reports a missing one. *No secrets*: of credentials only their
+source and their end are told. Blocking; sends nothing that changes a bucket.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from botocore.credentials import CredentialResolver, Credentials
 from lakefs_fuse.environment.clock import Clock
 
 REREAD_S = 10.0
-"""A third of a millisecond of CPU each time; whoever rotates keys leaves the old ones valid for longer."""
+"""A third of a millisecond of CPU each time; old keys stay valid for longer during a rotation."""
 FILE_METHODS = ("shared-credentials-file", "config-file")
 """botocore's providers that read access keys from a file."""
 log = logging.getLogger(__name__)

@@ -69,7 +69,7 @@ from lakefs_fuse.store.s3.upload import Answer, S3Sender, etag_of, hides_md5, md
 
 _log = logging.getLogger(__name__)
 SKIP_BYTES = 1 << 20
-"""Read at a time of what lies before a range."""
+"""Size of each read of the bytes before a range."""
 _CONDITIONS = frozenset({"IfMatch", "IfNoneMatch", "CopySourceIfMatch"})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _XML_ILLEGAL = frozenset(map(chr, range(32))) - {"\t", "\n"}
@@ -89,7 +89,7 @@ class S3Store:
         self._pages = S3Pages(access)
         self._fast = S3FastPath(access, clock)
         self.sender = S3Sender(self._call, limiter, encrypted=access.encrypted)
-        """Public for the probe, which tries what it can do."""
+        """Public for the probe, which tests it."""
         self.capabilities = Capabilities(name="s3", partial_status=False, md5_etags=False)
         self.server = ""
         """Name of the server in its last answer to GET by boto3: one server names itself differently in others."""
@@ -97,7 +97,7 @@ class S3Store:
         """DeleteObjects was refused, as a policy may do that allows DeleteObject."""
 
     def adapt(self, capabilities: Capabilities) -> None:
-        """Use what the probe found; before any other thread uses the store."""
+        """Use the results of the probe; call it before any other thread uses the store."""
         self.capabilities = capabilities
         self.sender.adapt(capabilities)
 
@@ -204,7 +204,7 @@ class S3Store:
                 self._limiter.wait(size)
             meta = self._put_fast(key, small, metadata, if_absent=if_absent)
             if self.sender.compares_md5 and md5_of_sent(small) != meta.etag:
-                raise Unavailable(f"{what}: what arrived is not what was sent")
+                raise Unavailable(f"{what}: the received bytes are not those that were sent")
             return meta if meta.etag else self.head(key)
         parameters: dict[str, object] = {"Metadata": dict(metadata or {}), **self._class_parameter(key, size)}
         if if_absent:
@@ -385,7 +385,7 @@ class S3Store:
         if looks or not new or not self.capabilities.complete_etag:
             there = self.head(key)
             if looks and new and self.capabilities.complete_etag and there.etag != new:
-                raise PreconditionFailed(f"{key!r} was created by somebody else at the same time")
+                raise PreconditionFailed(f"{key!r} was created by another client at the same time")
             return there
         return ObjectMeta(key, sum(part.size for part in parts), new, self._clock.wall_ns())
 

@@ -57,9 +57,9 @@ def is_told_by_environment(environment: Mapping[str, str]) -> bool:
 
 
 def storage_class_of(config: StoreConfig, key: str, size: int | None) -> str:
-    """The class of a new object; empty for that which the store has by default. ``size`` is None where it is not known
-    yet, as of uploads in parts and of copies. Small objects below ``.lakefs/`` (commits of names, records, leases) are
-    read often and live briefly, which other classes charge for."""
+    """The class of a new object; empty for the store's default. ``size`` is None where it is not known yet, as of
+    uploads in parts and of copies. Small objects below ``.lakefs/`` (commits of names, records, leases) are read often
+    and live briefly, which other classes charge for."""
     if key.startswith(RESERVED_PREFIX) and size is not None and size < BILLED_BYTES_MIN:
         return ""
     return config.storage_class

@@ -4,8 +4,8 @@ Over https TLS does. Over http a body says its CRC-32 (``x-amz-checksum-crc32``)
 match, before anyone sees it: 0.3 ms per MiB. A server is trusted to only where the probe saw it refuse a wrong one, for
 an object and for a part (`Capabilities.checks_crc32`). With other servers the MD5 of a part, taken while it is
 sent, is compared with the ETag that comes back (S3 defines it to be that, and every server tried keeps to it): 2 ms per
-MiB, and a damaged part is sent again before anyone sees it. A whole object is visible at once, so there its MD5 goes
-ahead in a Content-MD5 header, for the store to refuse what does not match; so does that of parts where ETags are not
+MiB, and a damaged part is sent again before anyone sees it. A whole object becomes visible immediately, so its MD5 is
+sent first, in a Content-MD5 header, and the store refuses bytes that do not match. So is that of parts if ETags are not
 MD5 sums (the probe finds out). The signature's own hash is no help: of the servers tried none compares it. Objects of
 up to 1 MiB, which obstore sends, are compared with their ETags only afterwards, and put again. The length is checked by
 HTTP itself.
@@ -142,7 +142,7 @@ class S3Sender:
         self._md5_etags = False
 
     def adapt(self, capabilities: Capabilities) -> None:
-        """Use what the probe found; before any other thread sends."""
+        """Use the results of the probe; call it before any other thread sends."""
         self._md5_etags, self._sends_sums = capabilities.md5_etags, capabilities.checks_crc32
 
     @property
@@ -195,7 +195,7 @@ class S3Sender:
         if compares and not hides_md5(answer):
             due = announced.hex() if announced is not None else md5_of_sent(sent)
             if due != etag_of(answer):
-                raise Unavailable(f"{what}: what arrived is not what was sent")
+                raise Unavailable(f"{what}: the received bytes are not those that were sent")
         return answer
 
     def accepts(self, key: str, body: bytes, crc32: int, upload_id: str = "") -> bool:

@@ -1,4 +1,4 @@
-"""Begins, and throws away, versions of files in use: which draft a write goes to, and what the journal has of it.
+"""Begins and discards versions of files in use: chooses the draft of a write, and keeps its journal record.
 
 What always holds: a file has at most one draft that is written to; a draft becomes its file's newest version when the
 journal has it (`begin`), and not at all where the journal cannot take it, for a call that fails changes nothing. A new
@@ -69,8 +69,8 @@ class Drafts:
         return Draft(self.services, draft_id, target, base=base, file=self._staged_in_memory(draft_id, file.key))
 
     def new_copy(self, file: OpenFile, size: int) -> Draft:
-        """A draft to which ``size`` bytes of the file's acknowledged version are to be copied; for `begin`. Raises
-        StagingFull, CacheError and FileError(EMFILE)."""
+        """A draft for a copy of ``size`` bytes of the file's acknowledged version; for `begin`. Raises StagingFull,
+        CacheError and FileError(EMFILE)."""
         draft_id, target = self.new_id(), DraftTarget(file.key, file.describe)
         small = self._staged_in_memory(draft_id, file.key) if size <= MEMORY_BYTES_MAX else None
         draft = Draft(self.services, draft_id, target, file=small, deferred=True)
@@ -103,7 +103,7 @@ class Drafts:
         draft.begin(self._writeback.sequence, deferred=deferred, unlinked=unlinked)
 
     def _leave_behind(self, file: OpenFile) -> None:
-        """Another version than the acknowledged one begins. One that was unlinked meanwhile is discarded."""
+        """Another version than the acknowledged one begins. One that was unlinked in the meantime is discarded."""
         earlier = file.leave_behind()
         if file.unlinked and earlier.draft is not None:
             file.behind.remove(earlier)
@@ -111,7 +111,8 @@ class Drafts:
 
     async def discard(self, file: OpenFile) -> None:
         """Throw away what is being written to a file that was removed: behind the caller's back where an attempt to
-        store it may have worked. Raises CacheError where the journal does not hear of it; its bytes go all the same."""
+        store it may have worked. Raises CacheError if the journal cannot be written; its bytes are deleted
+        nevertheless."""
         draft = file.draft
         if draft is None:
             return
@@ -126,7 +127,7 @@ class Drafts:
         await self.drop(draft)
 
     async def drop(self, draft: Draft) -> None:
-        """Throw away a draft that is no file's version, and what the journal has of it. Raises CacheError."""
+        """Discard a draft that is not the version of a file, with its journal record. Raises CacheError."""
         await draft.discard()
         if draft.error is None:
             self.files.forget_record(draft.id)

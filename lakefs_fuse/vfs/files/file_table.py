@@ -56,7 +56,7 @@ class _Sparse:
 
 
 class Holes:
-    """Files that are known to have holes, and how many bytes of them are data: what `st_blocks` tells.
+    """Files that are known to have holes, and the size of their data, for `st_blocks`.
 
     What always holds: an answer is about the version that was asked for; one not known has no holes. At most
     `KNOWN_MAX` files are known, those stored last. Nothing is kept on disk: a new daemon knows none.
@@ -76,7 +76,7 @@ class Holes:
         return draft.size if staged >= draft.size else min(draft.size, staged + draft.parts.bytes_dropped)
 
     def note_stored(self, entry: Entry, draft: Draft) -> None:
-        """The draft is the version that the row ``entry`` tells."""
+        """Record that the draft is the version of the row ``entry``."""
         data_bytes = self.data_bytes(entry, draft)
         self._known.pop(entry.inode, None)
         if data_bytes < entry.size:
@@ -193,11 +193,11 @@ class FileTable:
             each.entry = msgspec.structs.replace(each.entry, inode=renewed.inode)
 
     def is_nameless(self, file: OpenFile) -> bool:
-        """Its name is gone; while that is being removed the row is there."""
+        """Record that the file has no name; while the name is being removed the row still exists."""
         return file.unlinked and self._tree.entry(file.entry.inode) is None
 
     def detach(self, file: OpenFile) -> None:
-        """The file has nothing to do any more with the version that it was to replace."""
+        """Separate the file from the version that it was to replace."""
         if file.extent is not None:
             self._cache.unpin(file.extent.version)
         file.extent, file.if_absent = None, False

@@ -50,7 +50,7 @@ class OpenState(StrEnum):
     ACKNOWLEDGED = "acknowledged"
     """Write-back has acknowledged the draft: a write begins the next version."""
     UNLINKED = "unlinked"
-    """Its name is gone, or is being removed: nothing of it is published, with a draft or without."""
+    """Its name was removed, or is being removed: it is not published, with a draft or without."""
 
 
 TRANSITIONS = {
@@ -90,7 +90,7 @@ class OpenFile:
     described: tuple[Entry, dict[str, str], dict[str, str]] | None = None
     """The entry that `describe` was asked for last, and its answers: with the mtime, and as it is fixed before that."""
     prefix_bytes: int | None = None
-    """Bytes from the start of the file without a hole, where it is to be published while it is open."""
+    """Bytes from the start of the file without a hole, if it is published while it is open."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock | None = None
     """Made, and held, by the one who makes the copy that the next version begins with."""
@@ -139,7 +139,7 @@ class OpenFile:
             self.prefix_bytes = min(self.prefix_bytes, size)
 
     def unlink(self) -> None:
-        """Its name is gone, or is about to be removed."""
+        """Whether its name was removed, or is about to be removed."""
         if self.state is not OpenState.UNLINKED:
             self.transition(OpenState.UNLINKED)
 
@@ -185,7 +185,7 @@ class OpenFile:
         return now, xattrs
 
     def end_version(self, draft: Draft) -> None:
-        """The version of a draft is stored: it is no draft any more, or not behind."""
+        """Record that the version of a draft is stored: the draft ends, or is no longer behind."""
         owner = self.owner_of(draft)
         if owner is self:
             self.end_draft()
@@ -210,8 +210,8 @@ class OpenFile:
 
     @property
     def replaces(self) -> str:
-        """ETag of what the store has under the name before this file's next version; empty where there is nothing.
-        One that was renamed over a name has it from the version that was renamed."""
+        """ETag of the object under the name before this file's next version; empty if there is none. One that was
+        renamed over a name has it from the version that was renamed."""
         last = self.draft if self.draft is not None else self.behind[-1].draft if self.behind else None
         if last is not None:
             return last.target.replaces
@@ -263,7 +263,7 @@ class OpenFile:
             if refused.ranges:
                 refused.check(self.key)
         if self.has_lost_name:
-            raise FileError(errno.EEXIST, f"{self.key} was stored by another client meanwhile")
+            raise FileError(errno.EEXIST, f"{self.key} was stored by another client in the meantime")
 
     @property
     def is_acknowledged(self) -> bool:
@@ -275,7 +275,7 @@ class OpenFile:
         return next((each for each in self.versions if each.draft is draft), None)
 
     def leave_behind(self) -> OpenFile:
-        """The acknowledged draft becomes a version of its own, with the attributes it has now; another may begin."""
+        """Make the acknowledged draft a separate version, with its present attributes; another draft may begin."""
         assert self.draft is not None
         earlier = OpenFile(self.entry, self.key, self.extent, if_absent=self.if_absent, publishing=self.publishing)
         earlier.begin(self.draft)
@@ -285,7 +285,7 @@ class OpenFile:
         return earlier
 
     def take_up(self) -> None:
-        """The newest draft is gone: the version that it left behind last, if any, is the newest again."""
+        """Remove the newest draft: the acknowledged version before it, if any, is the newest again."""
         self.end_draft()
         if not self.behind:
             return

@@ -57,12 +57,12 @@ from lakefs_fuse.vfs.status import cache_section
 
 NS = 1_000_000_000
 READINGS_MAX = 1024
-"""Files of which it is remembered where their bytes are and how far they were read."""
+"""Maximum of files whose place and read position are kept in memory."""
 BESIDE_BYTES_MAX = 256 << 10
 BESIDE_NAMES = 64
 """Files that are looked for in the block of another are at most so large, and so many names away from it."""
 GONE_LINES_MAX = 100
-"""Log lines about versions that are gone; beyond them they are only counted."""
+"""Maximum of log lines about missing versions; beyond that they are only counted."""
 log = logging.getLogger(__name__)
 
 
@@ -108,7 +108,7 @@ class ImmutableFilesystem:
         return self._state.note.top
 
     def _inode(self, inode: int) -> int:
-        """The kernel calls the top directory 1, wherever in the lake it is."""
+        """The kernel calls the top directory inode 1, whichever directory of the lake it is."""
         return self._state.note.top if inode == ROOT_INODE else inode
 
     def entry(self, inode: int) -> Entry:
@@ -223,8 +223,8 @@ class ImmutableFilesystem:
     # -- bytes
 
     async def read(self, inode: int, offset: int, length: int, *, around: bool = False) -> Buffer:
-        """With ``around`` all of the block that it begins in is fetched. Raises FileError: ESTALE where the version
-        is gone, else the errno of the store's error."""
+        """With ``around`` all of the block that it begins in is fetched. Raises FileError: ESTALE if the version no
+        longer exists, else the errno of the store's error."""
         reading, request, began_s = self._reading(inode), ReadMetrics(), trio.current_time()
         try:
             return await self._read(reading, offset, length, around, request)
@@ -356,8 +356,8 @@ class ImmutableFilesystem:
     async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None:
         """Raises ConfigError: only `refresh` shows what others write."""
         raise ConfigError(
-            f"{self.config.mountpoint} is an immutable mount, which shows nothing new by itself: wait in another mount "
-            f"of the lake, then run `lakefs-fuse refresh {self.config.mountpoint}`"
+            f"{self.config.mountpoint} is an immutable mount, which changes only by command: wait in another mount of "
+            f"the lake, then run `lakefs-fuse refresh {self.config.mountpoint}`"
         )
 
     def _move_to(self, state: State) -> None:

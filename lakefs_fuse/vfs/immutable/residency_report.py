@@ -1,9 +1,9 @@
-"""Tells the store how much of a dataset is on this node, for a scheduler to place jobs where the bytes are.
+"""Records in the store how much of a dataset is on this node, so that a scheduler can place jobs near the bytes.
 
 What always holds (*bounded cost*): one PUT in REPORT_S at most, none while the cache does not change but one in
 `node_records.RENEW_S`, and counting takes a 20th of the time at most, whatever the number of files; an empty cache is
-not counted. Where the store does not take records, nothing else fails. When the mount ends, a last record says so, if
-the one before was taken.
+not counted. Where the store does not take records, nothing else fails. When the mount ends, it writes a last record, if
+the store accepted the one before.
 
 Trio thread only. A crash leaves a record that says that the node mounts the dataset, until it expires.
 """

@@ -265,7 +265,7 @@ class States:
         return Note(top=top, at_ns=at_ns, newest=newest, mounting=lake.config.mounting)
 
     async def _check_nothing_collected(self, database: Database) -> None:
-        """Inode numbers must stay, so an index cannot stand in for commits that are gone."""
+        """Inode numbers must stay, so an index cannot replace deleted commits."""
         if await collected_before(self._lake.client) > tables.marks_of(database).newest + 1:
             raise LakeError("commits made since were collected (gc): unmount, and mount again, which takes the index")
 

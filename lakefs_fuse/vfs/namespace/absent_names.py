@@ -4,7 +4,7 @@ A directory that is listed for the first time announces none of its names, becau
 case: except for those that were asked for by themselves before, and were not there. What was answered while an earlier
 listing counted, which was dropped since, is not known by name: then all names that came since count.
 
-Trio thread only; memory has the bounds below. Nothing here survives a crash, nor do the kernel's caches.
+Trio thread only; memory has the bounds below. Neither this state nor the kernel's caches survive a crash.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AbsentNames:
         self._widen(self._of(directory, last_cookie))
 
     def discard(self, directory: int, name: bytes) -> bool:
-        """The kernel will not hold a name as absent any more. Returns whether it may have."""
+        """Record that the kernel no longer holds a name as absent. Returns whether it may have."""
         absences = self.directories.get(directory)
         if absences is None or name not in absences.names:
             return absences is not None and absences.is_any

@@ -39,7 +39,7 @@ def shown(config: MountConfig) -> tuple[int, int, int]:
 
 
 def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
-    """Metadata of a file. Without mtime the object's LastModified stands for it."""
+    """Metadata of a file. Without mtime the object's LastModified is used."""
     described = {}
     if entry.mode != UNSET:
         described["mode"] = str(stat.S_IFREG | entry.mode)
@@ -77,7 +77,8 @@ def _is_decimal(text: str, digits_max: int) -> bool:
 
 
 def _mode(text: str) -> int | None:
-    """s3fs writes decimal, rclone octal, sometimes without a leading zero: then the file type tells which it is."""
+    """s3fs writes decimal, rclone octal, sometimes without a leading zero: then the file type bits distinguish the
+    two."""
     if not _is_decimal(text, DIGITS_MAX):
         return None
     octal = int(text, 8) if all(digit in "01234567" for digit in text) else None

@@ -2,13 +2,13 @@
 
 A plain object is in every LIST as soon as it is stored; what its writer had committed before, a rename for example, is
 in sight with the next poll. A program that waits for the one and then opens the other (a table's manifest and its data
-files, ``_SUCCESS`` and what it stands for) would not find it. So before a page is merged that has an object of which
-nothing is known here, and which may be newer than the last poll, commits are polled for.
+files, ``_SUCCESS`` and the files that it marks as complete) would not find it. So before merging a page with an unknown
+object that may be newer than the last poll, the mount polls for commits.
 
 What always holds (*seen in the order of writing*): who sees a plain object by a LIST sees the commits that its writer
 had sent before, unless the poll fails. Where the store dates an object by the beginning of its upload, as S3 does with
-parts, these are the commits before that. Commits tell of plain objects a second or two after they were stored: so for
-`ANNOUNCED_NS` a name that is absent by a LIST from before the new object was seen is asked for again (`Namespace`).
+parts, these are the commits before that. Commits announce plain objects a second or two after they were stored. So for
+`ANNOUNCED_NS` a name that an older LIST lacked, from before the new object was seen, is looked up again (`Namespace`).
 
 An object that another tool stored long ago costs nothing, a new one a LIST of the commits. Trio thread only. Nothing
 here survives a crash, or has to.
@@ -34,7 +34,7 @@ NS = 1_000_000_000
 CLOCK_NS = 4 * NS
 """LastModified is in seconds of the store's clock, which is followed where it differs by more than two."""
 ANNOUNCED_NS = 3 * NS
-"""So long after it was stored at most, commits tell of a plain object where all goes well."""
+"""Time within which a commit normally announces a stored plain object."""
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ class CommitOrder:
     def __init__(self, tree: Tree, poller: Poller, is_announced: Callable[[str], bool]) -> None:
         self._tree, self._poller, self._is_announced = tree, poller, is_announced
         self._polling = trio.Lock()
-        """Of several LISTs at once one polls for all that were answered before."""
+        """Of several concurrent LISTs one polls for all that were answered before."""
 
     async def objects_listed(self, objects: Sequence[ObjectMeta]) -> bool:
         """Poll if one of these may have been stored after commits that are unknown here; returns whether it may."""

@@ -1,8 +1,8 @@
-"""Plain objects that another program put in place of bytes that a commit names: a commit says so.
+"""Commits plain objects of other programs that replaced bytes named by a commit.
 
-Without it the name would get its older bytes back when that object is deleted; if it was deleted before, the commit
-says that the name is gone, as this node has forgotten those bytes. For an object that a node of this lake wrote its
-writer alone makes the commit, when it hears of the one that names the bytes: it knows of its own later versions. Where
+Without the commit the name would get its older bytes back when that object is deleted. If it was deleted before, the
+commit removes the name, because this node has forgotten those bytes. For an object that a node of this lake wrote, only
+its writer makes the commit, when it sees the one that names the bytes, because it knows its own later versions. Where
 the object was removed by then, it tells its date, by which a reader knows which bytes it had replaced. So it does where
 the clock of who removed it was behind, and the removal is dated before the bytes that the object had replaced.
 
@@ -35,7 +35,7 @@ from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, when_named
 
 OBJECTS_MAX = 512
-"""Objects of one commit, and HEADs at once."""
+"""Maximum of objects in one commit, and of concurrent HEADs."""
 WAITING_MAX = 1 << 16
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ForeignObjects:
             self._nursery.start_soon(self._run)
 
     def commit_applied(self, record: Record) -> None:
-        """Another node's commit is in effect here, but for names that are objects of this node which are newer."""
+        """Another node's commit is in effect here, except for names with newer objects of this node."""
         if self._deletions.has_stored_any:
             self._nursery.start_soon(self._add_own, record)
 

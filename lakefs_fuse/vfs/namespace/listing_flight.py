@@ -1,4 +1,4 @@
-"""A LIST of one directory under way: who waits for it, what changed meanwhile, and how far it is.
+"""A LIST of one directory in progress: its waiters, the changes made during it, and its progress.
 
 The first listing of a directory can be read while it goes on: names come in cookie order, and those that a page brings
 get cookies beyond all before. Names that were known before it began are read only once it has shown that they are
@@ -33,11 +33,11 @@ class Flight:
     announced: set[bytes] = field(default_factory=set)
     """Names that other nodes have stored since, in the directory or somewhere below: this LIST may not know of that."""
     is_stale: bool = False
-    """The directory is to be listed again since: of names that were changed here this LIST tells nothing."""
+    """The directory must be listed again, because this LIST is not reliable for names that were changed here."""
     is_dated_back: bool = False
     """A LIST that began earlier brings the names."""
     is_interrupted: bool = False
-    """Whoever began it has ended before it did: who waits for it begins another."""
+    """The task that began it ended before the LIST did: a waiting task begins another."""
     error: LakeError | None = None
     merge: DirectoryMerge | None = None
     progress: ListProgress = field(default_factory=ListProgress)

@@ -10,11 +10,11 @@ what the page says of them is older than what is known here.
 Another version under a name gets another inode, so that no open handle, and no page in the kernel, ever mixes two.
 
 What commits say of a name stands, unless the LIST shows a plain object that the commit did not know and that is not
-older; names that commits removed stay away by the same rule. A directory of which nothing but removed names may be left
-is one of `ghosts`: the caller looks below it, and says `add_directory` where there is something to see. An object that
-would count in place of bytes elsewhere is one of `overriding`: the caller asks for its metadata, because a copy that
-`unpack` or `relocate` has put there counts only when a commit names it, and a later version of a file that was renamed
-from there is that file.
+older; names that commits removed stay away by the same rule. A directory that may contain only removed names is one of
+`ghosts`: the caller lists below it, and calls `add_directory` if there is a visible name. An object that would count in
+place of bytes elsewhere is one of `overriding`: the caller asks for its metadata, because a copy that `unpack` or
+`relocate` has put there counts only when a commit names it, and a later version of a file that was renamed from there
+is that file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, Hidden, is_res
 from lakefs_fuse.vfs.namespace.outdated_names import NAMES_MAX
 
 OVERRIDING_MAX = 1000
-"""Objects of one LIST that are asked about before they count in place of bytes elsewhere; more count at once."""
+"""Maximum of objects of one LIST that get a HEAD before they replace bytes elsewhere; further ones replace them
+immediately."""
 DIFFERENCES_MAX = NAMES_MAX + 1
 """More than can have been announced."""
 STEP_ROWS = 3 * CHILDREN_AT_ONCE
@@ -164,7 +165,7 @@ class DirectoryMerge:
         self._keep = keep
         self._events = events or ChangeEvents()
         self._strays = [key for key in self._events.unlisted_keys() if key.startswith(prefix)]
-        """Keys where files of other names come to lie, and copies of which no commit tells yet."""
+        """Keys that will hold files of other names, and copies that no commit names yet."""
         self._prefix = prefix.encode("utf-8", "surrogatepass")
         self._outsiders: list[Entry] = []
         self.overriding: list[ObjectMeta] = []
@@ -185,10 +186,10 @@ class DirectoryMerge:
         self._hidden: dict[Hidden, set[int]] = {}
         self._shadowed: dict[bytes, ObjectMeta] = {}
         self._places: dict[bytes, int] = {}
-        """Cookies of files that a directory of their name takes over, for who has read them already."""
+        """Cookies of files that a directory of their name takes over, for readers that have already read them."""
         self._pages = 0
         self._is_blank = False
-        """Nothing was known when the LIST began, but for what was changed here since."""
+        """Nothing was known when the LIST began, except changes made here since."""
         self._earlier: set[int] | None = None
         self._look_at_earlier()
 
@@ -232,7 +233,7 @@ class DirectoryMerge:
         return next(self._tree.tombstones.below(self._prefix), None) is not None
 
     def remove_missing(self) -> Iterator[None]:
-        """What no page brought is gone. In steps of some milliseconds."""
+        """Remove names that no page contained. In steps of some milliseconds."""
         confirmed = self._confirmed.ascending()
         at = next(confirmed, None)
         for some in self._tree.needing_object(self._directory, self.first_cookie):
@@ -323,7 +324,7 @@ class DirectoryMerge:
             if entry is None or name in self._touched:
                 continue
             counts = _is_outside(entry) and not _is_hidden(entry, meta) and not self._is_ours(entry, meta)
-            if counts and not self._is_removed(name, meta, known=entry):  # by a commit that came meanwhile
+            if counts and not self._is_removed(name, meta, known=entry):  # by a commit that was applied in the meantime
                 self._replaced(batch, entry, meta)
         self._db.commit_volatile(batch)
         self._announce_overridden()
@@ -347,7 +348,7 @@ class DirectoryMerge:
             self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.MARKER))
 
     def _drop_version(self, batch: Batch, entry: Entry) -> None:
-        """The plain object that a file was is not there any more. What is being written here goes on as a file that is
+        """Handle a file whose plain object no longer exists. What is being written here goes on as a file that is
         nowhere else: no commit may name that object."""
         if not self._keep(entry):
             self._drop(batch, entry, self._prefix)
@@ -372,7 +373,7 @@ class DirectoryMerge:
             self._tree.tombstones.write(batch, {path: tombstone})
 
     def _directory_vanished(self, entry: Entry) -> Iterator[None]:
-        """No key lies below a directory any more: what commits say of it and of names below it stays."""
+        """Handle a directory without keys below it: it stays, with the names below it, where commits set them."""
         if entry.name in self._touched:
             return
         is_shown = entry.flags & (Flag.LISTED | Flag.MARKER)
@@ -633,15 +634,16 @@ class DirectoryMerge:
         self._differs(entry)
 
     def _bury_overridden(self, batch: Batch, entry: Entry) -> None:
-        """A file elsewhere is not the file any more. What it hid stays gone: who puts those bytes there again has to
-        say so. Its commit is applied again where the object goes with an older one (`Application`)."""
+        """Handle a file elsewhere that is no longer the file of its name. What it hid stays gone: who puts those bytes
+        there again has to say so. Its commit is applied again where the object goes with an older one
+        (`Application`)."""
         path, floor = self._prefix + entry.name, entry.stamp if entry.stamp < PENDING else 0
         tombstone = bury(self._tree.tombstones.get(path), floor=floor, etag=entry.etag, at=entry.stamp)
         self._tree.tombstones.write(batch, {path: tombstone})
 
 
 def _is_outside(entry: Entry) -> bool:
-    """A commit says that the name is something else than the plain object at its key."""
+    """Whether a commit says that the name is not the plain object at its key."""
     return entry.stamp > 0 and not entry.is_plain
 
 

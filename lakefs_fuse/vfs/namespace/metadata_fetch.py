@@ -17,7 +17,7 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.sync.nursery import for_each
 
 ASKED_AT_ONCE = 256
-"""Tasks at a time; how many requests run at once is the client's bound."""
+"""Maximum of concurrent tasks; the client bounds the concurrent requests."""
 
 
 def is_unasked(entry: Entry) -> bool:
@@ -26,7 +26,7 @@ def is_unasked(entry: Entry) -> bool:
 
 async def ask_all(steps: Iterable[Sequence[Entry]], getattr: Callable[[int], Awaitable[Entry]]) -> None:
     """Call ``getattr`` for each entry whose attributes were never asked for; other tasks run after each of the
-    ``steps``. Raises what it raises; an entry that vanished meanwhile is passed over."""
+    ``steps``. Raises its errors; an entry that was removed in the meantime is skipped."""
     for entries in steps:
         unasked = [entry.inode for entry in entries if is_unasked(entry)]
         if unasked:

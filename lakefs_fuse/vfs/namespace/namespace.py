@@ -1,4 +1,4 @@
-"""Which names there are: the tree in RocksDB, and when the store has to be asked about it.
+"""The names of a lake: the tree in RocksDB, and the decision when to ask the store.
 
 A directory whose listing counts (`look_intervals`) answers everything, absent names included, without a request; the
 kernel keeps an answer for the TTL at most. When it counts no more the directory is listed again, once for all requests.
@@ -205,14 +205,14 @@ class Namespace:
     # -- freshness
 
     def fresh_s(self, directory: int, *, within_ttl: bool = False) -> float:
-        """How long the last listing of a directory still counts, in seconds, the TTL at most; 0 where it has to be
+        """How long the last listing of a directory is still valid, in seconds, the TTL at most; 0 if the store must be
         asked again. ``within_ttl``: though it may count longer, only one of the TTL does here."""
         listing = self.tree.listing(directory)
         return 0.0 if listing is None else self._listed_fresh_s(directory, listing.at_ns, within_ttl)
 
     def answer_fresh_s(self, directory: int, name: bytes, *, within_ttl: bool = False) -> float:
-        """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself;
-        as `fresh_s`."""
+        """How long the entry of a name is still valid, in seconds, by a listing or a lookup of it alone; as
+        `fresh_s`."""
         listed_ns = self._listed_ns(directory, name)
         return max(self._listed_fresh_s(directory, listed_ns, within_ttl), self._answer_fresh_s(directory, name))
 
@@ -315,8 +315,8 @@ class Namespace:
         return entry, self._answer_fresh_s(directory, name)
 
     async def ensure_absent(self, directory: int, name: bytes) -> str:
-        """The path of a new name, as it is when the answer is known: another node may have renamed the directory
-        meanwhile. Raises FileError: EEXIST, and as `checked_path`; LakeError."""
+        """The path of a new name when the answer is known: another node may have renamed the directory in the meantime.
+        Raises FileError: EEXIST, and as `checked_path`; LakeError."""
         self.checked_path(directory, name)
         if (await self.lookup(directory, name))[0] is not None:
             raise FileError(errno.EEXIST)
@@ -356,7 +356,7 @@ class Namespace:
     async def _list_again(self, directory: int) -> None:
         """A directory that was listed before is listed again when this returns, or the store is away."""
         announced = self._flights[directory].announced if directory in self._flights else ()
-        for _ in range(2 if announced else 1):  # the LIST under way began before what was announced by now
+        for _ in range(2 if announced else 1):  # the LIST in progress began before the announcements
             if self._counts_on(directory):
                 return
             flight = self._listing(directory)
@@ -529,8 +529,8 @@ class Namespace:
                 raise flight.error
 
     async def list_directory(self, directory: int, *, within_ttl: bool = False, since_ns: int = 0) -> None:
-        """LIST a directory to its end and merge what changed; callers that come meanwhile wait for the same LIST. One
-        LIST for several directories will do if it began now or later (``since_ns``), or ``within_ttl``."""
+        """LIST a directory to its end and merge the changes; concurrent callers wait for the same LIST. One LIST for
+        several directories will do if it began now or later (``since_ns``), or ``within_ttl``."""
         while (flight := self._flights.get(directory)) is not None:
             flight.is_wanted = True
             await flight.done.wait()
@@ -737,7 +737,7 @@ class Namespace:
     def changing(self, directory: int, name: bytes, *, is_stored: bool = False) -> None:
         """This node changes a name now: LISTs under way must not undo it. That of a directory above may not know of
         anything below it yet, and would take the directories between away. With ``is_stored`` the store has just
-        confirmed what this node has put there, which is as good as an answer."""
+        confirmed an object of this node, which is as good as a lookup."""
         self._answers.pop((directory, name), None)
         if directory in self._absent.directories:
             self._absent.discard(directory, name)  # the kernel asked for the change, or is notified of it
@@ -781,7 +781,7 @@ class Namespace:
             self._outdated.note_announced(path)
 
     def is_announced(self, path: str) -> bool:
-        """A commit told that a plain object was stored there, of which the store was not asked since."""
+        """Whether a commit announced a plain object there, and the store was not asked for it since."""
         above, _, name = path.encode("utf-8", "surrogatepass").rpartition(b"/")
         directory, missing = self._nearest(above)
         return not missing and name in self._outdated.of(directory)[0]
@@ -837,7 +837,7 @@ class Namespace:
             yield directory
 
     def renew_inode(self, entry: Entry) -> None:
-        """Give the version that a name has now an inode of its own: the kernel keeps the size that it knows of one.
+        """Give the present version of a name a new inode, because the kernel keeps the size of an inode that it knows.
         Raises CacheError."""
         xattrs = self.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
         batch = Batch()
@@ -858,7 +858,7 @@ class Namespace:
             self._db.commit_volatile(batch)
 
     def touch(self, directory: int, batch: Batch | None = None, at_ns: int = 0) -> None:
-        """Names in the directory change: set its times, at once or with ``batch``."""
+        """Set the times of a directory whose names change, immediately or with ``batch``."""
         if directory == ROOT_INODE:
             now = self._clock_ns()
             self.root = msgspec.structs.replace(self.root, mtime_ns=now, ctime_ns=now)

@@ -114,8 +114,8 @@ class ChangeBuilder:
 
     def put_again(self, path: str, entry: Entry, dated_s: int, named: int) -> None:
         """The plain object at ``path`` has bytes that were removed there, or replaced, and are there again. ``dated_s``
-        is its LastModified, 0 where unknown, and ``named`` of `when_named`. The removal in front ends also what others
-        have put there meanwhile, so it is left out where the date says enough."""
+        is its LastModified, 0 where unknown, and ``named`` of `when_named`. The preceding removal also ends versions
+        that others have stored since, so it is omitted if the date is sufficient."""
         if not is_put_since(dated_s, named):
             self.operations.append(Remove(path))
         self.put(path, entry)
@@ -142,7 +142,7 @@ class ChangeBuilder:
         self.operations.append(Remove(path, is_dir, hides or entry.etag, by_date, dated_s))
 
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
-        """Attributes of an entry, whatever it is."""
+        """Attributes of an entry of any kind."""
         kept = self._rows.xattrs(entry.inode) if xattrs is None else xattrs
         if entry.flags & Flag.DIRECTORY:
             self.mkdir(path, entry, kept)

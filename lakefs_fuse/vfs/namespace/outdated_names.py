@@ -1,4 +1,4 @@
-"""Names that other nodes announced since their directory was listed: the store is to be asked for these again.
+"""Names that other nodes announced since their directory was listed: the store must be asked for these again.
 
 What always holds (*an outdated listing says so*): the row of the listing of a directory with outdated names is dated 0,
 so that a daemon that starts lists the directory again; what is kept here is how old the listing is for other names.
@@ -89,7 +89,7 @@ class OutdatedNames:
             self._date(directory, outdated.listed_ns)
 
     def forget(self, directory: int) -> None:
-        """A directory was listed again, or is to be."""
+        """Record that a directory was listed again, or must be."""
         self._directories.pop(directory, None)
 
     def _date(self, directory: int, at_ns: int) -> None:

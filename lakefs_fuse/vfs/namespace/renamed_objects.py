@@ -1,11 +1,11 @@
 """Plain objects that stay at the key of an earlier name after a rename: what becomes of them when that key is written.
 
-A rename is a commit and moves no bytes, so a name may have its bytes at the key of a name that is gone. Nodes that know
-that store elsewhere. One that has not heard of the rename replaces the object there, as if it still were the file of
-that name: what it wrote came before the rename, and the renamed file is that version now. It says so in a commit when
-it hears of the rename (`commit_applied`). Where it was lost before, who reads the renamed file finds out (`adopt`). One
-that has removed that file and made another there replaced nothing, as its object's metadata tell: both are files then,
-and the bytes of the renamed one are gone.
+A rename is a commit and moves no bytes, so the bytes of a name may be at the key of a name that no longer exists. Nodes
+that know that store elsewhere. A node that has not seen the rename replaces the object there, as if it still were the
+file of that name: its write counts as earlier than the rename, and the renamed file is that version now. It commits
+this when it sees the rename (`commit_applied`). Where it was lost before, who reads the renamed file finds out
+(`adopt`). A node that has removed that file and created another there did not replace it, which its object's metadata
+show: then both are files, and the bytes of the renamed one are lost.
 
 What always holds: a name is given to another version only after a HEAD that showed it at the key, only while the name
 still means the version that is gone, and not where its own key has a newer one; no object is deleted here. What this
@@ -249,7 +249,7 @@ class RenamedObjects:
         made there, unaware of the one that was renamed, stays what the old name means, too."""
         builder = ChangeBuilder(self._ns.tree)
         entry, now = self._renamed(path)
-        if entry is not None and now is not None and now.number == row.number:  # other names of it may have gone
+        if entry is not None and now is not None and now.number == row.number:  # its other names may have been removed
             found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
             before = ObjectRef(row.key, row.etag, row.size)
             builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)

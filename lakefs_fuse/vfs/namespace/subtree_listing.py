@@ -1,9 +1,9 @@
 """Flat listings, LISTs without a delimiter: one answers for all directories of a subtree with few plain objects.
 
-Listed one by one, a thousand directories cost a thousand LISTs each TTL, although all that is in them lies in packs. So
-where several directories have to be listed, the topmost one above them is listed once with all keys below it. If these
-fit one page, each directory below is merged from that page while it is no older than the TTL; if not, that subtree is
-not tried again for a while, and the next one further down is.
+Listed one by one, a thousand directories cost a thousand LISTs each TTL, although all their files are in packs. So if
+several directories must be listed, the topmost one above them is listed once with all keys below it. If these fit one
+page, each directory below is merged from that page while it is no older than the TTL; if not, that subtree is not tried
+again for a while, and the next one further down is.
 
 What always holds (*as if it were slow*): what a `FlatListing` says of a directory is merged as if a LIST of that
 directory itself had begun with it and ended now. A directory in which a name was changed since, or was asked for again,
@@ -34,7 +34,7 @@ KEYS_MAX = 1000
 FLAT_LISTINGS_MAX = 16
 """Flat listings in memory, some 300 KB each."""
 SUBTREES_MAX = 4096
-"""Subtrees of which is known whether they are large; those asked for longest ago are forgotten."""
+"""Maximum of subtrees that are classified as large or not; the least recently used are forgotten."""
 CHANGES_MAX = 4096
 """A flat listing below which more names changed is dropped."""
 LARGE_S_FIRST, LARGE_S_MAX = 600.0, 3600.0
@@ -150,7 +150,7 @@ class SubtreeListings:
                 del self.flat_listings[prefix]
 
     def directory_asked(self, directory: int) -> None:
-        """The store is asked about names in a directory, or has to be: flat listings say nothing of it any more."""
+        """Record that the store is asked about names in a directory, or must be: flat listings no longer cover it."""
         for flat in self.flat_listings.values():
             flat.asked.add(directory)
 
@@ -170,9 +170,9 @@ class SubtreeListings:
         return any(subtree.large_until_ns > 0 for subtree in subtrees if subtree is not None)
 
     async def flat_listing(self, place: Place, since_ns: int = 0) -> FlatListing | None:
-        """The flat listing, begun since then, from which to merge a directory; None where it is to be listed by itself.
-        May send a LIST, two where that is of the lake's root. Never raises LakeError: who lists the directory learns
-        what is wrong."""
+        """The flat listing, begun since then, from which to merge a directory; None if it must be listed alone. May
+        send a LIST, two where that is of the lake's root. Never raises LakeError: who lists the directory learns what
+        is wrong."""
         for prefix in _prefixes(place.prefix):
             subtree = self._subtree(prefix)
             while subtree.done is not None:
@@ -205,8 +205,8 @@ class SubtreeListings:
         return 0 <= self._clock_ns() - at_ns < self._ttl_ns
 
     def _is_wanted(self, subtree: _Subtree, directory: int) -> bool:
-        """Whether one LIST for the subtree saves any: a second directory in it has to be listed within the TTL, or the
-        last one served several."""
+        """Whether one LIST for the subtree saves requests: a second directory in it must be listed within the TTL, or
+        the last one served several."""
         if subtree.is_shared:
             return True
         if not self._is_recent(subtree.asked_ns):

@@ -46,7 +46,7 @@ async def list_everything(
             except FileError as error:
                 if error.errno != errno.ESTALE:
                     raise
-                continue  # it is gone meanwhile
+                continue  # it was removed in the meantime
             await listed(inode, is_new)
             directories += 1
             for children in namespace.tree.children_in_steps(inode):

@@ -3,8 +3,8 @@
 What always holds:
 
 * what is kept follows from three things alone: the rules, the names and places in the tree, and one row in the database
-  for each checkpoint that says in which order they became durable. `settle` works it out anew and moves the pins;
-* a checkpoint is let go only when `settle` has seen a newer one that is complete, and never between;
+  for each checkpoint that says in which order they became durable. `settle` computes it again and moves the pins;
+* a checkpoint is unpinned only when `settle` has seen a newer complete one;
 * kept versions take up at most ``bytes_max``: complete ones first, newest first; what does not fit is counted in
   ``refused_bytes``, said in the log, and evicted like anything else. So are files beyond ``FILES_MAX``.
 
@@ -12,8 +12,8 @@ Which ones count: a file, when it is durable; a directory, when no file in it wa
 one rename, or has a success marker, or (where nobody uses markers in this group) a newer one was begun. The newest that
 does not count yet is kept besides, as room allows. Names that look temporary never count.
 
-Trio thread only; `settle` goes on for as long as a walk over the kept files takes, with pauses. Rows are not synced: a
-crash may lose the newest of them, and then an older checkpoint stays in place of it.
+Trio thread only; `settle` takes as long as a walk over the kept files, with pauses. Rows are not synced: a crash may
+lose the newest of them, and then an older checkpoint stays in place of it.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Pinner:
         self._note(unit)
 
     def renamed(self, old: str, new: str) -> None:
-        """A file or directory has another name, on this node at least. To be called when the tree says so."""
+        """A file or directory has another name, on this node at least. A listener of the tree's event."""
         moved = {path: row for path, row in self._rows.items() if path == old or path.startswith(old + "/")}
         batch = Batch()
         for path, row in moved.items():
@@ -256,8 +256,8 @@ class Pinner:
                 log.exception("keeping the newest checkpoints")
 
     async def reconcile(self, *, measure: bool = True) -> None:
-        """Pin what is to be kept now, and nothing else. ``measure`` also looks at what of it is in the cache. Waits for
-        another that is under way, which would let go what this one keeps. Raises LakeError."""
+        """Pin the checkpoints to keep now, and unpin all others. ``measure`` also looks at what of it is in the cache.
+        Waits for another that is under way, which would let go what this one keeps. Raises LakeError."""
         async with self._one_at_a_time:
             await self._reconcile(measure=measure)
 
@@ -352,7 +352,7 @@ class Pinner:
     def _extent(self, entry: Entry) -> Extent | None:
         try:
             return self._ns.extent(entry)
-        except FileError:  # removed meanwhile, or of an object that is not known here
+        except FileError:  # removed in the meantime, or of an object that is not known here
             return None
 
     async def _measure(self, extents: list[Extent]) -> int:

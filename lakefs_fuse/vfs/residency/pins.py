@@ -211,7 +211,7 @@ class Pins:
             plan = await self._plan([*self._paths, *added], strictly=set(added))
             if plan.found.refused_bytes:
                 self._refuse(plan)
-            self._save([*self._paths, *added])  # without what was unpinned meanwhile, whose `reconcile` is next
+            self._save([*self._paths, *added])  # without paths unpinned since, whose `reconcile` is next
             self._apply(plan)
 
     def _save(self, paths: Sequence[str]) -> None:

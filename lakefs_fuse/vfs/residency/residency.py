@@ -4,8 +4,8 @@ A warm walks its files twice: once to count what is missing and whether it fits,
 at a time, so that memory does not grow with the number of files. It begins only if all of it fits into the cache beside
 what cannot be evicted, or is told to take as much as fits. One warm runs at a time, the others wait for their turn.
 
-What always holds (*a warm evicts nothing of its own*): while it runs, what was used since it began is not evicted, and
-that includes what it found in the cache. Parts of the daemon call `Residency.warm`; tasks of its trio loop. A crash
+What always holds (*a warm evicts nothing of its own*): while it runs, blocks used since it began are not evicted,
+including those that it found in the cache. Parts of the daemon call `Residency.warm`; tasks of its trio loop. A crash
 leaves the blocks that were fetched, and a second warm asks for the others.
 """
 
@@ -86,7 +86,7 @@ class PathResidency(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Share:
-    """The part of one object that a batch wants."""
+    """The part of one object that a batch requests."""
 
     blocks: BlockSet = 0
     files: int = 0
@@ -219,7 +219,7 @@ class Residency:
             self._metrics.failed += 1
 
     async def _survey(self, job: _Job) -> None:
-        """Count what is wanted and what of it is missing. Raises LakeError: CacheError where it does not fit."""
+        """Count the requested and the missing bytes. Raises LakeError: CacheError where it does not fit."""
         progress, wanted_bytes = job.progress, 0
 
         async def count(batch: _Batch) -> None:
@@ -255,7 +255,7 @@ class Residency:
             try:
                 await self._fetch(job)
             except LakeError as error:
-                self._metrics.last_error = str(error)  # nobody waits for it; every other error has been answered
+                self._metrics.last_error = str(error)  # no client waits for it; every other error has been answered
                 log.warning("warming in the background ended: %s", error)
             except Exception:
                 log.exception("warming in the background")
@@ -478,7 +478,7 @@ class Residency:
         await self.warm(paths, WarmOptions(is_partial=True, is_for_pins=True))
 
     async def _attempt(self, call: Callable[[], Awaitable[object]]) -> bool:
-        """False where it is to be tried again."""
+        """False if it must be tried again."""
         try:
             await call()
             return True

@@ -1,8 +1,8 @@
 """Files by path and by shell glob, as the names of a mount have them now.
 
-A glob follows the shell: ``*`` and ``?`` stay within a component, neither they nor ``**`` match a name that begins with
-a dot unless the pattern has the dot, and ``**`` as a whole component is any number of directories. A path, or what a
-glob matches, stands for everything below it where it is a directory. Symbolic links have no bytes and are left out.
+A glob follows the shell: ``*`` and ``?`` match within a component, and ``**`` as a whole component is any number of
+directories. None of them matches a name that begins with a dot unless the pattern has the dot. A path, or a match of a
+glob, that is a directory includes everything below it. Symbolic links have no bytes and are left out.
 
 Memory holds one page of names for each level of the walk. Tasks of one trio loop; other requests run between pages.
 """

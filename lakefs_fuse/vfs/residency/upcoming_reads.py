@@ -6,7 +6,7 @@ would, so that its own reads find them in memory, on the cache disk, or on their
 after the other: most of them are local in later epochs, and requests of the job must not wait for that.
 
 What always holds: a name that is wrong, late, or never read costs what reading the file costs and is no error. At most
-`WAITING_MAX` names wait, of which the oldest are dropped, because the job has come to them itself; `FILES_AT_ONCE` are
+`WAITING_MAX` names wait; beyond that the oldest are dropped, because the job has already read them; `FILES_AT_ONCE` are
 read at a time. Trio thread only; nothing survives a crash, or has to.
 """
 

@@ -8,7 +8,7 @@ larger group are synced in the segment before there are records. Syncing a new f
 directory durable too on ext4, XFS and Btrfs. A group of no more than `INLINE_BYTES_MAX` is synced on the trio thread
 while the disk is prompt, which takes less than waking a thread for it; while another is being synced in a thread the
 next gathers. A crash before the record is there leaves an orphan, after it an acknowledged file, whether or not its
-writer was answered. Trio thread only, but for such syncing.
+writer was answered. Trio thread only, except such syncs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GroupCommit:
 
     async def acknowledge(self, file: OpenFile, draft: Draft) -> None:
         """The draft's bytes are durable here when this returns. The caller holds it alone. Raises LakeError; then the
-        draft is as it was, but for bytes that the disk may have lost, which are refused."""
+        draft is unchanged, except for bytes that the disk may have lost, which are refused."""
         if not draft.file.is_in_memory:
             await self._sync_staged(draft)
         ended = trio.Event()
@@ -101,8 +101,8 @@ class GroupCommit:
 
     @staticmethod
     async def _sync_staged(draft: Draft) -> None:
-        """Sync a staging file. Linux tells of a failed write-out once, and takes the pages for written from then on: no
-        later sync says that these bytes are on the disk, but one after they were written again. Raises LakeError."""
+        """Sync a staging file. Linux reports a failed write-out once, and then treats the pages as written: a later
+        sync proves nothing about these bytes until they were written again. Raises LakeError."""
         with draft.file.held():
             assert draft.file.fd >= 0, "opened before the sync: where that fails nothing is lost"
             try:
@@ -251,7 +251,7 @@ class GroupCommit:
             draft.file.keep_in(closing.spot)
         draft.acknowledge(closing.sequence)
         closing.file.follow_draft()
-        if draft.saves != closing.saves:  # it was renamed meanwhile, or its attributes changed
+        if draft.saves != closing.saves:  # it was renamed in the meantime, or its attributes changed
             try:
                 draft.save(sync=True)
             except CacheError as error:  # on its way all the same, but not safe from a crash

@@ -3,8 +3,8 @@
 At mount, names that were there only because the dead daemon wrote the file go (nobody else ever saw them, or another
 node removed them meanwhile), a draft that had reached the store after all is recognised by its id in the object's
 metadata, and the rest is kept as it is: staged bytes, uploaded parts, record. `finish` makes an orphan the newest
-version of its key, unless that key was replaced meanwhile; `abort` deletes its upload, its bytes and its record. Both
-may be repeated after a crash.
+version of its key, unless that key was replaced since; `abort` deletes its upload, its bytes and its record. Both may
+be repeated after a crash.
 
 What always holds (*nothing unread is deleted*): a journal record that cannot be read, as one of a later version, stays
 until its orphan is aborted, and so do its bytes: its staging file, the bytes beside it, and every segment that the
@@ -72,11 +72,11 @@ class Recovery:
         self._room: dict[str, int] = {}
         self._busy: set[str] = set()
         self._recorded: set[str] = set()
-        """Drafts of which the journal had a record at the mount."""
+        """Drafts with a journal record at the mount."""
         self._unreadable: dict[str, str] = {}
         """Those whose record cannot be read, with their paths, empty where even these cannot."""
         self.uncovered = False
-        """A removed name had been renamed over a name of a commit: commits have to be read again."""
+        """Whether a removed name had been renamed over a name of a commit, so that commits must be read again."""
 
     def drop_names(self) -> None:
         """Names that were there only because a dead daemon wrote the file go, before another node's rename of their
@@ -86,7 +86,7 @@ class Recovery:
         for draft_id, raw in list(self._journal.records()):
             if draft_id in self._replayed:
                 continue
-            with suppress(ValueError):  # `load` tells of it
+            with suppress(ValueError):  # `load` reports it
                 self._drop_kept_name(path_of(decode(raw)))
 
     def _keep_xattrs(self) -> None:
@@ -160,7 +160,7 @@ class Recovery:
         self._services.staging.bytes_used += self._room[record.id]
 
     def incomplete_below(self, path: str) -> list[DraftRecord]:
-        """Orphans at or below ``path`` (empty: everywhere) of which writes were refused."""
+        """Orphans with refused writes at or below ``path`` (empty: everywhere)."""
         return [
             record
             for record in self.orphans.values()
@@ -226,7 +226,7 @@ class Recovery:
         )
 
     async def _is_unneeded(self, entry: os.DirEntry[str], key: str, upload_id: str) -> bool:
-        """Nothing of a staging file without a record is to be kept: its bytes are in the store, or there are none."""
+        """Whether a staging file without a record can be deleted: its bytes are in the store, or there are none."""
         if self._read_only or entry.name in self._unreadable:
             return False
         size = entry.stat().st_size
@@ -271,7 +271,7 @@ class Recovery:
                     path.unlink(missing_ok=True)
 
     def _unpack_segment(self, path: Path) -> bool:
-        """Copy what it has of files without a readable record to staging files; whether all of it could be read."""
+        """Copy its files without a readable record to staging files; returns whether all of it could be read."""
         is_whole = True
         for entry in entries(path, decode_outline):
             if entry is None:
@@ -350,8 +350,8 @@ class Recovery:
                 log.exception("orphan %s stays", orphan_id)
 
     async def finish(self, orphan_id: str, *, incomplete: bool = False) -> None:
-        """Publish an orphan; one of which writes were refused only as ``incomplete``. Raises FileError(EEXIST) where
-        its key has another version now; both are kept then."""
+        """Publish an orphan; one with refused writes only if ``incomplete``. Raises FileError(EEXIST) where its key has
+        another version now; both are kept then."""
         record = self._orphan(orphan_id)
         if record.refused and not incomplete:
             why = RefusedRanges(record.refused, why=record.refused_why).describe()
@@ -432,8 +432,8 @@ class Recovery:
 
 
 def _unpack(staging: Staging, draft_id: str, path: str, data: bytes) -> None:
-    """A small file that was acknowledged gets a staging file of its own, durably, in place of a copy that an attempt to
-    store it, or a crash before, has left. Raises CacheError, StagingFull."""
+    """Give a small acknowledged file a separate staging file, durably, which replaces a copy that an attempt to store
+    it, or an earlier crash, has left. Raises CacheError, StagingFull."""
     staging.path(draft_id).unlink(missing_ok=True)
     with os.fdopen(staging.create(draft_id, path), "wb") as target, staging.translating():
         target.write(data)

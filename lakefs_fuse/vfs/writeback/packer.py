@@ -117,7 +117,7 @@ class Packer:
     async def submit(
         self, file: OpenFile, draft: Draft, threshold_bytes: int, plain: int, *, alone_is_plain: bool
     ) -> bool:
-        """Commit a small file with others; False where none joined and it is to be a plain object. ``plain`` others are
+        """Commit a small file with others; False if none joined and it must be a plain object. ``plain`` others are
         being stored as such.
 
         The caller holds ``draft.gate``. Raises LakeError.

@@ -21,7 +21,7 @@ class Form(StrEnum):
     """What holds the bytes of a version."""
 
     PLAIN = "plain"
-    """An object of its own."""
+    """A plain object."""
     PACK = "pack"
     """A commit, with others or alone."""
     PACK_WITH_OTHERS = "pack-with-others"
@@ -53,7 +53,7 @@ class VersionFacts(msgspec.Struct, frozen=True):
     superseded_etag: str = ""
     """Of the object at the file's own key that this node is to delete."""
     etag_there: str | None = None
-    """Of what a look has just shown at the key, empty for nothing; None where there was no look."""
+    """ETag of the object that a HEAD has just shown at the key, empty for none; None where there was no look."""
     place: int = 0
     """Number of the object that the file's row names; 0 where that is its own key."""
     place_at_key: int = 0
@@ -69,11 +69,12 @@ class VersionFacts(msgspec.Struct, frozen=True):
     is_key_refused: bool = False
     """The store has refused the key, at which nothing is."""
     gone_at_key: tuple[str, ...] = ()
-    """ETags of objects that may lie at that key and that its name does not mean any more, the likeliest first."""
+    """ETags of objects that may still be at that key although its name no longer refers to them, the likeliest
+    first."""
 
 
 class PublishPlan(msgspec.Struct, frozen=True):
-    """What is to be done, in the order of the fields."""
+    """The steps of a publication, in the order of the fields."""
 
     key: str
     path: str
@@ -82,7 +83,7 @@ class PublishPlan(msgspec.Struct, frozen=True):
     frees_key: bool = False
     """Another name's bytes are copied away from the key first."""
     commits_first: bool = False
-    """What is journaled is committed first, or a commit would name bytes that are there no more."""
+    """Journaled changes are committed first, or a commit would name bytes that no longer exist."""
     if_absent: bool = False
     """Other bytes at the key refuse the version for good: another client has created the name."""
     expected: str | None = None

@@ -4,11 +4,11 @@
 through `publish_version` and `publish_pack`.
 
 What always holds (*one at a time*): one version of a file is published at a time (``OpenFile.publishing``), and not
-while its name is renamed or removed; writers go on meanwhile where the version was acknowledged. The new version in the
-tree and the end of its journal record are one batch. A crash before that leaves the record, which the next mount
-compares with what the store has. Trio thread only.
+while its name is renamed or removed; writers continue during this if the version was acknowledged. The new version in
+the tree and the end of its journal record are one batch. A crash before that leaves the record, which the next mount
+compares with the store. Trio thread only.
 
-A plain object lies at the file's own path wherever that key is free. It is not where a name that was renamed away still
+A plain object is stored at the file's own path if that key is free. It is not where a name that was renamed away still
 has its bytes there, and where the upload began before the file itself was renamed; then a commit says which object the
 name means. A name that commits speak of is committed again, and so is one whose attributes a listing would not show.
 Any other plain object is announced with the next commit.
@@ -83,7 +83,7 @@ AFTER_RESERVED = RESERVED_PREFIX.removesuffix("/") + chr(ord("/") + 1)
 RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
-"""So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
+"""Maximum time that `close()` waits to fetch the unchanged bytes of a small file from the version that it changes."""
 OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING | Flag.DATED_AGAIN
 """Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
@@ -103,7 +103,7 @@ class LateAttributes(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: str, row: Entry, now: Entry, xattrs: dict[str, bytes] | None) -> LateAttributes:
-        """The version that ``row`` tells, with the attributes of ``now``."""
+        """The version of ``row``, with the attributes of ``now``."""
         attributes_now = {"mode": now.mode, "uid": now.uid, "gid": now.gid, "mtime_ns": now.mtime_ns}
         return cls(path, msgspec.structs.replace(row, **attributes_now), xattrs)
 
@@ -112,7 +112,7 @@ class StoredVersion(msgspec.Struct, frozen=True):
     """A version that the store has, and what the tree says of it at the same moment."""
 
     entry: Entry
-    """What its row is to be."""
+    """Its future row."""
     row: Entry | None
     """Of its inode; None where the name has another version here."""
     is_removed: bool
@@ -154,7 +154,7 @@ class ObjectWriter:
         self.keeping = deletions.keeping
         self._rules, self._shown, self._poll = Rules.of(config), attributes.shown(config), poll
         self._storing_plain = 0
-        """Files that are being stored as plain objects: those that close meanwhile are not alone."""
+        """Files that are being stored as plain objects: files that close at the same time are not alone."""
         self._untold: dict[str, int] = {}
         """Paths of stored versions that others do not find without a commit, and the journaled changes that it has."""
 
@@ -241,7 +241,7 @@ class ObjectWriter:
         return removed is not None and removed.hides(there.etag, there.mtime_ns)
 
     def _is_name_taken(self, draft: Draft, there: ObjectMeta | None) -> bool:
-        """What a look has shown at the key of the file is another client's."""
+        """Whether the object that a HEAD has shown at the key of the file belongs to another client."""
         return there is not None and not is_own_object(draft, there) and not self._is_hidden_object(there)
 
     def _is_of_another_node(self, file: OpenFile) -> bool:
@@ -310,7 +310,7 @@ class ObjectWriter:
             )
         )
         if plan.leaves_key:
-            log.info("%s cannot have the key where its upload began, which begins anew at another", path)
+            log.info("%s cannot have the key where its upload began, and is sent again to another", path)
             await give_up_upload(draft, path)
             self._files.aim(file, draft.id, target)
             return await self._plan(file, draft, policy, alone=alone)
@@ -414,7 +414,7 @@ class ObjectWriter:
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
         row = self._ns.tree.entry(file.entry.inode)
-        now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
+        now = (_owner(file, draft) or file).entry  # not ``file`` if another version has begun in the meantime
         entry = msgspec.structs.replace(
             now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
             place=0, offset=0,
@@ -589,9 +589,9 @@ class ObjectWriter:
         await self._committer.flush()
 
     def announce_object(self, path: str, meta: ObjectMeta, dated_s: int, before: Entry | None = None) -> None:
-        """The name is this object, with the attributes that its metadata tells. ``dated_s`` is the store's date of it,
-        0 where that is not known; ``before`` is the row as it was before it got the object's ETag, by default as it is.
-        Raises CacheError."""
+        """Make this object the version of the name, with the attributes in its metadata. ``dated_s`` is the store's
+        date of it, 0 where that is not known; ``before`` is the row as it was before it got the object's ETag, by
+        default as it is. Raises CacheError."""
         there, tombstone = self._ns.at(path), self._tombstone(path)
         if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_removed(meta.etag):
             return  # another node saw it, and removed it
@@ -629,9 +629,8 @@ class ObjectWriter:
         self._committer.read_again(since)
 
     def leave_to_others(self, row: Entry) -> None:
-        """A name goes on as another client's version, with an inode of its own. Its extended attributes may be those
-        that were set here, for the version of this node: the commits that have others are applied again. Raises
-        CacheError."""
+        """Give a name to another client's version, with a new inode. Its extended attributes may be those that were set
+        here, for the version of this node: the commits that have others are applied again. Raises CacheError."""
         since = row.stamp or (row.ctime_ns if row.flags & Flag.ATTRIBUTED else 0)
         if row.flags & Flag.XATTRS and 0 < since < PENDING:
             self.read_again(since)
@@ -711,9 +710,9 @@ class Publisher:
 
     @staticmethod
     async def _stage_whole(draft: Draft) -> None:
-        """What a small file keeps of the version it changes is staged too, where the store answers in time: that
-        version may be gone when these bytes are published. Raises FileError(ESTALE) where it is gone already, and the
-        bytes could never be published."""
+        """The unchanged bytes of a small file are staged too, if the store answers in time, because the version that it
+        changes may no longer exist when it is published. Raises FileError(ESTALE) if that version no longer exists, so
+        that the bytes could never be published."""
         if draft.base is None or draft.size > COPY_BYTES_MAX:
             return
         with trio.move_on_after(STAGE_WHOLE_S_MAX):
@@ -724,7 +723,7 @@ class Publisher:
                     draft.fail_publish(error, "staging")
                     draft.save(sync=True)
                     raise
-                log.info("%s is acknowledged as a change of what the store has: %s", draft.target.key, error)
+                log.info("%s is acknowledged as a change of the version in the store: %s", draft.target.key, error)
 
     async def publish(self, file: OpenFile) -> None:
         """Return when the file's bytes, as they were when called, are in the store, and what write-back acknowledged
@@ -742,7 +741,7 @@ class Publisher:
             await self._writer.commit_location(file.key)
 
     async def publish_version(self, item: AcknowledgedVersion) -> None:
-        """Publish an acknowledged version by itself. Raises LakeError."""
+        """Publish an acknowledged version alone. Raises LakeError."""
         await self._publish(item.file, item.draft, item)
 
     async def _publish(
@@ -911,7 +910,7 @@ class Publisher:
                 await trio.lowlevel.checkpoint()
 
     def _sync(self) -> None:
-        """Records that went are gone even after a power cut: the bytes that they name may go. And what is journaled is
+        """Sync the deletion of records, so that the bytes that they name may be deleted. And what is journaled is
         there: else an earlier change of the name, which is journaled, too, would be the last. In a worker thread."""
         try:
             self._db.sync()
@@ -927,7 +926,7 @@ class Publisher:
 
     async def begin_next(self, file: OpenFile, acknowledged: Draft) -> None:
         """The version after an acknowledged one that is not in the store yet begins: as a copy of it, or where it is
-        large, after it was published. Of many writers at once the first does it. Raises LakeError."""
+        large, after it was published. The first of many concurrent writers does it. Raises LakeError."""
         file.beginning = file.beginning or trio.Lock()
         async with file.beginning:
             if file.draft is acknowledged:
@@ -950,7 +949,7 @@ class Publisher:
         except BaseException:
             await self._drop_copy(copy)
             raise
-        if file.draft is not acknowledged:  # it was published meanwhile, or another writer began
+        if file.draft is not acknowledged:  # it was published in the meantime, or another writer began
             await self._drop_copy(copy)
             return
         # Meanwhile a version before may have been stored, or the file renamed.
@@ -974,7 +973,7 @@ class Publisher:
             try:
                 await self._drain_before(file)
             except LakeError as error:
-                log.info("%s is to be changed, and waits for the store: %s", file.key, error)
+                log.info("a change of %s waits for the store: %s", file.key, error)
             if file.draft is acknowledged:
                 await trio.sleep(WAIT_DURABLE_S)
 

@@ -72,7 +72,7 @@ class VersionState(StrEnum):
     PUBLISHING = "publishing"
     """It becomes visible right now: too late to be superseded."""
     REFUSED = "refused"
-    """By the store, for a reason of its own: others pass, and it is tried again when a caller asks."""
+    """Refused by the store, alone: other files overtake it, and it is tried again when a caller waits for it."""
     SUPERSEDED = "superseded"
     """A newer version is being acknowledged: this does not become visible, unless that fails."""
     ENDED = "ended"
@@ -109,7 +109,7 @@ class AcknowledgedVersion:
     is_unreconciled: bool = False
     """It came back at mount, and the store was not asked yet whether it has the bytes."""
     is_contested: bool = False
-    """It was created with O_EXCL, and another client has the name: it is stored alone, where the store says so."""
+    """It was created with O_EXCL, and another client has the name: it is stored alone, so that the store refuses it."""
     error: LakeError | None = None
 
     @property
@@ -150,7 +150,7 @@ class Drain:
 
 
 class Bursts:
-    """Whether small files are acknowledged one after the other, so fast that storing them meanwhile slows them down.
+    """Whether small files are acknowledged in such quick succession that storing them at the same time slows them down.
 
     Packing, sending and recording a file costs this node about as much as acknowledging it. Times: trio's clock.
     """
@@ -261,7 +261,7 @@ class WriteBack:
         return len(self.versions) < FILES_MAX and draft.uploader.staging.fits
 
     def add(self, file: OpenFile, draft: Draft, *, is_unreconciled: bool = False) -> None:
-        """An acknowledged draft is to be published; those that it superseded end."""
+        """Queue an acknowledged draft for publication; the drafts that it superseded end."""
         if not is_unreconciled:
             self._end_superseded(file)
             self._metrics.accepted += 1
@@ -319,7 +319,7 @@ class WriteBack:
                 break
             if item.state is not VersionState.SUPERSEDED:
                 item.transition(VersionState.SUPERSEDED)
-            item.draft.unlink()  # what is saved of it from here on says so
+            item.draft.unlink()  # records saved from here on include it
             if file.draft is not None:
                 file.draft.supersede(item.place)
                 if item.draft.is_unknown_to_store and item.draft.target.if_absent:
@@ -373,8 +373,8 @@ class WriteBack:
             log.error("what is staged of %s could not be journaled: %s", draft.target.key, error)
 
     def journal_superseded(self, batch: Batch, draft: Draft) -> None:
-        """With the batch the draft's record goes, or says that it is superseded: what the store has of it has to go, or
-        is recognised as ours, even if this daemon dies."""
+        """The batch deletes the draft's record, or marks it as superseded: its object or upload must be deleted, or is
+        recognised as ours, even if this daemon dies."""
         draft.unlink()
         if draft.is_unknown_to_store:
             draft.file.mark_ended()
@@ -410,7 +410,7 @@ class WriteBack:
             except LakeError as failed:
                 error = failed
                 draft.close(unlink=True)
-            log.warning("what the store has of a superseded version of %s stays: %s", draft.target.key, error)
+            log.warning("the object or upload of a superseded version of %s stays: %s", draft.target.key, error)
             try:
                 draft.save(sync=True)
             except CacheError as unsaved:
@@ -490,7 +490,7 @@ class WriteBack:
                 item.transition(VersionState.REFUSED)
             self.progressed.wake_all()
         for drain in self._drains:
-            if item.attempt <= drain.since:  # try again at once, for the caller that came meanwhile
+            if item.attempt <= drain.since:  # try again immediately, for the caller that arrived in the meantime
                 self.resume_s = 0.0
                 if item.state is VersionState.REFUSED:
                     item.transition(VersionState.WAITING)
@@ -505,7 +505,7 @@ class WriteBack:
     # -- asking for durability
 
     def before(self, path: str, *, are_names_held: bool) -> list[AcknowledgedVersion]:
-        """What has to be durable before the file at ``path``, and the file itself."""
+        """The versions that must be durable before the file at ``path``, and the file itself."""
         return list(self.versions.values()) if are_names_held else self.below(path.rpartition("/")[0])
 
     def below(self, directory: str) -> list[AcknowledgedVersion]:
@@ -525,7 +525,7 @@ class WriteBack:
 
     async def drain(self, items: list[AcknowledgedVersion]) -> None:
         """All of these are durable (or superseded) when this returns. Raises the LakeError of an attempt that began
-        after the call: at once where everything waits, and for a version that is refused when all have been tried."""
+        after the call: immediately if the whole queue waits, and for a refused version when all have been tried."""
         items = self._with_older_versions(items)
         drain = Drain({item.sequence for item in items}, self._attempts)
         if not drain.sequences:

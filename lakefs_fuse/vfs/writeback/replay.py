@@ -1,9 +1,9 @@
 """Acknowledged files of a daemon that ended, back in use: named, readable, and on their way into the store again.
 
-`restore` runs before anything is read from the store, so that what others committed meanwhile finds these files being
-written here. Each is reconciled before it is published: its bytes may be in the store already, or the name may have a
-newer version of another node. Then both are kept: the bytes that were acknowledged here get the name `NAME.conflict-…`.
-Both steps can be repeated after a crash. Trio thread only.
+`restore` runs before anything is read from the store, so that commits of others find these files being written here.
+Each is reconciled before it is published: its bytes may be in the store already, or the name may have a newer version
+of another node. Then both are kept: the bytes that were acknowledged here get the name `NAME.conflict-…`. Both steps
+can be repeated after a crash. Trio thread only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Replay:
         self._ours: set[str] = set()
         """Drafts that the journal knows, superseded ones among them."""
         self.uncovered = False
-        """A name had to be created again: what commits say of it has to be read again."""
+        """Whether a name was created again, so that the commits about it must be read again."""
 
     # -- at mount
 
@@ -99,7 +99,7 @@ class Replay:
 
     def _rewrite_bytes(self, records: Mapping[str, DraftRecord], unreadable: Container[str]) -> None:
         """Bring bytes that were synced with the journal alone back into their segments, of which a power cut may have
-        taken any page, or all. They are deleted from the journal when the segments are synced, but for those of
+        taken any page, or all. They are deleted from the journal when the segments are synced, except those of
         ``unreadable`` records. Raises CacheError."""
         staging, rewritten = self._services.staging, list[str]()
         with staging.translating():
@@ -275,8 +275,8 @@ class Replay:
         return True
 
     async def rename_conflict(self, item: AcknowledgedVersion, key: str) -> bool:
-        """The name ``key`` has another client's version: the acknowledged bytes get a name beside it, unless they have
-        another by now. Whether they got it. Raises LakeError."""
+        """Give the acknowledged bytes a name beside ``key``, which has another client's version, unless they already
+        have another name. Whether they got it. Raises LakeError."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:
             await give_up_upload(draft, file.key)

@@ -93,7 +93,7 @@ class PublishScheduler:
         return min(wait_s, self._start(islice(self._candidates(), 2 * PACK_FILES_MAX)))
 
     def _candidates(self) -> Iterator[AcknowledgedVersion]:
-        """What is to be published, without those that others pass, of which there may be any number."""
+        """The versions to publish, without those that others overtake, of which there may be any number."""
         passed = VersionState.REFUSED, VersionState.SUPERSEDED
         return (item for item in self._queue.items if item.state not in passed)
 
@@ -171,7 +171,8 @@ class PublishScheduler:
             except FileError as error:
                 if error.errno != errno.EEXIST or is_last:
                     raise
-            # A rename meanwhile may have taken the other client's file along: then its next name is that one's, too.
+            # A rename in the meantime may have moved the other client's file: then its next name belongs to that file,
+            # too.
             is_last = await self._replay.rename_conflict(item, key) or item.file.key == key
 
     async def _publish_pack(self, pack: list[AcknowledgedVersion]) -> None:
