@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -258,14 +259,16 @@ async def test_version_stored_after_a_journaled_rename_is_not_older_than_that(tm
         assert await one.tree() == await two.tree() == {"f": b"third"}
 
 
+@pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("is_replaced", [False, True])
 async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stored_stays_away(
-    tmp_path: Path, is_replaced: bool
+    tmp_path: Path, is_replaced: bool, is_new: bool
 ) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
-        await one.write("before", b"first")
-        await one.rename("before", "f")
+        if not is_new:
+            await one.write("before", b"first")
+            await one.rename("before", "f")
         await one.write("other", b"other")
         await two.poll()
         lost = Failures(lambda request: request.what == "put" and request.key == "f", Unavailable("lost"), when="after")
@@ -278,7 +281,7 @@ async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stor
 
         store.hook = hook
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(rewrite, two, "f", b"second")
+            nursery.start_soon(two.write if is_new else partial(rewrite, two), "f", b"second")
             await trio.to_thread.run_sync(looking.reached.wait)
             clock.advance(TTL_S + 5)
             assert await one.read("f") == b"second"

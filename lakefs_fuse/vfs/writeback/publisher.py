@@ -407,13 +407,13 @@ class ObjectWriter:
         replaced = self._replaced_untold(file.key, draft, plan, published.meta)
         has_tombstone = self._has_tombstone(file.key)
         may_be_hidden = published.is_back or bool(replaced)  # who put that may have replaced the same bytes
-        dated_s = 0
-        if has_tombstone or may_be_hidden or file.entry.place:
+        row, dated_s = self._ns.tree.entry(file.entry.inode), 0
+        if has_tombstone or may_be_hidden or file.entry.place or (row is not None and row.place):
             dated_s = await self._find_date(draft.uploader.client, published.meta, may_be_hidden=may_be_hidden)
+            row = self._ns.tree.entry(file.entry.inode)
         path, meta = file.key, published.meta
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
-        row = self._ns.tree.entry(file.entry.inode)
         now = (_owner(file, draft) or file).entry  # not ``file`` if another version has begun in the meantime
         entry = msgspec.structs.replace(
             now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
