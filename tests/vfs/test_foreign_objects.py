@@ -448,6 +448,33 @@ async def test_packed_file_that_an_object_had_replaced_ends_with_that_though_the
         assert await fresh.tree() == expected
 
 
+async def test_object_that_was_replaced_in_place_ends_no_file_that_was_renamed_over_what_replaced_it(
+    tmp_path: Path,
+) -> None:
+    """All within a second, so that the date of the object does not say that it is older than the rename."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two),
+        lake(store, tmp_path / "three", clock=clock, pack="never") as three,
+    ):
+        for m in (one, two, three):
+            assert await m.names() == []
+        await three.write("f", b"first")
+        await two.write("f", b"second")
+        clock.advance(0.1)
+        await one.write("f", b"third")
+        clock.advance(0.1)
+        await one.write("other", b"renamed")
+        await one.rename("other", "f")
+        await one.fs.sync_names()
+        before = commits(store)
+        for m in (two, one, three):
+            await m.poll()
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            assert await m.tree() == {"f": b"renamed"}
+        assert commits(store) == before
+
+
 async def test_object_that_its_writer_sees_replaced_by_a_packed_file_is_not_said_to_be_removed(tmp_path: Path) -> None:
     """Also where a commit comes late that is older than the packed file."""
     store, clock = MemoryStore(), Clock()

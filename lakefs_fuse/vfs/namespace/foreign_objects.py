@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from itertools import chain, pairwise
 
 import trio
 
@@ -24,7 +25,7 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.path_tree import lies_elsewhere
-from lakefs_fuse.commits.record import Put, Record, Remove, Symlink
+from lakefs_fuse.commits.record import OWN, Put, Record, Remove, Symlink
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.meta.tombstones import NS, Tombstone, is_replaced
@@ -78,7 +79,7 @@ class ForeignObjects:
             self._nursery.start_soon(self._add_own, record)
 
     async def _add_own(self, record: Record) -> None:
-        for number, each in enumerate(record.operations, 1):
+        for number, (each, after) in enumerate(pairwise(chain(record.operations, (None,))), 1):
             if isinstance(each, Put | Symlink) and (etag := self._deletions.stored_etag(each.path)):
                 entry = self._ns.at(each.path)
                 if entry is not None and self._current(entry.inode, etag) is not None:
@@ -86,7 +87,9 @@ class ForeignObjects:
                 elif entry is not None and not entry.is_plain and entry.stamp == record.time and each.hides != etag:
                     await self._date_removal(each.path, etag, record.time)
             elif isinstance(each, Remove) and each.hides and self._deletions.stored_etag(each.path) == each.hides:
-                await self._end_replaced(each.path, each.hides)
+                is_succeeded = isinstance(after, Put) and after.object == OWN and after.path == each.path
+                if not is_succeeded:  # else the object there now has replaced what this one had
+                    await self._end_replaced(each.path, each.hides)
             if not number % OBJECTS_MAX:
                 await trio.lowlevel.checkpoint()
 
