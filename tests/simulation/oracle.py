@@ -312,8 +312,8 @@ class Oracle:
         ]
 
     def _along(self, version: Version) -> set[str]:
-        """Paths to which a version that was not in the store yet goes, because another node renamed a directory. As the
-        renames are in no order here, they may go in circles."""
+        """Paths to which a version that was not in the store yet goes, because another node renamed a directory, and
+        from there because its own node did later. As the renames are in no order here, they may go in circles."""
         found, pending = set[str](), [version.path]
         while pending and len(found) < PATHS_MAX:
             path = pending.pop(0)
@@ -321,7 +321,10 @@ class Oracle:
                 for directory in self.versions.get(path[:at], ()):
                     for moved in directory.moved_to:
                         along = moved.path + path[at:]
-                        if moved.node != version.node and not moved.is_withdrawn and along not in found:
+                        is_own = moved.node == version.node
+                        if is_own and (path == version.path or moved.number < version.number):
+                            continue  # what its own node showed when it began a rename is put under the new name
+                        if not moved.is_withdrawn and along not in found:
                             found.add(along)
                             pending.append(along)
         return found

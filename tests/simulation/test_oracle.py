@@ -349,6 +349,29 @@ def test_directory_whose_last_name_another_node_removed_goes_along_with_renames_
     assert oracle.check({"h": DIRECTORY, "h/e": DIRECTORY, "h/other": DIRECTORY})
 
 
+@pytest.mark.parametrize("is_renamed_before", [True, False])
+def test_file_that_is_being_written_goes_along_with_a_later_rename_by_its_node_of_where_another_took_it(
+    is_renamed_before: bool,
+) -> None:
+    """Its node hears of the other rename while its own is under way, so its user renamed what it did not show there."""
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"d": DIRECTORY, "e": DIRECTORY}, ["n0", "n1"])
+
+    def rename(old: str, new: str, node: str) -> None:
+        (directory,) = oracle.matching(old, DIRECTORY)
+        oracle.remove(old, node, frozenset({directory}), is_rename=True).is_certain = True
+        oracle.put(new, DIRECTORY, node, frozenset(), origin=directory).is_certain = True
+
+    if is_renamed_before:
+        rename("e", "g", "n1")
+    oracle.put("d/f", b"bytes", "n1", frozenset())
+    rename("d", "e/d", "n0")
+    if not is_renamed_before:
+        rename("e", "g", "n1")
+    tree = {"g": DIRECTORY, "g/d": DIRECTORY, "g/d/f": b"bytes"}
+    assert any("g/d/f" in wrong for wrong in oracle.check(tree)) == is_renamed_before
+
+
 @pytest.mark.parametrize("is_refused", [True, False])
 def test_directory_of_a_file_stays_when_the_file_goes_unless_it_was_removed(is_refused: bool) -> None:
     oracle = Oracle(deletes_conditionally=True)
