@@ -475,6 +475,40 @@ async def test_object_that_was_replaced_in_place_ends_no_file_that_was_renamed_o
         assert commits(store) == before
 
 
+@pytest.mark.parametrize("is_renamed", [False, True])
+async def test_bytes_put_in_place_of_what_had_replaced_them_before_their_writer_heard_of_that_are_the_file(
+    tmp_path: Path, is_renamed: bool
+) -> None:
+    """Within two seconds of the commit that names them, so that their date does not say that they are others. Where
+    another node has renamed what they replace, they are the file of the new name alone."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two),
+        lake(store, tmp_path / "three", clock=clock, pack="never") as three,
+    ):
+        assert await one.names() == await two.names() == []
+        await two.write("f", b"bytes")
+        clock.advance(0.1)
+        await one.write("f", b"other")
+        clock.advance(0.9)
+        if is_renamed:
+            await one.rename("f", "g")
+            await one.fs.sync_names()
+        with unheard_commits(store):
+            await rewrite(three, "f", b"bytes")
+        for m in (three, two, one, three):
+            await m.poll()
+            await m.parts.renamed.wait_adopted()
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            clock.advance(TTL_S + 1)
+        expected = {"g" if is_renamed else "f": b"bytes"}
+        for m in (one, two, three):
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
 async def test_object_that_its_writer_sees_replaced_by_a_packed_file_is_not_said_to_be_removed(tmp_path: Path) -> None:
     """Also where a commit comes late that is older than the packed file."""
     store, clock = MemoryStore(), Clock()

@@ -4,7 +4,8 @@ Without the commit the name would get its older bytes back when that object is d
 commit removes the name, because this node has forgotten those bytes. For an object that a node of this lake wrote, only
 its writer makes the commit, when it sees the one that names the bytes, because it knows its own later versions. Where
 the object was removed by then, it tells its date, by which a reader knows which bytes it had replaced. So it does where
-the clock of who removed it was behind, and the removal is dated before the bytes that the object had replaced.
+the clock of who removed it was behind, and the removal is dated before the bytes that the object had replaced. Where
+another object was put in place of it, and the same bytes are there again, it says that they are.
 
 What always holds: a commit is made only for an object of another program (no draft token in its metadata) or of this
 node, or for one that is not there any more, of which a HEAD and then a poll of commits show that the name still means
@@ -87,8 +88,9 @@ class ForeignObjects:
                 elif entry is not None and not entry.is_plain and entry.stamp == record.time and each.hides != etag:
                     await self._date_removal(each.path, etag, record.time)
             elif isinstance(each, Remove) and each.hides and self._deletions.stored_etag(each.path) == each.hides:
-                is_succeeded = isinstance(after, Put) and after.object == OWN and after.path == each.path
-                if not is_succeeded:  # else the object there now has replaced what this one had
+                if isinstance(after, Put) and after.object == OWN and after.path == each.path:
+                    await self._put_again(each.path, each.hides, after.hides)  # that one has replaced what this one had
+                else:
                     await self._end_replaced(each.path, each.hides)
             if not number % OBJECTS_MAX:
                 await trio.lowlevel.checkpoint()
@@ -125,6 +127,30 @@ class ForeignObjects:
                 await self._committer.commit_as_of(Change(operations=[removal]), ended)
             except LakeError as error:
                 log.warning("the end of a file that was replaced and removed could not be committed: %s", error)
+
+    async def _put_again(self, path: str, etag: str, successor: str) -> None:
+        """Another node has put ``successor`` in place of an object with the ETag of this node's. Where the store has
+        those bytes all the same, they were put there again by who had not heard of the commit of that."""
+        try:
+            meta = await self._client.find(path)
+            if meta is not None and meta.etag == etag != successor:
+                await self._poll()
+                await self._committer.commit(lambda: self._change_again(meta, successor))
+        except LakeError as error:
+            log.warning("%s has bytes that were put there again, which could not be committed: %s", path, error)
+
+    def _change_again(self, meta: ObjectMeta, successor: str) -> Change:
+        """Called when the commit's turn has come. Nothing where it was told meanwhile, or the successor is replaced."""
+        builder, path = ChangeBuilder(self._ns.tree), meta.key
+        tombstone, entry = self._ns.tree.tombstones.get(path.encode()) or Tombstone(0), self._ns.at(path)
+        is_successor = entry is None or (entry.is_plain and entry.etag == successor)
+        if is_successor and tombstone.when_gone(meta.etag) and not tombstone.when_gone(successor):
+            inode = 0 if entry is None else entry.inode
+            found = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
+            told = attributes.learn(found, meta.metadata or {})
+            dated_s = max(meta.mtime_ns // NS, tombstone.when_dated(meta.etag) + 1)
+            builder.put_again(path, told, dated_s, when_named(self._ns.tree, path, meta.etag))
+        return builder.change()
 
     async def _run(self) -> None:
         try:
