@@ -324,13 +324,15 @@ class FileTable:
             self.move(batch, file, key)
             self._db.commit(batch, sync=file.is_acknowledged)
 
-    def move(self, batch: Batch, file: OpenFile, key: str) -> None:
-        """A file, all its versions, has another name when the batch is committed, which also tells the journal."""
+    def move(self, batch: Batch, file: OpenFile, key: str, *, is_answered: bool = False) -> None:
+        """A file, all its versions, has another name when the batch is committed, which also tells the journal. A draft
+        stays at the key where an upload, or an attempt without answer, began, unless that ``is_answered`` since."""
         for each in file.versions:
             each.key, draft = key, each.draft
             if draft is None:
                 continue
-            if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING or may_be_stored(draft):
+            is_late = not is_answered and may_be_stored(draft)
+            if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING or is_late:
                 draft.target.path = key
                 self._renamed.add(each.entry.inode)
             else:

@@ -316,7 +316,8 @@ class Replay:
             if each is not file:
                 each.extent, each.if_absent = None, False
         self._files.detach(file)
-        self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))
+        path = self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass")
+        self._files.move(batch, file, path, is_answered=True)  # what the store has is another client's
         self._db.commit(batch, sync=True)
         self._ns.announce_name(parent, name)
         self._metrics.conflicts += 1
