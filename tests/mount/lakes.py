@@ -20,6 +20,7 @@ LAKEFS_TEST_CHECKPOINT_MIB  48      size of the state dict that torch saves and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -64,6 +65,7 @@ def scale(name: str, default: int, *, short: int | None = None) -> int:
     return int(os.environ.get(f"LAKEFS_TEST_{name}", sized(default if short is None else short, default)))
 
 
+SYNC_FILE_RANGE_WRITE = 2
 LARGE_BYTES = scale("LARGE_MIB", 40, short=17) * MIB
 
 
@@ -84,6 +86,14 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 15.0
         waited_s = time.monotonic() - began
         assert waited_s < timeout_s, f"{what}: not within {timeout_s:.0f} s"
         time.sleep(max(pause_s, min(PAUSE_S_MAX, waited_s * PAUSE_SHARE)))
+
+
+def start_writeback(fd: int) -> None:
+    """Have the kernel send dirty pages to the daemon now. It keeps those of a FUSE mount until they are some 1 % of the
+    memory, or 30 s old, and less only where other disks were written to lately."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), SYNC_FILE_RANGE_WRITE):
+        raise OSError(ctypes.get_errno(), "sync_file_range")
 
 
 def given_away(path: Path, uid: int, gid: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import PART_BYTES, Lake, eventually, noise, scale
+from tests.mount.lakes import PART_BYTES, Lake, eventually, noise, scale, start_writeback
 from tests.servers import Server, latency
 from tests.tiers import sized
 
@@ -220,6 +220,7 @@ def test_a_large_file_is_renamed_while_it_is_uploaded(make_lake: LakeMaker, tmp_
     with open(lake.path / "model.tmp", "wb") as file:
         file.write(data[: -(4 << 20)])
         file.flush()
+        start_writeback(file.fileno())
         eventually(lambda: lake.number("store.requests.part") > 0, "a part goes up")
         (lake.path / "model.tmp").rename(lake.path / "model.pt")
         file.write(data[-(4 << 20) :])

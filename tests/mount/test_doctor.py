@@ -67,9 +67,11 @@ def test_mount_whose_daemon_died_fails_and_says_what_to_do(make_lake: LakeMaker,
     lake = make_lake("file").mount()
     os.kill(lake.pid, signal.SIGKILL)
     eventually(lambda: not is_running(lake.pid), "the end of the daemon")
+    said = f"FAILED   mount.daemon: the daemon of {lake.path} is dead: run `lakefs-fuse umount"
+    eventually(lambda: said in lake.cli("doctor", str(lake.path)).stdout, "the end of its threads and its supervisor")
     done = lake.cli("doctor", str(lake.path), "--bundle", str(tmp_path / "report.zip"))
     assert done.returncode == 1
-    assert f"FAILED   mount.daemon: the daemon of {lake.path} is dead: run `lakefs-fuse umount" in done.stdout
+    assert said in done.stdout
     assert "skipped  store.list" in done.stdout
     with zipfile.ZipFile(tmp_path / "report.zip") as archive:
         assert "checks.json" in archive.namelist()

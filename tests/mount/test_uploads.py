@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.mount.conftest import LakeMaker, Place
-from tests.mount.lakes import LARGE_BYTES, MIB, PART_BYTES, Stats, eventually, noise, number
+from tests.mount.lakes import LARGE_BYTES, MIB, PART_BYTES, Stats, eventually, noise, number, start_writeback
 from tests.tiers import sized
 
 
@@ -41,6 +41,7 @@ def test_parts_go_up_before_close(here_with_hooks: Place) -> None:
     fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     for at in range(0, len(data), MIB):
         os.write(fd, data[at : at + MIB])
+    start_writeback(fd)
     eventually(lambda: here.count("upload.parts") > number(before, "upload.parts"), "the first part goes up")
     assert here.names() == set()
     assert here.outside.uploads() == [here.prefix + "f"]
@@ -59,6 +60,7 @@ def test_rewritten_parts_are_sent_again(here: Place) -> None:
     parts = here.count("upload.parts")
     fd = os.open(here.path / "f", os.O_CREAT | os.O_RDWR)
     os.pwrite(fd, data, 0)
+    start_writeback(fd)
     eventually(lambda: here.count("upload.parts") > parts, "parts go up")
     data[:8] = b"HEADER!!"
     os.pwrite(fd, b"HEADER!!", 0)
