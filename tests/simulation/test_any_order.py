@@ -43,6 +43,8 @@ DATED_S = 15
 DATED = ("again dated", "again twice", "in place dated", "dated", "remove dated")
 SAMPLES = {2: 300, 3: sized(100, 300)}
 """Combinations of what commits say, by their number."""
+PARTS = 32
+"""Of all combinations of three; each takes 15 s."""
 FORMAT = Path(__file__).parents[2] / "docs/format.md"
 Kind = tuple[str, str]
 
@@ -186,6 +188,19 @@ def test_any_order_of_commits_shows_what_the_order_of_their_names_shows(tmp_path
                 cases.append(Case(kinds, order, lying, path))
     check(node, cases)
     assert len(cases) > 500
+
+
+@pytest.mark.long  # the test above has a sample of these
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_three_commits_in_any_order_show_what_the_order_of_their_names_shows(tmp_path: Path, part: int) -> None:
+    combinations = [kinds for kinds in itertools.product(KINDS, repeat=3) if is_dated_later(kinds)]
+    numbers, cases = itertools.count(), list[Case]()
+    for kinds in combinations[part::PARTS]:
+        for variant in range(len(list(lying_at(kinds, "")))):
+            for order in itertools.permutations(range(3)):
+                path = str(next(numbers))
+                cases.append(Case(kinds, order, list(lying_at(kinds, path))[variant], path))
+    check(Node(tmp_path), cases)
 
 
 @pytest.mark.parametrize(("commits", "sample"), [(2, 60), (3, sized(8, 12))])
