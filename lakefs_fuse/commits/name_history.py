@@ -342,10 +342,13 @@ class Histories:
     def lay_listing_over(self, history: History, step: Step) -> bool:
         """What commits come to, with what a listing shows; returns whether that counts."""
         entry = step.current
+        listed = None if history.listed is None else self.entry_of(history.listed)
         if entry is not None and entry.is_plain and entry.stamp and (entry.etag, entry.stamp) == history.absent:
             step.tombstone = with_unlisted(step.tombstone, *history.absent)
             step.drop()
-        listed = None if history.listed is None else self.entry_of(history.listed)
+            if listed is not None and listed.etag == entry.etag:  # a listing shows it again
+                step.become(listed, Effect.SET, {})
+                return True
         return listed is not None and not history.tells_of(listed.etag) and lay_over(listed, step)
 
     def begun_unlisted(self, path: str, row: Entry | None, buried: Tombstone | None) -> History | None:

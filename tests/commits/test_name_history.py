@@ -199,6 +199,16 @@ def test_object_that_a_listing_does_not_show_any_more_was_told_of_before_what_co
         assert n.find("f") is None
 
 
+def test_object_that_is_listed_again_has_its_size_where_only_a_listing_knows_that(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(20, told("e1"))
+        n.list(plain("f", "e2", 10))
+        n.commit(15, put("f", 7, hides="e3"), writer="0000000b")
+        n.list(plain("f", "e1", 21, size=5))
+        n.commit(16, put("f", 8, hides="e3"), writer="0000000b")
+        assert (n.found("f").etag, n.found("f").size, n.found("f").mtime_ns) == ("e1", 5, at(21))
+
+
 def test_history_that_is_damaged_is_left_out(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         n.commit(10, put("f", 7))
