@@ -472,12 +472,10 @@ class FileRules:
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
-        is_just_removed = self._is_just_removed(step)
-        is_by_date = operation.object == OWN and operation.dated_s > 0 and not is_just_removed
-        is_again = not place.number and (is_by_date or is_just_removed or operation.object != OWN)
-        again = Flag.PUT_AGAIN * is_again | Flag.DATED_AGAIN * is_by_date
+        is_told_again = operation.dated_s > 0 or operation.object != OWN or self._is_just_removed(step)
+        is_again = not place.number and is_told_again
         self._set_file(
-            step, place, operation.hides, (KNOWN if said else 0) | again,
+            step, place, operation.hides, (KNOWN if said else 0) | Flag.PUT_AGAIN * is_again,
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
         )  # fmt: skip

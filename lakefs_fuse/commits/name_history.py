@@ -57,7 +57,7 @@ RUNS = count(1)
 """Applications of records in this process: two that begin at the same time are different runs."""
 ENCODE = msgspec.msgpack.Encoder().encode
 _MARK = struct.Struct("<QIQQI")
-_SECOND_FACT = Flag.ATTRIBUTED | Flag.RELOCATED | Flag.OVERRIDING | Flag.PUT_AGAIN | Flag.DATED_AGAIN | Flag.LOCAL
+_SECOND_FACT = Flag.ATTRIBUTED | Flag.RELOCATED | Flag.OVERRIDING | Flag.PUT_AGAIN | Flag.LOCAL
 
 
 class Fact(msgspec.Struct, frozen=True, array_like=True):

@@ -66,7 +66,7 @@ class Barrier:
             self._names.add(_hash(directory, name))
 
     def has_all(self, directory: int) -> bool:
-        """Put every name in this directory behind the barrier."""
+        """Whether every name in this directory is behind the barrier."""
         return directory in self._whole
 
     def lower(self) -> None:

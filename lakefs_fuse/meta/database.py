@@ -380,7 +380,7 @@ class Database:
         return [None if (row := rows.get(key)) is None else (key, row) for key in keys]
 
     def _is_long(self, key: bytes, row: bytes, length: int) -> bool:
-        """Check that a row has the length of its kind; else it is damaged."""
+        """Whether a row has the length of its kind; if not, it is counted as damaged."""
         if len(row) == length:
             return True
         self.note_damaged(key, ValueError(f"{len(row)} bytes"))

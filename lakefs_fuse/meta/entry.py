@@ -65,8 +65,7 @@ class Flag:
     OVERRIDING = 4096
     """What is here is there in place of a file elsewhere, and no commit says so yet: an object of another program, or a
     file that is being written here. What removes it removes that, too."""
-    DATED_AGAIN = 8192
-    """With PUT_AGAIN: the store's date alone says which commits speak of another version, with the same bytes."""
+    # 8192 is in rows of earlier versions, and says nothing now.
 
 
 NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK

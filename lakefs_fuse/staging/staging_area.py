@@ -333,8 +333,8 @@ class Staging:
             return self.disk.free_bytes(self.directory)
 
     def _has_free(self, count: int) -> bool:
-        """Free bytes, read from the disk at most once in `FREE_AGE_S`, less the bytes used since. Raises StagingFull or
-        CacheError."""
+        """Whether the disk has room for ``count`` bytes. It is asked at most once in `FREE_AGE_S`; bytes used since are
+        subtracted. Raises StagingFull or CacheError."""
         now = trio.current_time()
         if now - self._free_at > FREE_AGE_S:
             self._free_known, self._free_at = self._free_bytes(), now

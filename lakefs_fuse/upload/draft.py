@@ -794,7 +794,7 @@ class Draft:
         self.state = to
 
     def begin(self, began: int, *, deferred: bool, unlinked: bool) -> None:
-        """Make it its file's newest version. ``began`` is the newest number of an acknowledged version."""
+        """Make the draft its file's newest version. ``began`` is the newest number of an acknowledged version."""
         self.began, self.deferred, self.unlinked = began, deferred, unlinked
 
     def retarget(self, target: DraftTarget) -> None:

@@ -193,7 +193,7 @@ class FileTable:
             each.entry = msgspec.structs.replace(each.entry, inode=renewed.inode)
 
     def is_nameless(self, file: OpenFile) -> bool:
-        """Record that the file has no name; while the name is being removed the row still exists."""
+        """Whether the file has no name; while the name is being removed the row still exists."""
         return file.unlinked and self._tree.entry(file.entry.inode) is None
 
     def detach(self, file: OpenFile) -> None:

@@ -84,7 +84,7 @@ RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
 """Maximum time that `close()` waits to fetch the unchanged bytes of a small file from the version that it changes."""
-OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING | Flag.DATED_AGAIN
+OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING
 """Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
 """Each time another client has stored the name between a look and a PUT."""
