@@ -23,6 +23,7 @@ from lakefs_fuse.commits.record import (
     Record,
     Remove,
     count_repeated,
+    removes_unnamed,
     says_what,
 )
 from lakefs_fuse.meta.database import Batch
@@ -109,12 +110,14 @@ class Application:
         some: dict[str, Step] = {}
         leaving = set[str]()  # directories that may go with removals in `some`, before other names are set there
         looked_at = set[str]()  # directories of those removals
+        unnamed = set[str]()  # names that were removed, no version named
         for number, operation in enumerate(self._record.operations, 1):
             path = operation.path
-            is_last, is_only = True, self._whole and says_what(operation)
+            is_last, is_only, is_again = True, self._whole and says_what(operation), path in unnamed
             if path in said and says_what(operation):
                 to_come[path] -= 1
                 is_last, is_only = not to_come[path], self._whole and said[path] == 1
+                (unnamed.add if removes_unnamed(operation) else unnamed.discard)(path)
             is_removal = isinstance(operation, Remove)
             removes_directory = isinstance(operation, Remove) and operation.directory
             is_apart = removes_directory and (path in some or self._paths.directory(path) is not None)
@@ -130,8 +133,9 @@ class Application:
                 looked_at.add(above)
                 leaving.update(self._paths.implied_above(above))
             some[path] = Step(
-                operation, self._directory(above), last.encode() + slash, path.encode() + slash, is_last, is_only
-            )
+                operation, self._directory(above), last.encode() + slash, path.encode() + slash,
+                is_last, is_only, is_again,
+            )  # fmt: skip
             is_full = len(some) >= TOGETHER_MAX or not number % operations_max
             if is_full or is_apart or not self._is_writable(operation):
                 self._apply_all(some)

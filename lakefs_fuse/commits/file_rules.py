@@ -101,6 +101,8 @@ class Step(msgspec.Struct):
     """Nothing in the record says later which bytes the name has."""
     is_only: bool
     """Nothing else in the commit does."""
+    is_again: bool = False
+    """The record removed the name before, and named no version: what it puts is there again."""
     row: Entry | None = None
     """What is in the tree."""
     current: Entry | None = None
@@ -250,14 +252,10 @@ class FileRules:
         if tombstone is None or tombstone.when_gone(etag) > self._stamp:
             return tombstone is not None
         named = tombstone.when_named(etag)
-        if not (dated_s or self._is_just_removed(step)):
+        if not (dated_s or step.is_again):
             return named not in (0, self._stamp)  # `_when_ended`
         is_before = 0 < named < self._stamp  # what went with this record came back with it, if it is applied again
         return is_before and 0 < dated_s <= tombstone.when_removed(etag)
-
-    def _is_just_removed(self, step: Step) -> bool:
-        """The record itself removed the name before."""
-        return step.tombstone is not None and step.tombstone.floor == self._stamp
 
     def _bury(
         self, step: Step, stamp: int = 0, *,
@@ -388,7 +386,7 @@ class FileRules:
             dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
             if step.tombstone is not None or dated_s:
                 rest = step.tombstone or Tombstone(0)
-                again = self._stamp if self._is_just_removed(step) else 0  # which ends no version but its own
+                again = self._stamp if step.is_again else 0  # which ends no version but its own
                 is_lost = rest.when_gone(place.etag) == self._stamp  # beside what was pending here
                 rest = without(rest, place.etag, again) if is_again or is_lost else rest
                 is_undated = bool(self._etag_back(step.operation) or (again and not dated_s))
@@ -464,7 +462,7 @@ class FileRules:
         if operation.object == OWN and self._is_told_late(step, operation):
             if step.tombstone is not None and step.tombstone.floor > self._stamp:
                 self._bury(step, ended=operation.hides, at=self._when_ended(step.tombstone.floor))
-            elif step.tombstone is not None and self._is_just_removed(step):
+            elif step.tombstone is not None and step.is_again:
                 self._show_others(step, step.tombstone, operation.hides)
             elif not self._is_hidden_by(step.current, operation):
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
@@ -472,7 +470,7 @@ class FileRules:
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
-        is_told_again = operation.dated_s > 0 or operation.object != OWN or self._is_just_removed(step)
+        is_told_again = operation.dated_s > 0 or operation.object != OWN or step.is_again
         is_again = not place.number and is_told_again
         self._set_file(
             step, place, operation.hides, (KNOWN if said else 0) | Flag.PUT_AGAIN * is_again,

@@ -39,6 +39,8 @@ from lakefs_fuse.commits.record import (
     SetAttr,
     Symlink,
     is_of_version,
+    removes_unnamed,
+    says_what,
 )
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
@@ -503,6 +505,7 @@ class OrderedRules:
         if history.base is not None:
             again.current = self._histories.entry_of(history.base)
             again.xattrs, again.target = history.base.xattrs, history.base.target
+        unnamed = 0  # when a commit removed the name last, and named no version
         for fact in history.facts:
             answers, file = history.answers(), again.current
             if isinstance(fact.operation, Relocate) and file is not None and not file.stamp and file.is_plain:
@@ -510,7 +513,10 @@ class OrderedRules:
             rules = FileRules(self._paths, fact.record(), ObjectRef(), fact.stamp, outdated=answers)
             rules.number(iter((fact.operation,)))
             again.operation, again.is_last, again.is_only = fact.operation, fact.is_last, fact.is_only
+            again.is_again = unnamed == fact.stamp
             rules.apply(again)
+            if says_what(fact.operation):
+                unnamed = fact.stamp if removes_unnamed(fact.operation) else 0
         is_listed_now = self._histories.lay_listing_over(history, again)
         step.tombstone, step.relists = again.tombstone, again.relists
         step.uncovered = again.uncovered - {fact.stamp for fact in history.facts}

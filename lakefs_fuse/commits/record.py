@@ -197,6 +197,12 @@ def says_what(operation: Operation) -> bool:
     return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
 
 
+def removes_unnamed(operation: Operation) -> bool:
+    """A removal of a file that names no version: in front of a put in the same record it says that what is put there
+    is there again."""
+    return isinstance(operation, Remove) and not (operation.directory or operation.hides or operation.by_date)
+
+
 def count_repeated(operations: Sequence[Operation], said: Counter[str], per_step: int) -> Iterator[None]:
     """Count operations that say what a name is by path in ``said``, for paths that occur more than once; it yields
     after each ``per_step``. A bitmap of eight bits for each operation finds the candidates in the first pass; a few

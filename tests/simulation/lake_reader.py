@@ -517,6 +517,8 @@ class _State:
         """Attributes set later than the bytes: by path, and by the place of the version that they are of."""
         for path, versions in base.changed.items() if base else ():
             self.changed[path] = dict(versions)
+        self._unnamed: dict[str, _Order] = {}
+        """Removals that named no version, by path, until the same commit puts something there."""
 
     def apply(self, archive: _Archive) -> None:
         for operation in archive.operations:
@@ -545,15 +547,19 @@ class _State:
                 )
             return
         if operation.kind == "remove":
+            if not operation.hides and not operation.is_by_date:
+                self._unnamed[path] = order
             if self._removes(order, operation):
                 self.files.pop(path, None)
                 self._forget_attributes(path, order)
             return
         decide = self._is_own_put if operation.is_own else self._is_put
-        is_just_removed = self._grave(path).floor == order
+        is_just_removed = self._is_just_removed(order, path)
         is_dated = operation.is_own and operation.dated > 0 and not is_just_removed
         is_again = is_dated or is_just_removed or not operation.is_own
-        if decide(order, operation):
+        is_put = decide(order, operation)
+        self._unnamed.pop(path, None)
+        if is_put:
             target = operation.target if operation.kind == "symlink" else None
             self.files[path] = _File(
                 order,
@@ -571,6 +577,10 @@ class _State:
         versions = self.changed.get(path, {})
         for place in [place for place, (changed, _) in versions.items() if changed <= order]:
             del versions[place]
+
+    def _is_just_removed(self, order: _Order, path: str) -> bool:
+        """The same commit removed the name before, and named no version."""
+        return self._unnamed.get(path) == order
 
     def _grave(self, path: str) -> _Grave:
         return self.graves.get(path, _NO_GRAVE)
@@ -596,13 +606,14 @@ class _State:
         is_hidden = is_elsewhere and known is not None and known.hides == etag
         if is_hidden and known is not None and not _is_put_since(operation.dated, known.order):
             return False
-        is_again = grave.floor == order or operation.dated > 0
+        is_just_removed = self._is_just_removed(order, path)
+        is_again = is_just_removed or operation.dated > 0
         is_version_gone = grave.gone.get(etag) != order and 0 < operation.dated <= grave.dated.get(etag, 0)
         gone = grave.when_gone(etag)  # by what named it, or else by what is later
         if gone > order or (etag in grave.gone and (not is_again or is_version_gone)):
             if grave.floor > order:
                 self.graves[path] = grave.end(etag, grave.floor)
-            elif is_again and grave.floor == order:  # and so it ends no other version
+            elif is_just_removed:  # and so it ends no other version
                 named, ended = (
                     {known: at for known, at in all_.items() if known == etag or at != order}
                     for all_ in (grave.gone, grave.ended)
@@ -623,7 +634,7 @@ class _State:
         if known is not None and is_elsewhere:
             self._bury_replaced(path, known, etag)
         grave = self._grave(path).unended(etag)
-        grave = grave.without(etag, order if grave.floor == order else None) if is_again else grave
+        grave = grave.without(etag, order if is_just_removed else None) if is_again else grave
         self.graves[path] = grave.without_floor().date(etag, operation.dated)
         return True
 

@@ -31,6 +31,7 @@ KINDS = [
     *(("again and removed", etag) for etag in ETAGS),
     *(("own and removed", etag) for etag in ETAGS),
     *(("in place dated", etag) for etag in ETAGS),
+    *(("in place of elsewhere", etag) for etag in ETAGS),
     *(("dated", etag) for etag in ETAGS),
     *(("remove dated", etag) for etag in ETAGS),
     *(("packed", hides) for hides in ("", *ETAGS)),
@@ -83,6 +84,7 @@ def operations(kind: Kind, path: str, number: int) -> list[Operation]:
         "again and removed": [Remove(path), own, Remove(path, hides=etag)],
         "own and removed": [own, Remove(path, hides=etag)],
         "in place of a": [Remove(path, hides="a"), own],
+        "in place of elsewhere": [Remove(path, by_date=True), own],
         "in place dated": [
             Remove(path, hides="ba"[ETAGS.index(etag)], dated_s=START_S + DATED_S),
             replace(own, dated_s=START_S + DATED_S),
@@ -397,6 +399,19 @@ def test_bytes_that_were_put_over_a_file_that_hides_them_are_the_file(tmp_path: 
     check(Node(tmp_path), cases)
     names = raw_lake(cases)
     assert {names[case.path] for case in cases} == {"a"}
+
+
+def test_object_in_place_of_a_file_elsewhere_stays_away_where_it_was_removed_before_a_commit_told_of_it(
+    tmp_path: Path,
+) -> None:
+    """Who listed it had renamed its directory, so it is the file of another name."""
+    kinds = (("packed", ""), ("remove", "a"), ("in place of elsewhere", "a"))
+    cases = [
+        Case(kinds, order, plain(str(number), "a", time_of(1)), str(number))
+        for number, order in enumerate(itertools.permutations(range(3)))
+    ]
+    check(Node(tmp_path), cases)
+    assert not {case.path for case in cases} & set(raw_lake(cases))
 
 
 def test_file_over_an_object_ends_with_what_was_put_in_place_of_both(tmp_path: Path) -> None:

@@ -564,7 +564,7 @@ async def test_object_of_which_a_commit_told_with_its_date_is_told_of_with_it_ag
         give(began_ns + 3, files={"f": b"packed"})
         await two.poll()
         give(began_ns + 1, own)
-        give(began_ns + 2, Remove("f", by_date=True), replace(own, hides="another", dated_s=0))
+        give(began_ns + 2, Remove("f"), replace(own, hides="another", dated_s=0))
         await two.poll()
         await one.poll()
         assert await one.names() == ["f"]
