@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import trio
+from msgspec.structs import replace
 
-from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
-from lakefs_fuse.commits.record import COMMITS, STORED_MAX
+from lakefs_fuse.commits.archive import commit_key, locate, parse_commit_key, read_record
+from lakefs_fuse.commits.record import COMMITS, STORED_MAX, Operation, Remove
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.vfs.namespace import absent_names, outdated_names
+from tests.commits.archives import commit_of
+from tests.commits.records import record_of
 from tests.memory_store import Failures, MemoryStore, Pause
 from tests.vfs.lakes import NEVER_S, TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import rewrite
@@ -416,6 +419,30 @@ async def test_object_stored_in_a_directory_that_another_node_takes_away_meanwhi
         await announce(one, reader)
         assert await reader.names("a") == ["b"]
         assert await reader.names("a/b") == ["file"]
+
+
+async def test_object_stored_in_a_directory_whose_only_known_name_another_node_takes_away_is_seen(
+    tmp_path: Path,
+) -> None:
+    """Its name was announced in a directory that was never listed, and that went with that name."""
+    store, clock = MemoryStore(), Clock()
+
+    def give(number: int, *operations: Operation, stored: Sequence[str] = (), files: Sequence[str] = ()) -> None:
+        record = replace(record_of(time=clock.now_ns + number), stored=list(stored))
+        packed = dict.fromkeys(files, b"packed")
+        store.give(commit_key(record.time, record.writer), commit_of(packed, record=record, more=operations))
+
+    async with lake(store, tmp_path, clock=clock) as reader:
+        assert await reader.names() == []
+        give(1, files=["d/e/told", "f"])
+        await reader.poll()
+        store.give("d/e/file", b"bytes")
+        give(2, stored=["d/e/file"])
+        await reader.poll()
+        give(3, Remove("d/e/told", by_date=True))
+        await reader.poll()
+        assert await reader.names() == ["d", "f"]
+        assert await reader.names("d/e") == ["file"]
 
 
 @pytest.mark.parametrize("above", ["d", "d/e"])

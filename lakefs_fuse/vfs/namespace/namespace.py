@@ -813,11 +813,14 @@ class Namespace:
                 yield emptied
 
     def _left_behind(self, record: Record) -> Iterator[str]:
-        """Directories that a record moves or removes, where something was announced before; of what a large one
-        removes none."""
+        """Directories that a record moves or removes, or that went with the last name that is known in them, where
+        something was announced before; of what a large one removes none."""
         operations = record.operations if len(record.operations) <= STORED_MAX else ()
-        removed = (each.path for each in operations if isinstance(each, Remove) and each.directory)
-        for path in dict.fromkeys((*(source for source, _ in record.moves), *removed)):
+        removed = [each for each in operations if isinstance(each, Remove)]
+        above = dict.fromkeys(each.path.rpartition("/")[0] for each in removed)
+        gone = (path for path in above if path and self.directory(path) is None)
+        named = (each.path for each in removed if each.directory)
+        for path in dict.fromkeys((*(source for source, _ in record.moves), *named, *gone)):
             if self._outdated.was_announced(path):
                 yield path
 
