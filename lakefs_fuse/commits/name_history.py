@@ -38,7 +38,6 @@ from lakefs_fuse.commits.record import (
     Relocate,
     SetAttr,
     Symlink,
-    is_of_version,
     removes_unnamed,
     says_what,
 )
@@ -113,12 +112,6 @@ class History(msgspec.Struct, frozen=True, array_like=True):
     def is_behind(self, stamp: int) -> bool:
         """Some fact is later than that."""
         return self.facts[-1].stamp > stamp
-
-    def is_pending_after(self, stamp: int) -> bool:
-        """Some fact is later than that, and each of those is in no commit yet: what a commit says of one version may be
-        of what they made."""
-        later = [fact.stamp for fact in self.facts if fact.stamp > stamp]
-        return bool(later) and min(later) >= PENDING
 
     def can_have(self, stamp: int) -> bool:
         """A fact of that time goes in front of none that is in the base."""
@@ -418,9 +411,12 @@ class OrderedRules:
         """Apply an operation on a file, and what later commits have said of the name again, as far as that is known."""
         path, known = step.operation.path, self._known.get(step.operation.path)
         is_carried = bool(self._moved) and self._is_moved(path)
-        history = known if known is None or is_carried else self._histories.found(known, step.row, step.buried)
         if known is None:
             history = self._begun_later(step)
+        elif is_carried:
+            history = self._found_before_move(step, known)
+        else:
+            history = self._histories.found(known, step.row, step.buried)
         if history is None:
             self.rules.apply(step)
             history = self._begin(step, is_carried)
@@ -428,6 +424,17 @@ class OrderedRules:
             history = self._continue(step, history, is_carried)
         if history is not None or known is not None:
             self._changed.append((step, history))
+
+    def _found_before_move(self, step: Step, history: History) -> History:
+        """As `Histories.found`, of a name to, or from, which rows moved with the record: what a listing showed may have
+        gone before that."""
+        if history.listed is None or len(self._record.operations) > MOVED_MAX:
+            return history
+        before = self._before.get(step.operation.path)
+        is_there = before is not None and not history.is_replaced_by(before)
+        if before is None and step.row is not None:  # no row came, perhaps
+            is_there = step.row.is_plain and not history.is_replaced_by(step.row)
+        return history if is_there else msgspec.structs.replace(history, listed=None)
 
     def _begun_later(self, step: Step) -> History | None:
         """The history of a name that began with one commit, which is later than the record."""
@@ -454,8 +461,7 @@ class OrderedRules:
     def _continue(self, step: Step, history: History, is_carried: bool) -> History | None:
         fact = self._fact(step)
         history = history.answered(fact)
-        is_of_pending = is_of_version(step.operation) and history.is_pending_after(self._stamp)
-        if is_of_pending or not history.can_have(self._stamp):
+        if not history.can_have(self._stamp):
             self.rules.apply(step)
             return None
         is_late = history.is_behind(self._stamp) or history.has_before(fact)

@@ -91,6 +91,47 @@ def test_change_made_here_is_behind_what_others_committed_until_it_has_a_time(tm
         assert n.found("f").size == 8
 
 
+def test_attributes_set_here_keep_the_commits_before_them_in_order_when_they_get_a_time(tmp_path: Path) -> None:
+    """A version that was written here since is in no commit yet; others told of theirs, and removed this one, before
+    that."""
+    mine, since = Change(operations=[attributes("e1", 0o640)]), Change(operations=[told("e2")])
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"), writer="0000000b")
+        n.apply_pending(1, mine)
+        n.apply_pending(2, since)
+        n.applier.restamp([(mine, PENDING | 1)], at(40))
+        n.applier.apply_pending(mine, at(40))
+        n.commit(30, Remove("f", hides="e2"), writer="0000000c")
+        n.commit(20, Remove("f"), told("e1"), writer="0000000d")
+        n.applier.restamp([(since, PENDING | 2)], at(40))
+        n.commit(40, *mine.operations, *since.operations)
+        late = n.shown()
+    with node(tmp_path / "in order") as n:
+        n.commit(10, told("e1"), writer="0000000b")
+        n.commit(20, Remove("f"), told("e1"), writer="0000000d")
+        n.commit(30, Remove("f", hides="e2"), writer="0000000c")
+        n.commit(40, *mine.operations, *since.operations)
+        assert n.shown() == late
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_file_that_is_renamed_to_the_name_of_an_object_that_is_not_listed_any_more_is_there(
+    tmp_path: Path, is_own: bool
+) -> None:
+    """By its date that object would count in place of the file."""
+    with node(tmp_path) as n:
+        n.commit(10, put("f", 7))
+        n.list(plain("g", "e1", 50))
+        n.commit(20, Remove("g", hides="e2"), writer="0000000b")
+        n.list_one("g")
+        change = n.rename("f", "g")
+        if is_own:
+            n.apply_pending(1, change)
+            n.applier.restamp([(change, PENDING | 1)], at(30))
+        n.commit(30, change=change)
+        assert n.found("g").size == 7
+
+
 def test_commit_that_is_applied_again_changes_nothing(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         records = [
