@@ -35,6 +35,8 @@ MAINTENANCE = ("auto", "off")
 
 MEMORY_BYTES_MIN = 192 * MIB
 """An idle mount takes 90 MiB."""
+CACHE_BYTES_MIN = 16 * MIB
+"""Sixteen blocks. A number without a unit is in bytes, so less is a mistake."""
 STAGING_BYTES_MIN = 48 * MIB
 """Three parts of an upload: the kernel writes a large file out in two of them, while one is sent. With 32 MiB a file of
 150 MiB was refused, with 48 MiB one of 400 MiB was stored."""

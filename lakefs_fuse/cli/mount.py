@@ -29,6 +29,7 @@ from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
 from lakefs_fuse.cli.worker import find_place, place_below
 from lakefs_fuse.config import (
+    CACHE_BYTES_MIN,
     DURABILITIES,
     HARD_LINKS,
     MAINTENANCE,
@@ -351,6 +352,9 @@ def _check_bounds(options: Options) -> None:
     memory = options["memory_bytes_max"]
     if memory is not None and memory < MEMORY_BYTES_MIN:
         raise ConfigError(f"--memory {memory / MIB:g}MiB: expected {MEMORY_BYTES_MIN >> 20}MiB or more")
+    cache = options["cache_bytes_max"]
+    if cache is not None and cache < CACHE_BYTES_MIN:
+        raise ConfigError(f"--cache-size {format_bytes(cache)}: expected {CACHE_BYTES_MIN >> 20}MiB or more")
     staging = options["staging_bytes_max"]
     if staging is not None and staging < STAGING_BYTES_MIN:
         raise ConfigError(f"--staging-size {format_bytes(staging)}: expected {STAGING_BYTES_MIN >> 20}MiB or more")

@@ -318,6 +318,7 @@ def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[Moun
         (["-o", "cache_size"], "cache_size"),
         (["-o"], "-o"),
         (["--cache-size", "lots"], "--cache-size"),
+        (["--cache-size", "10"], "--cache-size"),
         (["--uploads", "0"], "--uploads"),
         (["--uid", "nobody"], "'--uid': 'nobody' is not a valid whole number"),
         (["--orphans", "eat"], "--orphans"),

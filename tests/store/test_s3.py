@@ -385,7 +385,7 @@ def test_the_table_of_errors(code: str, status: int, kind: type[StoreError]) -> 
 def test_what_a_store_says_of_credentials_is_not_passed_on() -> None:
     body = b"""<Error><Code>SignatureDoesNotMatch</Code><Message>m AKIAEXAMPLE</Message>
         <AWSAccessKeyId>AKIAEXAMPLE</AWSAccessKeyId><StringToSign>AWS4 secret</StringToSign></Error>"""
-    text = str(from_xml("list ''", 403, body))
+    text = str(from_xml("list the lake", 403, body))
     assert "AKIAEXAMPLE" not in text
     assert "secret key is wrong" in text
 
@@ -504,7 +504,7 @@ def test_odd_conflict_of_a_request_without_a_condition_is_unavailable(
 
 
 def test_a_bucket_elsewhere_names_the_option() -> None:
-    assert "--region" in str(from_answer("list ''", "PermanentRedirect", 301))
+    assert "--region" in str(from_answer("list the lake", "PermanentRedirect", 301))
 
 
 # -- listings ----------------------------------------------------------------------------------------------------

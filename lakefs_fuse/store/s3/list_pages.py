@@ -62,7 +62,7 @@ class S3Pages:
             parameters["continuation-token"] = token
         elif start_after:
             parameters["start-after"] = lake + start_after
-        what = f"list {prefix!r}"
+        what = f"list {prefix!r}" if prefix else "list the lake"
         try:
             response = self._http.send(self._access.prepare_get(self._access.bucket_url, parameters))
             status, body = int(response.status_code), bytes(response.content)
