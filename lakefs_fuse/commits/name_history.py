@@ -79,6 +79,14 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
         """A record that says only this."""
         return Record(writer="", time=self.time, objects=self.objects, operations=[self.operation])
 
+    def is_of_another(self, etag: str) -> bool:
+        """Whether it sets attributes of another plain object than the one with this ETag."""
+        said = self.operation
+        if not isinstance(said, SetAttr):
+            return False
+        ref = ObjectRef(said.path, said.hides) if said.object == OWN else self.objects[said.object]
+        return ref.key == said.path and not said.offset and ref.etag != etag
+
     def restamped(self, before: int, after: int) -> Fact:
         """As `Tombstone.restamped`."""
         if self.stamp == before or PENDING <= self.stamp < before:
@@ -111,7 +119,7 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
     def is_behind(self, stamp: int) -> bool:
         """Some fact is later than that."""
-        return self.facts[-1].stamp > stamp
+        return any(fact.stamp > stamp for fact in self.facts[-1:])
 
     def can_have(self, stamp: int) -> bool:
         """A fact of that time goes in front of none that is in the base."""
@@ -148,6 +156,12 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         listed = None if self.listed is None else unpack_entry(0, 0, self.listed.row)
         is_there = listed is not None and listed.etag != fact.outdated
         return msgspec.structs.replace(self, listed=self.listed if is_there else None, outdated=fact.outdated)
+
+    def with_listing(self, listed: Base | None, etag: str, absent: tuple[str, int]) -> History:
+        """With what a listing has shown since, of the plain object with this ETag. Attributes of others bring nothing
+        into sight any more; perhaps no fact is left until the next."""
+        facts = [fact for fact in self.facts if not fact.is_of_another(etag)]
+        return msgspec.structs.replace(self, facts=facts, listed=listed, absent=absent)
 
     def is_replaced_by(self, entry: Entry | None) -> bool:
         """What is listed is not at the key any more, as another plain object is the file."""
@@ -304,10 +318,8 @@ class Histories:
         absent = ("", 0) if tombstone is None else tombstone.unlisted
         if row is None or (row.is_local and not row.stamp and not row.etag):
             is_known = bool(absent[0]) or history.listed is not None
-            return msgspec.structs.replace(history, listed=None, absent=absent) if is_known else None
-        if is_listed(row):
-            return msgspec.structs.replace(history, listed=self._base_of(row), absent=absent)
-        return None
+            return history.with_listing(None, absent[0], absent) if is_known else None
+        return history.with_listing(self._base_of(row), row.etag, absent) if is_listed(row) else None
 
     def _object(self, number: int) -> ObjectRef | None:
         """Where bytes are; None for 0, and for what is not known."""
@@ -411,12 +423,7 @@ class OrderedRules:
         """Apply an operation on a file, and what later commits have said of the name again, as far as that is known."""
         path, known = step.operation.path, self._known.get(step.operation.path)
         is_carried = bool(self._moved) and self._is_moved(path)
-        if known is None:
-            history = self._begun_later(step)
-        elif is_carried:
-            history = self._found_before_move(step, known)
-        else:
-            history = self._histories.found(known, step.row, step.buried)
+        history = self._begun_later(step) if known is None else self._found(step, known, is_carried)
         if history is None:
             self.rules.apply(step)
             history = self._begin(step, is_carried)
@@ -425,16 +432,19 @@ class OrderedRules:
         if history is not None or known is not None:
             self._changed.append((step, history))
 
-    def _found_before_move(self, step: Step, history: History) -> History:
-        """As `Histories.found`, of a name to, or from, which rows moved with the record: what a listing showed may have
-        gone before that."""
-        if history.listed is None or len(self._record.operations) > MOVED_MAX:
-            return history
+    def _found(self, step: Step, known: History, is_carried: bool) -> History | None:
+        """As `Histories.found`. Where rows moved with the record, what the name was before that counts."""
+        if not is_carried:
+            return self._histories.found(known, step.row, step.buried)
         before = self._before.get(step.operation.path)
-        is_there = before is not None and not history.is_replaced_by(before)
+        if before is not None and is_listed(before):
+            return self._histories.found(known, before, step.buried)
+        if known.listed is None or len(self._record.operations) > MOVED_MAX:
+            return known
+        is_there = before is not None and not known.is_replaced_by(before)
         if before is None and step.row is not None:  # no row came, perhaps
-            is_there = step.row.is_plain and not history.is_replaced_by(step.row)
-        return history if is_there else msgspec.structs.replace(history, listed=None)
+            is_there = step.row.is_plain and not known.is_replaced_by(step.row)
+        return known if is_there else known.with_listing(None, known.absent[0], known.absent)
 
     def _begun_later(self, step: Step) -> History | None:
         """The history of a name that began with one commit, which is later than the record."""

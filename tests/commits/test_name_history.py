@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.name_history import FACTS_MAX, Histories
-from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
@@ -21,8 +21,8 @@ def told(etag: str, path: str = "f") -> Put:
     return Put(path, OWN, 0, 1, 0o644, 0, 0, 0, hides=etag)
 
 
-def attributes(etag: str, mode: int) -> SetAttr:
-    return SetAttr("f", OWN, 0, 1, etag, mode, 0, 0, 0, {"user.x": b"%o" % mode})
+def attributes(etag: str, mode: int, path: str = "f") -> SetAttr:
+    return SetAttr(path, OWN, 0, 1, etag, mode, 0, 0, 0, {"user.x": b"%o" % mode})
 
 
 def relocated(etag: str) -> Relocate:
@@ -279,3 +279,43 @@ def test_listed_object_of_which_a_commit_tells_counts_by_that_and_not_by_its_dat
         n.commit(15.5, put("f", 7))
         n.commit(15.1, Remove("f", hides="e9"), writer="0000000b")
         assert n.found("f").place
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_renamed_directory_is_not_made_again_for_attributes_of_an_object_that_was_replaced(
+    tmp_path: Path, is_own: bool
+) -> None:
+    """A listing has shown since what lies at the key, and no commit tells of it."""
+    with node(tmp_path) as n:
+        n.commit(5, Mkdir("d", 0o755, 0, 0, 0))
+        n.list(plain("d/f", "e1", 10), directory="d")
+        n.commit(10, attributes("e1", 0o600, "d/f"))
+        n.list(plain("d/f", "e2", 10), directory="d")
+        if is_own:
+            n.apply_pending(1, n.rename("d", "g"))
+        else:
+            n.commit(30, change=n.rename("d", "g"), writer="0000000b")
+        assert n.found("g/f").size == 1
+        assert n.find("d") is None
+
+
+def test_attributes_of_an_object_that_was_replaced_do_not_show_it_where_the_next_goes(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        n.commit(10, attributes("e1", 0o600))
+        n.list(plain("f", "e2", 10))
+        n.commit(20, Remove("f", hides="e2"))
+        n.commit(15, put("g"), Remove("f", hides="e9"), writer="0000000b")
+        assert n.find("f") is None
+
+
+def test_attributes_do_not_show_an_object_that_a_listing_does_not_show_any_more(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(5, told("e0"))
+        n.commit(6, Remove("f", hides="e9"))
+        record = merged([Change(operations=[attributes("e1", 0o600)])], "0000000b", at(10), range(1))
+        n.applier.apply(record, ObjectRef(), outdated={"f": "e0"})
+        assert n.found("f").etag == "e1"
+        n.list()
+        n.commit(7, Remove("f", hides="e9"), writer="0000000c")
+        assert n.find("f") is None
