@@ -14,7 +14,7 @@ PYTHON = """
 case "$*" in
     *realpath*) echo /usr/bin/python3 ;;
     *python%d*) echo python3.11 ;;
-    "-m venv"*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
+    "-m venv"*) mkdir -p "$5/bin"; cp "$0" "$5/bin/python" ;;
 esac
 """
 """What setup asks of a Python: which one it is, and an environment, whose Python then is the same."""
@@ -59,6 +59,16 @@ def test_where_every_package_is_there_nothing_takes_root(tmp_path: Path) -> None
     assert machine.called("sudo", "apt-get") == []
     install = "python3 -m pip install --quiet --no-compile --config-settings editable_mode=compat --editable .[test]"
     assert install in machine.called("python3")
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_the_bundled_pip_stands_in_for_one_that_cannot_be_fetched(tmp_path: Path, fetched: bool) -> None:
+    machine = Machine(tmp_path)
+    if not fetched:
+        machine.add("python3", f'case "$*" in "-m pip --python"*) exit 1 ;; esac\n{PYTHON}')
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert ("python3 -m ensurepip" in machine.called("python3")) != fetched
 
 
 @pytest.mark.parametrize("sudo", ["none", "refuses"])
