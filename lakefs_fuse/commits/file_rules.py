@@ -59,7 +59,6 @@ NS = 1_000_000_000
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
-NONE_TOLD: Mapping[str, tuple[str, int]] = MappingProxyType({})
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
 
@@ -148,10 +147,9 @@ class FileRules:
         *,
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
-        told: Mapping[str, tuple[str, int]] = NONE_TOLD,
     ) -> None:
-        """As `Application`. ``told`` as in `Carried`."""
-        self._own, self._outdated, self._told = own, outdated, told
+        """As `Application`."""
+        self._own, self._outdated = own, outdated
         self._paths, self._tree = paths, paths.tree
         self._record, self._this, self._stamp, self._time = record, this, stamp, record.time
         self._numbers: dict[int, int] = {}
@@ -221,20 +219,16 @@ class FileRules:
     def is_older(self, step: Step, hides: str) -> bool:
         """Something newer than this record is known of the name."""
         tombstone, current = step.tombstone, step.current
-        if tombstone is not None and self._is_ended(step, tombstone, hides):
+        if tombstone is not None and self._is_ended(step, tombstone):
             return True
         if current is None:
             return False
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
-    def _is_ended(self, step: Step, tombstone: Tombstone, etag: str) -> bool:
-        """A later removal ended what the record puts: a file elsewhere, or a plain object if it is the one named or is
-        not there any more."""
-        if not isinstance(step.operation, Put) or step.operation.object != OWN:
-            return max(tombstone.stamp, tombstone.when_gone(self._etag_back(step.operation))) > self._stamp
-        is_there = self._outdated.get(step.operation.path) != etag
-        survives = is_there and max(tombstone.floor, tombstone.when_gone(etag)) <= self._stamp
-        return tombstone.newest > self._stamp and not survives
+    def _is_ended(self, step: Step, tombstone: Tombstone) -> bool:
+        """A later removal ended what the record puts."""
+        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
+        return (tombstone.newest if is_own else tombstone.stamp) > self._stamp
 
     def _etag_back(self, operation: Operation) -> str:
         """Of the object at its own key to which a file is renamed back; empty where the operation is another."""
@@ -249,11 +243,11 @@ class FileRules:
         current, tombstone = step.current, step.tombstone
         if current is not None and is_hiding(current, etag) and not is_put_since(dated_s, current.stamp):
             return True
-        if tombstone is None or tombstone.when_gone(etag) > self._stamp:
-            return tombstone is not None
+        if tombstone is None:
+            return False
         named = tombstone.when_named(etag)
         if not (dated_s or step.is_again):
-            return named not in (0, self._stamp)  # `_when_ended`
+            return named not in (0, self._stamp)
         is_before = 0 < named < self._stamp  # what went with this record came back with it, if it is applied again
         return is_before and 0 < dated_s <= tombstone.when_removed(etag)
 
@@ -262,10 +256,8 @@ class FileRules:
         floor: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0,
         told: tuple[str, int] = ("", 0),
     ) -> None:  # fmt: skip
-        current, newest = step.current, 0 if step.tombstone is None else step.tombstone.unlisted[1]
-        if current is not None and current.is_plain:
-            newest = max(newest, current.stamp)
-        if newest > floor:  # what lies there is the file
+        current = step.current
+        if current is not None and current.is_plain and current.stamp > floor:  # what lies there is the file
             stamp, floor = max(stamp, floor), 0
         step.tombstone = bury(
             step.tombstone, stamp, floor=floor, etag=etag, ended=ended, at=at, dated_s=dated_s, told=told
@@ -279,11 +271,6 @@ class FileRules:
         etag, stamp = step.tombstone.unlisted
         step.tombstone = with_unlisted(step.tombstone)
         self._bury(step, told=(etag, stamp), ended=etag if is_replaced else "", at=self._stamp)
-
-    def _when_ended(self, stamp: int) -> int:
-        """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is
-        pending may get an earlier time than the record, which is applied again then."""
-        return stamp if stamp < PENDING else self._stamp
 
     def _bury_replaced(self, step: Step, current: Entry, etag: str = "") -> None:
         """A file elsewhere is replaced, or removed. What it hid stays hidden, but for the plain object ``etag``."""
@@ -299,7 +286,6 @@ class FileRules:
             if hides and not (is_elsewhere and current.etag == hides):  # type: ignore[union-attr]
                 self._bury(step, etag=hides, at=max(self._stamp, when_replaced(current, tombstone)))
             if not is_elsewhere:
-                self._end_unlisted(step, hides)
                 self._bury(step, floor=self._stamp)
             is_told = step.tombstone is not None and step.tombstone.unlisted[1] > self._stamp
             listed = current if current is not None and current.is_plain and not current.stamp else None
@@ -314,22 +300,16 @@ class FileRules:
                     self._uncover(step, step.tombstone, listed)
                     step.drop()
         elif is_elsewhere and current.stamp > self._stamp:  # type: ignore[union-attr]
-            self._bury(step, ended=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
+            self._bury(step, ended=place.etag, at=current.stamp)  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:
-            self._bury(step, ended=place.etag, at=self._when_ended(tombstone.floor))
+            self._bury(step, ended=place.etag, at=tombstone.floor)
             if current is not None and current.is_plain and not current.stamp and current.etag == place.etag:
                 self._drop_listed(step, current)
-        else:
-            if isinstance(step.operation, Put) and step.operation.dated_s:
-                step.tombstone = bury(step.tombstone, etag=place.etag, put_s=step.operation.dated_s)
-                self._bury(step, told=(place.etag, self._stamp))
 
     def _drop_listed(self, step: Step, current: Entry) -> None:
-        """A plain object that was only listed had counted by its date, and is gone by its ETag. The next listing tells
-        whether the same bytes were put there again."""
+        """A plain object that was only listed had counted by its date, and is gone by its ETag."""
         self._uncover(step, step.tombstone, current)
         step.drop()
-        step.relists = True
 
     def _end_older(self, step: Step, stamp: int, etag: str) -> None:
         """A plain object that was removed had replaced what was elsewhere until then, also earlier in this record."""
@@ -353,7 +333,7 @@ class FileRules:
         elif (current is None or listed is not None) and step.tombstone is not None:
             ended = step.tombstone.newest if since else step.tombstone.floor
         if ended > since:
-            self._bury(step, etag=etag, at=max(self._stamp, self._when_ended(ended)))
+            self._bury(step, etag=etag, at=max(self._stamp, ended))
             if listed is not None:
                 step.drop()
 
@@ -387,8 +367,7 @@ class FileRules:
             if step.tombstone is not None or dated_s:
                 rest = step.tombstone or Tombstone(0)
                 again = self._stamp if step.is_again else 0  # which ends no version but its own
-                is_lost = rest.when_gone(place.etag) == self._stamp  # beside what was pending here
-                rest = without(rest, place.etag, again) if is_again or is_lost else rest
+                rest = without(rest, place.etag, again) if is_again else rest
                 is_undated = bool(self._etag_back(step.operation) or (again and not dated_s))
                 step.tombstone = bury(put_back(rest, place.etag, undated=is_undated), etag=place.etag, put_s=dated_s)
 
@@ -460,11 +439,9 @@ class FileRules:
             self._replace_version(step, operation)
             return
         if operation.object == OWN and self._is_told_late(step, operation):
-            if step.tombstone is not None and step.tombstone.floor > self._stamp:
-                self._bury(step, ended=operation.hides, at=self._when_ended(step.tombstone.floor))
-            elif step.tombstone is not None and step.is_again:
+            if step.tombstone is not None and step.is_again:
                 self._show_others(step, step.tombstone, operation.hides)
-            elif not self._is_hidden_by(step.current, operation):
+            else:
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
                 self._end_older(step, min(gone - 1, self._stamp), operation.hides)
             return
@@ -478,18 +455,10 @@ class FileRules:
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
         )  # fmt: skip
 
-    def _is_hidden_by(self, current: Entry | None, operation: Put) -> bool:
-        """What is known has, or hides, the plain object that is told of, and not only an earlier one of equal bytes."""
-        is_earlier = current is not None and lies_elsewhere(current) and is_put_since(operation.dated_s, current.stamp)
-        return current is not None and current.etag == operation.hides and not is_earlier
-
     def _is_told_late(self, step: Step, operation: Put) -> bool:
         """The plain object that is told of is gone. A change made here knew that when it was made, but not what other
         nodes' commits have said since: its own commit is applied as those are."""
-        newest = 0 if step.current is None else step.current.stamp
-        newest = newest if step.tombstone is None else max(newest, step.tombstone.newest)
-        is_pending = self._own and max(self._stamp, newest) >= PENDING
-        return not is_pending and self._is_gone(step, operation.hides, operation.dated_s)
+        return self._is_gone(step, operation.hides, operation.dated_s)
 
     def _show_others(self, step: Step, tombstone: Tombstone, etag: str) -> None:
         """What the record said to be there again is gone, and so ends no other version: the next listing tells what
@@ -573,9 +542,7 @@ class FileRules:
                 self._bury(step, ended=current.etag, at=self._stamp)
             else:
                 self._bury(step, told=(current.etag, current.stamp))
-        elif removes and current is None and operation.path in self._told:
-            self._bury(step, told=self._told[operation.path])
-        if removes or (step.tombstone is not None and step.tombstone.unlisted[0] == hides):
+        if removes:
             self._end_unlisted(step, hides, is_replaced=bool(floor))
         self._bury(step, floor, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
         return removes

@@ -396,8 +396,7 @@ class OrderedRules:
     ) -> None:
         """As `Application`."""
         self._paths, self._record, self._this, self._stamp, self._outdated = paths, record, this, stamp, outdated
-        self._told: dict[str, tuple[str, int]] = {}
-        self.rules = FileRules(paths, record, this, stamp, own=own, outdated=outdated, told=self._told)
+        self.rules = FileRules(paths, record, this, stamp, own=own, outdated=outdated)
         self._histories = Histories(paths.tree)
         self._run = 0 if own else paths.database.clock.boot_ns() + next(RUNS)
         self._moved, self._before = set[str](), dict[str, Entry]()
@@ -407,7 +406,6 @@ class OrderedRules:
 
     def move(self, carried: Carried) -> None:
         """Rows were moved with the record."""
-        self._told.update(carried.told)
         self._before.update(carried.before)
         if carried.directories:
             self._moved.update(path for pair in self._record.moves for path in pair)

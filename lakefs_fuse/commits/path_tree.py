@@ -229,12 +229,10 @@ Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
 
 
 class Carried(NamedTuple):
-    """What `carry_over` did: the directories that rows left, none where nothing moved; by the paths that they left, the
-    plain objects of which commits had told (ETag and stamp); and the files that had the names which rows left or came
-    to, unless the record has more than MOVED_MAX operations."""
+    """What `carry_over` did: the directories that rows left, none where nothing moved; and the files that had the names
+    which rows left or came to, unless the record has more than MOVED_MAX operations."""
 
     directories: Sequence[int] = ()
-    told: Mapping[str, tuple[str, int]] = MappingProxyType({})
     before: Mapping[str, Entry] = MappingProxyType({})
 
 
@@ -281,7 +279,6 @@ class _CarryOver:
         self._sources = {source for source, _ in record.moves}
         self._made: Made = {}
         self._gone: dict[bytes, Remove] = {}
-        self._told: dict[str, tuple[str, int]] = {}
         self._before: dict[str, Entry] = {}
         self._keeps_files = len(record.operations) <= MOVED_MAX
         self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
@@ -424,8 +421,6 @@ class _CarryOver:
                 or (tombstone is not None and max(tombstone.newest, tombstone.unlisted[1]) > self._stamp)
             ):
                 return False
-            if found.stamp and found.is_plain:
-                self._told[before] = found.etag, found.stamp
             if self._keeps_files and not found.flags & Flag.DIRECTORY:
                 self._before[before] = found
         return True
@@ -490,7 +485,7 @@ class _CarryOver:
             file = _attach(paths, found, target, self._record.time, self._stamp)
             if file is not None:
                 self._before[target] = file
-        return Carried([found.parent for found, _ in moving], self._told, self._before)
+        return Carried([found.parent for found, _ in moving], self._before)
 
 
 def _is_free(
