@@ -441,7 +441,7 @@ class FileRules:
         if operation.object == OWN and self._is_told_late(step, operation):
             if step.tombstone is not None and step.is_again:
                 self._show_others(step, step.tombstone, operation.hides)
-            else:
+            elif not self._is_hidden_by(step.current, operation):
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
                 self._end_older(step, min(gone - 1, self._stamp), operation.hides)
             return
@@ -454,6 +454,11 @@ class FileRules:
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
         )  # fmt: skip
+
+    def _is_hidden_by(self, current: Entry | None, operation: Put) -> bool:
+        """What is known has, or hides, the plain object that is told of, and not only an earlier one of equal bytes."""
+        is_earlier = current is not None and lies_elsewhere(current) and is_put_since(operation.dated_s, current.stamp)
+        return current is not None and current.etag == operation.hides and not is_earlier
 
     def _is_told_late(self, step: Step, operation: Put) -> bool:
         """The plain object that is told of is gone. A change made here knew that when it was made, but not what other

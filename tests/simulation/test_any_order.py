@@ -351,6 +351,19 @@ def test_file_that_replaced_an_object_stays_when_that_is_told_of_twice(tmp_path:
     assert {names[case.path] for case in cases} == {f"packed {time_of(0)}"}
 
 
+@pytest.mark.parametrize("told", ["own", "own and removed"])
+@pytest.mark.parametrize("removal", ["remove", "remove dated"])
+def test_file_that_replaced_an_object_stays_when_that_is_told_of_after_its_removal(
+    tmp_path: Path, removal: str, told: str
+) -> None:
+    """The object was removed by who had not heard of the file."""
+    kinds = (("packed", "a"), (removal, "a"), (told, "a"))
+    cases = [Case(kinds, order, None, str(number)) for number, order in enumerate(itertools.permutations(range(3)))]
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {f"packed {time_of(0)}"}
+
+
 @pytest.mark.parametrize("again", ["again", "again dated", "again and removed"])
 def test_file_over_an_object_stays_away_when_its_bytes_that_were_put_again_are_removed(
     tmp_path: Path, again: str
