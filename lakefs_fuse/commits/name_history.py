@@ -38,6 +38,7 @@ from lakefs_fuse.commits.record import (
     Relocate,
     SetAttr,
     Symlink,
+    is_of_version,
     removes_unnamed,
     says_what,
 )
@@ -120,6 +121,14 @@ class History(msgspec.Struct, frozen=True, array_like=True):
     def is_behind(self, stamp: int) -> bool:
         """Some fact is later than that."""
         return any(fact.stamp > stamp for fact in self.facts[-1:])
+
+    def is_moved_by(self, operation: Operation, stamp: int) -> bool:
+        """The operation is of the place of one version, and each fact that is later is in no commit yet: it may be of
+        what they made."""
+        if isinstance(operation, SetAttr) or not is_of_version(operation):
+            return False
+        later = [fact.stamp for fact in self.facts if fact.stamp > stamp]
+        return bool(later) and min(later) >= PENDING
 
     def can_have(self, stamp: int) -> bool:
         """A fact of that time goes in front of none that is in the base."""
@@ -469,7 +478,7 @@ class OrderedRules:
     def _continue(self, step: Step, history: History, is_carried: bool) -> History | None:
         fact = self._fact(step)
         history = history.answered(fact)
-        if not history.can_have(self._stamp):
+        if history.is_moved_by(step.operation, self._stamp) or not history.can_have(self._stamp):
             self.rules.apply(step)
             return None
         is_late = history.is_behind(self._stamp) or history.has_before(fact)
