@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import count, islice
 
 import msgspec
@@ -409,6 +409,8 @@ class OrderedRules:
         self._histories = Histories(paths.tree)
         self._run = 0 if own else paths.database.clock.boot_ns() + next(RUNS)
         self._moved, self._before = set[str](), dict[str, Entry]()
+        self._left = set[str]()
+        """From where this node's change moved rows before a crash, after which it is applied again."""
         self._known: dict[str, History] = {}
         """Of the names that are read together."""
         self._changed: list[tuple[Step, History | None]] = []
@@ -418,6 +420,8 @@ class OrderedRules:
         self._before.update(carried.before)
         if carried.directories:
             self._moved.update(path for pair in self._record.moves for path in pair)
+        elif not self._run:
+            self._left.update(old for old, _ in self._record.moves)
 
     def read(self, steps: Sequence[Step]) -> None:
         """Read what is known of the names and the objects of steps; `apply` and `write` are for these."""
@@ -429,7 +433,8 @@ class OrderedRules:
     def apply(self, step: Step) -> None:
         """Apply an operation on a file, and what later commits have said of the name again, as far as that is known."""
         path, known = step.operation.path, self._known.get(step.operation.path)
-        is_carried = bool(self._moved) and self._is_moved(path)
+        is_left = known is not None and step.row is None and self._is_below(path, self._left)
+        is_carried = is_left or self._is_below(path, self._moved)
         history = self._begun_later(step) if known is None else self._found(step, known, is_carried)
         if history is None:
             self.rules.apply(step)
@@ -513,10 +518,11 @@ class OrderedRules:
             return None
         return self._histories.begin(path, row, step.buried, self._fact(step))
 
-    def _is_moved(self, path: str) -> bool:
+    @staticmethod
+    def _is_below(path: str, moved: Set[str]) -> bool:
         """Rows moved to the name, or from it, with the record."""
-        while path:
-            if path in self._moved:
+        while path and moved:
+            if path in moved:
                 return True
             path = path.rpartition("/")[0]
         return False

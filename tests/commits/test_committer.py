@@ -657,6 +657,45 @@ async def test_journaled_change_that_another_node_replaced_is_not_put_in_effect_
         assert a.shown() == await seen_by_others(site)
 
 
+async def test_file_that_was_moved_when_the_machine_died_counts_beside_a_late_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row had moved to its new name, and what is left behind at the old one was lost. Another node had put a link
+    over the earlier version, before the commit that tells of the file and its rename."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        for second, etag in enumerate(("e0", "e1"), 1):
+            site.clock.seconds = second
+            a.enqueue(Remove("f"), Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides=etag))
+            await a.committer.flush()
+        await b.poller.poll()
+        a.enqueue(Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e2"))
+        commit, writes = a.database.commit, 0
+
+        def fail_fifth(batch: Batch, *, sync: bool = False) -> None:
+            nonlocal writes
+            writes += 1
+            if writes > 4:  # the fourth has moved the row
+                raise CacheError("the machine lost its power")
+            commit(batch, sync=sync)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(a.database, "commit", fail_fifth)
+            moved = Put("g", 1, 0, 1, 0o644, 0, 0, 0)
+            objects = [ObjectRef(), ObjectRef("f", "e2", 1)]
+            a.committer.enqueue(
+                Change(operations=[moved, Remove("f", hides="e2")], objects=objects, moves=[("f", "g")])
+            )
+        site.clock.seconds = 3
+        await b.committer.commit(Change(operations=[Symlink("f", "b", 0, 0, 0, "e1")]))
+    site.clock.seconds = 4
+    with site.daemon("a") as a:
+        await a.committer.flush()
+        await a.poller.poll()
+        assert list(a.shown()) == ["g"]
+        assert a.shown() == await seen_by_others(site)
+
+
 async def test_others_see_changes_of_two_nodes_in_the_order_of_their_commits(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a, site.daemon("b") as b:
