@@ -520,7 +520,7 @@ class OrderedRules:
 
     @staticmethod
     def _is_below(path: str, moved: Set[str]) -> bool:
-        """Rows moved to the name, or from it, with the record."""
+        """The name, or a directory above it, is one of these."""
         while path and moved:
             if path in moved:
                 return True
