@@ -1,1 +1,1 @@
-"""What system calls do: reading and writing through handles, changes of names, attributes, extended attributes."""
+"""The operations behind system calls: reading and writing through handles, names, attributes, extended attributes."""

@@ -1,8 +1,9 @@
-"""Attributes of inodes: what is known of them, what the store has to be asked for, and how they are set.
+"""Reads and sets the attributes of inodes, and asks the store for those that LIST does not return.
 
-LIST does not tell modes, owners or chosen times; a HEAD does, once for each version (`Attributes.getattr`). What always
-holds: attributes of a file that is being written are its `OpenFile`'s, of any other its row's; those set on an inode
-without a name are kept for open handles and stored nowhere. A crash leaves what was journaled. Trio thread only.
+LIST returns no modes, owners or mtimes that programs chose. A HEAD does, once for each version (`Attributes.getattr`).
+What always holds: a file in use has the attributes of its `OpenFile`, any other inode those of its row. Attributes set
+on an inode without a name are kept in memory, for programs that still use it, and never stored. A crash leaves what was
+journaled. Trio thread only.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.ops.unlink import UnlinkedInodes
 
 LATE_TIMES_NS = 60_000_000_000
-"""An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
+"""An mtime set alone and this close to now comes from the kernel's own writes: no program chose it."""
 
 
 class AttributeChange(msgspec.Struct, frozen=True):
-    """What setattr is to set; None is left alone. Sizes in bytes, times in ns since 1970."""
+    """The attributes that setattr sets; None leaves one unchanged. Sizes in bytes, times in ns since 1970."""
 
     size: int | None = None
     mode: int | None = None
@@ -42,16 +43,16 @@ class AttributeChange(msgspec.Struct, frozen=True):
     mtime_ns: int | None = None
     atime_ns: int | None = None
     ctime_ns: int | None = None
-    """When that was asked for, by the kernel's clock; None where it is not said."""
+    """The ctime that the kernel sent, by its own clock; None if it sent none."""
     kills_privileges: bool = False
-    """Drops suid and sgid of a file. A change of its owner always does."""
+    """Whether to drop suid and sgid of a file. A change of its owner or group always drops them."""
     chowned_by: int | None = None
-    """The caller of a chown(2) that keeps owner and group. It drops suid and sgid; where a file has them the caller has
-    to be its owner. The kernel leaves both to us."""
+    """Uid of the caller of a chown(2) that keeps owner and group; None for other requests. Such a call drops suid and
+    sgid; if the file has either, the caller must be its owner or root. The kernel leaves both to the filesystem."""
 
 
 class Attributes:
-    """See the module's head."""
+    """Reads and sets attributes; see the module's head."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class Attributes:
         self._files, self._drafts, self._io, self._names, self._inodes = drafts.files, drafts, io, names, inodes
 
     def entry(self, inode: int) -> Entry:
-        """What is known of an inode. Raises FileError(ESTALE) where no name leads to it, it is not open, and this node
-        did not unlink it a while ago."""
+        """Return the entry of an inode as this node knows it. Raises FileError(ESTALE) if the inode has no name, is not
+        in use, and is not among those that this node unlinked (`UnlinkedInodes`)."""
         file = self._files.get(inode)
         if file is not None:
             return file.current
@@ -81,12 +82,12 @@ class Attributes:
         return entry
 
     def is_unlinked(self, inode: int) -> bool:
-        """No name leads to the inode any more, because this node took it away. An inode whose name this node replaced
-        by a rename may have got another one from a commit that was applied first."""
+        """Return whether this node removed the last name of the inode. An inode that lost its name to a rename of this
+        node may have another name, from a commit that was applied before; then it is not unlinked."""
         return inode in self._inodes and self._ns.tree.entry(inode) is None
 
     def directory(self, inode: int) -> Entry:
-        """Raises FileError(ENOENT) for a directory that was removed."""
+        """Return the entry of a directory. Raises FileError: ENOENT if this node removed it, ENOTDIR, ESTALE."""
         entry = self.entry(inode)
         if self.is_unlinked(inode):
             raise FileError(errno.ENOENT)
@@ -95,12 +96,12 @@ class Attributes:
         return entry
 
     def writable_directory(self, inode: int) -> Entry:
-        """As `directory`, of one in which a name is to change. Raises FileError(EROFS), too."""
+        """As `directory`, for a directory in which a name is to change. Also raises FileError(EROFS)."""
         self.refuse_read_only()
         return self.directory(inode)
 
     async def getattr(self, inode: int) -> Entry:
-        """As `entry`, but asks the store, once for each version, for attributes that LIST does not tell."""
+        """As `entry`, but ask the store, once for each version, for attributes that LIST does not return."""
         entry = self.entry(inode)
         asks = is_unasked(entry) and not self.is_unlinked(inode)
         if asks and not self._files.is_dirty(entry) and not self._has_no_marker(entry):
@@ -108,14 +109,14 @@ class Attributes:
         return self.entry(inode)
 
     async def stat(self, inode: int) -> Entry:
-        """As `getattr`; while the store is away, what is known."""
+        """As `getattr`; while the store is away, return what this node knows."""
         try:
             return self.entry(inode) if self._client.is_away else await self.getattr(inode)
         except Unavailable:
             return self.entry(inode)
 
     def _has_no_marker(self, entry: Entry) -> bool:
-        """A directory that was listed, and nothing but its children came to light."""
+        """Return whether the entry is a listed directory for which no marker object was found."""
         return entry.is_dir and not entry.flags & Flag.MARKER and self._ns.tree.listing(entry.inode) is not None
 
     async def _learn(self, inode: int, entry: Entry) -> None:
@@ -126,24 +127,25 @@ class Attributes:
         except NotFound:
             meta = ObjectMeta(key, 0, "", 0) if entry.is_dir else None
         now = self.entry(inode)
-        if not is_unasked(now):  # another request answered first, and they may have been set since
+        if not is_unasked(now):  # another request was answered first, and attributes may have been set since
             return
         if not now.is_dir and (extent is None or extent != self._ns.extent(now)):
             return
         if meta is not None and (extent is None or extent.version.etag == meta.etag):
             self._files.learn(now, meta)
-        elif self.config.allow_other:  # the version there now decides whether another user is refused
+        elif self.config.allow_other:  # the present version decides whether another user is refused
             await self._io.renew(now)
 
     def attribute_fresh_s(self, entry: Entry) -> float:
-        """For how many seconds the attributes of an entry may be remembered."""
+        """Return for how many seconds the kernel may cache the attributes of an entry."""
         inode = entry.inode
         if inode == ROOT_INODE or self._files.get(inode) is not None or self.is_unlinked(inode):
             return self.config.metadata_ttl_s
         return max(self._ns.listing_fresh_s(entry.parent), self._ns.answer_fresh_s(entry.parent, entry.name))
 
     async def setattr(self, inode: int, change: AttributeChange, handle: int | None = None) -> Entry:
-        """Size, mode, owner, times. Without an open writer the change is durable when this returns."""
+        """Set size, mode, owner and times of an inode. If it has a name and no open writer, a new size is stored (under
+        write-back: acknowledged), and other changes are journaled, when this returns. Raises LakeError."""
         self.refuse_read_only()
         entry = await self.getattr(inode)
         if not entry.is_dir:
@@ -176,11 +178,12 @@ class Attributes:
 
     @staticmethod
     def _is_being_written(file: OpenFile | None) -> bool:
-        """Setting the size that it has may take back writes that were refused beyond it."""
+        """Return whether the file has refused writes or a draft that is not acknowledged. Setting its present size may
+        then clear refused writes beyond it."""
         return file is not None and (file.is_incomplete or (file.draft is not None and not file.draft.sequence))
 
     def _change_draft(self, file: OpenFile, changed: Entry) -> None:
-        """Attributes of a version that is not stored yet. Raises LakeError; then they are as they were."""
+        """Change the attributes of a version that is not stored yet. Raises LakeError; then they are unchanged."""
         before, file.entry = file.entry, changed
         try:
             draft = self._drafts.draft(file)
@@ -208,7 +211,7 @@ class Attributes:
         return file_type_and_mode(entry, self.config) & PERMISSIONS
 
     def _changed(self, entry: Entry, change: AttributeChange) -> Entry:
-        """Only differences count: the defaults that an unset attribute shows are not a change when they are set."""
+        """Return the entry with the change. Setting an unset attribute to the default that it shows changes nothing."""
         now: dict[str, int] = {}
         mode = self.config.dir_mode if entry.is_dir else self.config.file_mode
         shown = {"mode": mode, "uid": self.default_uid, "gid": self.default_gid}
@@ -241,7 +244,7 @@ class Attributes:
         return self._names.set_attributes(changed)
 
     def _set_unlinked(self, entry: Entry, change: AttributeChange) -> Entry:
-        """Attributes of an inode without a name are seen by those who have it open, and stored nowhere."""
+        """Set attributes of an inode without a name: programs that have it open see them, and they are never stored."""
         changed = msgspec.structs.replace(self._changed(entry, change), ctime_ns=self._ctime_ns(change))
         self._inodes.put(changed)
         file = self._files.get(entry.inode)
@@ -258,12 +261,12 @@ class Attributes:
         return os.getgid() if self.config.gid is None else self.config.gid
 
     def refuse_read_only(self) -> None:
-        """Raises FileError(EROFS)."""
+        """Raise FileError(EROFS) on a read-only mount."""
         if self.config.read_only:
             raise FileError(errno.EROFS, f"{self.config.mountpoint} is mounted read-only")
 
     def is_setgid(self, directory: Entry) -> bool:
-        """What is made in the directory gets its group, and directories that bit as well."""
+        """Return whether the directory is setgid: new names in it get its group, new directories are setgid as well."""
         return bool(file_type_and_mode(directory, self.config) & stat.S_ISGID)
 
     def gid_of(self, entry: Entry) -> int:
@@ -271,7 +274,7 @@ class Attributes:
 
 
 def file_type_and_mode(entry: Entry, config: MountConfig) -> int:
-    """st_mode of an entry, with the mount's defaults where none was set."""
+    """Return the st_mode of an entry; if its mode was never set, with the mount's default."""
     mode = entry.mode
     if mode == UNSET:
         mode = config.dir_mode if entry.is_dir else unasked_mode(config) if is_unasked(entry) else config.file_mode
@@ -279,9 +282,9 @@ def file_type_and_mode(entry: Entry, config: MountConfig) -> int:
 
 
 def unasked_mode(config: MountConfig) -> int:
-    """Permissions of a file whose object was not asked for its mode.
+    """Return the permissions of a file whose mode the store was not asked for.
 
-    With ``allow_other`` they are the owner's only: the kernel sends GETATTR before it refuses another user, and the
-    answer tells the mode.
+    With ``allow_other`` only the owner has any: the kernel sends GETATTR before it refuses another user, and the answer
+    has the mode.
     """
     return config.file_mode & stat.S_IRWXU if config.allow_other else config.file_mode

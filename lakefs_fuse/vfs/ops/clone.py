@@ -1,12 +1,12 @@
-"""Copies of files and directories inside the lake that move no byte through the node: one commit each.
+"""Copies files and directories inside the lake, by one commit each, without moving a byte through the node.
 
-What lies below ``.lakefs/`` never changes: members of packs, and the hidden objects of large files. A copy names the
-same bytes there. Any other object may be replaced at its key by another node or program, so the store copies it to a
-hidden key first, which belongs to the copy alone (ADR 0146).
+Packs and hidden objects, below ``.lakefs/``, never change: a copy names the same bytes there. Another node or program
+may replace any other object at its key, so the store first copies it to a hidden key, which belongs to the copy alone
+(ADR 0146).
 
-What always holds (*whole copies*): every observer of the lake sees all of a copy or nothing; it is the source as it was
-at the moment of the commit, attributes included; a later change of either does not affect the other. Trio thread only.
-A crash before the commit leaves hidden objects that nothing names, which `gc` deletes.
+What always holds (*whole copies*): every observer of the lake sees all of a copy or none of it; the copy is the source
+as it was at the moment of the commit, attributes included; a later change of one does not affect the other. Trio thread
+only. A crash before the commit leaves hidden objects that no name refers to, which `gc` deletes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 
 COPIES_AT_ONCE = 16
 ROUNDS_MAX = 8
-"""Copies of objects that changed while others were copied; then the clone gives up."""
+"""Attempts to copy a source that changes meanwhile; then the clone fails with EBUSY."""
 NAMES_PER_STEP = 512
-"""5 ms."""
+"""Names handled between two turns of other tasks: 5 ms."""
 log = logging.getLogger(__name__)
 
 Source = tuple[str, str, int]
@@ -51,11 +51,11 @@ Source = tuple[str, str, int]
 
 
 class Uncopied(LakeError):
-    """The source has an object that was not there when the objects were copied."""
+    """The source refers to an object that has no copy yet: it changed after the objects were copied."""
 
 
 class Clones:
-    """See the module's head."""
+    """Copies files and directories; see the module's head."""
 
     def __init__(
         self,
@@ -67,16 +67,17 @@ class Clones:
         deletions: DeletionQueue,
         new_id: Callable[[], str],
     ) -> None:
-        """``new_id`` makes names of hidden objects."""
+        """``new_id`` returns a name for a new hidden object."""
         self._ns, self._names, self._renames, self._preparation = namespace, names, renames, preparation
         self._client, self._deletions, self._new_id = client, deletions, new_id
 
     async def clone(self, source_path: str, target_path: str, *, force: bool = False) -> None:
-        """Copy a file, a symbolic link or a directory to another path, both relative to the root. With ``force`` it
-        replaces a file, or an empty directory.
+        """Copy a file, a symbolic link or a directory to another path. Both paths are relative to the root. With
+        ``force`` the copy replaces a file, or an empty directory.
 
-        Raises FileError: ENOENT, ENOTDIR, EEXIST, EISDIR, ENOTEMPTY; EINVAL for a copy into itself; EBUSY for a source
-        with a file that was never stored, or that others change all the time. Raises LakeError."""
+        Raises FileError: ENOENT, ENOTDIR, EEXIST, EISDIR, ENOTEMPTY; EINVAL if the target is the root, or the source
+        or below it; EBUSY if the source has a file that is not in the store, or changes too fast; ESTALE if it was
+        renamed or removed meanwhile. Raises LakeError."""
         above, _, name = target_path.rpartition("/")
         if not source_path or not name or f"{target_path}/".startswith(f"{source_path}/"):
             why = "its target would be in the copy itself" if name else "the root of the lake exists already"
@@ -120,11 +121,12 @@ class Clones:
             await listener()
 
     def _shown(self, path: str) -> str:
-        """A path in the lake as programs have it."""
+        """Return a path of the lake below the mount point, as programs use it."""
         return os.path.join(self._ns.mountpoint, path) if path else self._ns.mountpoint
 
     async def _look_up_again(self, source: Entry, path: str) -> Entry:
-        """Another version has the name of a file now. Raises FileError(ESTALE) where it is a file no more."""
+        """Return the present entry of a source that was replaced. Raises FileError(ESTALE) if the name is gone, or if
+        the source was, or is now, a directory."""
         now = await self._lookup(path)
         if now is None or source.is_dir or now.is_dir:
             raise FileError(errno.ESTALE, f"{self._shown(path)} was renamed or removed while it was copied")
@@ -166,7 +168,8 @@ class Clones:
     # -- objects
 
     async def _copy_objects(self, source: Entry, path: str, copies: dict[Source, ObjectMeta]) -> None:
-        """The store has a copy of every object of the source that may change, when this returns. Raises LakeError."""
+        """Have the store copy every object of the source that may change and has no copy yet. If one changes before it
+        is copied, look up its file again. Raises LakeError."""
         wanted = await self._find_sources(source, path)
 
         async def copy(each: Source) -> None:
@@ -180,7 +183,7 @@ class Clones:
         await for_each([each for each in wanted if each not in copies], copy, COPIES_AT_ONCE)
 
     async def _look_again(self, path: str, key: str) -> None:
-        """Find out what the file is now whose object was replaced."""
+        """Find out which version a file has after its object was replaced. Raises LakeError."""
         if key != path:
             await self._preparation.renamed.adopt(path)
             return
@@ -190,7 +193,7 @@ class Clones:
             await self._ns.lookup(directory, name.encode(), ask=True)
 
     async def _find_sources(self, source: Entry, path: str) -> dict[Source, str]:
-        """The objects to copy, each with the path of a file that has its bytes there."""
+        """Return the objects to copy, each with the path of a file whose bytes it has. Raises FileError(EBUSY)."""
         found: dict[Source, str] = {}
         entries = self._below(source, path)
         while some := list(islice(entries, NAMES_PER_STEP)):
@@ -233,7 +236,8 @@ class Clones:
 
 
 def _find_source(path: str, entry: Entry, objects: ObjectRows, shown: Callable[[str], str]) -> Source | None:
-    """The object that has to be copied for a copy of the file; None where the copy may name the same bytes."""
+    """Return the object to copy for a clone of the entry; None if the clone has no bytes, or may name the same ones.
+    Raises FileError(EBUSY) for a file that is not in the store."""
     if entry.flags & Flag.LOCAL:
         raise FileError(errno.EBUSY, f"{shown(path)} is not in the store yet: close it, or run `lakefs-fuse flush`")
     if entry.flags & (Flag.DIRECTORY | Flag.SYMLINK):
@@ -251,8 +255,8 @@ def plan_clone(
     names_max: int,
     shown: Callable[[str], str],
 ) -> Generator[None, None, Change]:
-    """The copy as one commit; it yields after so many names. ``used`` gets the copies that it names; ``shown`` is a
-    path for errors. Raises Uncopied, and FileError as `Clones.clone`."""
+    """Plan the copy as one commit; yield after every ``names_max`` names. The copies that the commit names are added to
+    ``used``; ``shown`` formats a path for errors. Raises Uncopied, and FileError(EBUSY) as `Clones.clone`."""
     builder = ChangeBuilder(facts.rows)
 
     def copied(name: MovedName) -> tuple[str, str, Entry, str]:

@@ -1,8 +1,9 @@
-"""Files that are new: their rows, and those that were received whole before this daemon heard of them.
+"""Creates files: empty ones for CREATE, and whole ones that the C library received.
 
-A new file is in the tree and in the journal from the moment it is made, in one batch. What was received (`Received`)
-is taken as if it had been created, and its bytes written, just then; until it is taken, nothing was promised of
-it. The kernel knows it by an inode that was set aside for that, and which is its row's. Trio thread only.
+What always holds: the row and the journal record of a new file are written in one batch. A received file (`Received`)
+is added as if it were created and written at that moment; before that it is not acknowledged. The kernel knows it by an
+inode number that was reserved for it, and that its row gets. Trio thread only. A crash leaves the records of files that
+were added; nothing is left of a received file that was not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.group_commit import Closing, GroupCommit
 
 NAMES_MAX = 8192
-"""A directory with more is not leased: telling all of them takes too long."""
+"""A directory with more is not leased: passing all names to the C library takes too long."""
 log = logging.getLogger(__name__)
 
 OnClosed = Callable[[LakeError | None], None]
@@ -38,8 +39,8 @@ OnClosed = Callable[[LakeError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A new file, and everything that was written to it. Times in ns since 1970; ``opener`` is a thread.
-    ``changed_ns`` is when a program set attributes, 0 where none did; ``mtime_ns`` is one that it chose."""
+    """A new file that the C library received, with all its bytes. Times in ns since 1970; ``opener`` is a thread.
+    ``changed_ns`` is when a program set attributes, 0 if none did; ``mtime_ns`` is an mtime that it chose."""
 
     inode: int
     parent: int
@@ -57,7 +58,7 @@ class Received:
 
 
 class NewFiles:
-    """See the module's head."""
+    """Creates files; see the module's head."""
 
     def __init__(
         self,
@@ -76,28 +77,28 @@ class NewFiles:
         self._journal = Journal(database)
 
     async def wait_room(self, key: str) -> None:
-        """Until write-back may acknowledge one more file. Raises StagingFull."""
+        """Wait until write-back may acknowledge one more file, if the key is under write-back. Raises StagingFull."""
         if self._writeback.is_for(key):
             await self._writeback.wait_room(self._config.staging_timeout_s)
 
     def asks_store(self, key: str) -> bool:
-        """O_EXCL asks the store whether the path is free."""
+        """Return whether O_EXCL asks the store if the path is free."""
         return self._writeback.asks_store_for_exclusive_create(key)
 
     @property
     def asks_store_anywhere(self) -> bool:
-        """O_EXCL may ask the store at some path of the mount."""
+        """True if O_EXCL may ask the store at some path of the mount."""
         return self._writeback.asks_store_anywhere
 
     @property
     def _takes_if_absent(self) -> bool:
-        """The store refuses an object that O_EXCL was for where another is."""
+        """True if the store can refuse to store a file created with O_EXCL over another object."""
         return self._services.client.capabilities.put_if_absent
 
     def make(
         self, parent: int, name: bytes, key: str, mode: int, uid: int, gid: int, *, exclusive: bool = False
     ) -> OpenFile:
-        """A file that was not there, with its first handle. Raises CacheError; then there is nothing of it."""
+        """Create a file, and return it with its first handle. Raises LakeError; then nothing was created."""
         if self._writeback.is_for(key) and self._ns.tree.listing(parent) is None:
             self._ns.list_soon(parent)  # so that names can be made while the store is away
         now = self._clock_ns()
@@ -124,7 +125,7 @@ class NewFiles:
         )  # fmt: skip
 
     def _note(self, batch: Batch, file: OpenFile) -> None:
-        """With the batch the journal hears of the file's draft. Raises CacheError."""
+        """Add the journal record of the file's draft to the batch. Raises CacheError."""
         if file.draft is not None:
             self._journal.put(batch, file.draft.id, encode(file.draft.prepare_record()))
 
@@ -136,14 +137,15 @@ class NewFiles:
     async def _release(self, file: OpenFile) -> None:
         await self._io.release(file, writer=True)
 
-    # -- what was received
+    # -- files that the C library received
 
     def add_received(self, received: Sequence[Received], closed: Mapping[int, OnClosed]) -> list[OpenFile | LakeError]:
-        """Make files of what was received. Answers for each the file, with one handle for its creator, or why it cannot
-        be made: ESTALE where its directory is gone, ENAMETOOLONG where it has a longer path by now.
+        """Add the received files. Returns for each the file, with one handle for its creator, or the error: ESTALE if
+        its directory is gone, ENAMETOOLONG if the directory now has a path that is too long, EEXIST or ESTALE if
+        another client has the name, CacheError if the rows cannot be written.
 
-        ``closed`` has, by their inodes, those whose creators have closed them, and need no handle any more. Each is
-        called when what `close()` waits for has come, but not for a file that cannot be made.
+        ``closed`` has the answer to the `close()` of each file that its creator has closed, by inode; such a file keeps
+        no handle. It is called with the result of the close, but not if the file cannot be added.
         """
         batch, closings, waiting = Batch(), list[Closing](), list[tuple[OpenFile, OnClosed]]()
         taken = [self._try_to_take(batch, each) for each in received]
@@ -181,7 +183,7 @@ class NewFiles:
         return taken
 
     def _closing(self, file: OpenFile, answer: OnClosed) -> Closing | None:
-        """To acknowledge the file without waiting for anything else; None where that cannot be."""
+        """Return a `Closing` that acknowledges the file without waiting; None if that is not possible."""
         draft = file.draft
         if draft is None or not self._writeback.may_acknowledge(file) or not draft.gate.acquire_exclusive_nowait():
             return None
@@ -224,7 +226,8 @@ class NewFiles:
         return file
 
     def _take_over(self, known: Entry, key: str, received: Received) -> OpenFile:
-        """Another client made a file of the name meanwhile: this is its next version."""
+        """Make a received file the next version of a name that another client created meanwhile. Raises FileError:
+        EEXIST if it was created with O_EXCL; ESTALE if the name is a directory or a symbolic link, or dirty here."""
         if received.is_exclusive:
             raise FileError(errno.EEXIST, f"{key} was made by another client just now")
         if known.is_dir or known.is_symlink or self._files.is_dirty(known):
@@ -241,7 +244,7 @@ class NewFiles:
         return file
 
     def again(self, inode: int) -> OpenFile:
-        """One more handle on a file that was taken. Raises FileError(ESTALE) where it is gone."""
+        """Return a file that was added before, with one more writing handle. Raises FileError(ESTALE) if it is gone."""
         file = self._files.get(inode)
         entry = file.entry if file is not None else self._ns.tree.entry(inode)
         if entry is None:
@@ -249,7 +252,7 @@ class NewFiles:
         return self._files.acquire(entry, writer=True)
 
     async def _close_patiently(self, file: OpenFile, on_closed: OnClosed) -> None:
-        """Where that takes waiting."""
+        """Close a file that cannot be acknowledged at once, and answer its `close()`."""
         error: LakeError | None = LakeError("the mount is ending")
         try:
             await self.wait_room(file.key)
@@ -265,21 +268,22 @@ class NewFiles:
         finally:
             on_closed(error)
 
-    # -- directories whose names are known elsewhere too
+    # -- names that are leased to the C library
 
     def names_lease_s(self, file: OpenFile) -> float:
-        """For how many seconds names that the directory of this file lacks can be told absent, and created, without
-        asking; 0 where that is not so, as in a setgid directory."""
+        """Return for how many seconds the names of this file's directory may be leased. Under the lease the C library
+        answers for absent names, and creates files, without asking. 0 if that is not possible, as in a setgid
+        directory."""
         if not self._writeback.is_for(file.key) or not self._ns.takes_plain_names:
             return 0.0
-        if self._writeback.publishes_open_files:  # which the kernel is told when a file is created
+        if self._writeback.publishes_open_files:  # the answer to CREATE must then say whether I/O is direct
             return 0.0
         above = self._ns.tree.entry(file.entry.parent)  # none for the root
         mode = self._config.dir_mode if above is None or above.mode == UNSET else above.mode
         return 0.0 if mode & stat.S_ISGID else self._ns.fresh_s(file.entry.parent)
 
     def names(self, directory: int) -> list[bytes] | None:
-        """All that a directory has, those that are not shown included; None where they are too many."""
+        """Return all names in a directory, also those not shown; None if there are more than NAMES_MAX."""
         names = []
         for entry in self._ns.tree.children(directory):
             names.append(entry.name)
@@ -288,6 +292,6 @@ class NewFiles:
         return names
 
     def name_bytes_max(self, directory: int) -> int:
-        """Of a name in it, so that its key is none too long."""
+        """Return how many bytes a name in the directory may have at most, so that its key is not too long."""
         above = len(self._ns.prefix(directory).encode()) + len(self._config.store.source.prefix.encode())
         return max(0, KEY_BYTES_MAX - above)

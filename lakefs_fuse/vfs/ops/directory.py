@@ -1,8 +1,9 @@
-"""Makes and removes names: directories, symbolic links, and the names of files.
+"""Creates and removes directories and symbolic links, and removes the names of files.
 
 What always holds: the kernel serialises changes of one directory; everything learnt before an await is looked up again
-after it. A change is in effect on this node when the call returns, and journaled for the store (`NameChanges`); what is
-not in the store yet (a file just created) changes its name here only. Trio thread only.
+after it. A change is in effect on this node, and journaled for the store (`NameChanges`), when the call returns. A name
+that no other node can see (a file just created) is removed on this node only. Trio thread only. A crash leaves the
+committer's journal.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from lakefs_fuse.vfs.ops.rename import Renames
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 
 TARGET_BYTES_MAX = 4095
-"""Of a symbolic link: PATH_MAX without its NUL."""
+"""Maximum for the target of a symbolic link: PATH_MAX without its NUL."""
 
 
 class Directories:
-    """See the module's head."""
+    """Creates and removes names; see the module's head."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Directories:
         builder = ChangeBuilder(self._ns.tree)
         self._names.keep_parent(builder, entry)
         builder.operations.append(Remove(path, directory=True))
-        # The marker even if it was not listed: some stores keep showing the prefix of what is gone.
+        # The marker is deleted even if it was not listed: some stores keep showing the prefix of a removed directory.
         self._names.enqueue_all(builder, [Deletion(key, "") for key in self._ns.marker_keys(path)])
         self._unlinker.forget_name(entry)
         self._ns.touch(parent)
@@ -96,7 +97,7 @@ class Directories:
     # -- files and symbolic links
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        """Who has the file open keeps it."""
+        """Remove the name of a file or symbolic link. Programs that have the file open can still use it."""
         entry, _ = await self._ns.lookup(parent, name)
         if entry is None:
             raise FileError(errno.ENOENT)
@@ -108,13 +109,14 @@ class Directories:
         else:
             await self._unlinker.unlink(file, self._leave_name if file.has_lost_name else self._unlink)
         opened = self._files.get(entry.inode)
-        if opened is not None:  # meanwhile
+        if opened is not None:  # also if it was opened meanwhile
             opened.unlink()
         self._unlinker.forget_name(entry)
         self._ns.touch(parent)
 
     async def _unlink(self, entry: Entry, late: Sequence[ObjectMeta] = ()) -> None:
-        """``late`` are objects at the key that are not the version of the row."""
+        """Remove the row of a name, and journal the removal if other nodes may see the name. ``late`` are objects at
+        the key other than the version of the row."""
         row = self._ns.tree.named(entry.parent, entry.name)
         if row is None:
             return
@@ -136,7 +138,7 @@ class Directories:
         self._names.enqueue_all(builder, doomed, batch)
 
     async def _leave_name(self, entry: Entry, _: Sequence[ObjectMeta] = ()) -> None:
-        """The file of the entry loses its name, which another client has, and keeps."""
+        """Take the name from the file of the entry: another client has it, and keeps it."""
         row = self._ns.tree.named(entry.parent, entry.name)
         if row is None:
             return
@@ -166,7 +168,7 @@ class Directories:
         return self._made(parent, name)
 
     def readlink(self, entry: Entry) -> bytes:
-        """Raises FileError: EINVAL for what is no symbolic link, ESTALE for one that was removed."""
+        """Return the target of a symbolic link. Raises FileError: EINVAL for others, ESTALE if it was removed."""
         if not entry.is_symlink:
             raise FileError(errno.EINVAL)
         target = self._ns.tree.target(entry.inode)
