@@ -1,7 +1,7 @@
-"""Open file descriptions: what OPEN and CREATE give out, and READ to RELEASE come with.
+"""Open file descriptions: OPEN and CREATE return their numbers, which READ to RELEASE name.
 
-What always holds: a handle is pinned to the version that its name had when it was opened. Trio thread only; nothing of
-it survives a crash.
+What always holds: a handle is pinned to the version that its name had when it was opened. Trio thread only; no handle
+survives a crash.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lakefs_fuse.vfs.ops.open_leases import LEASED, OpenLeases, inode_of
 from lakefs_fuse.vfs.ops.open_publisher import OpenFilePublisher
 
 FSYNCS_OF_A_DATABASE = 100
-"""Of one open file description. A log that a program syncs each minute gets there in two hours, once."""
+"""Calls of fsync on one handle until a warning is logged. A log that is synced each minute gets one in two hours."""
 log = logging.getLogger(__name__)
 
 
 class Handles:
-    """See the module's head."""
+    """The table of handles; see the module's head."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Handles:
             raise FileError(errno.EBADF) from None
 
     async def open(self, inode: int, flags: int, opener: int = 0, *, kills_privileges: bool = False) -> int:
-        """A handle, pinned to the version that the name has now. Raises FileError(ESTALE) where that is not this
-        inode any more; the kernel then looks the name up again."""
+        """Open a file; return a handle, pinned to the version that the name has now. Raises FileError(ESTALE) if the
+        name no longer leads to this inode; the kernel then looks the name up again."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         if writable or flags & os.O_TRUNC:
             self._attributes.refuse_read_only()
@@ -85,7 +85,7 @@ class Handles:
                 raise FileError(errno.ESTALE)
             entry = now
         if writable or flags & os.O_TRUNC:
-            entry = await self._attributes.getattr(inode)  # the next version takes over what this one's metadata says
+            entry = await self._attributes.getattr(inode)  # the next version keeps what this one's metadata says
         if kills_privileges:
             entry = await self._attributes.kill_privileges(entry)
         file = self.files.acquire(entry, writer=writable)
@@ -103,8 +103,9 @@ class Handles:
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0
     ) -> tuple[int, Entry]:
-        """Seen on this node at once, in the store when it is closed. Raises FileError(ESTALE) where another node has
-        made the file since the kernel asked: it asks again then, and checks whether the caller may open that."""
+        """Create a file; return a writing handle and the entry. This node sees the file at once; its close stores it.
+        Raises FileError if the name exists: EEXIST with O_EXCL, else ESTALE, because another node created the file
+        since the kernel's LOOKUP. The kernel then looks it up again, and checks whether the caller may open it."""
         above = self._attributes.writable_directory(parent)
         gid = self._attributes.gid_of(above) if self._attributes.is_setgid(above) else gid
         key = self._ns.checked_path(parent, name)
@@ -121,7 +122,7 @@ class Handles:
         return self._new_handle(file, True, opener, flags), file.entry
 
     def hold(self, file: OpenFile, number: int, opener: int, *, closed_by_opener: bool = False) -> None:
-        """A writer's handle that was given out elsewhere, and is counted already."""
+        """Register a writer's handle that the C library issued. The file counts it already."""
         self._handles[number] = Handle(file, True, Readahead(), self._reads_of(file.key), opener, closed_by_opener)
 
     def is_handle(self, number: int) -> bool:
@@ -143,8 +144,8 @@ class Handles:
         return len(data)
 
     async def copy_range(self, source: int, offset: int, target: int, target_offset: int, length: int) -> int:
-        """Copy bytes of a file, by its inode, to one that is open for writing, without reading them; returns how many.
-        Raises FileError(EOPNOTSUPP) where that cannot be: see `FileIO.copy_range`."""
+        """Copy bytes of a file to another, both by inode, without reading them; return how many. The target is open for
+        writing. Raises FileError(EOPNOTSUPP) if that is not possible: see `FileIO.copy_range`."""
         file = self.files.get(target)
         if file is None or not file.writers or source == target:
             raise FileError(errno.EOPNOTSUPP)
@@ -165,11 +166,11 @@ class Handles:
         is_written_on: Callable[[Handle], bool] | None = None,
         killed_by: Callable[[Sequence[int]], int] | None = None,
     ) -> None:
-        """What close() waits for: afterwards the bytes are in the store, or under write-back on the local disk, or the
-        error is answered. ``is_written_on`` tells of a handle whose opener is known whether its writer goes on; then
-        nothing is published. ``killed_by`` is given the threads that opened the file for writing as well, and returns
-        the signal that is killing the process which closes the handle: 0 for none, or where another process has one
-        of these threads."""
+        """Do what `close()` waits for: store the bytes or, under write-back, sync them to the local disk. Raises
+        LakeError. ``is_written_on`` is called for a handle whose opener is known. It returns whether the writer
+        continues after this close; then nothing is published. ``killed_by`` gets the other threads that opened the
+        file for writing. It returns the signal that is killing the closing process; 0 if there is none, or if another
+        process has one of these threads."""
         handle = self.handle(number)
         if not handle.writable or (handle.opener and is_written_on is not None and is_written_on(handle)):
             return
@@ -181,13 +182,14 @@ class Handles:
 
     @staticmethod
     def _is_checkpoint_being_written(handle: Handle) -> bool:
-        """Of anything else, a log for instance, what its writer wrote until it was killed is worth having."""
+        """Return whether the file is a checkpoint that is being written, and not published meanwhile. Of other files,
+        such as logs, the bytes that were written before a kill are worth keeping."""
         file = handle.file
         is_written = file.draft is not None and file.draft.state is DraftState.WRITING
         return is_written and not handle.is_direct and is_checkpoint_file(os.fsdecode(file.entry.name))
 
     def _other_writers(self, handle: Handle) -> list[int]:
-        """Threads that have opened the file of a handle for writing as well; 0 for one that is not known."""
+        """Return the threads that opened the file's other writing handles; 0 for a thread that is not known."""
         file = handle.file
         if file.writers == 1:
             return []
@@ -197,7 +199,7 @@ class Handles:
 
     @staticmethod
     def _leave_incomplete(file: OpenFile, signal: int) -> None:
-        """The writer of a checkpoint was killed: the version is not stored, and the one before stays."""
+        """Refuse to store the version of a checkpoint whose writer was killed; the version before it stays."""
         assert file.draft is not None
         size = file.draft.size
         killed = FileError(KILLED, f"its writer was killed by signal {signal} before it closed the file")

@@ -1,12 +1,14 @@
-"""Files that may not be stored, from the release of their last handle on: orphans, under names that show nothing of
-them. Writes to them were refused, or another client has the name for which they were created with O_EXCL.
+"""Makes orphans of files that may not be stored, once their last handle is released.
 
-What always holds (*refused writes unpublished*): the name is what it was before the file was opened, under an inode
-that the kernel knows nothing of, so that neither pages nor sizes of the failed version are shown. The rows change and
-the journal record is synced in one batch; a crash before leaves the record of a file being written, of which the next
-daemon makes the same orphan. Where that batch cannot be written, the file stays in use and `make_durable` tries
-again. An orphan with refused writes is dropped when its name is created or emptied again, as truncation would have
-dropped it; one without bytes at once. Trio thread only.
+Writes to such a file were refused, or another client has the name for which it was created with O_EXCL.
+
+What always holds (*refused writes unpublished*): the name has the version before the failed one, or is removed if there
+is none. A name that stays gets a new inode, so that the kernel shows no page and no size of the failed version. One
+synced batch changes the rows and writes the journal record. A crash before it leaves the record of a file being
+written, of which the next daemon makes the same orphan. If the batch cannot be written, the file stays in use, and
+`make_durable` tries again. An orphan with refused writes is dropped when its name is created or emptied again, as
+truncation would have cleared the refused writes. A file that lost its name and has no bytes is dropped at once. Trio
+thread only.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class IncompleteFiles:
-    """See the module's head."""
+    """Makes orphans of incomplete files; see the module's head."""
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class IncompleteFiles:
         recovery: Recovery,
         read_again: Callable[[], Awaitable[None]],
     ) -> None:
-        """``read_again`` brings back names of commits that a renamed file had covered."""
+        """``read_again`` applies commits again, for names that a renamed file had covered."""
         self._db, self._ns, self._files, self._recovery = database, namespace, files, recovery
         self._read_again, self._services = read_again, services
         self._journal = Journal(database)
@@ -48,7 +50,7 @@ class IncompleteFiles:
         files.events.file_emptied.append(self.supersede)
 
     async def set_aside(self, file: OpenFile) -> None:
-        """Make an orphan of a file that `OpenFile.is_orphaned`. Raises nothing but Cancelled."""
+        """Make an orphan of a file for which `OpenFile.is_orphaned` is true. Raises nothing but Cancelled."""
         uncovered = False
         try:
             draft = file.draft if file.has_lost_name else None
@@ -68,7 +70,7 @@ class IncompleteFiles:
             log.exception("%s cannot be stored, and stays in use", file.key)
 
     def _set_aside(self, file: OpenFile) -> bool:
-        """Whether the file had covered a name of a commit. Raises LakeError; then all is as it was."""
+        """Make the orphan; return whether its file had covered a name of a commit. Raises LakeError."""
         draft = None if file.draft is None or file.draft.sequence else file.draft
         parent, name = file.entry.parent, file.entry.name
         row, batch = self._ns.tree.entry(file.entry.inode), Batch()
@@ -95,7 +97,7 @@ class IncompleteFiles:
         return bool(row is not None and gone and row.is_local and (row.stamp or row.etag or row.place))
 
     def supersede(self, path: str) -> None:
-        """The file at ``path`` begins empty, without the bytes of a version before."""
+        """Drop orphans with refused writes at or below ``path``, whose file was created or emptied."""
         if not self._recovery.orphans:
             return
         for record in self._recovery.incomplete_below(path):

@@ -1,16 +1,16 @@
-"""Reading and writing of open files, and what their last close leaves.
+"""Reads and writes open files, truncates them, and finishes them after their last close.
 
-A file reads from its draft where it has one, else from the version that it is pinned to. Under write-back `close()`
+A file is read from its draft if it has one, else from the version to which it is pinned. Under write-back `close()`
 waits for the local disk only; a write after that begins another draft. Trio thread only.
 
-`check_version` tells OPEN whether that version is still the one at its key. A plain object can be replaced by another
-node, or by any S3 client, and this node knows of it when it lists the directory again, or is told that the ETag does
-not match. The kernel cannot be given another version under an inode that it has opened: with its write-back cache it
-keeps the size that it knows. It does look the name up again where OPEN answers ESTALE. So the GET that the first READ
-would need is made by OPEN, where it is sure to be needed.
+`check_version` checks for OPEN that this version is still at its key. Another node, or any S3 client, can replace a
+plain object. This node learns of that when it lists the directory again, or when the store answers that the ETag does
+not match. The kernel cannot get another version under an inode that it has opened: with its write-back cache it keeps
+the size that it knows. But it looks the name up again if OPEN answers ESTALE. So OPEN sends the GET that the first READ
+would send, for files that are likely to need it (`_is_worth_a_get`).
 
-What always holds: an inode is one version; a directory in which nothing was replaced costs no request more, but where
-a small file is opened and not read. A crash leaves what staging and the journal hold.
+What always holds: an inode is one version; if nothing was replaced in a directory, OPEN costs no additional request,
+except for a small file that is opened and not read. A crash leaves what staging and the journal hold.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
 from lakefs_fuse.vfs.writeback.publisher import Publisher
 
 REPLACED_MAX = 3
-"""A name is followed over this many versions that come while it is opened."""
+"""Versions of a name that one OPEN checks, if others replace it meanwhile."""
 WAIT_S_MAX = 5.0
-"""OPEN waits no longer for the GET, which goes on, and which READ then waits for: the store may be away."""
+"""Maximum wait of OPEN for the GET: the store may be away. The GET continues, and READ waits for it."""
 COPIED_BYTES_MIN = 1 << 20
-"""A smaller file costs less to read and to write, with others in a pack, than three requests for a copy of its own."""
+"""Reading a smaller file, and writing it in a pack with others, costs less than the three requests of a copy."""
 COPIED_BYTES_MAX = 1 << 30
-"""Of one request; the answer has 32 bits."""
+"""Maximum for one request: the answer has 32 bits."""
 DIRECTORIES_MAX = 1024
 KEYS_GONE_MAX = 1024
-"""Objects of which the log says that they are gone."""
+"""Maximum of missing objects that are logged."""
 log = logging.getLogger(__name__)
 
 
 class FileIO:
-    """See the module's head."""
+    """Reads, writes and closes files; see the module's head."""
 
     def __init__(
         self,
@@ -68,18 +68,18 @@ class FileIO:
         late: LateObjects,
         poll: Callable[[], Awaitable[object]],
     ) -> None:
-        """``poll`` applies what others committed."""
+        """``poll`` applies commits of other nodes."""
         self._late, self._keys_gone = late, dict[str, None]()
         self._ns, self._files, self._drafts = namespace, drafts.files, drafts
         self._reader, self._publisher, self._renamed, self.poll = reader, publisher, renamed, poll
         self.close, self.publish, self.set_aside = publisher.close, publisher.publish, incomplete.set_aside
         self._replaced_in: dict[int, None] = {}
-        """Directories in which others replaced a file lately."""
+        """Directories in which other clients replaced a file recently, the oldest first."""
 
     # -- reading
 
     async def read(self, file: OpenFile, offset: int, length: int, readahead: Readahead, reads: ReadMetrics) -> Buffer:
-        """``reads`` counts the request; a file that is being written is read from the local disk there."""
+        """Read bytes of a file. ``reads`` counts the request; bytes of a draft count as read from the local disk."""
         request, began_s = ReadMetrics(), trio.current_time()
         try:
             return await self._read(file, offset, length, readahead, request)
@@ -119,13 +119,13 @@ class FileIO:
                         wait = wait or self._late.wait()
                         if await wait.pause():
                             continue
-                    await self.renew(file.entry)  # for who opens it next
+                    await self.renew(file.entry)  # for the next OPEN
                     if file.entry.place and file.extent == extent:
                         self._log_gone(file, extent.version.key)
                     raise
 
     def _log_gone(self, file: OpenFile, key: str) -> None:
-        """Bytes that a commit names are not where it says: once for each object."""
+        """Log that the store lacks bytes that a commit names, once for each object."""
         if key in self._keys_gone or len(self._keys_gone) >= KEYS_GONE_MAX:
             return
         self._keys_gone[key] = None
@@ -138,7 +138,7 @@ class FileIO:
     # -- writing
 
     async def write(self, file: OpenFile, offset: int, data: Buffer) -> None:
-        """Where it fails, the file is incomplete until the range was written again."""
+        """Write to the file. If that fails, the file is incomplete until the range is written again or truncated."""
         while True:
             try:
                 draft = await self._draft_to_change(file)
@@ -156,8 +156,9 @@ class FileIO:
                 await self._wait_published(file)
 
     async def copy_range(self, source: OpenFile, offset: int, file: OpenFile, at: int, length: int) -> int:
-        """The bytes of a version in the store become bytes of a file at the same offset, which has as many so far, all
-        of them of that version; returns how many, 0 where that is not so. The store copies them when it is closed."""
+        """Append bytes of a version in the store to a file, from the same offset; return how many. 0 if that is not
+        possible: the file must end at this offset, and consist of bytes of that version. The store copies them when
+        the file is closed."""
         extent, client = source.extent, self._drafts.services.client
         is_acknowledged = file.draft is not None and file.draft.sequence > 0
         if offset != at or at != file.current.size or is_acknowledged or file.unlinked:
@@ -167,7 +168,7 @@ class FileIO:
         end = min(offset + length, offset + COPIED_BYTES_MAX, extent.size)
         if extent.size < COPIED_BYTES_MIN or end <= offset:
             return 0
-        if not offset and not await self._is_in_place(extent.version):  # else it is known already
+        if not offset and not await self._is_in_place(extent.version):  # later ranges follow one that was checked
             return 0
         if file.draft is None and (file.refused.ranges or (at and (file.behind or file.extent != extent))):
             return 0
@@ -182,7 +183,7 @@ class FileIO:
         return end - offset
 
     async def _is_in_place(self, version: Version) -> bool:
-        """The store says that it has the version; False where it does not answer."""
+        """Return whether the store says that it has the version at its key; False if it does not answer."""
         try:
             there = await self._drafts.services.client.find(version.key)
         except LakeError as error:
@@ -196,7 +197,7 @@ class FileIO:
         return self._drafts.draft(file)
 
     async def truncate(self, file: OpenFile, size: int) -> None:
-        """Raises LakeError; then the file is as it was."""
+        """Truncate or extend the file to ``size`` bytes. Raises LakeError; then the file is unchanged."""
         while True:
             if size and file.draft is not None and file.draft.sequence:
                 self._check_size(size)
@@ -205,22 +206,22 @@ class FileIO:
                 async with self._changing(file, size, is_emptied=size == 0) as draft:
                     await draft.truncate(size)
                     if not file.is_written_directly and any(end > size for _, end in draft.refused.ranges):
-                        await draft.truncate(size)  # the first was taken for the kernel's, which it cannot be
+                        await draft.truncate(size)  # the first counted as the kernel's, but no write was direct
                 file.count_truncated(size)
                 return
             except DraftEnded:
                 await self._wait_published(file)
 
     def _check_size(self, size: int) -> None:
-        """Raises FileError(EFBIG) where the next version of a file could not be so large."""
+        """Raise FileError(EFBIG) if a version of a file cannot have so many bytes on this mount."""
         size_max = self._drafts.services.layout.file_bytes_max
         if size > size_max:
             raise FileError(errno.EFBIG, f"a file holds at most {size_max} bytes on this mount")
 
     @asynccontextmanager
     async def _changing(self, file: OpenFile, size: int, *, is_emptied: bool = False) -> AsyncIterator[Draft]:
-        """The draft to change, which is to have ``size`` bytes. One that begins here ends where the block fails: a
-        release would publish it, over what other nodes have stored meanwhile."""
+        """Yield the draft to change, which is to have ``size`` bytes. If the block fails, a draft that began here is
+        discarded: a release would publish it over what other nodes have stored meanwhile."""
         begins = file.draft is None
         if begins:
             self._check_size(size)
@@ -233,7 +234,7 @@ class FileIO:
             raise
 
     async def _end_unchanged(self, file: OpenFile, draft: Draft, entry: Entry) -> None:
-        """Discard the draft unless another call has changed the file since its entry was this."""
+        """Discard the draft unless another call has changed the file since it had this entry."""
         async with file.publishing, draft.gate:
             is_changed = file.entry is not entry or draft.sequence or draft.pages.pages or draft.refused.ranges
             if file.draft is not draft or is_changed or draft.upload_intent_ns:
@@ -241,15 +242,15 @@ class FileIO:
             await self._discard(file)
 
     async def _discard(self, file: OpenFile) -> None:
-        """Raises nothing but Cancelled: nobody waits for this, or for another error."""
+        """Discard the file's draft. Raises nothing but Cancelled: callers do not wait, or raise another error."""
         try:
             await self._drafts.discard(file)
-        except LakeError as error:  # the journal: the next mount throws it away
+        except LakeError as error:  # of the journal: the next mount discards the draft
             log.warning("what is staged of %s could not be thrown away: %s", file.key, error)
 
     @staticmethod
     async def _wait_published(file: OpenFile) -> None:
-        """The draft has ended: it was acknowledged, or the task that ended it is about to detach it."""
+        """Wait until an ended draft is detached from its file, unless it ended by being acknowledged."""
         if file.draft is not None and file.draft.sequence:
             return
         async with file.publishing:
@@ -258,7 +259,7 @@ class FileIO:
     # -- closing
 
     async def release(self, file: OpenFile, *, writer: bool) -> None:
-        """One handle less. The last one takes the file out of the table, unless it still has bytes to publish."""
+        """Release a handle. The last one removes the file from the table, unless the file has bytes to publish."""
         file.handles -= 1
         file.writers -= writer
         if not file.handles and file.draft is not None and file.unlinked and not file.is_being_unlinked:
@@ -269,7 +270,7 @@ class FileIO:
             self.unpin(file)
 
     def unpin(self, file: OpenFile) -> None:
-        """A file may have lost its last handle: finish what its writers left, or take it out of the table."""
+        """If the file has no handle, finish what its writers left, or remove it from the table."""
         if file.is_orphaned:
             self._drafts.services.nursery.start_soon(self.set_aside, file)
         elif not file.handles and file.draft is not None and file.draft.state is DraftState.WRITING:
@@ -278,7 +279,8 @@ class FileIO:
             self._files.forget_if_idle(file)
 
     async def _close_late(self, file: OpenFile) -> None:
-        """No close() waits for these bytes any more (a mapping outlived its file, a close was not the opener's)."""
+        """Close a file for whose bytes no `close()` waits: a mapping outlived its descriptor, or the close was not the
+        opener's."""
         try:
             await self.close(file)
         except LakeError as error:
@@ -292,8 +294,8 @@ class FileIO:
     # -- the version that an OPEN is pinned to
 
     async def check_version(self, entry: Entry | None, reads: ReadMetrics) -> None:
-        """Begin to read a file of which nothing is cached. Raises FileError(ESTALE) where its object was replaced; then
-        the name has another inode, of the version that is there now, of which the first bytes are cached."""
+        """Begin to read a file if `_is_worth_a_get`. Raises FileError(ESTALE) if its object was replaced; then the name
+        has the inode of the present version, if the store tells it, and that version is read."""
         first: Entry | None = entry
         for _ in range(REPLACED_MAX):
             if entry is None or await self._is_current(entry, reads):
@@ -305,7 +307,7 @@ class FileIO:
             raise FileError(errno.ESTALE)
 
     async def _is_elsewhere(self, entry: Entry) -> bool:
-        """A commit that was not seen before says where the bytes of the inode are now; its handles follow them."""
+        """Poll for commits; return whether one has moved the bytes of the inode. Its handles then follow them."""
         try:
             await self.poll()
         except LakeError as error:
@@ -314,7 +316,7 @@ class FileIO:
         return now is not None and (now.place, now.offset, now.etag) != (entry.place, entry.offset, entry.etag)
 
     async def _is_current(self, entry: Entry, reads: ReadMetrics) -> bool:
-        """False only where the store said so."""
+        """Return whether the version is at its key; False only if the store says that it is not."""
         if await self._is_worth_a_get(entry):
             opening = ReadMetrics()
             try:
@@ -328,8 +330,9 @@ class FileIO:
         return True
 
     async def renew(self, entry: Entry) -> Entry | None:
-        """What the store has now under the name of a version that is gone; None where that is no other file, or the
-        store does not tell."""
+        """Look up the name of a version that is gone; return the entry of another file that has the name now. None if
+        there is none, or the store does not answer. If the bytes were elsewhere, adopt the version that is there now
+        (`RenamedObjects.adopt`), and return None."""
         if self._ns.tree.entry(entry.inode) is None:
             return None
         try:
@@ -351,7 +354,8 @@ class FileIO:
         return now
 
     async def _is_worth_a_get(self, entry: Entry) -> bool:
-        """Any first read of the file takes the same GET, or that is likely and a replaced version is, too."""
+        """Return whether OPEN sends the GET of the first READ: the first block is not cached, and either any first READ
+        of so small a file sends that GET, or files of its directory were replaced recently."""
         if not entry.is_plain or not entry.size:
             return False
         if entry.size > WHOLE_BYTES_MAX and entry.parent not in self._replaced_in:

@@ -1,15 +1,16 @@
-"""link(2): a second name for the bytes of a file, which one node alone of all that ask for it gets.
+"""link(2): gives a file a second name; of all nodes that link one name, only one succeeds.
 
-Programs publish a version of a table by linking a finished file to its name, and go by EEXIST. So the new name's own
-key is taken by a conditional request of the store, `If-None-Match`, and only then a commit says what the name is. The
-bytes go into an object of their own: small ones are at hand, and the store copies larger ones. From then on the two
-names are two files: a write to one does not change the other (ADR 0147). They show one inode number until then, because
-programs that link compare them.
+Programs publish a version of a table by linking a finished file to its name, and rely on EEXIST. So the bytes are first
+stored once more, at the new name's own key, by a conditional request (`If-None-Match`); only then a commit says what
+the name is. This node sends the bytes of a small file; the store copies those of a larger one. The two names are two
+files: a write to one does not change the other (ADR 0147). Until one of them changes they show one inode number,
+because programs that link compare the numbers.
 
-What always holds (*one winner*): of all nodes that link one name, one gets an answer other than an error; the others'
-sources are as they were. Everything that write-back acknowledged before is in the store before the new name is. Link
-counts are kept in memory for LINKED_MAX files of this daemon. Trio thread only. A crash before the request leaves
-nothing, or an upload that `gc` ends; after it the name is there, as a listing shows.
+What always holds (*one winner*): of all nodes that link one name, only one succeeds, and the sources of the others are
+unchanged (``--hard-links local`` allows stores on which that holds for one node only). Every version that write-back
+acknowledged before is in the store before the new name is. Link counts are kept in memory, for LINKED_MAX files of this
+daemon. Trio thread only. A crash before the request leaves nothing, or an unfinished upload, which `gc` aborts; a crash
+after it leaves the name, as a listing shows.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 SENT_BYTES_MAX = 8 << 20
-"""Up to here the bytes are sent from memory; the store copies larger files."""
+"""Files up to this size are sent from memory; the store copies larger ones."""
 ATTEMPTS_MAX = 4
-"""Requests for one name; another one follows where what lay at the key was removed, or changed meanwhile."""
+"""Requests for one name. Another one follows if the object at the key is a removed file's, or changed meanwhile."""
 LINKED_MAX = 1024
 
 
 class _Same(msgspec.Struct, frozen=True):
-    """A file that was linked to another, and what both were then (`_identity`)."""
+    """A link of one file to another, ``source``, and the identity of both when it was made (`_identity`)."""
 
     source: int
     of_source: tuple[object, ...]
@@ -55,24 +56,23 @@ class _Same(msgspec.Struct, frozen=True):
 
 
 class LinkCounts:
-    """How many names files of this node have: those that it linked, the last LINKED_MAX; and which of them are the same
-    file still.
+    """Link counts of the last LINKED_MAX files that this node linked, and which of them are still the same file.
 
-    *Alive in groups*: a group has two inodes or more, all of which have names; `of` is one look-up, because READDIR
-    asks for each name."""
+    *Alive in groups*: a group has two inodes or more, all of which have names. `of` is one lookup, because READDIR
+    calls it for each name."""
 
     def __init__(self, tree: Tree, events: TreeEvents, files: FileTable, current: Callable[[int], Entry]) -> None:
-        """``current`` returns what an inode is with what is written to it; raises FileError where it has no name."""
+        """``current`` returns the entry of an inode, unstored writes included; raises FileError if there is none."""
         self._tree, self._files, self._current = tree, files, current
         self._groups: dict[int, set[int]] = {}
         self._same: dict[int, _Same] = {}
         self._parents: frozenset[int] | None = None
-        """Directories of the files in groups, as of ``_writes`` of the database."""
+        """Directories of the files in groups, as of ``_writes`` of the database; None if a group has changed since."""
         self._writes = 0
         events.inode_dropped.append(self._drop)
 
     def add(self, source: Entry, linked: Entry) -> None:
-        """A file has got another name, which has an inode of its own."""
+        """Record that a file has another name, ``linked``, which has its own inode."""
         self._parents = None
         leader = self.number(self._current(source.inode))
         self._same[linked.inode] = _Same(leader, _identity(self._current(leader)), _identity(linked))
@@ -95,13 +95,13 @@ class LinkCounts:
                 del self._groups[group.pop()]
 
     def of(self, inode: int) -> int:
-        """Names of a file, this one included; 1 where it was not linked here."""
+        """Return the number of names of a file; 1 if it was not linked here."""
         group = self._groups.get(inode)
         return 1 if group is None else len(group)
 
     def number(self, entry: Entry) -> int:
-        """The inode number that a file shows: that of the file which it was linked to, until either changes. While one
-        is open for writing it may have changed in the kernel."""
+        """Return the inode number that a file shows: that of its link's source, until either changes. While either is
+        open for writing, the file shows its own, because the kernel may hold changes."""
         same = self._same.get(entry.inode)
         if same is None or self._is_written(entry.inode) or self._is_written(same.source):
             return entry.inode
@@ -118,8 +118,8 @@ class LinkCounts:
         return file is not None and file.writers > 0
 
     def any_in(self, directory: int) -> bool:
-        """A file in the directory has another name. Reads the rows of all such files where any row was written since:
-        a rename moves them."""
+        """Return whether a file in the directory has another name. Reads the rows of all such files if any row was
+        written since the last call, because a rename moves them."""
         writes = self._tree.database.writes
         if self._parents is None or self._writes != writes:
             entries = [self._tree.entry(inode) for inode in self._groups]
@@ -129,13 +129,13 @@ class LinkCounts:
 
 
 def _identity(entry: Entry) -> tuple[object, ...]:
-    """What differs as soon as a file is written, or gets other attributes."""
+    """Return values that differ as soon as a file is written, or gets other attributes."""
     return entry.size, entry.mtime_ns, entry.mode, entry.uid, entry.gid, entry.etag, entry.place, entry.offset
 
 
 @contextmanager
 def _never_eexist() -> Iterator[None]:
-    """EEXIST about the source, or a file before it, becomes FileError(EBUSY): of link(2) it is about the new name."""
+    """Turn EEXIST about the source, or a file stored before it, into EBUSY: in link(2) it concerns the new name."""
     try:
         yield
     except FileError as error:
@@ -145,7 +145,7 @@ def _never_eexist() -> Iterator[None]:
 
 
 class Links:
-    """See the module's head."""
+    """Gives files second names; see the module's head."""
 
     def __init__(
         self,
@@ -164,9 +164,9 @@ class Links:
         self.counts = LinkCounts(namespace.tree, namespace.events, drafts.files, current)
 
     async def link(self, source: Entry, parent: int, name: bytes) -> Entry:
-        """Give a file another name. Raises FileError: EPERM where the store has no condition for that, or links are
-        refused, and for what is no regular file; EEXIST; EBUSY where other names have bytes at the key, or another
-        client has the source's name. Raises LakeError."""
+        """Give a file another name; return the entry of that name. Raises FileError: EPERM if the store has no
+        condition that refuses a taken name, links are refused, or the source is no regular file; EEXIST; EBUSY if the
+        key has, or had, bytes of other names, or another client has the source's name. Raises LakeError."""
         self._ns.checked_path(parent, name)
         if source.flags & (Flag.DIRECTORY | Flag.SYMLINK) or self._mode == "refuse":
             raise FileError(errno.EPERM)
@@ -186,14 +186,14 @@ class Links:
             if file.draft is not None:
                 with _never_eexist():
                     await self._io.publish(file)
-            await self._io.poll()  # a packed file has the name, perhaps: its key is free
+            await self._io.poll()  # the name may be a packed file, whose key is free
             if self._ns.tree.child(parent, name) is not None:
                 raise FileError(errno.EEXIST)
             path = self._ns.checked_path(parent, name)  # the directory may have been renamed
             meta, entry = await self._take(file, path)
             await self._writer.record_link(path, entry, meta, self._client)
         except FileError as error:
-            if error.errno == errno.EEXIST:  # its caller is about to read what is there
+            if error.errno == errno.EEXIST:  # the caller will read the file that has the name
                 with suppress(LakeError):
                     await self._ns.lookup(parent, name, ask=True)
                 self._ns.announce_name(parent, name)
@@ -210,7 +210,8 @@ class Links:
     # -- taking the key
 
     async def _take(self, file: OpenFile, path: str) -> tuple[ObjectMeta, Entry]:
-        """The object that the name has its bytes in, and what is to be said of it."""
+        """Store the file's bytes once more, as the object at ``path``. Returns that object, and the entry whose
+        attributes the name gets. Raises FileError: EEXIST, EBUSY, EPERM. Raises LakeError."""
         extent, entry = file.extent, file.entry
         if extent is None:
             raise FileError(errno.EPERM, f"{file.key} is not in the store")
@@ -233,8 +234,9 @@ class Links:
         raise FileError(errno.EBUSY, f"{path} is changed all the time")
 
     async def _read_small(self, extent: Extent) -> bytes | None:
-        """The bytes of a file that is sent from memory; None for one that the store copies. Raises FileError(EPERM)
-        where the store cannot refuse that if the name is taken, and the user does not do without."""
+        """Return the bytes of a file that is sent from memory; None for one that the store copies. Raises
+        FileError(EPERM) if the store has no condition that the name is free (unless ``mode`` is ``local``), or cannot
+        copy the file."""
         able, is_local = self._client.capabilities, self._mode == "local"
         if extent.size <= SENT_BYTES_MAX and (able.put_if_absent or (is_local and not able.complete_if_absent)):
             if not extent.size:
@@ -265,8 +267,9 @@ class Links:
                     await client.abort_multipart(key, upload_id)
 
     async def _expect_removed(self, target: DraftTarget, extent: Extent, body: bytes | None) -> None:
-        """Something lies at the key. Where that is the object of a file that was removed, the next request replaces
-        that version, and no other. Raises FileError(EEXIST) for another file's."""
+        """Set the condition of the next request, after one found an object at the key. If that is a removed file's, the
+        next request replaces this version of it only. Raises FileError: EEXIST if it is another file's, EBUSY if the
+        store has no condition that distinguishes the versions."""
         there = await self._client.find(target.key)
         await self._io.poll()
         removed = self._ns.tree.tombstones.get(target.key.encode())
@@ -282,7 +285,7 @@ class Links:
         target.if_absent, target.expected = False, there.etag
 
     def _has_same_etag(self, there: ObjectMeta, extent: Extent, body: bytes | None) -> bool:
-        """The new object may have the ETag of what it replaces: then a condition on that holds for two nodes."""
+        """Return whether the new object may have the same ETag: then a condition on it could hold for two nodes."""
         if there.size != extent.size:
             return False
         if body is None or not self._client.capabilities.md5_etags:

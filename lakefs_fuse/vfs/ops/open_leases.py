@@ -1,9 +1,9 @@
-"""Leases that the kernel's adapter hands out: files that may be opened for reading without a FUSE request.
+"""Serves handles that the C library opened under a lease, and says for how long a file may be leased.
 
-A handle opened under a lease is the inode with two bits, and has no `Handle` here. That is enough while the inode has a
-row: each read looks up what the inode is now, which is the same version for as long as it exists. Before a row goes, is
-replaced, or anything depends on open handles, `FileTable.hold` revokes the leases, and their handles are counted.
-Trio thread only; nothing survives a crash.
+Such a handle is the inode with two bits set, and has no `Handle` here. That is enough while the inode has a row: each
+read looks the inode up, which is one version for as long as it exists. Before a row is removed or replaced, or a
+decision depends on open handles, `FileTable.hold` revokes the leases, and counts their handles. Trio thread only;
+nothing survives a crash.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
 
 LEASED = 1 << 61
-"""In handles opened under a lease; the rest of them is the inode."""
+"""Bit of the handles that were opened under a lease. They also have READING; their other bits are the inode."""
 READAHEADS_MAX = 1024
-"""Files of which it is remembered how far they were read."""
+"""Files whose readahead is kept between two reads."""
 
 
 class OpenLeases:
-    """See the module's head."""
+    """Serves handles opened under leases; see the module's head."""
 
     def __init__(
         self,
@@ -37,18 +37,18 @@ class OpenLeases:
         entry: Callable[[int], Entry],
         reads_of: Callable[[str], ReadMetrics],
     ) -> None:
-        """``entry`` is what is known of an inode; raises FileError(ESTALE). ``reads_of``: see `Handles`."""
+        """``entry`` returns the entry of an inode, or raises FileError(ESTALE). ``reads_of``: see `Handles`."""
         self._files, self._ns, self._io, self._entry, self._reads_of = files, namespace, io, entry, reads_of
         self._read: OrderedDict[int, tuple[Readahead, ReadMetrics]] = OrderedDict()
 
     def allowed_s(self, file: OpenFile) -> float:
-        """For how many seconds a file that is open may be opened for reading without asking; 0 where it may not."""
+        """Return for how many seconds an open file may be opened for reading under a lease; 0 if it may not."""
         if file.state is not OpenState.CLEAN or file.entry.is_local or file.is_redated:
             return 0.0
         return self._ns.answer_fresh_s(file.entry.parent, file.entry.name)
 
     async def read(self, handle: int, offset: int, length: int) -> Buffer:
-        """Raises FileError(ESTALE) where nothing is known of the inode any more."""
+        """Read through a handle opened under a lease. Raises FileError(ESTALE) if the inode is no longer known."""
         inode = inode_of(handle)
         file = self._files.acquire(self._entry(inode), writer=False)
         try:
@@ -66,12 +66,12 @@ class OpenLeases:
         return self._read[inode]
 
     async def release(self, handle: int) -> None:
-        """Of a handle whose lease was revoked."""
+        """Release a handle whose lease was revoked."""
         file = self._files.get(inode_of(handle))
         if file is not None:
             await self._io.release(file, writer=False)
 
 
 def inode_of(handle: int) -> int:
-    """Of a handle opened under a lease; 0 for others."""
+    """Return the inode of a handle that was opened under a lease; 0 for other handles."""
     return handle & ~(READING | LEASED) if handle & LEASED else 0

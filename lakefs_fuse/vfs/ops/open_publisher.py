@@ -1,13 +1,13 @@
-"""Stores files that are still being written, every so often, where the mount or a rule asks for that.
+"""Publishes files at an interval while they are being written, if the mount or a rule says so.
 
-Logs and event files are read elsewhere while they grow. They are opened for direct I/O: the kernel would keep what was
-written for up to half a minute.
+Other nodes read logs and event files while these grow. The files are opened for direct I/O, because the kernel would
+keep written bytes for up to half a minute.
 
-What always holds (*a prefix*): only bytes that were written one behind the other are published, from the start or from
-the end of the version before. A file with a hole is published by its last close, and one of which a write was refused
-when the range was written again.
+What always holds (*a prefix*): only bytes that were written one after another are published, from the start or from the
+end of the version before. A file with a hole is published by its last close; one with a refused write, once the range
+was written again.
 
-Trio thread only; one task for each file that is open. A crash leaves what the journal has.
+Trio thread only; one task for each file that is watched. A crash leaves what the journal has.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 class OpenFilePublisher:
-    """See the module's head."""
+    """Publishes open files; see the module's head."""
 
     def __init__(self, rules: Rules, publish: Callable[[OpenFile], Awaitable[None]], nursery: trio.Nursery) -> None:
         self._rules, self._publish, self._nursery = rules, publish, nursery
 
     def watch(self, file: OpenFile) -> bool:
-        """Begin to publish a file that was opened for writing; False where that is not asked for."""
+        """Begin to publish a file that was opened for writing, if that is asked for; return whether it is."""
         interval_s = self._rules.publish_s(file.key) if self._rules.publishes_open_files else 0.0
         if interval_s > 0 and file.prefix_bytes is None:
             file.prefix_bytes = file.current.size
