@@ -1,9 +1,9 @@
-"""Changes of names on their way into commits: what every operation that changes a name shares.
+"""Journals changes of names for the committer, on behalf of every operation that changes a name.
 
 A change is in effect on this node when the call returns, and in the store a second later, or with a pack
-(`Committer`). What always holds: under write-back, what a change shows or takes away waits for what was acknowledged
-before it; a path that no other node would read is refused before it is journaled. A crash leaves the committer's
-journal. Trio thread only.
+(`Committer`). What always holds: under write-back, a change waits for the versions acknowledged before it, unless it
+only makes directories or sets attributes. A path that no other node would read is refused before it is journaled. A
+crash leaves the committer's journal. Trio thread only.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 
 class NameChanges:
-    """See the module's head."""
+    """Journals changes of names; see the module's head."""
 
     def __init__(self, namespace: Namespace, committer: Committer, writeback: WriteBack, clock: Clock) -> None:
         self._ns, self._committer, self._writeback, self._clock = namespace, committer, writeback, clock
 
     def is_visible(self, path: str) -> bool:
-        """A commit that this node journaled may show something under the path."""
+        """Return whether a commit of this node whose answer was lost may show something under the path."""
         return self._committer.may_have(path)
 
     def enqueue_all(
         self, builder: ChangeBuilder, doomed: list[Deletion] | None = None, batch: Batch | None = None
     ) -> None:
-        """As `enqueue`, of what a builder gathered."""
+        """As `enqueue`, for the operations that a builder gathered."""
         self.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed or []), batch)
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
-        """Journal a change, with ``batch``. Raises FileError(ENAMETOOLONG) for a path that no other node would read."""
+        """Journal a change, in one write with ``batch``, and apply it here. Raises CacheError, and
+        FileError(ENAMETOOLONG) for a path that no other node would read."""
         self._ns.check_paths([each.path for each in change.operations])
         if len(self._writeback):
             shown = [each.path for each in change.operations if not isinstance(each, Mkdir | SetAttr)]
@@ -51,21 +52,21 @@ class NameChanges:
         self._committer.enqueue(change, batch)
 
     async def flush(self) -> None:
-        """Every change of a name made before is in the store when this returns. Raises LakeError."""
+        """Commit every change of a name that was made before, and return when it is in the store. Raises LakeError."""
         while self._committer.held_until:
             await self._writeback.drain(list(self._writeback.items))
         await self._committer.flush()
 
     async def announce(self) -> None:
-        """Other nodes are told of plain objects stored before, unless the store does not take that now: then they see
-        these when they list the directories."""
+        """Announce plain objects that were stored before. If that fails, other nodes see them when they list their
+        directories."""
         with suppress(LakeError):
             await self._committer.flush_announcements()
 
-    # -- what a change of one name needs beside it
+    # -- what the removal of a name entails
 
     def hidden_parent(self, leaving: Entry) -> tuple[str, Entry] | None:
-        """The directory of a name, with its path, if only that name makes it visible to others."""
+        """Return a name's directory, with its path, if only the name makes it visible to other nodes; else None."""
         above = None if leaving.parent == ROOT_INODE else self._ns.tree.entry(leaving.parent)
         if above is None or above.stamp or above.flags & Flag.MARKER:
             return None
@@ -73,13 +74,13 @@ class NameChanges:
         return (self._ns.path_of(above), above) if all(child.flags & Flag.LOCAL for child in others) else None
 
     def keep_parent(self, builder: ChangeBuilder, leaving: Entry) -> None:
-        """A directory that only its last name made visible is made to stay before that name goes."""
+        """Add an operation that makes the name's directory, if other nodes would not see it without the name."""
         kept = self.hidden_parent(leaving)
         if kept is not None:
             builder.mkdir(*kept)
 
     def orphaned(self, path: str, entry: Entry) -> list[Deletion]:
-        """Plain objects that nothing references once the name is gone."""
+        """Return the plain objects that may be unreferenced once the name is removed."""
         if entry.is_plain:
             return [Deletion(path, entry.etag)]
         doomed = [Deletion(path, entry.etag)] if entry.etag else []
@@ -88,10 +89,10 @@ class NameChanges:
             doomed.append(Deletion(row.key, row.etag))
         return doomed
 
-    # -- attributes of what is not being written
+    # -- attributes of entries that are not being written
 
     def set_attributes(self, entry: Entry, xattrs: dict[str, bytes] | None = None) -> Entry:
-        """The entry's mode, owner and mtime as given; ``xattrs`` None keeps those that it has."""
+        """Journal the entry's mode, owner and mtime; ``xattrs`` None keeps those that it has. Returns the new row."""
         builder = ChangeBuilder(self._ns.tree)
         builder.set_attributes(self._ns.path_of(entry), entry, xattrs)
         self.enqueue_all(builder)
@@ -99,7 +100,7 @@ class NameChanges:
         return self._ns.tree.entry(entry.inode) or entry
 
     def mark_changed(self, inode: int) -> None:
-        """The ctime of a directory or symbolic link is now; of a file the kernel keeps it."""
+        """Set the ctime of a directory or symbolic link to now; the kernel keeps that of files."""
         entry = self._ns.tree.entry(inode)
         if entry is not None and entry.flags & (Flag.DIRECTORY | Flag.SYMLINK):
             batch = Batch()

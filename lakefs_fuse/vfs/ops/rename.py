@@ -1,13 +1,13 @@
-"""Renames: of a file or a directory of any size, over nothing, over something, or in exchange. One PUT each.
+"""Renames files and directories of any size, with one PUT each; the target may exist, or be exchanged.
 
-The commit says of everything that moves where it is now and that it is not where it was; the bytes stay. The rows of
-this node keep their inodes. Files that are not in the store yet move here only, and are stored under their new name;
-those that are being written go on under it. In an exchange, what is closed is stored first.
+The commit gives every name that moves its new path, and removes it from the old one; the bytes stay. The rows of this
+node keep their inodes. Files that are not in the store yet move on this node only, and are stored under their new name;
+files that are being written continue under it. An exchange first stores the files that are closed.
 
 A rename is prepared (`RenamePreparation`), planned from one reading of the facts (`rename_plan`), carried out in one
-commit or one batch, and finished: files in use and the pinner follow. What always holds: facts are read and the plan is
-carried out in one step of the loop; a directory of many names is planned and moved in many, behind the barrier, and
-planned again where something of it was changed meanwhile. A crash leaves the whole rename or nothing of it. Trio thread
+commit or one batch, and finished: files in use and the pinner follow. What always holds: the facts are read and the
+plan is made without an await between. A directory of many names is planned and moved in several steps, behind the
+barrier, and planned again if part of it changed meanwhile. A crash leaves the whole rename or none of it. Trio thread
 only.
 """
 
@@ -53,15 +53,15 @@ from lakefs_fuse.vfs.writeback.queue import WriteBack
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 NAMES_AT_ONCE = OPERATIONS_AT_ONCE // 2
-"""A rename of more names is planned, and put in effect, in steps: it has two operations for each."""
+"""A rename of more names is planned and applied in steps: it has two operations for each."""
 NAMES_PER_STEP = 96
-"""5 ms."""
+"""Names that are planned between two turns of other tasks: 5 ms."""
 PLANS_MAX = 3
-"""A plan is made so often in steps, where other tasks keep changing what it is made of."""
+"""Attempts to plan in steps while other tasks keep changing the facts; then the plan is made in one step."""
 
 
 class _Request(NamedTuple):
-    """What is to be renamed, as it was looked up, and where to."""
+    """A requested rename: the source as it was looked up, and its new directory and name."""
 
     source: Entry
     parent: int
@@ -74,7 +74,7 @@ class _Request(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Both ends of a rename as they are now, with their paths. ``target`` is what has the new name."""
+    """Both ends of a rename as they are now, with their paths. ``target`` is the entry that has the new name."""
 
     source: Entry
     target: Entry | None
@@ -84,14 +84,14 @@ class _Ends(NamedTuple):
 
     @property
     def moving(self) -> list[Entry]:
-        """What changes places: one entry, or in an exchange two."""
+        """The entries that move: one, or two in an exchange."""
         if self.target is None or not self.request.is_exchange:
             return [self.source]
         return [self.source, self.target]
 
 
 def _finish(steps: Generator[None, None, Change]) -> Change:
-    """Take all steps in one go; returns what the generator returns."""
+    """Run a generator to its end without a turn of other tasks; return its result."""
     while True:
         try:
             next(steps)
@@ -100,7 +100,7 @@ def _finish(steps: Generator[None, None, Change]) -> Change:
 
 
 class Renames:
-    """See the module's head."""
+    """Renames files and directories; see the module's head."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Renames:
         self._unlinker, self._writeback, self._preparation = unlinker, writeback, preparation
 
     async def rename(self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int) -> None:
-        """Atomic for every observer of the lake, whatever the size. Raises FileError as rename(2) says; LakeError where
-        nothing was renamed, or (where the store did not answer) all of it a little later."""
+        """Rename a file or directory of any size, atomically for every observer of the lake. Raises FileError as
+        rename(2), and LakeError. Then nothing was renamed; if the store did not answer, all of it may appear later."""
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
             raise FileError(errno.EINVAL)
         self._ns.checked_path(parent_new, name_new)
@@ -153,9 +153,9 @@ class Renames:
             raise FileError(errno.ENOTDIR)
 
     def _read_ends(self, request: _Request) -> _Ends:
-        """Both ends as they are now. Another node may have renamed, replaced or removed the source meanwhile, made
-        something of the new name, or moved one end below the other: raises FileError as rename(2) says, ESTALE for a
-        source to be looked up again."""
+        """Read both ends as they are now. Another node may have renamed, replaced or removed the source meanwhile,
+        created the new name, or moved one end below the other. Raises FileError as rename(2), and ESTALE if the source
+        must be looked up again."""
         source, parent, name, flags = request
         now, there = self._ns.tree.child_many([(source.parent, source.name), (parent, name)])
         if now is None:
@@ -176,17 +176,17 @@ class Renames:
         old = (above if now.parent == parent else self._ns.prefix(now.parent)) + now.name.decode(*PATH)
         ends = _Ends(now, there, old, above + name.decode(*PATH), request)
         if ends.new.startswith(ends.old + "/") or (there is not None and ends.old.startswith(ends.new + "/")):
-            raise FileError(errno.EINVAL)  # nothing goes below itself
+            raise FileError(errno.EINVAL)  # no entry moves below itself
         return ends
 
     async def _rename(self, request: _Request, moving: list[Entry]) -> bool:
-        """Whether it has to be flushed before the answer. ``moving`` is what changes places."""
+        """Carry out a prepared rename of the entries ``moving``; return whether a flush must come before the answer."""
         source, exchange = request.source, request.is_exchange
         file = self._files.get(source.inode)
-        # What is being stored when it is renamed is stored first, under its old name.
+        # A version that is being stored when its file is renamed is stored first, under the old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():
             if file is not None and await self._preparation.is_stored_late(file):
-                raise FileError(errno.ESTALE)  # by an attempt that failed since: the next call stores it first
+                raise FileError(errno.ESTALE)  # a failed attempt has stored it: the next call publishes it first
             self._check_names(moving)
             self._forget_removed(moving)
             ends = self._read_ends(request)
@@ -211,15 +211,15 @@ class Renames:
         return is_held
 
     def _check_names(self, ends: Sequence[Entry]) -> None:
-        """Raises FileError(EEXIST) where another client has had the name of a file that is being written: what moved
-        would be that client's."""
+        """Raise FileError(EEXIST) if another client has the name of a file that is being written: the rename would move
+        that client's file."""
         for file in [self._files.get(end.inode) for end in ends]:
             if file is not None and file.has_lost_name:
                 raise FileError(errno.EEXIST, f"{file.key} was stored by another client meanwhile")
 
     def _forget_removed(self, ends: Sequence[Entry]) -> None:
-        """What is being written here, and another node has removed, is not in the store: the version before, which the
-        row still tells, does not come back under another name."""
+        """Mark dirty files that another node has removed as not in the store. Their rows still name the version before,
+        which must not come back under another name."""
         files, changed = self._files.by_inode, list[Entry]()
         is_of_directory = any(end.flags & Flag.DIRECTORY for end in ends)
         for inode in list(files) if is_of_directory else [end.inode for end in ends]:
@@ -241,14 +241,14 @@ class Renames:
     # -- what is in the store
 
     async def _commit(self, ends: _Ends, opened: OpenFile | None) -> bool:
-        """Whether a flush has to follow."""
+        """Commit or journal the rename of entries in the store; return whether a flush must follow."""
         source, exchange = ends.source, ends.request.is_exchange
 
         def read_ends() -> _Ends:
             self._forget_removed(ends.moving)
             now = self._read_ends(ends.request)
             if now.source.flags & Flag.LOCAL and not source.flags & Flag.LOCAL:
-                raise FileError(errno.ESTALE)  # it was removed just now: nothing is to be committed
+                raise FileError(errno.ESTALE)  # it was removed just now: there is nothing to commit
             return now
 
         def plan() -> Change:
@@ -258,12 +258,12 @@ class Renames:
         is_held = bool(self._committer.held_until)
         route = route_of(ends.moving, is_writeback=is_writeback, is_held=is_held)
         is_large = any(self._is_large(end) for end in ends.moving)
-        if is_large and route is not Route.COMMITTED:  # what is journaled is put in effect in one step
+        if is_large and route is not Route.COMMITTED:  # a journaled change is applied in one step
             await self._names.flush()
             route = Route.COMMITTED
         if route is Route.COMMITTED:
             change = await self._commit_now(read_ends, is_large=is_large)
-            if self._ns.tree.child(source.parent, source.name) is not None:  # what was stored meanwhile stayed there
+            if self._ns.tree.child(source.parent, source.name) is not None:  # a version stored meanwhile stayed there
                 self._preparation.renamed.commit_applied(change)
         else:
             async with self._committer.quiet():
@@ -280,7 +280,7 @@ class Renames:
     async def _commit_now(
         self, read_ends: Callable[[], _Ends], planner: Planner = plan_in_steps, *, is_large: bool
     ) -> Change:
-        """Plan and commit, in steps where it ``is_large``. ``read_ends`` raises what ends it."""
+        """Plan and commit, in steps if ``is_large``; return the change. Errors of ``read_ends`` end the rename."""
         made: list[Change] = []
 
         def plan() -> Change:
@@ -299,8 +299,8 @@ class Renames:
         return made[-1]
 
     async def commit_copy(self, source: Entry, parent: int, name: bytes, planner: Planner, *, replaces: bool) -> None:
-        """Commit what ``planner`` makes of a file, or a directory and all below it, as a copy at another name, in place
-        of a file or an empty directory where it ``replaces`` one. Raises FileError as `rename`, and LakeError."""
+        """Commit a copy of a file, or of a directory and all below it, as ``planner`` plans it. With ``replaces`` it
+        may replace a file or an empty directory. Raises FileError as `rename`, and LakeError."""
         request = _Request(source, parent, name, 0 if replaces else RENAME_NOREPLACE)
         there = self._ns.tree.child(parent, name)
         opened = None if there is None else self._files.hold(there.inode)
@@ -317,8 +317,9 @@ class Renames:
         self._ns.touch(parent)
 
     def _withhold_older(self, source: Entry, path: str) -> None:
-        """A version of the file waits for the store, and will be stored under its next name only: what an earlier
-        rename says of ``path`` are older bytes, which no reader may see there. Raises CacheError."""
+        """Keep held changes from showing older bytes of the file at ``path``. If an acknowledged version waits for the
+        store, it is stored under its new name only; no reader may see at ``path`` what an earlier rename put there.
+        Raises CacheError."""
         file = self._files.get(source.inode)
         draft = None if file is None else file.draft
         if draft is not None and draft.sequence:
@@ -331,14 +332,14 @@ class Renames:
         return batch
 
     def _is_large(self, end: Entry) -> bool:
-        """More names move than are committed in one step."""
+        """Return whether more names move than are committed in one step."""
         if not end.flags & Flag.DIRECTORY:
             return False
         below = self._ns.tree.below(end.inode, "")
         return sum(1 for _ in islice(below, NAMES_AT_ONCE)) == NAMES_AT_ONCE
 
     async def _commit_in_steps(self, plan: Callable[[], Awaitable[Change]]) -> None:
-        """``plan`` raises the barrier, behind which nothing changes until the commit is applied."""
+        """Commit in steps. ``plan`` raises the barrier, behind which nothing changes until the commit is applied."""
         barrier, is_raised = self._ns.tree.barrier, False
 
         async def planned() -> Change:
@@ -354,8 +355,8 @@ class Renames:
                 barrier.lower()
 
     async def _plan_paced(self, read_ends: Callable[[], _Ends], planner: Planner) -> Change:
-        """As `_plan`, behind the barrier, with other tasks in between: where one changed what was read, it is read
-        again, and in the end in one go. ``read_ends`` raises what ends the rename."""
+        """As `_plan`, behind the barrier, with turns of other tasks. If one of them changed the facts, plan again, the
+        last time without such turns. Errors of ``read_ends`` end the rename."""
         for _ in range(PLANS_MAX):
             ends = read_ends()
             with self._ns.database.recording() as changed:
@@ -366,7 +367,7 @@ class Renames:
         return _finish(self._plan(read_ends(), planner=planner))
 
     def _are_ours(self, keys: set[bytes], ends: _Ends) -> bool:
-        """One of these rows is of a name that moves, or of what lies at its path before, or next."""
+        """Return whether one of these rows belongs to a name that moves, or to an object at its old or new path."""
         tree, inode, new_name = self._ns.tree, ends.source.inode, (ends.request.parent, ends.request.name)
         moves = [path.encode(*PATH) for path in (ends.old, ends.new)]
         if any(path == move or path.startswith(move + b"/") for path in tree.changed_paths(keys) for move in moves):
@@ -381,7 +382,7 @@ class Renames:
     def _plan(
         self, ends: _Ends, names_max: int = sys.maxsize, planner: Planner = plan_in_steps
     ) -> Generator[None, None, Change]:
-        """The commit of a rename, of ``ends`` as they are now; it yields after so many names."""
+        """Plan the commit of a rename, and yield after every ``names_max`` names. ``ends`` are as they are now."""
         facts = yield from self._read_facts(ends, names_max)
         change = yield from planner(facts, names_max)
         for at in range(0, len(change.operations), names_max):
@@ -419,7 +420,7 @@ class Renames:
         return RenameFacts(tuple(names), rows, tuple(replaced), above)
 
     def _add_rows(self, rows: RowSnapshot, entries: Iterable[Entry]) -> None:
-        """What operations on these entries are made from."""
+        """Add the rows from which operations on these entries are made."""
         tree = self._ns.tree
         for entry in entries:
             if entry.place and entry.place not in rows.objects and (row := tree.objects.get(entry.place)):
@@ -430,8 +431,8 @@ class Renames:
                 rows.xattrs_by_inode[entry.inode] = tree.xattrs(entry.inode)
 
     def _below(self, old: str, new: str, entry: Entry, *, behind: bool) -> Iterator[tuple[str, str, Entry]]:
-        """Everything, with its path before and after; below a directory also what is not in the store yet. Names are
-        put ``behind`` the barrier before they are read."""
+        """Yield the entry and everything below it, with old and new paths, including files that are not in the store
+        yet. With ``behind``, names are put behind the barrier before they are read."""
         barrier = self._ns.tree.barrier
         if behind:
             barrier.add(entry.parent, entry.name)
@@ -448,7 +449,8 @@ class Renames:
     # -- what is not in the store
 
     def _move_row(self, ends: _Ends) -> None:
-        """The file gets its new name when it is stored. What was known before may have been stored meanwhile."""
+        """Move the row of a file that is not in the store; it is stored under its new name. ``ends`` must be read in
+        the same step of the loop: the target may have been stored since an earlier look."""
         tree, entry, parent, name = self._ns.tree, ends.source, ends.request.parent, ends.request.name
         self._ns.changing(entry.parent, entry.name)
         self._ns.changing(parent, name)

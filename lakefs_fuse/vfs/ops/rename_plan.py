@@ -1,8 +1,8 @@
-"""What a rename changes, decided once from a snapshot of the facts: `plan_in_steps` and `plan_local_rename`.
+"""Plans a rename from a snapshot of the facts: `plan_in_steps` for a commit, `plan_local_rename` for a row.
 
-What always holds (*plans are pure*): nothing here reads a row, a clock or the store, or changes what it is given; the
-same facts give the same plan. `rename` reads the facts in the step in which the plan is carried out, so nothing can
-change between the two. A crash leaves what that step's one batch, or commit, had written.
+What always holds (*plans are pure*): no function here reads a row, a clock or the store, or changes its arguments; the
+same facts give the same plan. `rename` reads the facts in the step in which it plans, or plans again if they changed
+meanwhile. A crash leaves what the one batch, or commit, of the rename had written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, RowSnapshot
 
 
 class Route(Enum):
-    """How a rename gets into the store."""
+    """How a rename reaches the store."""
 
     LOCAL = "the file is stored under its new name later; what it replaces stays for others until then"
     JOURNALED = "write-back commits it after what was acknowledged before it"
@@ -30,19 +30,19 @@ class Route(Enum):
 
 
 def route_of(ends: Sequence[Entry], *, is_writeback: bool, is_held: bool) -> Route:
-    """``ends`` are what changes places: one name, or in an exchange two. ``is_writeback``: of both paths. ``is_held``:
-    the committer holds changes that are not in the store."""
+    """Return the route of a rename. ``ends`` are the entries that move: one, or two in an exchange. ``is_writeback``:
+    both paths are under write-back. ``is_held``: the committer holds changes that are not in the store."""
     is_exchange, is_local = len(ends) > 1, all(end.flags & Flag.LOCAL for end in ends)
     if is_local and not is_exchange:
         return Route.LOCAL
     if is_writeback and not is_exchange:
         return Route.JOURNALED
-    return Route.HELD if is_held or is_local else Route.COMMITTED  # of files that are only here no commit tells
+    return Route.HELD if is_held or is_local else Route.COMMITTED  # no commit names files that only this node has
 
 
 class MovedName(msgspec.Struct, frozen=True):
-    """A name that moves. ``hides`` is the ETag of the plain object at the key of its next path; ``orphans`` are objects
-    that only the name needs."""
+    """A name that moves. ``hides`` is the ETag of the plain object at the key of its new path; ``orphans`` are objects
+    that may be unreferenced without the name."""
 
     before: str
     after: str
@@ -50,23 +50,23 @@ class MovedName(msgspec.Struct, frozen=True):
     hides: str = ""
     orphans: tuple[Deletion, ...] = ()
     is_end: bool = False
-    """It is what the caller named, not something below it."""
+    """Whether the caller named it; False for a name below that."""
 
     @property
     def row(self) -> tuple[str, bool]:
-        """Its path, and whether it is a directory: a file and a directory may have the same path."""
+        """Its old path, and whether it is a directory: a file and a directory may have the same path."""
         return self.before, bool(self.entry.flags & Flag.DIRECTORY)
 
     @property
     def moves_here_only(self) -> bool:
-        """A file that is not in the store yet: it is stored under its new name later."""
+        """True for a file that is not in the store yet: it is stored under its new name later."""
         return bool(self.entry.flags & Flag.LOCAL)
 
 
 class RenameFacts(msgspec.Struct, frozen=True):
-    """``names`` has the source and all that is below it, then in an exchange the target and all that is below it.
-    ``replaced`` are objects that only the target needs; ``parent`` is the source's directory where that would not be
-    visible without the source, and its path."""
+    """The facts from which a rename is planned. ``names`` has the source and everything below it, in an exchange then
+    the target and everything below it. ``replaced`` are objects that may be unreferenced without the target.
+    ``parent`` is the path and entry of the directory that other nodes would not see without the name that leaves it."""
 
     names: tuple[MovedName, ...]
     rows: RowSnapshot = RowSnapshot()
@@ -79,11 +79,11 @@ class RenameFacts(msgspec.Struct, frozen=True):
 
 
 Planner = Callable[[RenameFacts, int], Generator[None, None, Change]]
-"""Makes one commit of the facts; it yields after so many names."""
+"""Plans one commit from the facts, and yields each time it has handled the given number of names."""
 
 
 def plan_in_steps(facts: RenameFacts, names_max: int) -> Generator[None, None, Change]:
-    """The whole rename as one commit, of names that are in the store; it yields after so many names."""
+    """Plan the whole rename as one commit of the names in the store; yield after every ``names_max`` names."""
     builder = ChangeBuilder(facts.rows)
     builder.moves += facts.moves
     doomed = list(facts.replaced)
@@ -98,7 +98,7 @@ def plan_in_steps(facts: RenameFacts, names_max: int) -> Generator[None, None, C
         yield
     if facts.parent is not None:
         builder.mkdir(*facts.parent)
-    for at in range(0, len(facts.names), names_max):  # what a file not stored yet covers stays, and must not come back
+    for at in range(0, len(facts.names), names_max):  # the version that an unstored file covers is removed, not moved
         for name in facts.names[at : at + names_max]:
             if name.moves_here_only and (name.entry.etag or name.entry.stamp):
                 doomed += name.orphans
@@ -114,8 +114,9 @@ def plan_in_steps(facts: RenameFacts, names_max: int) -> Generator[None, None, C
 
 
 class LocalRenameFacts(msgspec.Struct, frozen=True):
-    """Of a file not stored yet. ``is_visible``: others may see something under its name. ``there`` is what it replaces,
-    with that one's ``there_etag`` (of the plain object at the path) and ``there_row`` (the object of its bytes)."""
+    """The facts about a file that is not stored yet. ``is_visible``: other nodes may see something under its name.
+    ``there`` is the entry that it replaces, ``there_etag`` the ETag of the plain object at that path, ``there_row`` the
+    object with the bytes of ``there``."""
 
     before: str
     entry: Entry
@@ -127,8 +128,9 @@ class LocalRenameFacts(msgspec.Struct, frozen=True):
 
 
 class LocalRename(msgspec.Struct, frozen=True):
-    """``removal`` hides what the file had replaced under its old name; ``row`` is the entry to attach; ``copied_from``
-    the key of the object that others see under the new name until the file is stored."""
+    """The plan for a file that is not stored yet. ``removal`` removes the version that it had replaced under its old
+    name; ``row`` is the entry to attach; ``copied_from`` is the key of the object elsewhere that other nodes see under
+    the new name until the file is stored."""
 
     removal: Change | None
     row: Entry

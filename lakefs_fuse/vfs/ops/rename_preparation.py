@@ -1,12 +1,12 @@
-"""What has to be known, and to be in the store, before a rename is planned.
+"""Prepares a rename: learns the names that it moves, and stores the versions that must be in the store before.
 
-Within the TTL a listing is believed, but files that other nodes put below a directory since must move along, or a
+Within the TTL a listing counts, but files that other nodes have put below a directory since must move with it, or a
 directory of shards from several nodes would be published in part. One LIST of all keys below (1,000 a request) and one
-for commits show what is not known here; only directories where something is new are listed again.
+for commits show what this node does not know; only directories with new names are listed again.
 
-What always holds: nothing is renamed here, and everything here can be repeated. While the store is away it is tried
-again as long as a writer would wait for room (``patience_s``). Memory holds the numbers of one level's directories (8
-bytes each). Trio thread only; a crash leaves nothing.
+What always holds: nothing is renamed here, and every step can be repeated. While the store is away, a step for a path
+under write-back is tried again for as long as a writer would wait for room (``patience_s``). Memory holds the inodes of
+the directories of one level (8 bytes each). Trio thread only; a crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lakefs_fuse.vfs.writeback.queue import PAUSE_S_FIRST, WAITABLE, WriteBack
 
 LISTINGS_AT_ONCE = 8
 DIRECTORIES_PER_STEP = 512
-"""Of which is looked up whether they have to be listed: 5 ms."""
+"""Directories that are checked between two turns of other tasks: 5 ms."""
 log = logging.getLogger(__name__)
 
 
 class RenamePreparation:
-    """See the module's head."""
+    """Prepares renames; see the module's head."""
 
     def __init__(
         self,
@@ -58,16 +58,16 @@ class RenamePreparation:
         self.renamed = renamed
 
     async def hear(self) -> None:
-        """What others did to names before HEARD_S is known here: an object that they removed since is still there.
-        Raises LakeError."""
+        """Apply commits that were visible HEARD_S ago, and wait until renamed objects are adopted. An object that other
+        nodes removed later still exists. Raises LakeError."""
         await self._heard(HEARD_S)
         if self.renamed.adopting:
             await self.renamed.wait_adopted()
 
     async def prepare(self, moving: Sequence[Entry], replaced: Entry | None = None) -> None:
-        """What changes places, one entry or in an exchange two, is known here with all that is below it, and in the
-        store as far as it has to be there before, when this returns. ``replaced`` is what loses its name. Raises
-        LakeError."""
+        """Prepare a rename of the entries ``moving``: one, or two in an exchange. When this returns, everything below
+        them is known here, and what must be in the store before is there. ``replaced`` is the entry that loses its
+        name. Raises LakeError."""
         is_exchange = len(moving) > 1
         for entry in moving:
             if entry.flags & Flag.DIRECTORY:
@@ -85,14 +85,14 @@ class RenamePreparation:
                 await self._drain_below(self._ns.path_of(entry))
 
     async def is_stored_late(self, file: OpenFile) -> bool:
-        """An attempt to store the newest version had no answer, and the store has it at the name that the file has: it
-        would be left behind there, or be shown in place of what gets that name. Raises LakeError."""
+        """Return whether the store has the newest version at the file's key, from an attempt that had no answer. It
+        would stay there, or be shown in place of the file that gets that name. Raises LakeError."""
         meta = None if file.draft is None else await self._writeback.find_late_object(file.draft)
         return meta is not None and meta.key == file.key
 
     async def _retry_while_away(self, path: str, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Where ``path`` is write-back's, ``attempt`` is made again while the store is away, as long as a writer would
-        wait for room. Raises what the last attempt did."""
+        """Make an ``attempt``. If ``path`` is under write-back, repeat it while the store is away, for ``patience_s``
+        at most. Raises the error of the last attempt."""
         deadline_s = trio.current_time() + self._patience_s
         while True:
             try:
@@ -104,10 +104,10 @@ class RenamePreparation:
                 log.info("a change of %s waits for the store: %s", path, error)
             await trio.sleep(PAUSE_S_FIRST)
 
-    # -- what others put below a directory
+    # -- names that other nodes put below a directory
 
     async def list_below(self, path: str, directory: Entry) -> None:
-        """Every name below the directory is known when this returns. Raises LakeError."""
+        """Learn every name below the directory. Raises LakeError."""
         await self._retry_while_away(path, partial(self._list_below, directory))
 
     async def _list_below(self, directory: Entry) -> None:
@@ -142,7 +142,7 @@ class RenamePreparation:
             await for_each(directories, list_one, min(LISTINGS_AT_ONCE, len(directories)))
 
     async def _list_changed(self, directory: Entry) -> bool:
-        """List directories again below which the store has a key that is not known here; whether there were any."""
+        """List directories again in which the store has unknown keys; return whether there were any."""
         prefix = self._ns.key(directory)
         changed: set[int] = set()
         token: str | None = None
@@ -156,7 +156,7 @@ class RenamePreparation:
         return bool(changed)
 
     def _unknown(self, objects: Sequence[ObjectMeta]) -> list[ObjectMeta]:
-        """Those of which neither a name, nor a tombstone, nor an object of another name is known here."""
+        """Return the objects of which no name, no tombstone and no use by another name is known here."""
         tree = self._ns.tree
         paths = paths_of_keys([meta.key for meta in objects])
         unknown = []
@@ -175,7 +175,7 @@ class RenamePreparation:
         return unknown
 
     def _nearest(self, path: str) -> int:
-        """Inode of the nearest directory above a path that is known here."""
+        """Return the inode of the nearest known directory above a path."""
         while path:
             path = path.rpartition("/")[0]
             inode = self._ns.directory(path)
@@ -183,19 +183,20 @@ class RenamePreparation:
                 return inode
         raise AssertionError("the root is always known")
 
-    # -- what this node has not stored
+    # -- versions that this node has not stored
 
     async def _publish_closed(self, entries: Sequence[Entry]) -> None:
-        """An exchange is made in the store: files that are only here have to be there before, but for those that are
-        being written, which move here only. Raises LakeError."""
+        """Publish the local files of an exchange, which is made in the store; those that are being written move on this
+        node only. Raises LakeError."""
         for entry in entries:
             file = self._files.get(entry.inode) if entry.is_local else None
             if file is not None and not file.writers:
                 await self._publisher.publish(file)
 
     async def _drain_older(self, source: Entry) -> None:
-        """An acknowledged version that is not the newest becomes visible under the name it had, or not at all. So does
-        one that came back at mount, which may be in the store under that name. Raises LakeError."""
+        """Publish, or else supersede, acknowledged versions that are not the newest: they become visible under the old
+        name or not at all. First publish versions that were restored at mount, which may be in the store under that
+        name already. Raises LakeError."""
         file = self._files.get(source.inode)
         if file is not None and (replayed := self._writeback.unreconciled(file)):
             await self._retry_while_away(file.key, partial(self._writeback.drain, replayed))
@@ -209,8 +210,8 @@ class RenamePreparation:
             self._writeback.supersede_all(file)
 
     async def _drain_below(self, path: str) -> None:
-        """What write-back acknowledged at or below a path is in the store before the path's new name is. Raises
-        LakeError."""
+        """Wait until all that write-back acknowledged at or below a path is in the store, where it must be before the
+        new name is. Raises LakeError."""
 
         async def drain() -> None:
             await self._writeback.drain(self._writeback.below(path))

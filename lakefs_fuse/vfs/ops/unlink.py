@@ -1,13 +1,13 @@
-"""How a file in use loses its name, and what this node still knows of inodes that have none.
+"""Removes the names of files in use, and remembers inodes that no longer have a name.
 
-The kernel writes the times of an inode back after its name is gone, and asks for the attributes of a directory that a
-process still works in. Both are answered from `UnlinkedInodes`, with a link count of 0; what is set is dropped with the
-inode. Inodes that another node removed are not here: ESTALE makes the kernel look the name up again. Of more than
-`INODES_MAX` the oldest is forgotten, and is ESTALE from then on.
+The kernel writes back the times of an inode after its name was removed, and asks for the attributes of a directory in
+which a process still works. `UnlinkedInodes` answers both, with a link count of 0; attributes that are set are dropped
+with the inode. It does not have inodes that another node removed: for them ESTALE makes the kernel look the name up
+again. Beyond `INODES_MAX` the oldest inode is forgotten, and requests about it get ESTALE as well.
 
-What always holds: no version of a file becomes visible under a name while that is removed; readers of open handles go
-on. A crash between the change of the name and the journal leaves records that say unlinked, because `journal_dropped`
-writes them in the change's own batch. Trio thread only.
+What always holds: no version of a file becomes visible under a name that is being removed; open handles can still be
+read, if the cache could keep the bytes. A crash after the change of a name leaves records that say unlinked, because
+`journal_dropped` writes them in the batch of the change. Trio thread only.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 KEPT_BYTES_MAX = 256 << 20
-"""An open file that is deleted here is fetched whole first, if no larger than this, so that its readers can go on."""
+"""An open file of up to this size is fetched whole before it is deleted here, so that its readers can continue."""
 INODES_MAX = 16_384
 """About 8 MiB. The kernel holds an unlinked inode for milliseconds, or for as long as a process has it open."""
 KEPT_STEP_BYTES = 16 << 20
 AWAY_S_MAX = 5.0
-"""Time for the store to send KEPT_STEP_BYTES of such a file before its name goes: it may be away."""
+"""Maximum time for the store to send KEPT_STEP_BYTES before the name of such a file is removed: it may be away."""
 log = logging.getLogger(__name__)
 
 
 class UnlinkedInodes(dict[int, Entry]):
-    """Of inodes that this node took the last name from, and that the kernel may still hold, the last entry."""
+    """The last entries of inodes whose last name this node removed, and which the kernel may still hold."""
 
     def put(self, entry: Entry) -> None:
-        """The name of the entry is gone, or its attributes are these now."""
+        """Remember the entry of an inode whose name was removed, or its new attributes."""
         self.pop(entry.inode, None)
         self[entry.inode] = entry
         if len(self) > INODES_MAX:
@@ -72,13 +72,13 @@ class Unlinker:
         self.inodes, self._clock = UnlinkedInodes(), clock
 
     async def unlink(self, file: OpenFile, delete: Callable[[Entry, Sequence[ObjectMeta]], Awaitable[None]]) -> None:
-        """``delete`` takes the name away; handles stay. It is given the file's entry, and the objects at its key that
-        are not the version of its row. No publishing runs meanwhile, so none can bring the name back. Where ``delete``
-        fails, the file is as it was."""
+        """Have ``delete`` remove the name of a file in use; its handles stay. ``delete`` gets the file's entry, and the
+        objects at its key other than the version of its row. No version of the file is published meanwhile, so none
+        can bring the name back. If ``delete`` fails, the file stays linked."""
         try:
             async with file.publishing:
-                file.unlink()  # not before: what is being published is visible with its name until then
-                if file.draft is not None:  # what is being acknowledged is acknowledged first
+                file.unlink()  # not earlier: a version that is being published keeps its name until then
+                if file.draft is not None:  # an acknowledgement in progress ends first
                     async with file.draft.gate:
                         pass
                 is_away = await self._keep_for_handles(file)
@@ -99,8 +99,8 @@ class Unlinker:
         self._files.forget_if_idle(file)
 
     async def _keep_for_handles(self, file: OpenFile) -> bool:
-        """Who has the file open goes on reading what is about to go from the store. Answers whether the store did not
-        send it in time."""
+        """Fetch the bytes of an open file into the cache, before they are deleted from the store. Returns True if the
+        store did not send them in time."""
         extent = file.draft.base if file.draft is not None else file.extent
         wanted = min(extent.size, file.draft.base_limit if file.draft is not None else extent.size) if extent else 0
         if not file.handles or extent is None or not 0 < wanted <= KEPT_BYTES_MAX:
@@ -121,8 +121,8 @@ class Unlinker:
         return is_away
 
     async def _late_objects(self, file: OpenFile) -> list[ObjectMeta]:
-        """Attempts to publish failed without an answer, and the objects may be there all the same: then others have to
-        be told that they are removed."""
+        """Return the objects of attempts to publish that had no answer, if they are at the file's key: other nodes must
+        learn that they are removed. Delete such objects at other keys, except those of acknowledged versions."""
         late = []
         for draft in [each.draft for each in file.versions if each.draft is not None]:
             meta = await self._writeback.find_late_object(draft)
@@ -133,7 +133,8 @@ class Unlinker:
         return late
 
     async def _drop_acknowledged(self, file: OpenFile, newest: int) -> None:
-        """Acknowledged versions stay for programs that have the file open only. ``newest``: journaled before."""
+        """End the acknowledged versions of a file without a name: they stay only for programs that have it open.
+        ``newest`` is the number of the last change that was journaled before the removal."""
         batch = Batch()
         gone = [each.draft for each in file.versions if each.draft is not None and each.draft.sequence]
         for draft in gone:
@@ -153,7 +154,7 @@ class Unlinker:
             file.end_draft()
 
     def forget_name(self, entry: Entry) -> None:
-        """The entry lost its last name, which is a change of the inode."""
+        """Remember an entry that lost its last name. Its ctime is now, because that changes the inode."""
         file, now = self._files.get(entry.inode), self._clock.wall_ns()
         if file is not None:
             file.entry = msgspec.structs.replace(file.entry, ctime_ns=now)
@@ -161,13 +162,13 @@ class Unlinker:
         self.inodes.put(msgspec.structs.replace(last, ctime_ns=now))
 
     def journal_moved(self, batch: Batch, file: OpenFile | None, path: str) -> None:
-        """All versions of a file that are not in the store are at ``path`` once the batch is committed."""
+        """Write to the batch that all versions of a file that are not in the store are at ``path``."""
         for draft in [each.draft for each in file.versions] if file is not None else []:
             if draft is not None:
                 self._journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), path=path)))
 
     def journal_dropped(self, batch: Batch, file: OpenFile | None) -> None:
-        """Accepted versions of a file are unlinked once the batch is committed: its name goes, or another has it."""
+        """Write to the batch that acknowledged versions of a file are unlinked: its name is removed or replaced."""
         for draft in [each.draft for each in file.versions] if file is not None else []:
             if draft is not None and draft.sequence:
                 self._journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), unlinked=True)))

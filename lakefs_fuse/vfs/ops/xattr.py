@@ -1,10 +1,9 @@
-"""Extended attributes: those that programs set, and three that are answered and never listed.
+"""Extended attributes: those that programs set, and three virtual attributes.
 
 ``user.lakefs.state``, ``user.lakefs.location`` and ``user.lakefs.version`` are not listed, so that no program copies
-them. Immutable mounts have an implementation of their own, `vfs.immutable.filesystem`, which a change here has to
-follow. What always holds: an attribute set while a version is
-being stored is not lost (`OpenFile.late_xattrs`). A crash leaves what the committer journaled; those of a file in no
-commit yet go with it when it is. Trio thread only.
+them. Immutable mounts have their own implementation, `vfs.immutable.filesystem`, which must follow a change here. What
+always holds: an attribute set while a version is being stored is not lost (`OpenFile.late_xattrs`). A crash leaves what
+the committer journaled; attributes of a file that is in no commit yet are committed with it. Trio thread only.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 
 class ExtendedAttributes:
-    """See the module's head."""
+    """Reads and sets extended attributes; see the module's head."""
 
     def __init__(
         self, source: Source, namespace: Namespace, files: FileTable, names: NameChanges, writeback: WriteBack
@@ -39,7 +38,7 @@ class ExtendedAttributes:
         self._names, self._writeback = names, writeback
 
     def xattr(self, entry: Entry, name: str) -> bytes:
-        """Raises FileError(ENODATA)."""
+        """Return the value of an attribute. Raises FileError(ENODATA)."""
         if name.startswith(RESERVED_XATTR):
             return self._reserved(entry, name)
         value = self._xattrs(entry).get(name) if name.startswith(XATTR_PREFIX) else None
@@ -48,7 +47,7 @@ class ExtendedAttributes:
         return value
 
     def _reserved(self, entry: Entry, name: str) -> bytes:
-        """Names that are answered and never listed, so that no tool copies them."""
+        """Return the value of a virtual attribute. Raises FileError(ENODATA)."""
         answer = None
         if not entry.is_dir and not entry.is_symlink:
             if name == XATTR_STATE:
@@ -62,7 +61,7 @@ class ExtendedAttributes:
         return answer.encode()
 
     def _state(self, entry: Entry) -> FileState:
-        """Of the newest bytes of a file."""
+        """Return the state of a file's newest bytes."""
         file = self._files.get(entry.inode)
         draft = file.draft if file is not None else None
         if file is None or draft is None:
@@ -75,8 +74,8 @@ class ExtendedAttributes:
         return FileState.UPLOADING if on_its_way else FileState.DIRTY
 
     def version(self, entry: Entry) -> str | None:
-        """As `version_of`, of the newest bytes of a file; None for those that are not in the store, and for what has
-        none."""
+        """Return the version of a file's newest bytes, as `version_of`. None if they are not in the store,
+        and for a symbolic link."""
         file = self._files.get(entry.inode)
         if file is not None and file.draft is not None:
             return None
@@ -84,7 +83,7 @@ class ExtendedAttributes:
         return None if extent is None else version_of(extent)
 
     def _location(self, entry: Entry) -> str:
-        """Where the newest bytes of a file are."""
+        """Return where the newest bytes of a file are. Raises FileError(ENODATA)."""
         file = self._files.get(entry.inode)
         if file is not None and file.draft is not None:
             return self._staged_location(file.draft)
@@ -113,7 +112,8 @@ class ExtendedAttributes:
         return self._ns.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
 
     def set_xattr(self, entry: Entry, name: str, value: bytes | None) -> None:
-        """``value`` None removes it. Raises FileError: EOPNOTSUPP but for ``user.``, ENODATA, ENOSPC."""
+        """Set an attribute; ``value`` None removes it. Raises FileError: EOPNOTSUPP unless it is below ``user.``,
+        EINVAL if its name is not UTF-8, EPERM if it is reserved or on the root, ENODATA, ENOSPC, ESTALE."""
         if not name.startswith(XATTR_PREFIX):
             raise FileError(errno.EOPNOTSUPP)
         if any("\ud800" <= character <= "\udfff" for character in name):
@@ -142,7 +142,8 @@ class ExtendedAttributes:
         self._names.set_attributes(row, xattrs)
 
     def _set_local_xattrs(self, inode: int, xattrs: dict[str, bytes]) -> None:
-        """Of a file that is in no commit yet: they go with it when it is. The row may be that of an earlier version."""
+        """Set the attributes of a file that is unlinked or in no commit yet; a commit of the file will have them. Its
+        row may be that of an earlier version."""
         held = Flag.XATTRS if xattrs else 0
         batch = Batch()
         self._ns.tree.set_xattrs(batch, inode, xattrs)
