@@ -1,9 +1,9 @@
 """The filesystem as callers see it: inodes and names in, entries and bytes out, errors as `LakeError` with an errno.
 
-`ops` has what each operation means; methods of its parts that need nothing more are handed on as they are.
+`ops` implements the operations; methods of its parts that need nothing more are attributes of `Filesystem`.
 
-The kernel serialises changes of one directory; listings, publishing and other readers may run between any two awaits,
-so whatever an operation learnt before an await it looks up again after it. Trio thread only.
+The kernel serialises changes of one directory. Listings, publications and other readers may run between any two awaits,
+so an operation looks up again after an await what it learnt before. Trio thread only. All state is in the parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lakefs_fuse.vfs.status import Status
 
 
 class Filesystem:
-    """See the module's head. Made by `vfs.open.assembled`."""
+    """The operations of one mount; see the module's head. Made by `vfs.open.assembled`."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Filesystem:
         links = directories.links.counts
         self.link_count, self.shown_number, self.knows_links_in = links.of, links.number, links.any_in
         self.files_in_use: Mapping[int, OpenFile] = handles.files.by_inode
-        """Not to be changed. Their rows, as a directory's reader sees them, are those of `row_of`."""
+        """By inode; callers must not change it. READDIR shows for these files the rows that `row_of` returns."""
 
     # -- names and attributes
 
     async def lookup(self, parent: int, name: bytes) -> tuple[Entry | None, float]:
-        """The entry of a name (None: there is none), and for how many seconds that may be remembered. Raises
-        FileError(ENAMETOOLONG) where there can be none."""
+        """Return the entry of a name, or None, and for how many seconds the kernel may cache that. Raises
+        FileError(ENAMETOOLONG) for a name that cannot exist."""
         self._attributes.directory(parent)
         entry, fresh_s = await self._ns.lookup(parent, name)
         if entry is None:
@@ -85,7 +85,7 @@ class Filesystem:
         return (self.entry(entry.inode) if entry else None), fresh_s
 
     async def opendir(self, inode: int) -> None:
-        """The directory can be read when this returns; its first listing may go on (see `more_names`)."""
+        """Return when the directory can be read; its first listing may still be in progress (see `more_names`)."""
         self._attributes.directory(inode)
         if self.config.attributes == "objects":
             if self._ns.fresh_s(inode) <= 0:
@@ -95,7 +95,7 @@ class Filesystem:
             await self._ns.begin_reading(inode)
 
     def readdir(self, inode: int, after: int) -> Iterator[Entry]:
-        """Entries with cookies beyond ``after``, in cookie order, attributes of files being written included."""
+        """Yield the entries with cookies beyond ``after``, in cookie order; files in use have their present size."""
         for entry in self._ns.tree.children(inode, after):
             if entry.flags & Flag.SHADOWED:
                 continue
@@ -103,12 +103,12 @@ class Filesystem:
             yield entry if file is None else file.current
 
     def data_bytes(self, entry: Entry) -> int:
-        """Bytes of a file that are not known to be holes."""
+        """Return how many bytes of a file are not known to be holes."""
         file = self._files.get(entry.inode)
         return self._files.holes.data_bytes(entry, file.draft if file is not None else None)
 
     def row_of(self, inode: int) -> bytes:
-        """The row of a file in use, with the size that it has now."""
+        """Return the row of a file in use, with its present size."""
         return pack_entry(self._files.by_inode[inode].current)
 
     # -- changes of names
@@ -123,8 +123,8 @@ class Filesystem:
         await self._directories.rmdir(parent, name)
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        """Remove a name. It is removed here when this returns, and from the store soon after; programs that have the
-        file open keep it."""
+        """Remove a name. It is removed here when this returns, and from the store soon after. Programs that have the
+        file open can still use it."""
         self._attributes.writable_directory(parent)
         await self._directories.unlink(parent, name)
 
@@ -136,7 +136,7 @@ class Filesystem:
         await self._directories.renames.rename(parent_old, name_old, parent_new, name_new, flags)
 
     async def link(self, inode: int, parent: int, name: bytes) -> Entry:
-        """Another name for a file, which one node alone gets; in the store when this returns."""
+        """Give a file another name, which only one node gets; its object is in the store when this returns."""
         self._attributes.writable_directory(parent)
         if self.is_unlinked(inode):
             raise FileError(errno.ENOENT)
@@ -144,7 +144,7 @@ class Filesystem:
         return await self._directories.links.link(await self.getattr(inode), parent, name)
 
     async def clone(self, source: str, target: str, *, force: bool = False) -> None:
-        """As `Clones.clone`; the source is first stored as it is when this is called."""
+        """As `Clones.clone`, but first store the source as it is now."""
         self._attributes.refuse_read_only()
         await self._durability.make_durable(source)
         await self._directories.clones.clone(source, target, force=force)
@@ -164,27 +164,26 @@ class Filesystem:
         return self._xattrs.xattr_names(self.entry(inode))
 
     async def set_xattr(self, inode: int, name: str, value: bytes | None) -> None:
-        """``value`` None removes it."""
+        """Set an extended attribute; ``value`` None removes it. Raises FileError as `ExtendedAttributes.set_xattr`."""
         self._attributes.refuse_read_only()
         self._xattrs.set_xattr(await self.getattr(inode), name, value)
 
     async def sync_directory(self, inode: int) -> None:
-        """Every change of a name made before is in the store when this returns, and so is every file at or below the
-        directory that no program has open for writing, and what write-back acknowledged of the others. Raises
-        LakeError."""
+        """Store every change of a name made before, and the files at or below the directory. Of a file that a program
+        has open for writing, store what write-back acknowledged. Raises LakeError."""
         is_unlinked = self.is_unlinked(inode)
         await self._durability.sync_directory(None if is_unlinked else self._ns.prefix(inode).removesuffix("/"))
 
     async def size(self) -> LakeSize:
-        """What df(1) shows."""
+        """Return the sizes that df(1) shows."""
         self._durability.request_names()
         return await self._status.lake_size()
 
-    # -- what the control socket asks
+    # -- requests of the control socket
 
     def statistics(self) -> dict[str, object]:
         self._durability.request_names()
-        added = [listener() for listener in self.events.statistics_requested]  # may count, so before the rest
+        added = [listener() for listener in self.events.statistics_requested]  # may update counters, so before the rest
         return {key: value for each in (self._status.statistics(), *added) for key, value in each.items()}
 
     def unfinished(self) -> list[Unfinished]:
@@ -192,8 +191,8 @@ class Filesystem:
         return self._status.unfinished()
 
     async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]:
-        """What was in the store when this was called is seen at the path, in the directory there, and with
-        ``recursive`` in all below it. Raises LakeError."""
+        """Show what is in the store at the call, at the path, in the directory there, and with ``recursive`` in all
+        below it. Raises LakeError."""
         await self.look_again()
         await list_again(self._ns, path, recursive=recursive)
         for listener in self.events.kernel_told:

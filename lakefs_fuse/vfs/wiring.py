@@ -1,4 +1,4 @@
-"""The parts of a filesystem, made and joined in the order in which they need each other. Used by `open` only."""
+"""Makes the parts of a filesystem and joins them, each after those that it needs. Used by `open` only."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ from lakefs_fuse.vfs.writeback.scheduler import PublishScheduler
 
 
 class FilesWatcher(Watcher):
-    """Passes what the applier of commits changes on to listings under way, files in use and the kernel."""
+    """Passes changes by the applier of commits to listings in progress, files in use and the kernel."""
 
     def __init__(self, namespace: Namespace, files: FileTable) -> None:
         self._namespace, self._files, self.in_use = namespace, files, files.by_inode
@@ -124,7 +124,7 @@ class FilesWatcher(Watcher):
 
 @dataclass(frozen=True)
 class Ground:
-    """What a filesystem stands on."""
+    """The parts on which a filesystem is built: configuration, store client, database, block cache, node."""
 
     config: MountConfig
     client: StoreClient
@@ -164,7 +164,7 @@ class Ground:
 
 
 class Commits:
-    """How this node changes names, and learns of others' changes."""
+    """The parts that commit this node's changes of names, and apply those of other nodes."""
 
     def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher, events: ChangeEvents) -> None:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
@@ -210,11 +210,11 @@ class Commits:
         )
 
     def load(self) -> None:
-        """Take up what the last daemon journaled. Raises CacheError."""
+        """Load what the last daemon journaled. Raises CacheError."""
         self.committer.load()
 
     async def begin(self) -> None:
-        """Reconcile what was loaded with the store, and apply what other nodes did since. Raises LakeError."""
+        """Reconcile the loaded journal with the store, and apply what other nodes have committed. Raises LakeError."""
         await self.poller.correct_clock()
         await self.committer.reconcile_journal()
         self.clock.follow(self.applier.commits.newest())
@@ -224,14 +224,14 @@ class Commits:
         self.committer.set_attributes_again()
 
     async def read_again(self) -> None:
-        """Names that were covered by others come back. Raises LakeError."""
+        """Apply every commit again, so that names that others had covered come back. Raises LakeError."""
         self.applier.commits.forget_all()
         await self.poller.poll()
         self.committer.set_attributes_again()
 
 
 class Assembly:
-    """The parts, joined; `start` sets them going. Programs use `filesystem`; the others are for who looks inside."""
+    """The parts, joined; `start` begins their tasks. Callers use `filesystem`; the other parts are for inspection."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
@@ -295,7 +295,7 @@ class Assembly:
             events.commit_applied.append(foreign_objects.commit_applied)
 
     def _filesystem(self, services: Uploader, publisher: Publisher) -> Filesystem:
-        """The operations, over the parts that hold state."""
+        """Make the operations, on the parts that hold state."""
         ground, config, clock, drafts = self._ground, self._ground.config, self._ground.node.clock, self.drafts
         files, namespace, writeback, poll = self.files, self.namespace, self.writeback, self.poller.poll
         incomplete = IncompleteFiles(
@@ -349,7 +349,7 @@ class Assembly:
         )  # fmt: skip
 
     def _sections(self) -> dict[str, Callable[[], Mapping[str, object]]]:
-        """Of `statistics`."""
+        """Return the sections of `statistics`."""
         ground, metrics, namespace = self._ground, self._ground.metrics, self.namespace
         objects, reader = namespace.tree.objects, self._reader
         return {
@@ -386,7 +386,8 @@ class Assembly:
         return self._ground.cache
 
     async def begin(self) -> None:
-        """Names are as in the store when this returns, except those that orphans hide. Raises LakeError."""
+        """Load the journals, and bring names to the state of the store, except those that orphans hide. Raises
+        LakeError."""
         self._commits.load()  # acknowledged files have the names that renames in the journal gave them
         if not self._ground.config.read_only:
             self.replay.restore()
@@ -403,7 +404,7 @@ class Assembly:
         self.drafts.close()
 
     def start(self) -> None:
-        """What runs for as long as the mount lives."""
+        """Start the tasks that run for as long as the mount lives."""
         nursery = self._ground.nursery
         nursery.start_soon(self._commits.poller.run)
         nursery.start_soon(self._commits.hints.run)
