@@ -191,8 +191,8 @@ class Filesystem:
         return self._status.unfinished()
 
     async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]:
-        """Show what is in the store at the call, at the path, in the directory there, and with ``recursive`` in all
-        below it. Raises LakeError."""
+        """Show the state of the store at the call, for the path and the directory there. With ``recursive``, also for
+        everything below it. Raises LakeError."""
         await self.look_again()
         await list_again(self._ns, path, recursive=recursive)
         for listener in self.events.kernel_told:

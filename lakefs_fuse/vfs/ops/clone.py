@@ -236,7 +236,7 @@ class Clones:
 
 
 def _find_source(path: str, entry: Entry, objects: ObjectRows, shown: Callable[[str], str]) -> Source | None:
-    """Return the object to copy for a clone of the entry; None if the clone has no bytes, or may name the same ones.
+    """Return the object to copy for a clone of the entry. None if the clone has no bytes, or may name the same ones.
     Raises FileError(EBUSY) for a file that is not in the store."""
     if entry.flags & Flag.LOCAL:
         raise FileError(errno.EBUSY, f"{shown(path)} is not in the store yet: close it, or run `lakefs-fuse flush`")

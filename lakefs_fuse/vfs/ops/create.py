@@ -292,6 +292,6 @@ class NewFiles:
         return names
 
     def name_bytes_max(self, directory: int) -> int:
-        """Return how many bytes a name in the directory may have at most, so that its key is not too long."""
+        """Return the maximum length of a name in the directory, in bytes, so that its key is not too long."""
         above = len(self._ns.prefix(directory).encode()) + len(self._config.store.source.prefix.encode())
         return max(0, KEY_BYTES_MAX - above)

@@ -45,7 +45,7 @@ REPLACED_MAX = 3
 WAIT_S_MAX = 5.0
 """Maximum wait of OPEN for the GET: the store may be away. The GET continues, and READ waits for it."""
 COPIED_BYTES_MIN = 1 << 20
-"""Reading a smaller file, and writing it in a pack with others, costs less than the three requests of a copy."""
+"""A smaller file costs less to read, and to write in a pack, than the three requests of a copy."""
 COPIED_BYTES_MAX = 1 << 30
 """Maximum for one request: the answer has 32 bits."""
 DIRECTORIES_MAX = 1024
@@ -279,7 +279,7 @@ class FileIO:
             self._files.forget_if_idle(file)
 
     async def _close_late(self, file: OpenFile) -> None:
-        """Close a file for whose bytes no `close()` waits: a mapping outlived its descriptor, or the close was not the
+        """Close a file for whose bytes no `close()` waits. A mapping outlived its descriptor, or the close was not the
         opener's."""
         try:
             await self.close(file)
@@ -330,8 +330,8 @@ class FileIO:
         return True
 
     async def renew(self, entry: Entry) -> Entry | None:
-        """Look up the name of a version that is gone; return the entry of another file that has the name now. None if
-        there is none, or the store does not answer. If the bytes were elsewhere, adopt the version that is there now
+        """Look up the name of a version that is gone; return the entry of the other file there. None if there is none,
+        or the store does not answer. If the bytes were elsewhere, adopt the version that is there now
         (`RenamedObjects.adopt`), and return None."""
         if self._ns.tree.entry(entry.inode) is None:
             return None
@@ -354,8 +354,8 @@ class FileIO:
         return now
 
     async def _is_worth_a_get(self, entry: Entry) -> bool:
-        """Return whether OPEN sends the GET of the first READ: the first block is not cached, and either any first READ
-        of so small a file sends that GET, or files of its directory were replaced recently."""
+        """Return whether OPEN sends the GET of the first READ. It does if the first block is not cached, and either any
+        first READ of so small a file sends that GET, or files of its directory were replaced recently."""
         if not entry.is_plain or not entry.size:
             return False
         if entry.size > WHOLE_BYTES_MAX and entry.parent not in self._replaced_in:

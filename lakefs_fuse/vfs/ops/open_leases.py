@@ -42,7 +42,7 @@ class OpenLeases:
         self._read: OrderedDict[int, tuple[Readahead, ReadMetrics]] = OrderedDict()
 
     def allowed_s(self, file: OpenFile) -> float:
-        """Return for how many seconds an open file may be opened for reading under a lease; 0 if it may not."""
+        """Return for how many seconds opens of a file for reading may be leased; 0 if they may not."""
         if file.state is not OpenState.CLEAN or file.entry.is_local or file.is_redated:
             return 0.0
         return self._ns.answer_fresh_s(file.entry.parent, file.entry.name)

@@ -211,7 +211,7 @@ class Renames:
         return is_held
 
     def _check_names(self, ends: Sequence[Entry]) -> None:
-        """Raise FileError(EEXIST) if another client has the name of a file that is being written: the rename would move
+        """Raise FileError(EEXIST) if another client has the name of a file that is being written. The rename would move
         that client's file."""
         for file in [self._files.get(end.inode) for end in ends]:
             if file is not None and file.has_lost_name:
@@ -367,7 +367,7 @@ class Renames:
         return _finish(self._plan(read_ends(), planner=planner))
 
     def _are_ours(self, keys: set[bytes], ends: _Ends) -> bool:
-        """Return whether one of these rows belongs to a name that moves, or to an object at its old or new path."""
+        """Return whether any of these rows belongs to a moving name, or to an object at its old or new path."""
         tree, inode, new_name = self._ns.tree, ends.source.inode, (ends.request.parent, ends.request.name)
         moves = [path.encode(*PATH) for path in (ends.old, ends.new)]
         if any(path == move or path.startswith(move + b"/") for path in tree.changed_paths(keys) for move in moves):
@@ -431,8 +431,8 @@ class Renames:
                 rows.xattrs_by_inode[entry.inode] = tree.xattrs(entry.inode)
 
     def _below(self, old: str, new: str, entry: Entry, *, behind: bool) -> Iterator[tuple[str, str, Entry]]:
-        """Yield the entry and everything below it, with old and new paths, including files that are not in the store
-        yet. With ``behind``, names are put behind the barrier before they are read."""
+        """Yield the entry and everything below it, with old and new paths. Files that are not in the store yet are
+        included. With ``behind``, names are put behind the barrier before they are read."""
         barrier = self._ns.tree.barrier
         if behind:
             barrier.add(entry.parent, entry.name)

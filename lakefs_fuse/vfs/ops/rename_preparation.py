@@ -186,7 +186,7 @@ class RenamePreparation:
     # -- versions that this node has not stored
 
     async def _publish_closed(self, entries: Sequence[Entry]) -> None:
-        """Publish the local files of an exchange, which is made in the store; those that are being written move on this
+        """Publish the local files of an exchange, which is made in the store. Those that are being written move on this
         node only. Raises LakeError."""
         for entry in entries:
             file = self._files.get(entry.inode) if entry.is_local else None
@@ -194,7 +194,7 @@ class RenamePreparation:
                 await self._publisher.publish(file)
 
     async def _drain_older(self, source: Entry) -> None:
-        """Publish, or else supersede, acknowledged versions that are not the newest: they become visible under the old
+        """Publish, or else supersede, acknowledged versions that are not the newest. They become visible under the old
         name or not at all. First publish versions that were restored at mount, which may be in the store under that
         name already. Raises LakeError."""
         file = self._files.get(source.inode)
@@ -210,7 +210,7 @@ class RenamePreparation:
             self._writeback.supersede_all(file)
 
     async def _drain_below(self, path: str) -> None:
-        """Wait until all that write-back acknowledged at or below a path is in the store, where it must be before the
+        """Wait until all that write-back acknowledged at or below a path is in the store. It must be there before the
         new name is. Raises LakeError."""
 
         async def drain() -> None:

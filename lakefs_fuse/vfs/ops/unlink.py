@@ -33,12 +33,12 @@ from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 KEPT_BYTES_MAX = 256 << 20
-"""An open file of up to this size is fetched whole before it is deleted here, so that its readers can continue."""
+"""An open file of up to this size is fetched whole before its deletion, so that its readers can continue."""
 INODES_MAX = 16_384
 """About 8 MiB. The kernel holds an unlinked inode for milliseconds, or for as long as a process has it open."""
 KEPT_STEP_BYTES = 16 << 20
 AWAY_S_MAX = 5.0
-"""Maximum time for the store to send KEPT_STEP_BYTES before the name of such a file is removed: it may be away."""
+"""Maximum time for the store to send KEPT_STEP_BYTES of such a file before its name is removed. It may be away."""
 log = logging.getLogger(__name__)
 
 
@@ -121,7 +121,7 @@ class Unlinker:
         return is_away
 
     async def _late_objects(self, file: OpenFile) -> list[ObjectMeta]:
-        """Return the objects of attempts to publish that had no answer, if they are at the file's key: other nodes must
+        """Return the objects of attempts to publish that had no answer, if they are at the file's key. Other nodes must
         learn that they are removed. Delete such objects at other keys, except those of acknowledged versions."""
         late = []
         for draft in [each.draft for each in file.versions if each.draft is not None]:

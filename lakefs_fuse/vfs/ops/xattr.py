@@ -142,7 +142,7 @@ class ExtendedAttributes:
         self._names.set_attributes(row, xattrs)
 
     def _set_local_xattrs(self, inode: int, xattrs: dict[str, bytes]) -> None:
-        """Set the attributes of a file that is unlinked or in no commit yet; a commit of the file will have them. Its
+        """Set the attributes of a file that is unlinked or in no commit yet. A commit of the file will have them. Its
         row may be that of an earlier version."""
         held = Flag.XATTRS if xattrs else 0
         batch = Batch()
