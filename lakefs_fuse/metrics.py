@@ -7,7 +7,7 @@ each owner increments from one thread, so no increment is lost; `StoreMetrics` b
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -47,7 +47,7 @@ class StoreMetrics:
     """By kind, in the buckets of LATENCY_BOUNDS_S."""
 
     def as_dict(self) -> dict[str, object]:
-        values = asdict(self)
+        values: dict[str, object] = msgspec.to_builtins(self)
         values["bytes"] = {"read": values.pop("bytes_read"), "written": values.pop("bytes_written")}
         return values
 
@@ -322,4 +322,5 @@ class Metrics:
 
     def as_dict(self) -> dict[str, object]:
         """Nested plain values: ``stats --json`` before gauges are added."""
-        return asdict(self) | {"reads": self._reads(), "store": self.store.as_dict()}
+        values: dict[str, object] = msgspec.to_builtins(self)
+        return values | {"reads": self._reads(), "store": self.store.as_dict()}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -86,7 +86,8 @@ class Rebound:
 
     def summary(self) -> dict[str, object]:
         """The result for scripts."""
-        return asdict(self)
+        values: dict[str, object] = msgspec.to_builtins(self)
+        return values
 
     def describe(self, *, dry_run: bool) -> str:
         """The result as text for users."""

@@ -271,7 +271,7 @@ def capabilities(config: StoreConfig, node: Node) -> dict[str, object]:
             "probed": known,
             "lake": opened.record.id if opened.record is not None else None,
             "needs_newer_program": list(opened.unknown),
-            "capabilities": dataclasses.asdict(opened.capabilities),
+            "capabilities": msgspec.to_builtins(opened.capabilities),
         }
     finally:
         store.close()

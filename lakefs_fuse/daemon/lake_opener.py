@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import trio
 from msgspec import structs
 
@@ -79,7 +80,7 @@ async def open_lake(
             config = structs.replace(config, read_only=True)
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         lake_id = opened.record.id if opened.record is not None else ""
-        lake = ServedLake(lake_id, dataclasses.asdict(capabilities), lambda: limiter.sent_bytes)
+        lake = ServedLake(lake_id, msgspec.to_builtins(capabilities), lambda: limiter.sent_bytes)
         if config.immutable:
             config = structs.replace(config, records_residency=config.records_residency and not opened.unknown)
             machine = os.uname().nodename

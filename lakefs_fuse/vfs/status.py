@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
+
+import msgspec
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.committer import Committer
@@ -88,7 +89,7 @@ class Status:
         items = list(self._writeback.items)
         now = self._clock.wall_ns()
         return {
-            **dataclasses.asdict(self.metrics.writeback),
+            **msgspec.to_builtins(self.metrics.writeback),
             "files": len(items),
             "bytes": sum(item.draft.size for item in items),
             "oldest_s": max(((now - item.draft.created_ns) / NS for item in items), default=0.0),
@@ -130,8 +131,8 @@ class Status:
 def cache_section(metrics: Metrics, cache: BlockCache) -> dict[str, object]:
     found = cache.statistics()
     return {
-        **dataclasses.asdict(metrics.cache),
-        **dataclasses.asdict(found),
+        **msgspec.to_builtins(metrics.cache),
+        **msgspec.to_builtins(found),
         "bytes": found.bytes_used,
         "state": found.state.name.lower(),
     }
@@ -141,7 +142,7 @@ def commit_section(
     metrics: Metrics, committer: Committer, deletions: DeletionQueue, objects: Objects
 ) -> dict[str, object]:
     return {
-        **dataclasses.asdict(metrics.commits),
+        **msgspec.to_builtins(metrics.commits),
         "writer": committer.writer,
         "bundles_written": committer.bundles_written,
         "digests_written": committer.digests_written,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
@@ -355,15 +355,15 @@ class Assembly:
         return {
             "store": lambda: {**metrics.store.as_dict(), "away": ground.client.is_away},
             "cache": lambda: cache_section(metrics, ground.cache),
-            "reader": lambda: dataclasses.asdict(reader.statistics()),
-            "namespace": lambda: {**dataclasses.asdict(metrics.namespace), **namespace.statistics()},
+            "reader": lambda: msgspec.to_builtins(reader.statistics()),
+            "namespace": lambda: {**msgspec.to_builtins(metrics.namespace), **namespace.statistics()},
             "commits": lambda: commit_section(metrics, self.committer, self.deletions, objects),
             "staging": lambda: staging_section(self.staging, namespace),
             "kept": self.pinner.statistics,
             "warm": self.residency.statistics,
             "pins": self.residency.pins.statistics,
             "upcoming": self.residency.upcoming.statistics,
-            "capabilities": lambda: dataclasses.asdict(ground.client.capabilities),
+            "capabilities": lambda: msgspec.to_builtins(ground.client.capabilities),
         }
 
     def _object_writer(self) -> ObjectWriter:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import msgspec
 import trio
@@ -380,4 +380,5 @@ class Pinner:
 
     def statistics(self) -> dict[str, int]:
         """For `stats`; the names are final."""
-        return asdict(self.kept)
+        values: dict[str, int] = msgspec.to_builtins(self.kept)
+        return values

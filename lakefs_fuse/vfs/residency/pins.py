@@ -19,7 +19,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -164,7 +164,7 @@ class Pins:
 
     def statistics(self) -> dict[str, int]:
         """Nested plain values; names are final once released."""
-        return {**asdict(self._found), "paths": len(self._paths), "limit_bytes": self.limit_bytes}
+        return {**msgspec.to_builtins(self._found), "paths": len(self._paths), "limit_bytes": self.limit_bytes}
 
     @property
     def readable_paths(self) -> Sequence[str]:

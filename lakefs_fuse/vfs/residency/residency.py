@@ -11,7 +11,6 @@ leaves the blocks that were fetched, and a second warm asks for the others.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -165,10 +164,10 @@ class Residency:
         """Nested plain values; names are final once released."""
         running = Warming() if self._running is None else self._running
         return {
-            **dataclasses.asdict(self._metrics),
+            **msgspec.to_builtins(self._metrics),
             "running": self._running is not None,
             "waiting": self._waiting,
-            **dataclasses.asdict(running),
+            **msgspec.to_builtins(running),
         }
 
     # -- warming

@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict
 
+import msgspec
 import trio
 
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
@@ -46,7 +46,7 @@ class UpcomingReads:
 
     def statistics(self) -> dict[str, int]:
         """Nested plain values; names are final once released."""
-        return {**asdict(self._metrics), "waiting": len(self._waiting)}
+        return {**msgspec.to_builtins(self._metrics), "waiting": len(self._waiting)}
 
     def add(self, paths: Iterable[str]) -> None:
         """The job will read these next, in this order, after those that were added before."""
