@@ -1,6 +1,6 @@
-"""Changes of names before they are commits, and the record of a commit on its way.
+"""Values for changes of names that are in no commit yet, and for a commit on its way.
 
-Values only, which the journal keeps as they are: a field is added with a default, and none is taken away.
+The journal stores `Change` and `Sending` as they are: a new field gets a default, and no field is removed.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from lakefs_fuse.meta.rows import Deletion
 BeforeSending = Callable[[str], Awaitable[None]]
 """Called with a commit's key before anything of it is sent."""
 OPERATIONS_AT_ONCE = 1536
-"""As many files as one commit packs: it is applied in one go, here and on every other node, and all wait for that. One
-of more operations is applied in steps (`Applier.apply_in_steps`)."""
+"""Maximum operations of a commit that is applied in one step, for which all other tasks wait, here and on every other
+node. A pack has no more files; a commit of more operations is applied in steps (`Applier.apply_in_steps`)."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Operations that belong together. ``objects`` as in `Record`; a `Put` into THIS has the index of its member as
-    ``offset``. ``doomed`` are objects to delete once this is committed."""
+    """Operations that are committed together. ``objects`` is as in `Record`; a `Put` into THIS has the index of its
+    member as ``offset``. ``doomed`` are objects to delete once the change is committed."""
 
     operations: list[Operation] = []
     objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
     moves: list[tuple[str, str]] = []
     doomed: list[Deletion] = []
     after: int = 0
-    """Everything that write-back acknowledged up to this number is in the store before."""
+    """The change is held until every version that write-back acknowledged up to this number is in the store."""
     ahead: bool = False
     """True for changes that state where an acknowledged file is stored: they may be sent ahead of held changes."""
 
     def mentioned(self) -> frozenset[str]:
-        """Keys: it says which bytes the file there has, or that a name means the object there, or that a name at
-        another path no longer means that object (`leaving`)."""
+        """Return the keys that the change mentions: it says which bytes the file at that path has, or that a name means
+        the object there, or that a name at another path no longer means that object (`leaving`)."""
         named = (each.path for each in self.operations if isinstance(each, Put))
         return frozenset([*named, *self.leaving(), *(ref.key for ref in self.objects[1:])])
 
     def leaving(self) -> list[str]:
-        """Keys of doomed objects that had the bytes of a name at another path."""
+        """Return the keys of doomed objects that held the bytes of a name at another path."""
         paths = {each.path for each in self.operations} if self.doomed else ()
         return [each.key for each in self.doomed if each.key not in paths]
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """The object that a commit became, its bytes (none where there was nothing to say), and the offsets of the data of
-    its members."""
+    """A commit in the store: its object, its bytes (none if there was nothing to commit), and the offsets of its
+    members' data."""
 
     ref: ObjectRef
     body: bytes
@@ -54,8 +54,8 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 class Sending(msgspec.Struct, frozen=True):
-    """A commit that was, or is about to be, sent with these journaled changes, and ahead of others that are held
-    (``passed``), which know less than it does of ``paths``."""
+    """A commit that was, or is about to be, sent with the journaled changes ``sequences``. It overtakes the held
+    changes ``passed``, and what it says of ``paths`` is newer than what they say."""
 
     time: int
     key: str
@@ -63,20 +63,20 @@ class Sending(msgspec.Struct, frozen=True):
     passed: list[int] = []
     paths: list[str] = []
     operations: int = 0
-    """This many of its operations, the first, are those of journaled changes."""
+    """How many of its operations, from the first on, are those of journaled changes."""
     moves: int = 0
-    """This many of its moves."""
+    """The same for its moves."""
 
 
 class Unsure(msgspec.Struct, frozen=True):
-    """A commit that may be in the store, though its PUT failed; ``doomed`` go if it is."""
+    """A commit that may be in the store although its PUT failed. If it is there, ``doomed`` are to be deleted."""
 
     record: Record
     doomed: list[Deletion]
 
 
 def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[int] = ()) -> Record:
-    """One record of several changes, in their order."""
+    """Return one record of several changes, in their order."""
     objects = [ObjectRef()]
     numbers: dict[ObjectRef, int] = {}
     operations: list[Operation] = []
@@ -96,12 +96,12 @@ def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[
 
 
 def paths_of(operations: Sequence[Operation]) -> set[str]:
-    """Of the files of which these say which bytes they have, and not only where those are."""
+    """Return the paths of files that operations put, link or remove; attributes and relocations do not count."""
     return {each.path for each in operations if not isinstance(each, SetAttr | Relocate) and not is_of_directory(each)}
 
 
 def relocations(record: Record) -> dict[ObjectRef, ObjectRef]:
-    """Where a record says that bytes are now, by the objects in which they were."""
+    """Return the objects to which a record relocates bytes, by the objects in which the bytes were."""
     return {
         record.objects[each.from_object]: record.objects[each.object]
         for each in record.operations

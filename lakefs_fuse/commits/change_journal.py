@@ -1,14 +1,14 @@
-"""Changes of names made here that are in no commit yet, in the order in which they were made.
+"""The journal of changes of names that this node made and that are in no commit yet, in order.
 
 What always holds:
 
 * *journal first*: a change is in the database before anything shows it, and leaves it once its commit is in the store;
-* *applied once*: a row says which change may not be in effect yet, and goes once it is, so that the next daemon puts no
-  change in effect over what others did after it;
-* *reserved keys*: from the moment a change is journaled that dooms an object at another path than its own, until that
-  change is in the store, nobody writes to the object's key: other nodes still find the bytes of a name there.
+* *applied once*: a row names the newest change as long as it may not be in effect, and is deleted once it is. So the
+  next daemon applies no change over what other nodes did after it;
+* *reserved keys*: a change that dooms an object at a key other than its own paths reserves that key until the change is
+  in the store. This node does not write to the key meanwhile: other nodes still find the bytes of a name there.
 
-Trio thread only. After a crash `load` has every change that was journaled.
+Trio thread only. After a crash `load` reads every change that was journaled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lakefs_fuse.meta.rows import Deletion, SequenceRows, SingleRow
 
 
 class ChangeJournal:
-    """See the module's head. Changes are known by their sequence numbers."""
+    """The changes in the database and in memory, by sequence number: see the module's head."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -33,19 +33,19 @@ class ChangeJournal:
         self.sending: Sending | None = None
         """The commit that is on its way, or may be in the store."""
         self.changes: dict[int, Change] = {}
-        """In ascending order; changed by the methods here only."""
+        """By number, in ascending order. Only the methods here change it."""
         self.unapplied = 0
-        """The number of the newest change, as long as that may not be in effect, else 0."""
+        """The number of the newest change while that may not be in effect, else 0."""
         self.mentioned: dict[int, frozenset[str]] = {}
-        """Keys that changes mention: see `Change.mentioned`."""
+        """Keys that changes mention, by number: see `Change.mentioned`."""
         self.newest = 0
-        """The last sequence number that was given out."""
+        """The newest sequence number that a change got."""
         self._reserving: dict[int, list[str]] = {}
         self._reserved: dict[str, int] = {}
-        """Keys, with the newest change that reserves them."""
+        """Reserved keys, each with the number of the newest change that reserves it."""
 
     def load(self) -> None:
-        """Read what the last daemon left; called once."""
+        """Read what the last daemon left. Call it once."""
         for sequence, change in self._rows.items():
             self._add(sequence, change)
         unapplied = self.database.get(schema.SINGLE_UNAPPLIED)
@@ -57,18 +57,18 @@ class ChangeJournal:
     # -- the commit on its way
 
     def begin_sending(self, sending: Sending) -> None:
-        """Raises CacheError."""
+        """Record that a commit is about to be sent. Raises CacheError."""
         self._sending_row.set(sending)
         self.sending = sending
 
     def end_sending(self) -> None:
-        """What became of the commit is known here. Raises CacheError."""
+        """Record that the outcome of the commit on its way is known here. Raises CacheError."""
         if self.sending is not None:
             self._sending_row.set(None)
             self.sending = None
 
     def pass_over_sending(self) -> None:
-        """The store does not have the commit now. Its row stays: the next daemon asks once more."""
+        """Take the commit for one that the store does not have. Its row stays, so that the next daemon asks again."""
         self.sending = None
 
     # -- reading
@@ -79,18 +79,18 @@ class ChangeJournal:
 
     @property
     def newest_after(self) -> int:
-        """The newest number of write-back that a change names."""
+        """The newest number of an acknowledged version that a change waits for; 0 if none does."""
         return max((change.after for change in self.changes.values()), default=0)
 
     def reserves(self, key: str) -> bool:
-        """See *reserved keys* in the module's head."""
+        """Return whether a change reserves the key: see *reserved keys* in the module's head."""
         return key in self._reserved
 
     # -- changing
 
     def append(self, change: Change, batch: Batch) -> int:
-        """Commit ``batch`` with the change; returns its number. `end_applying` follows once it is in effect. Raises
-        CacheError; then nothing happened."""
+        """Write ``batch`` with the change, and return its number. Call `end_applying` once the change is in effect.
+        Raises CacheError; then nothing happened."""
         sequence = self.newest + 1
         self._rows.put(batch, sequence, change)
         batch.rows[schema.SINGLE_UNAPPLIED] = schema.NUMBER.pack(sequence)
@@ -100,7 +100,7 @@ class ChangeJournal:
         return sequence
 
     def end_applying(self) -> None:
-        """All that is journaled is in effect. Raises CacheError."""
+        """Record that all journaled changes are in effect. Raises CacheError."""
         if self.unapplied:
             self.database.commit(Batch({schema.SINGLE_UNAPPLIED: None}))
             self.unapplied = 0
@@ -117,7 +117,7 @@ class ChangeJournal:
         self._rows.put(batch, sequence, change)
 
     def delete(self, batch: Batch, sequences: Collection[int]) -> None:
-        """The changes are in the store; followed by `forget` once ``batch`` is committed."""
+        """Delete the rows of changes that are in the store. Call `forget` once ``batch`` is committed."""
         self._rows.delete(batch, *sequences)
 
     def forget(self, sequences: Collection[int]) -> None:
@@ -129,7 +129,8 @@ class ChangeJournal:
                     del self._reserved[key]
 
     def waive_deletions(self, key: str) -> list[Deletion]:
-        """An object that changes were to delete gets new bytes: they will not. Raises CacheError."""
+        """Keep changes from deleting the object at ``key``, because it gets new bytes. Returns the deletions that were
+        removed. Raises CacheError."""
         waived: list[Deletion] = []
         for sequence, change in self.changes.items():
             kept = [doomed for doomed in change.doomed if doomed.key != key]

@@ -1,29 +1,29 @@
-"""Changes of names made here, on their way into the store: journaled, gathered, one PUT for each batch.
+"""Commits this node's changes of names: journals them, gathers them, and stores each batch with one PUT.
 
 What always holds:
 
-* *one at a time*: one commit is written at a time, and includes every change journaled before it, in order, but for
-  what is held: a change that came after files which write-back acknowledged waits until they are in the store, and so
-  does what was journaled behind it, unless it belongs to one of those files (`Change.ahead`);
+* *one at a time*: one commit is sent at a time. It includes every change journaled before it, in order, except held
+  ones. A change is held until the files that write-back acknowledged before it are in the store; changes journaled
+  behind it are held too, unless they belong to one of those files (`Change.ahead`);
 * *bounded*: journaled changes of more than OPERATIONS_AT_ONCE operations are sent in several commits, in order. A
-  change with its own turn (`commit`) comes after those, with what was journaled meanwhile;
-* *in effect*: a journaled change (`enqueue`) is in effect here at once, survives a crash of the daemon, and is in the
-  store at most ``delay_s`` later, or when `flush` returns; a committed change (`commit`) is in effect here and
-  everywhere when the call returns, or nowhere. Where the disk fails between the journal and the names, the change is in
-  effect before it is sent, and before any other is planned;
-* *with the pack*: new directories and attributes of directories alone are not sent while files wait for a pack, but
-  with it, `WITH_PACK_S_MAX` later at most (not where hints are used): see ADR 0166;
-* *never twice*: after a PUT whose answer was lost, the store is asked for the commit before anything is sent again;
-* *overtaken*: a commit of another node that is newer wins here, too, whether it was polled before this node's PUT was
-  answered or after;
+  change that a caller commits (`commit`) goes into the last of these, with what was journaled meanwhile;
+* *in effect*: a journaled change (`enqueue`) takes effect here at once and survives a crash of the daemon. Unless it is
+  held, it is sent after at most ``delay_s``, or by `flush`. A committed change (`commit`) is in effect here and
+  everywhere when the call returns, or nowhere. If the disk fails after a change was journaled and before it took
+  effect, it takes effect before it is sent, and before another change is planned;
+* *with the pack*: while files wait for a pack, changes that only make directories or set their attributes wait for it
+  as well, `WITH_PACK_S_MAX` at most (not if hints are used): see ADR 0166;
+* *never twice*: if the answer to a PUT is lost, the store is asked for that commit before any change is sent again;
+* *overtaken*: a newer commit of another node wins here too, whether it is polled before this node's PUT is answered or
+  after;
 * *names first*: a commit removes names before the deletion queue deletes their objects;
-* *announced soon*: a plain object that no operation names (`announce_stored`) is in the next commit, or ``delay_s``
-  later in one of its own, with others. Announcements are hints in memory: where that commit fails they are in a later
-  one. No call waits for them: a commit that only announces has no turn among the others.
+* *announced soon*: a plain object that no operation names (`announce_stored`) is in the next commit, or after
+  ``delay_s`` in one that only announces. Announcements are hints in memory: if that commit fails, a later one contains
+  them. A commit that only announces does not wait for its turn among the others.
 
-Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after it leaves a
-commit and the journal, with a row from before the PUT that says which changes the commit has: the next mount applies
-the rest.
+Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after the PUT leaves
+the commit, the journal, and a row, written before the PUT, that says which changes the commit contains: the next mount
+applies the rest.
 """
 
 from __future__ import annotations
@@ -72,42 +72,44 @@ from lakefs_fuse.sync.wakeup import Wakeup
 
 NS = 1_000_000_000
 ASK_S_MAX = 5.0
-"""HEAD of a commit whose PUT failed may take so long, before the error is raised."""
+"""After a PUT fails, the HEAD that looks for the commit may take this long; then the error is raised."""
 LATE_NS = WINDOW_NS // 2
-"""Polls may be past a commit that is in the store this long after its time; another one repeats it. See WINDOW_NS."""
+"""A commit that was stored this long after its time is repeated by another one, because polls may be past it. See
+WINDOW_NS."""
 ANNOUNCED_MAX = 1 << 16
-"""Objects that are not announced yet, some 10 MB; others find more of them when they list the directory."""
+"""Maximum of stored objects that wait for their announcement, some 10 MB. Other nodes find further ones when they list
+the directory."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
 PROMPT_S = 0.02
-"""In place of ``delay_s`` where others hear of a commit at once: files that close together share an announcement all
-the same, and a mount that stores one after the other comes to ``delay_s``."""
+"""First pause before sending, in place of ``delay_s``, if hints announce commits at once. Files that close together
+still share an announcement, and a mount that stores one file after the other gets to ``delay_s``."""
 WITH_PACK_S_MAX = 30.0
-"""So long directories wait for a pack that is to be sent: as long as the files of a burst do by default."""
+"""Maximum time for which changes of directories wait for a pack: as long as the files of a burst do by default."""
 WITH_PACK_OPERATIONS_MAX = OPERATIONS_AT_ONCE // 4
-"""More of them do not wait, or the pack would be applied in steps."""
+"""More operations than this do not wait for a pack, or the pack would be applied in steps."""
 logger = logging.getLogger(__name__)
 
 
 class AcknowledgedOrder(Protocol):
-    """What write-back acknowledged, by numbers in order; changes of names wait for it."""
+    """Order of the versions that write-back acknowledged, by sequence number; changes of names wait for them."""
 
     @property
     def progressed(self) -> Wakeup:
-        """Rings when changes that were held may be sent; the committer rings it for those that it journals."""
+        """Wakes tasks when held changes may be sent. The committer wakes it, too, for changes that it journals."""
         ...
 
     @property
     def has_files_for_pack(self) -> bool:
-        """Small files wait for others, and are committed with them in a while."""
+        """True while small files wait for a pack, which is committed before long."""
         ...
 
     def is_durable_up_to(self, sequence: int) -> bool:
-        """Every version up to this number is in the store, or never will be."""
+        """Return whether every version up to this number is in the store, or never will be."""
         ...
 
 
 class NothingAcknowledged:
-    """Of a node without write-back."""
+    """The order of a node without write-back, on which no change is ever held."""
 
     def __init__(self) -> None:
         self.progressed = Wakeup()
@@ -118,15 +120,17 @@ class NothingAcknowledged:
 
 
 class Gathering:
-    """How long to wait for more before something is sent: ``first_s``, and twice as long each time, up to ``most_s``,
-    while more comes as soon as the last was sent."""
+    """Pauses before something is sent, so that what comes next is sent with it.
+
+    A pause takes ``first_s``; it doubles, up to ``most_s``, if it begins within two pauses of the end of the last one.
+    """
 
     def __init__(self, most_s: float, first_s: float) -> None:
         self._most_s, self._first_s = most_s, min(first_s, most_s)
         self._pause_s, self._sent_s = self._first_s, -math.inf
 
     async def pause(self) -> None:
-        """Wait, for the next time from now on."""
+        """Sleep for the next pause."""
         is_busy = trio.current_time() - self._sent_s < 2 * self._pause_s
         self._pause_s = min(self._most_s, 2 * self._pause_s) if is_busy else self._first_s
         await trio.sleep(self._pause_s)
@@ -134,7 +138,7 @@ class Gathering:
 
 
 class Committer:
-    """See the module's head. Trio thread only."""
+    """Sends the changes of this node as commits: see the module's head. Trio thread only."""
 
     def __init__(
         self,
@@ -154,25 +158,25 @@ class Committer:
         self._lock = trio.Lock()
         self._acknowledged = NothingAcknowledged() if acknowledged is None else acknowledged
         self._writer_before = ""
-        """Who committed from this cache directory before."""
+        """The writer that committed from this cache directory before; empty if none did."""
         self.unsure: Unsure | None = None
-        """A commit that failed, and is perhaps in the store: see `reconcile`."""
+        """A commit whose PUT failed, and that may still be in the store: see `reconcile`."""
         self._unapplied_why = CacheError("")
-        """How the disk failed while the newest change was put in effect (`ChangeJournal.unapplied`)."""
+        """The error with which the newest change failed to take effect (`ChangeJournal.unapplied`)."""
         self._late: tuple[Record, ObjectRef] | None = None
-        """A commit that came so late that polls may be past its time. Another one repeats it before anything else is
+        """A commit that was stored so late that polls may be past its time. Another one repeats it before any change is
         sent; its `Sending` row stays until then."""
         self._sent_as_of: set[int] = set()
-        """Times of commits that were sent with a time of the past, also of those that failed and may be in the store
-        later: none has another body under the same key. Older than LATE_NS they are forgotten."""
+        """Times of commits that `commit_as_of` sent, including failed ones that may be stored later: no key gets
+        another body. Times older than LATE_NS are forgotten."""
         self._stored: dict[str, None] = {}
         """Paths of plain objects that are not announced yet, the oldest first."""
         self._has_stored = trio.Event()
         self.error: LakeError | None = None
-        """Why the last attempt to send what is journaled failed."""
+        """The error of the last attempt to send changes; None if it succeeded."""
 
     def load(self) -> None:
-        """Put in effect what the last daemon left in the journal; called once."""
+        """Load the journal of the last daemon, and apply changes in it that may not be in effect. Call it once."""
         self._writer_before = tables.writer_of(self._db)
         self.journal.load()
         if tables.reapply_wanted(self._db):
@@ -187,16 +191,18 @@ class Committer:
             self._acknowledged.progressed.wake_all()
 
     async def reconcile_journal(self) -> None:
-        """Ask the store whether it has the commit that the last daemon was sending when it ended. Where it has, the
-        changes in it leave the journal, and their rows get its time instead of the pending stamp that is newer than any
-        commit; what else it says is applied. To be called after `load` and before the first poll: the poll would
-        otherwise hold what it says for older than these rows, or apply it over what came after. Raises LakeError."""
+        """Ask the store whether it has the commit that the last daemon was sending when it ended.
+
+        If so, the changes in that commit leave the journal, their rows get its time in place of their pending stamps,
+        which are newer than any commit, and the rest of it is applied. Call this after `load` and before the first
+        poll, which would otherwise take that commit for older than these rows, or apply it over later changes. Raises
+        LakeError."""
         async with self._lock:
             await self._reconcile_sending()
 
     async def redate_before(self) -> bool:
-        """Commit again what the last daemon of this cache directory dated too far ahead; returns whether it did.
-        Raises LakeError."""
+        """Commit again what the last daemon of this cache directory dated too far ahead. Returns whether there was
+        such a commit. Raises LakeError."""
         done = Redated()
         if self._metrics.future and self._writer_before:
             async with self._lock:
@@ -205,7 +211,7 @@ class Committer:
         return bool(done.originals)
 
     async def redate(self) -> None:
-        """Where the clock went back: commit again what this daemon dated too far ahead. Raises LakeError."""
+        """If the clock went back, commit again what this daemon dated too far ahead. Raises LakeError."""
         async with self._lock:
             await self._redate_if_behind()
 
@@ -227,7 +233,8 @@ class Committer:
         return done
 
     def set_attributes_again(self) -> None:
-        """Commits were applied again: attributes that are in none yet were undone by that. Raises CacheError."""
+        """Apply journaled changes of attributes again, because commits that were applied again undid them. Raises
+        CacheError."""
         for sequence, change in self.journal.changes.items():
             said = [each for each in change.operations if isinstance(each, SetAttr)]
             if said:
@@ -241,17 +248,17 @@ class Committer:
 
     @property
     def digests_written(self) -> int:
-        """Digests of listings that this mount put."""
+        """Number of digests of listings that this mount stored."""
         return self._log.digests.written
 
     @property
     def pack_bytes_max(self) -> int:
-        """Bytes that the next pack may have: see `PackBudget`."""
+        """Maximum size of the next pack in bytes: see `PackBudget`."""
         return self._log.budget.bytes_max
 
     @property
     def held_until(self) -> int:
-        """What write-back has to have stored before everything journaled can be sent; 0 where nothing is held."""
+        """Sequence number of the newest acknowledged version that a held change waits for; 0 if none is held."""
         return max((change.after for change in self.journal.changes.values() if self._is_held(change)), default=0)
 
     def _is_held(self, change: Change) -> bool:
@@ -261,7 +268,7 @@ class Committer:
         return dict(self._each_sendable())
 
     def _each_sendable(self) -> Iterator[tuple[int, Change]]:
-        """What is journaled and not held, the oldest first. Not to be kept over an await."""
+        """Yield the journaled changes that are not held, oldest first. Do not keep the iterator over an await."""
         held = False
         for sequence, change in self.journal.changes.items():
             held = held or self._is_held(change)
@@ -269,7 +276,7 @@ class Committer:
                 yield sequence, change
 
     def _first_sendable(self) -> dict[int, Change]:
-        """As many as one commit has."""
+        """Return the oldest sendable changes, as many as one commit takes."""
         first: dict[int, Change] = {}
         size = 0
         for sequence, change in self._each_sendable():
@@ -280,7 +287,7 @@ class Committer:
         return first
 
     def _is_more_than_one_commit(self, newest: int) -> bool:
-        """Of what is journaled up to ``newest``, and not held."""
+        """Return whether the sendable changes up to the number ``newest`` need more than one commit."""
         sizes = (_size(change) for sequence, change in self._each_sendable() if sequence <= newest)
         return any(size > OPERATIONS_AT_ONCE for size in accumulate(sizes))
 
@@ -289,20 +296,20 @@ class Committer:
         return next(self._each_sendable(), None) is not None
 
     def may_have(self, path: str) -> bool:
-        """A commit that names the path may be in the store, and not in effect here."""
+        """Return whether a commit that names the path may be in the store without being in effect here."""
         return self.unsure is not None and any(each.path == path for each in self.unsure.record.operations)
 
     def mentions(self, key: str) -> bool:
-        """What is journaled, and not held, speaks of the object at ``key``: see `Change.mentioned`."""
+        """Return whether a journaled change that is not held mentions the object at ``key``: see `Change.mentioned`."""
         return any(key in self.journal.mentioned[sequence] for sequence, _ in self._each_sendable())
 
     def removes(self, path: str) -> bool:
-        """What is journaled, and not held, removes a file, and says nothing of its name after that."""
+        """Return whether, of the journaled operations on a path that are not held, the last one removes it."""
         named = [each for change in self._sendable().values() for each in change.operations if each.path == path]
         return bool(named) and isinstance(named[-1], Remove)
 
     def names_before(self, path: str) -> Iterator[str]:
-        """Paths at which other nodes have a file, the newest first, because renames of it are not in the store yet."""
+        """Yield the paths from which journaled renames moved a file, newest first: other nodes may have it there."""
         for change in reversed(self.journal.changes.values()):
             for source, target in change.moves:
                 if path == target or path.startswith(target + "/"):
@@ -313,9 +320,11 @@ class Committer:
     # -- journaled changes
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
-        """Make a change here now, and everywhere within ``delay_s``; journaled with ``batch``. One that is journaled
-        when the disk fails is made all the same: see *in effect*. The next one, which may have been planned before
-        that is in effect, fails as the disk did. Raises CacheError; then nothing happened."""
+        """Journal a change with ``batch``, apply it here at once, and have `run` send it.
+
+        If the disk fails after the change was journaled, it takes effect later: see *in effect*. The next call then
+        raises the same error, because its change may have been planned before this one took effect. Raises CacheError;
+        then nothing happened."""
         if self.journal.unapplied:
             self._apply_unapplied()
             raise self._unapplied_why
@@ -334,30 +343,32 @@ class Committer:
         self._acknowledged.progressed.wake_all()
 
     def _apply_unapplied(self) -> None:
-        """Put the newest change in effect where the disk failed before it was. The kernel may have looked since. Raises
-        CacheError."""
+        """Apply the newest change if the disk failed before it took effect. The kernel is notified, because it may have
+        looked its names up since. Raises CacheError."""
         if self.journal.unapplied:
             change = self.journal.changes[self.journal.unapplied]
             self._applier.apply_pending(change, PENDING | self.journal.unapplied, quiet=False)
             self.journal.end_applying()
 
     def retire(self, doomed: Deletion) -> None:
-        """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""
+        """Queue an object's deletion once all changes journaled now are in the store; other nodes need it until then.
+        Raises CacheError."""
         if self.journal.changes:
             self.enqueue(Change(doomed=[doomed]))
         else:
             self._deletions.schedule(doomed)
 
     def announce_stored(self, path: str) -> None:
-        """This node has stored the plain object at a path, which no commit names: other nodes learn that it is new."""
+        """Announce to other nodes a plain object that this node stored at a path and that no commit names."""
         if len(self._stored) < ANNOUNCED_MAX:
             self._stored[path] = None
             self._has_stored.set()
 
     def _supersede(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
-        """Changes about these paths are being sent ahead of the held ones (``passed``). Remove the paths from the held
-        ones, so that they do not bring back stale locations. With ``time``, rows that the held ones set become older
-        than that."""
+        """Remove operations on files at ``paths`` from held changes (``passed``), because newer ones are sent first.
+
+        Otherwise the held changes would bring back stale locations. With ``time``, names that the removed operations
+        set, other than by attributes, get that stamp in place of their pending one."""
         for sequence in passed:
             change = self.journal.changes.get(sequence)
             if change is None:
@@ -373,13 +384,15 @@ class Committer:
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves))
 
     def read_again(self, since: int) -> None:
-        """The next poll applies commits from this time on again. Raises CacheError."""
+        """Have the next poll apply commits from this time on again. Raises CacheError."""
         self._applier.commits.forget_after(since - 1)
 
     def withhold(self, path: str, since: int, until: int, newest: int) -> None:
-        """The versions of a file that were acknowledged from ``since`` on are superseded. Held changes that came after
-        them, up to ``newest``, and name its older bytes do not show these in their place; the rest of them waits for
-        what was acknowledged up to ``until``. Raises CacheError."""
+        """Remove a file's older bytes from held changes that waited for versions which are superseded.
+
+        The versions acknowledged from ``since`` on are superseded. Changes up to the number ``newest`` that came after
+        them do not show the file's older bytes in their place; the rest of these changes waits for everything
+        acknowledged up to ``until``. Raises CacheError."""
         batch = Batch()
         for sequence, change in self.journal.changes.items():
             if sequence > newest:
@@ -395,7 +408,7 @@ class Committer:
         self._db.commit(batch)
 
     def _record_passed(self, sending: Sending, record: Record) -> None:
-        """The commit was sent ahead of held changes: they do not name objects from which it has relocated bytes."""
+        """Remove from held changes what a commit sent ahead of them replaces, and follow its relocations of bytes."""
         if sending.passed:
             batch = Batch()
             self._supersede(batch, set(sending.paths), sending.passed, sending.time - 1)
@@ -409,12 +422,12 @@ class Committer:
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
-        """No commit is on its way: what it says of names was looked up before."""
+        """Hold off commits while the block runs: one on its way was planned from the names as they were before."""
         async with self._lock:
             yield
 
     async def run(self) -> None:
-        """Send what is journaled, once in ``delay_s`` or with a pack, for as long as the mount lives."""
+        """Send journaled changes, once in ``delay_s`` or with a pack, for as long as the mount lives."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
@@ -436,8 +449,9 @@ class Committer:
                 await trio.sleep(PAUSE_S_MAX)
 
     def _is_for_pack(self) -> bool:
-        """What is journaled, and not held, only makes or changes directories, and files wait for a pack: these are
-        shown with it. Where others hear of a commit at once, they must hear of this, too."""
+        """Return whether all sendable changes only make or change directories, and files wait for a pack.
+
+        False if hints announce commits, because other nodes must hear of these changes at once, too."""
         if self._log.is_announced or not self._acknowledged.has_files_for_pack:
             return False
         every = (each for _, change in self._each_sendable() for each in change.operations)
@@ -445,8 +459,8 @@ class Committer:
         return 0 < len(operations) <= WITH_PACK_OPERATIONS_MAX and all(isinstance(each, Mkdir) for each in operations)
 
     async def run_announcements(self) -> None:
-        """Announce what was stored, once in ``delay_s``, for as long as the mount lives, unless a commit does before.
-        A failure is not worth a warning: others see these objects all the same, only later."""
+        """Announce stored objects that no commit has announced, once in ``delay_s``, for as long as the mount lives.
+        A failure is not worth a warning: other nodes see these objects all the same, only later."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
@@ -466,14 +480,14 @@ class Committer:
                 await trio.sleep(PAUSE_S_MAX)
 
     async def flush(self) -> None:
-        """Everything journaled before the call, and not held, is in the store when this returns. Raises LakeError."""
+        """Store everything journaled before the call that is not held. Raises LakeError."""
         await self.reconcile()
         wanted = self.journal.newest
         while next(self._each_sendable(), (wanted + 1, None))[0] <= wanted:
             await self._commit(None, ())
 
     async def flush_announcements(self) -> None:
-        """What was stored before the call is announced when this returns. Raises LakeError."""
+        """Announce every object stored before the call. Raises LakeError."""
         for _ in range(0, len(self._stored), STORED_MAX):
             if stored := self._oldest_stored():  # else a commit came first
                 await self._announce(stored)
@@ -493,16 +507,16 @@ class Committer:
             self._announce_again(stored)
 
     def _oldest_stored(self) -> list[str]:
-        """Paths for one commit."""
+        """Return the paths that one commit announces."""
         return list(islice(self._stored, STORED_MAX))
 
     def _forget_stored(self, stored: list[str]) -> None:
-        """They are about to be sent; one that is stored again from here on is announced again."""
+        """Remove paths that are about to be sent; one that is stored again from now on is announced again."""
         for path in stored:
             self._stored.pop(path, None)
 
     def _announce_again(self, stored: list[str]) -> None:
-        """Others have not heard of these."""
+        """Put back paths of which other nodes may not have heard."""
         self._stored = dict.fromkeys(stored) | self._stored
 
     # -- commits
@@ -515,10 +529,12 @@ class Committer:
         before_put: BeforeSending | None = None,
         in_steps: bool = False,
     ) -> Committed:
-        """Make a change everywhere, with the bytes of ``members`` in the same object. A function is called when its
-        turn has come, and what it raises is raised; ``before_put`` gets the commit's key before anything is sent.
-        ``in_steps``: the function raises the barrier before the names of its change, and lowers it after the call.
-        Raises LakeError; then nothing of it was made, or (where the store did not answer) all of it may appear later.
+        """Commit a change, with the bytes of ``members`` in the same object.
+
+        If ``change`` is a function, it is called when its turn has come, and what it raises is raised. ``before_put``
+        gets the commit's key before anything is sent. With ``in_steps`` that function raises the barrier before the
+        names of its change, and the caller lowers it after the call. Raises LakeError; then nothing of the change is in
+        effect, or (if the store did not answer) all of it may appear later.
         """
         return await self._commit(change, members, before_put, in_steps=in_steps)
 
@@ -606,7 +622,7 @@ class Committer:
         return Committed(this, body, places)
 
     async def _put(self, key: str, body: bytes, unsure: Unsure) -> ObjectMeta:
-        """Where the PUT fails, the store is asked whether it was made all the same. Raises LakeError."""
+        """Store a commit; if the PUT fails, ask the store whether it took effect all the same. Raises LakeError."""
         try:
             return await self._log.put(key, body)
         except LakeError:
@@ -627,14 +643,16 @@ class Committer:
             raise
 
     async def reconcile(self) -> None:
-        """What is journaled is in effect, no commit that failed is in the store without being in effect here, and none
-        came so late that others miss it. Raises LakeError."""
+        """Apply what is journaled, find out whether failed commits are in the store, and repeat late ones.
+
+        On return journaled changes are in effect, no failed commit is in the store without being in effect here, and
+        none was stored so late that other nodes miss it. Raises LakeError."""
         if self.unsure is not None or self._late is not None or self.journal.unapplied:
             async with self._lock:
                 await self._reconcile()
 
     async def _reconcile(self) -> None:
-        """As `reconcile`; what comes next builds on that. The caller holds the lock."""
+        """As `reconcile`, for a caller that holds the lock and builds on the outcome."""
         self._apply_unapplied()
         await self._reconcile_sending()
         await self._reconcile_unsure()
@@ -644,7 +662,7 @@ class Committer:
             self.journal.end_sending()
 
     async def _reconcile_unsure(self) -> None:
-        """An earlier commit failed, and the store did not say whether it has it."""
+        """Ask the store whether it has the commit whose PUT failed; if so, apply it and queue its deletions."""
         if self.unsure is None:
             return
         record = self.unsure.record
@@ -663,7 +681,8 @@ class Committer:
         self.unsure = None
 
     def _found(self, record: Record, meta: ObjectMeta) -> ObjectRef:
-        """The store has a commit of which no answer came; by its date it may have come late."""
+        """Return the reference of a commit that the store has, although its answer was lost. By its date in the store
+        it may have to be repeated."""
         this = ObjectRef(meta.key, meta.etag, meta.size)
         if meta.mtime_ns - record.time > LATE_NS:
             self._set_late(record, this)
@@ -674,18 +693,19 @@ class Committer:
         self._acknowledged.progressed.wake_all()
 
     def _end_sending(self, sent: Sending) -> None:
-        """The commit is in the store, and in effect here. The row of a late one stays until another has repeated it.
-        Raises CacheError."""
+        """Delete the row of a commit that is in the store and in effect here. While a late commit waits for its
+        repetition, a row stays, or is written. Raises CacheError."""
         if self._late is None:
             self.journal.end_sending()
         elif self.journal.sending is None:
             self.journal.begin_sending(sent)
 
     async def _repeat_commit(self, record: Record, this: ObjectRef) -> tuple[Record, ObjectRef] | None:
-        """The PUT took so long that polls may be past the commit's time: another one repeats its operations, but for
-        those on names of which later commits speak, of nodes that saw this one or not. What is at the source of a
-        rename now is not what was renamed, which has moved here. Returns that one where it came late, too. Raises
-        LakeError."""
+        """Repeat a commit whose PUT took so long that polls may be past its time, with a time of now.
+
+        Operations on names that later commits change are left out, whether the writers of those saw this one or not.
+        Here the repetition is applied without its moves: what was renamed has moved already, and the source of a rename
+        may be something else by now. Returns the repetition if it was stored late, too. Raises LakeError."""
         logger.warning("commit %s took long to store: another commit repeats its changes", this.key)
         change = linked(this, record, await still_newest(self._log, record))
         if not change.operations:
@@ -699,8 +719,10 @@ class Committer:
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
     async def commit_as_of(self, change: Change, time: int) -> None:
-        """Commit what belongs to another node's commit of this ``time``: later commits stand above it, heard of or not.
-        Where polls may be past that time, and for a pending change, it is a commit of now. Raises LakeError."""
+        """Commit an addition to another node's commit, dated right after the ``time`` of that one.
+
+        So later commits win over it, whether this node has heard of them or not. If polls may be past that time, or if
+        ``time`` is a pending stamp, it is dated now. Raises LakeError."""
         async with self._lock:
             await self._reconcile()
             if time < PENDING and self._clock.wall_ns() - time <= LATE_NS:
@@ -734,7 +756,7 @@ class Committer:
         *,
         in_steps: bool,
     ) -> None:
-        """Record that a commit is in the store. What cannot be recorded here is applied by the next poll."""
+        """Record here that a commit is in the store. If the disk fails, the next poll applies what is missing."""
         try:
             self._drop(journaled, record.time)
             self._record_passed(sending, record)
@@ -753,9 +775,11 @@ class Committer:
             logger.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
 
     def _drop(self, journaled: dict[int, Change], time: int) -> None:
-        """Journaled changes are in the store under this commit time. Attributes that were set again since, and are in
-        no commit yet, stay as they are here. What others committed later, and was polled meanwhile, has met pending
-        stamps, which are newer than any commit: it is applied again."""
+        """Drop journaled changes that are in the store, and give their names the commit time ``time``.
+
+        Attributes that were set again since, and are in no commit yet, stay as they are here. Later commits of other
+        nodes that were polled meanwhile lost to pending stamps, which are newer than any commit: they are applied
+        again."""
         self._applier.commits.forget_after(time)
         is_attributed = any(isinstance(each, SetAttr) for change in journaled.values() for each in change.operations)
         later = {
@@ -783,7 +807,7 @@ class Committer:
         self.journal.forget(journaled)
 
     async def _reconcile_sending(self) -> None:
-        """An earlier commit with journaled changes was sent, and its answer is not known."""
+        """Ask the store whether it has the last commit with journaled changes, if its answer is not known."""
         sending = self.journal.sending
         if sending is None:
             return
@@ -793,7 +817,7 @@ class Committer:
         except NotFound:
             self.journal.pass_over_sending()
             return
-        except DamagedCommit as error:  # nobody takes it: what is journaled is sent again
+        except DamagedCommit as error:  # no node applies it: the journaled changes are sent again
             logger.error("%s", error)
             self.journal.end_sending()
             return
@@ -812,10 +836,10 @@ class Committer:
 
 
 def _size(change: Change) -> int:
-    """In operations; a change without any takes its time, too."""
+    """Return the size of a change in operations: at least 1, because a change without any takes time, too."""
     return max(1, len(change.operations))
 
 
 def _own_part(record: Record, sending: Sending) -> Record:
-    """What a commit says besides the journaled changes in it, which are in effect here, or were changed again since."""
+    """Return a record without the journaled changes in it, which are in effect here, or were changed again since."""
     return replace(record, operations=record.operations[sending.operations :], moves=record.moves[sending.moves :])
