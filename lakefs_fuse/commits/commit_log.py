@@ -1,9 +1,10 @@
-"""The commits of a lake in its store, as one writer dates, stores and fetches them.
+"""The commits of a lake in its store: one writer dates, stores, lists and fetches them here.
 
-What always holds (*whole commits*): a commit appears with one PUT, or not at all; a fetched record was checked against
-its CRC-32 and its name before anything reads it. Tasks of the trio loop; large archives and records are built and
-decoded in worker threads. Nothing is kept here but the clock, the budget of packs, and copies of small commits for
-bundles, so a crash leaves nothing.
+What always holds (*whole commits*): a commit appears with one PUT, or not at all; a fetched record is checked against
+its CRC-32 and its name before any caller gets it.
+
+For tasks of the trio loop; worker threads build large archives and decode large records. Only the clock, the budget of
+packs, and copies of small commits for bundles are kept in memory, so a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -50,26 +51,27 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Body, Buffer, ListPage, ObjectMeta, length_of
 
 TAIL_BYTES = 256 << 10
-"""First GET of a commit: the record and the directory of a pack of a thousand files fit in it."""
+"""Size of the first GET of a commit: the record and the directory of a pack of a thousand files fit in it."""
 DECODE_INLINE_BYTES_MAX = 256 << 10
 BUILD_INLINE_BYTES_MAX = 1 << 20
-"""Larger records are decoded, and archives with more bytes of members built, in a thread: a step of the loop takes
-50 ms at most."""
+"""A thread decodes larger records, and builds archives with more bytes of members, so that no step of the loop takes
+more than 50 ms."""
 WINDOW_BYTES = 8 << 20
-"""Each further GET of a record that the first one does not hold."""
+"""Size of each further GET of a record that does not fit in the first one."""
 REPEATER_S_MAX = 10.0
-"""A repeater of which a mount has not heard for so long is gone, and each repeats its own commits."""
+"""A mount that has heard of no repeater for this long repeats its own commits."""
 ATTEMPTS_MAX = 3
-"""GETs of an object that arrives damaged, before the object itself counts as damaged."""
+"""An object that arrives damaged this many times counts as damaged itself."""
 T = TypeVar("T")
 
 
 class LargeRecord(Exception):
-    """A record is larger than the caller has room for."""
+    """Raised for a record that is larger than the caller has room for."""
 
 
 class CommitLog:
-    """See the module's head. ``writer`` is the name of this process in its commits, 8 hex digits."""
+    """The commit log of a lake for one writer: see the module's head. ``writer`` is the name of this process in its
+    commits, 8 hex digits."""
 
     def __init__(
         self,
@@ -82,8 +84,8 @@ class CommitLog:
         repeats: bool = False,
         announce: Callable[[str], object] | None = None,
     ) -> None:
-        """With ``repeats`` small commits are gathered for bundles, by `put` and by `fetch`, and digests are written.
-        ``announce`` is told the key of each commit that is stored."""
+        """With ``repeats``, `put` and `fetch` gather small commits for bundles, and digests are written. ``announce``
+        is called with the key of each commit that was stored."""
         self._client, self._threads, self._announce = client, threads, announce
         self.clock, self.writer = clock, writer
         self.budget = budget or PackBudget()
@@ -91,19 +93,19 @@ class CommitLog:
         self.digests = DigestStore(client, writer, is_read_only=not repeats)
         self._own_bundles, self._own_again = BundleWriter(client, writer), BundleWriter(client, writer)
         self._own: list[tuple[ObjectMeta, bytes, float]] = []
-        """Small commits of this writer that are in no bundle yet, and when they were made."""
+        """Small commits of this writer that are in no bundle yet, each with the time at which it was stored."""
         self.repeated = BundleWriter(client, MIXED)
-        """As the repeater: what others and this mount commit."""
+        """What this mount gathers as the repeater: commits of other mounts and its own."""
         self._repeater_s = -math.inf
-        """When a repeater was last heard of."""
+        """When a repeater was last heard of, this mount included."""
         self._has_several = trio.Event()
         self.fetched = BundleWriter(client, MIXED) if repeats else None
-        """Small commits of others as they were fetched, since `forget_fetched`."""
+        """Small commits of other mounts that were fetched since `forget_fetched`; None without ``repeats``."""
 
     # -- time
 
     async def read_time(self) -> None:
-        """Correct the clock by the store's; a store that tells none leaves this machine's. Raises LakeError."""
+        """Correct the clock by the store's time, or by this machine's if the store has none. Raises LakeError."""
         asked_ns = self.clock.wall_ns()
         try:
             store_ns = await self._client.time_ns()
@@ -113,17 +115,18 @@ class CommitLog:
 
     @property
     def is_announced(self) -> bool:
-        """Others may hear of commits before they poll."""
+        """True if other mounts may hear of commits before they poll, because hints announce them."""
         return self._announce is not None
 
     @property
     def bundles_written(self) -> int:
-        """Objects in which this mount repeated commits, of its own and of others."""
+        """Number of bundles in which this mount repeated commits, its own and those of others."""
         bundles = self._own_bundles, self._own_again, self.fetched, self.repeated
         return sum(writer.written for writer in bundles if writer)
 
     async def latest_time(self) -> int:
-        """A time later than that of every commit in the store. Raises LakeError."""
+        """Return a time later than that of every commit in the store that is not dated too far ahead. Raises
+        LakeError."""
         async for page in self.list_since(self.clock.now()):
             for meta in page.objects:
                 if named := parse_commit_key(meta.key):
@@ -136,14 +139,14 @@ class CommitLog:
         return commit_key(time_ns, self.writer)
 
     def encode(self, record: Record) -> bytes:
-        """The bytes of a record in the format of this lake."""
+        """Return the bytes of a record in the format of this lake."""
         return encode(record, self._client.commit_format)
 
     async def build(
         self, members: Sequence[Member], make_record: Callable[[Sequence[int]], Record], *, is_large: bool = False
     ) -> bytes:
-        """An archive of small files. ``make_record`` is given the offsets of their data, perhaps in a thread.
-        ``is_large``: the record has many operations."""
+        """Build an archive of small files. ``make_record`` gets the offsets of their data, perhaps in a worker thread.
+        ``is_large``: the record has many operations, so a thread builds the archive."""
 
         def encoded(offsets: list[int]) -> bytes:
             return self.encode(make_record(offsets))
@@ -190,13 +193,13 @@ class CommitLog:
                 await again.write()
 
     def record_repeater(self, until: int) -> None:
-        """There is a repeater, which has repeated the commits up to a time: this mount need not repeat its own."""
+        """Record that a repeater has repeated the commits up to a time, so that this mount need not repeat its own."""
         self._repeater_s = trio.current_time()
         self._own = [own for own in self._own if commit_time(own[0].key) > until]
 
     async def repeat(self) -> int:
-        """As the repeater, store a bundle of what was fetched and what this mount has committed since the last. Answers
-        the time of the newest commit in it, 0 where none was stored."""
+        """As the repeater, store a bundle of the commits that were fetched, or made by this mount, since the last one.
+        Returns the time of the newest commit in it, 0 if no bundle was stored."""
         self._repeater_s = trio.current_time()
         if self.fetched:
             self.fetched.move_to(self.repeated)
@@ -215,26 +218,26 @@ class CommitLog:
     # -- reading
 
     async def head(self, key: str) -> ObjectMeta:
-        """The object that lies at any key of the lake. Raises NotFound, StoreError kinds."""
+        """Return the metadata of the object at any key of the lake. Raises NotFound, StoreError kinds."""
         return await self._client.head(key)
 
     def list_since(self, time_ns: int) -> AsyncGenerator[ListPage, None]:
-        """LIST pages of the commits later than a time."""
+        """List the commits from a time on, with the bundles and digests among them, page by page."""
         return self._client.list_all(COMMITS, start_after=self.start(time_ns))
 
     @staticmethod
     def start(time_ns: int) -> str:
-        """The keys of commits from a time on are greater than this."""
+        """Return where a LIST of the commits from a time on starts: only their keys are greater."""
         return f"{COMMITS}{time_ns:016x}"
 
     async def fetch(
         self, meta: ObjectMeta, tail_bytes: int = TAIL_BYTES, *, bytes_max: int = RECORD_BYTES_MAX
     ) -> Record:
-        """The checked record of the commit that LIST showed as ``meta``.
+        """Fetch and check the record of the commit that LIST showed as ``meta``.
 
-        One GET of its tail, others of WINDOW_BYTES where the record does not fit in it; all again where it came
-        damaged. Raises DamagedCommit that names the key, LargeRecord for a record of more than ``bytes_max``, and
-        StoreError kinds (NotFound, PreconditionFailed).
+        One GET reads its tail, and others of WINDOW_BYTES the rest of a record that does not fit in it; all are
+        repeated if the record arrives damaged. Raises DamagedCommit that names the key, LargeRecord for a record of
+        more than ``bytes_max``, and StoreError kinds (NotFound, PreconditionFailed).
         """
         named = parse_commit_key(meta.key)
         if named is None:
@@ -253,13 +256,13 @@ class CommitLog:
         return record
 
     def forget_fetched(self) -> None:
-        """Forget what was gathered, and which bundles there are."""
+        """Forget the fetched commits that were gathered, and which bundles there are."""
         self.bundles.end()
         if self.fetched:
             self.fetched.clear()
 
     async def _fetch_raw(self, meta: ObjectMeta, tail_bytes: int, bytes_max: int) -> tuple[Whereabouts, Buffer]:
-        """From a bundle; from the commit itself where none has it, and if this is called again for it."""
+        """Return the place and the bytes of a record, from a bundle once, else from the commit itself."""
         body = self.bundles.pop(meta)
         if body is not None:
             with contextlib.suppress(DamagedCommit):
@@ -271,7 +274,7 @@ class CommitLog:
 
 
 async def fetch_newest_read(client: StoreClient, meta: ObjectMeta) -> int:
-    """The newest format of records that the writer of a commit reads. Raises DamagedCommit, StoreError kinds."""
+    """Fetch the newest format of records that the writer of a commit reads. Raises DamagedCommit, StoreError kinds."""
 
     async def fetch() -> int:
         return newest_read((await _fetch_raw(client, meta, TAIL_BYTES, RECORD_BYTES_MAX))[1])
@@ -280,7 +283,7 @@ async def fetch_newest_read(client: StoreClient, meta: ObjectMeta) -> int:
 
 
 async def fetch_undamaged(fetch: Callable[[], Awaitable[T]]) -> T:
-    """What ``fetch`` answers, called again where it raises DamagedCommit: a bit may have changed on the way.
+    """Return what ``fetch`` returns. Call it again if it raises DamagedCommit: a bit may have changed on the way.
 
     Raises the last DamagedCommit after ATTEMPTS_MAX.
     """

@@ -1,5 +1,6 @@
-"""A doubt: what a record says of a name and what is known of it here disagree, and only the store can tell which is
-newer. `Application.doubts` has them, the poller asks the store. They live for as long as a record is being applied.
+"""Doubts: a record and what is known here of a name disagree, and only the store can tell which is newer.
+
+`Application.doubts` yields them, and the poller asks the store. They live as long as a record is being applied.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ from lakefs_fuse.meta.tombstones import SAME_VERSION_NS
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """A record says that ``path`` is something else than the plain object ``etag`` that is known there, and knew of
-    ``hides``; which of the two is newer only the store can tell."""
+    """A record and the plain object ``etag`` disagree about ``path``; only the store can tell which is newer. The
+    record's writer knew of the object ``hides`` there, empty for none."""
 
     path: str
     etag: str
     hides: str
     removed_ns: int = 0
-    """The time of a removal of another version, which does not touch what has been there since before it; `PENDING`
-    where any date is right, and for a relocation of another version. 0: what is there counts where it is not older than
-    the record."""
+    """Time of a removal of another version, which does not affect an object that has been there since before it;
+    `PENDING` if any date is right, and for a relocation of another version. 0: an object that is there counts unless it
+    is older than the record."""
     sets_attributes: bool = False
-    """The record sets attributes of the version ``hides``, which counts only if it lies there. Where nothing does, the
-    version ``etag`` may have replaced that, and be in a pack since."""
+    """True if the record sets attributes of the version ``hides``, which counts only if it is at the key. If no object
+    is there, the version ``etag`` may have replaced that one, and have been packed since."""
 
     def is_there(self, etag: str, mtime_ns: int) -> bool:
-        """With ``removed_ns`` or ``sets_attributes``: the object that lies at the key is the version in doubt, and was
-        not put there again; or it is another than the one that gets attributes."""
+        """Return whether the object found at the key lets the version in doubt count.
+
+        With ``removed_ns`` it has to be that version, not put there again since the removal; with ``sets_attributes``
+        any other version than the one that gets attributes."""
         if self.sets_attributes:
             return etag != self.hides
         return etag == self.etag and mtime_ns < self.removed_ns + SAME_VERSION_NS

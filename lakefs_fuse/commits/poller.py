@@ -1,29 +1,31 @@
-"""Commits of other nodes: found with one LIST a poll, applied in the order of their times.
+"""Polls for commits of other nodes: one LIST finds them, and they are applied in the order of their times.
 
-A *deep* poll lists names after the newest commit time that the last deep one knew, less `WINDOW_NS`, and applies what
+A *deep* poll lists commits from `WINDOW_NS` before the newest commit time that the last deep one knew, and applies what
 is new. So a commit is found if its time is no more than that window behind the newest one when it becomes visible,
 however long this node was cut off, and whatever it has committed itself before it polled again. Times come from clocks
 that are corrected by the store's, and a request takes a minute at most; two nodes' clocks may differ by the rest.
 
-Where a deep poll takes more than one page, most polls in the background are *shallow*: they list the last
-OVERLAP_S_MAX before what the last poll was shown, or less where many commits lie there. What comes later than that is
-found by comparing with the digest of another mount's deep poll (`listing_digest`), or by this mount's own: one or the
-other DEEP_S_MIN to DEEP_S_MAX after the last. A caller that waits for a poll (`poll`, `heard`) gets a deep one.
+If a deep poll takes more than one page, most polls in the background are *shallow*: they list the last OVERLAP_S_MAX
+before the newest commit that the last poll was shown, or less if many commits are there. A commit that becomes visible
+later than that is found by comparing with the digest of another mount's deep poll (`listing_digest`), or by this
+mount's own deep poll, whichever comes first, DEEP_S_MIN to DEEP_S_MAX after the last. A caller that waits for a poll
+(`poll`, `heard`) gets a deep one.
 
 What always holds:
 
-* *whole or left out*: a commit that cannot be read is left out, logged and counted, never applied in part; it is tried
-  again by the next daemon, and each REFUSED_AGAIN_S. One that is dated farther ahead of the store's time than
+* *whole or left out*: a commit that cannot be read is left out, logged and counted, never applied in part. It is tried
+  again by the next daemon, and by this one every REFUSED_AGAIN_S. A commit dated farther ahead of the store's time than
   COMMIT_AHEAD_MAX_S is left out until its time has come;
-* *shallow polls promise nothing*: only a deep poll, or one that agreed with a digest, moves what the next deep one
-  begins from (`CommitRows.polled`), and counts as having heard of others.
+* *shallow polls promise nothing*: only a deep poll, or one that agreed with a digest, moves the time from which the
+  next deep one begins (`CommitRows.polled`), and counts as having heard of other nodes.
 
-Mounts collect commits that no name needs when that has been known for ABSENCE_S_MAX. A node that polls for the first
-time after longer may have missed some for good: it says so, and its next mount reads all names again.
+Collections that mounts start delete a commit once it has been known for ABSENCE_S_MAX that no name needs it. A node
+that polls again after a longer time may have missed commits for good: it logs that, and its next mount reads all names
+again.
 
-A commit may name a path where a plain object of the same second lies that its writer did not know. It waits up to
-`DOUBT_S_MAX`, with those behind it: if a writer who knew that object has replaced or removed it, that commit is older
-and about to be found. Applied the other way round, the newer of the two would be left out for good.
+A commit may name a path with a plain object of the same second that its writer did not know. It waits up to
+`DOUBT_S_MAX`, and so do the commits behind it: a node that knew the object may have replaced or removed it in an older
+commit, which is about to be found. Applied in the other order, the newer of the two would be left out for good.
 
 Trio thread only. A crash leaves commits that are not recorded as applied; the next mount applies them again.
 """
@@ -62,69 +64,73 @@ from lakefs_fuse.sync.nursery import for_each
 NS = 1_000_000_000
 FETCHES_AT_ONCE = 16
 FETCHED_MAX = 16
-"""Records in memory at a time."""
+"""Maximum of records in memory at a time."""
 FETCHED_BYTES_MAX = 4 << 20
-"""Of each of them; a larger one is fetched when its turn has come, and is the only one."""
+"""Maximum size of each of these records; a larger one is fetched alone, when its turn has come."""
 KNOWN_MAX = 1 << 14
-"""Keys of commits in memory, some 2 MB, and a page more. The window has more where 100 a second are made."""
+"""Maximum of known keys in memory, some 2 MB, plus one page. At 100 commits a second the window has more."""
 CLOCK_CHECK_S = 600.0
 OVERLAP_S_MAX = 10
-"""A shallow poll begins so long before the newest commit that the last poll was shown: a PUT rarely takes longer."""
+"""Maximum time before the newest commit that the last poll was shown at which a shallow poll begins: a PUT rarely takes
+longer."""
 OVERLAP_KEYS_MIN, SHALLOW_KEYS = 250, 900
-"""Fewer keys than a page has: a shallow poll has room for those beside what is new, and for OVERLAP_KEYS_MIN anyhow."""
+"""Known keys that a shallow poll lists again: SHALLOW_KEYS, fewer than a page has, less as many as were new in the last
+one, and OVERLAP_KEYS_MIN in any case."""
 DEEP_S_MIN, DEEP_S_MAX = 20.0, 40.0
 DEEP_SKEW = 8
-"""Between a deep poll, or an equal digest, and the next deep poll. Each mount draws the time, with a density that grows
-as a power: of 50 mounts one or two have listed before the others see a digest of it, and of 500 about ten."""
+"""Time between a deep poll, or an equal digest, and the next deep poll. Each mount draws it, with a density that grows
+as a power: of 50 mounts one or two list before the others see their digest, and of 500 about ten."""
 DIGEST_SPAN_NS = WINDOW_NS + 60 * NS
-"""A digest covers so much before the newest commit: others last heard of everything at another time than its writer."""
+"""How far before the newest commit a digest begins. It covers more than the window, because other mounts last heard of
+everything at another time than its writer."""
 DIGEST_AGE_S = OVERLAP_S_MAX
-"""Later commits are in no digest: mounts see them at different times."""
+"""How far before the newest commit a digest ends: mounts see later commits at different times."""
 DIFFERENCES_MAX = 8
-"""Where more ranges of time differ from a digest, this mount lists the window when that is due."""
+"""If more ranges of time differ from a digest, this mount lists the whole window when that is due."""
 LISTING_S_MAX = 30.0
-"""A listing that takes longer may have passed the place of a commit before the next one found was made."""
+"""A LIST that takes longer may have passed the place of a commit before the next commit that it found was made."""
 ABSENCE_S_MAX = 7 * 86400.0
-"""A node may be suspended, or cut off from the store, for so long; what dead nodes leave is kept as long."""
+"""How long a node may be suspended, or cut off from the store; what dead nodes leave behind is kept as long."""
 DOUBT_S_MAX = 1.0
-"""From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
+"""Time after a commit's own time in which an older one may still be found: the PUT of that one may be slower."""
 GETS_MAX = 4
-"""A poll in the background that would send more GETs leaves what was not shown before to a repeater. Where there is
-none it waits until the writers of all these commits have repeated them in a bundle."""
+"""A poll in the background that would send more GETs leaves commits that were not shown before to a repeater. If there
+is none, it waits until the writers of all these commits have repeated them in bundles."""
 BUNDLE_WAIT_S = OWN_DELAY_S + 0.3
 ELECTION_S = 1.5
-"""And up to so long, drawn by each mount. Who still finds no bundle becomes the repeater; not where all these commits
-are of one writer, which repeats them itself as long as it hears of no repeater."""
+"""Maximum of a random addition to that wait. A mount that still finds no bundle then becomes the repeater, unless all
+these commits are of one writer, which repeats them itself as long as it hears of no repeater."""
 REPEAT_S = 1.0
 """Interval of a repeater's polls, and of its bundles."""
 REPEATER_S = 4.0
-"""A repeater is there if a new bundle of one was shown since the last poll, or so long ago."""
+"""A repeater counts as present for this long after a LIST showed a new bundle of one."""
 RIVAL_POLLS, RESIGNATION = 3, 1 / 4
-"""A repeater that this many polls in a row have shown new bundles of others gives up with this probability. Not at the
-first: a mount that catches up with what others commit puts one, too."""
+"""Once RIVAL_POLLS polls in a row have shown new bundles of others, a repeater gives up with the probability
+RESIGNATION. One poll is not enough: a mount that catches up with the commits of others stores such a bundle, too."""
 REPEATER_AGE_NS = 30 * NS
-"""A bundle whose last commit is older is not of a repeater that goes on."""
+"""A bundle whose newest commit is older than this is no sign of a repeater."""
 REPEAT_WAIT_S = REPEAT_S + 0.5
 WAITING_REFRESH_S = 5.0
 """A mount that polls at longer intervals polls again after REPEAT_WAIT_S for what it left to the repeater."""
 DOUBTS_AT_ONCE = 128
-"""Operations between two turns of the loop while it is asked what a commit may hide: 8 ms of CPU at most."""
+"""Operations that are searched for doubts between two turns of the loop: 8 ms of CPU at most."""
 FEW_SPAN_S, FEW_COMMITS = 10.0, 10
-"""A repeater that has so few commits in such a time gives up."""
+"""A repeater that applies no more than FEW_COMMITS commits in FEW_SPAN_S gives up."""
 GETS_FOR_A_BUNDLE = 16
-"""What one poll fetched with this many GETs is repeated in a bundle, for the next to poll and for mounts to come."""
+"""Commits that one poll fetched with this many GETs are repeated in a bundle, for mounts that poll or begin later."""
 DOUBT_PAUSE_S_FIRST = 0.25
-"""The next is twice as long each time."""
+"""First pause of a poll that waits because of a doubt; each further pause is twice as long."""
 HISTORIES_S = 60.0
-"""Interval at which what commits said of names is forgotten that is older than any commit that comes late."""
+"""Interval at which histories of names are forgotten that are older than any commit that may come late."""
 REFUSED_AGAIN_S, REFUSED_MAX = 600.0, 1000
-"""Interval at which commits that were left out are asked for again, and how many of them."""
+"""Interval at which commits that were left out are asked for again, and the maximum of them."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Listed:
-    """What a LIST showed: commits that are not applied, times and keys of all, and what is no commit."""
+    """What a LIST showed: commits that are not applied (``found``), times and keys of all commits, and ``others``:
+    bundles, digests and other objects."""
 
     found: list[Found] = field(default_factory=list)
     commits: list[tuple[int, str]] = field(default_factory=list)
@@ -136,15 +142,17 @@ class _Listed:
         return self.commits[-1][0] if self.commits else 0
 
     def newer(self, time: int) -> int:
-        """How many are newer than that."""
+        """Return how many commits are newer than a time."""
         return len(self.commits) - bisect_right(self.commits, (time + 1,))
 
 
 @dataclass(slots=True)
 class _Look:
-    """Commits to apply, the oldest first. ``began_s``: what was visible then is among them or applied, but for a
-    shallow look; polls were past the time ``polled`` then. ``past``: with what is found in effect, polls are past this
-    time; None where that is not known. ``digest``: what was listed, for others, and the time from which on."""
+    """The commits to apply that one look at the store found, oldest first.
+
+    After a deep look every commit that was visible at ``began_s`` is among ``found`` or applied. Polls were past the
+    time ``polled`` when it began; once ``found`` is in effect, they are past the time ``past`` (None: not known).
+    ``digest`` is a digest of what was listed, for other mounts, behind the time at which it begins."""
 
     found: list[Found]
     is_deep: bool
@@ -161,7 +169,7 @@ class _Look:
 
 
 class Poller:
-    """See the module's head. Trio thread only."""
+    """Finds and applies commits of other nodes: see the module's head. Trio thread only."""
 
     def __init__(
         self,
@@ -175,9 +183,9 @@ class Poller:
         applied: Callable[[Record], object] = lambda _: None,
         hints: Hints | None = None,
     ) -> None:
-        """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record; ``rng``
-        draws when this mount lists the window; ``hints`` say when to poll, and
-        whether any request needs that."""
+        """``redate`` commits again what this node dated too far ahead; ``applied`` is called with each record that was
+        applied; ``rng`` draws when this mount lists the window; ``hints`` say when to poll, and whether the mount is
+        idle."""
         self._idleness = Idleness(0.0) if hints is None else hints.idleness
         self._hints = hints if hints is not None and hints.is_used else None
         self._log, self._applier, self._metrics = log, applier, metrics
@@ -185,48 +193,48 @@ class Poller:
         self._refresh_s, self._redate, self._applied = refresh_s, redate, applied
         self._rng = rng
         self._polled_s = -math.inf
-        """When the last deep poll that came to its end began, or the LIST of a digest that agreed."""
+        """When the last complete deep poll began, or the LIST of a digest that agreed."""
         self.heard_ns = 0
-        """The store's time then: every commit that was visible is in effect here."""
+        """The store's time then: every commit that was visible at that time is in effect here."""
         self._is_long = False
         """The last deep listing had several pages."""
         self._is_whole = False
-        """The last poll came to its end: without that, the next one is deep."""
+        """The last poll came to its end; otherwise the next one is deep."""
         self._deep_due_s = -math.inf
         """When to list the window, unless a digest agrees before."""
         self._is_failing = False
-        """The last poll in the background failed: a hint that it answered may be of what it did not find."""
+        """The last poll in the background failed: it answered hints whose commits it may not have found."""
         self.is_repeater = False
-        """This mount repeats what all commit."""
+        """This mount repeats in bundles what all mounts commit."""
         self._repeater_s, self._repeated = -math.inf, 0
-        """When a new bundle of another repeater was shown, and the newest commit in it."""
+        """When a LIST last showed a new bundle of another repeater, and the time of the newest commit in it."""
         self._repeats_since, self._counts = 0, list[tuple[float, int]]()
-        """As the repeater: the newest commit in its first bundle, and when how many were applied."""
+        """As the repeater: the time of the newest commit in its first bundle, and when it applied how many commits."""
         self._rivals = 0
-        """Polls in a row that have shown new bundles of others."""
+        """Number of polls in a row that have shown new bundles of others."""
         self._found_before = 0
-        """The newest commit that the last poll in the background found, applied or left to a repeater."""
+        """Time of the newest commit that the last poll with a repeater found, applied or left to the repeater."""
         self._sums = BucketSums()
         """What LISTs have shown of the window."""
         self._shown, self._shown_new, self._listing_ns = 0, 0, 0
-        """The newest commit that the last LIST showed, how many it showed that were newer than the one before, and how
-        long it took."""
+        """Of the last LIST: the time of the newest commit that it showed, how many it showed that were newer than the
+        newest of the LIST before, and how long it took."""
         self._refused, self._refused_due_s = set[str](), -math.inf
-        """Commits that cannot be read, and when to try these and what daemons before left out again."""
+        """Keys of commits that cannot be read, and when to try again those and what earlier daemons left out."""
         self._ahead, self._found_ahead = set[str](), False
-        """Commits that were left out because of their time, on the first page of them; whether there were any since the
-        clock was last compared with the store's."""
+        """Keys of commits that were left out because of their time, from the first page of them; and whether there were
+        any since the clock was last compared with the store's."""
         self._ahead_ns, self._heard_ns = 0, 0
-        """How late a commit might be dated when the last poll began, and when the last one that came to its end did: by
-        this clock a suspended machine counts."""
+        """The latest time that a commit might have when the last poll began, and when the last complete one did. This
+        clock counts the time for which a machine is suspended."""
         self._known: set[str] = set()
-        """What the last poll listed, and need not be looked at again as long as no row of a commit is forgotten."""
+        """Keys that the last poll listed, and that need no check as long as no row of a commit is forgotten."""
         self._forgotten, self._histories_due_s = 0, -math.inf
         self._lock = trio.Lock()
 
     async def run(self) -> None:
-        """Poll for as long as the mount lives, rarely while it is idle; trouble with the store is told once and tried
-        again."""
+        """Poll for as long as the mount lives, rarely while it is idle. A failure of the store is logged once, and the
+        poll repeated."""
         checked_at, jumps = trio.current_time(), self._clock.jumps
         while True:
             await self._pause()
@@ -238,7 +246,7 @@ class Poller:
                     await self.correct_clock()
                 if self._clock.went_back:
                     await self._redate()
-                if self._idleness.is_idle:  # the first question after this is answered from it
+                if self._idleness.is_idle:  # the first request after this is answered from what it finds
                     await self.poll()
                 else:
                     await self.poll_in_background()
@@ -254,7 +262,7 @@ class Poller:
                 self._idleness.polled()
 
     async def _pause(self) -> None:
-        """Until the next poll in the background."""
+        """Wait until the next poll in the background is due."""
         if self.is_repeater:
             await self._idleness.pause(min(REPEAT_S, self._refresh_s))
         elif self._hints is not None:
@@ -264,23 +272,24 @@ class Poller:
             await self._idleness.pause(self._refresh_s)
 
     def _interval_s(self) -> float:
-        """After how long this mount polls by itself."""
+        """Return after how many seconds this mount polls without a hint."""
         return self._refresh_s if self._hints is None or self._is_failing else self._hints.refresh_s()
 
     async def correct_clock(self) -> None:
-        """As `CommitLog.read_time`."""
+        """Correct the clock: see `CommitLog.read_time`."""
         await self._log.read_time()
         self._metrics.clock_jumps = self._clock.jumps
         self._metrics.clock_offset_s = self._clock.offset_ns / NS
 
     async def poll(self) -> int:
-        """Apply what is new, whatever its time; returns how many commits that were. Raises LakeError."""
+        """Apply all new commits, found by a deep poll; returns how many there were. Raises LakeError."""
         return await self._poll(trio.current_time())
 
     async def poll_in_background(self) -> None:
-        """Apply what is new, as far as a shallow poll shows it. Where that takes fewer GETs, what was not shown by the
-        poll before is left to the next one; where all is of one writer, what it has not repeated in a bundle yet waits
-        for that."""
+        """Apply new commits, as far as a shallow poll shows them, and wait for bundles if that saves GETs.
+
+        If there is a repeater, commits that the poll before did not show wait for its next bundle. If all are of one
+        writer, those that it has not repeated in a bundle yet wait for that."""
         began_s = trio.current_time()
         async with self._lock:
             look = await self._look_in_background()
@@ -312,19 +321,22 @@ class Poller:
             await self._apply_found(began_s, again, math.inf if self.is_repeater else shown, repeats=repeats)
 
     def _is_cheap(self, look: _Look) -> bool:
-        """What was found takes GETS_MAX at most."""
+        """Return whether fetching what was found takes GETS_MAX at most."""
         return len(look.found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX
 
     def _repeated_until(self, look: _Look) -> int | None:
-        """Where there is a repeater, what to apply of a look: what is in bundles, and what the last poll was shown."""
+        """Return up to which time bundles of a repeater have what a look found, or the last poll was shown it. None if
+        there is no repeater."""
         if trio.current_time() - self._repeater_s >= REPEATER_S:
             return None
         before, self._found_before = self._found_before, look.found[-1][0]
         return max(self._repeated, before)
 
     def _note_repeaters(self, metas: Iterable[ObjectMeta]) -> None:
-        """LIST showed these bundles. Of several repeaters all but the one whose first bundle is the oldest give up;
-        where they do not see which that is, they do so by chance, until there is one."""
+        """Record the bundles of repeaters that LIST showed, and give up if another mount is to be the only repeater.
+
+        Of several repeaters all give up but the one whose first bundle is the oldest. If they do not see which that is,
+        they give up by chance, until one is left."""
         mixed = [bundle for meta in metas if (bundle := parse_bundle(meta)) is not None and bundle.writer == MIXED]
         own = {*self._log.repeated.keys, *(self._log.fetched.keys if self._log.fetched else ())}
         since = max(self._repeated, self._clock.wall_ns() - REPEATER_AGE_NS)
@@ -340,7 +352,7 @@ class Poller:
             self._log.repeated.clear()
 
     async def _repeat(self, count: int) -> None:
-        """After each poll of the repeater, which has applied ``count`` commits."""
+        """Store a bundle after a poll of the repeater that applied ``count`` commits; give up if there are few."""
         newest = await self._log.repeat()
         self._repeats_since = self._repeats_since or newest
         now_s = trio.current_time()
@@ -351,12 +363,13 @@ class Poller:
             self._log.repeated.clear()
 
     async def _poll(self, began_s: float, until: float = math.inf) -> int:
-        """Apply what is new, and not later than ``until``: it was visible at ``began_s``."""
+        """Apply what a deep look finds, up to the time ``until``: all of it that was visible at ``began_s``."""
         async with self._lock:
             return await self._apply_found(began_s, await self._look(is_deep=True), until)
 
     async def _apply_found(self, began_s: float, look: _Look, until: float, *, repeats: bool = True) -> int:
-        """Under the lock, what was just listed, up to the time ``until``. No bundle repeats it without ``repeats``."""
+        """Apply what was just listed, up to the time ``until``; returns how many commits that were. Without ``repeats``
+        no bundle is made of them. The caller holds the lock."""
         self._metrics.polls += 1
         count, backoff = 0, None
         give_up_at = trio.current_time() + DOUBT_S_MAX
@@ -397,14 +410,14 @@ class Poller:
         return count
 
     async def _forget_histories(self) -> None:
-        """Of names of which no commit can come late any more."""
+        """Forget histories of names for which no commit can come late any more, if that is due."""
         if trio.current_time() >= self._histories_due_s:
             self._histories_due_s = trio.current_time() + HISTORIES_S
             for _ in self._applier.forget_histories(self._clock.wall_ns() - 2 * WINDOW_NS):
                 await trio.lowlevel.checkpoint()
 
     def _list_again(self, first: Found) -> None:
-        """The next poll shows a commit that is not applied yet, and all later ones."""
+        """Have the next poll show a commit that is not applied yet, and all later ones."""
         self._shown = min(self._shown, first[0] - 1)
 
     def _note_absence(self) -> None:
@@ -418,14 +431,14 @@ class Poller:
         )  # fmt: skip
 
     async def heard(self, within_s: float) -> None:
-        """Every commit that was visible ``within_s`` ago is in effect here when this returns; time for which the
-        machine was suspended counts. Raises LakeError."""
+        """Poll unless every commit that was visible ``within_s`` seconds ago is in effect here already. Time for which
+        the machine was suspended counts. Raises LakeError."""
         is_old = trio.current_time() - self._polled_s > within_s
         if is_old or self._clock.wall_ns() - self.heard_ns > within_s * NS:
             await self.poll()
 
     async def _look_in_background(self) -> _Look:
-        """A deep look only where that takes one page, or is due."""
+        """Return a shallow look, or a deep one if that takes one page or is due, or the last poll did not end."""
         if not (self._is_long and self._is_whole):
             return await self._look(is_deep=True)
         look = await self._look(is_deep=False)
@@ -434,7 +447,7 @@ class Poller:
         return look
 
     async def _look(self, *, is_deep: bool, for_others: bool = False) -> _Look:
-        """Commits that are not applied, the oldest first. ``for_others`` a digest says what was listed."""
+        """Find the commits that are not applied, oldest first; ``for_others`` makes a digest of what was listed."""
         self._is_whole = False
         if trio.current_time() >= self._refused_due_s:
             await self._read_refused()
@@ -474,7 +487,7 @@ class Poller:
         return look
 
     async def _list(self, since: int, until: int | None, ahead_ns: int, known: set[str]) -> _Listed:
-        """List the commits of times from ``since`` up to ``until`` (None: the end), both where buckets begin."""
+        """List the commits of times from ``since`` up to ``until``, the start of a bucket (None: up to the end)."""
         listed = _Listed()
         commits = self._applier.commits
         async with contextlib.aclosing(self._log.list_since(since)) as pages:
@@ -507,14 +520,15 @@ class Poller:
         return listed
 
     async def _publish_digest(self, look: _Look) -> None:
-        """What a deep look showed, for others to compare. The time since its LIST began counts as part of that LIST."""
+        """Store a digest of what a deep look showed, for other mounts to compare. The time since its LIST began counts
+        as part of that LIST."""
         if look.digest is not None and look.past is not None:
             first, digest = look.digest
             took_ns = int((trio.current_time() - look.began_s) * NS)
             await self._log.digests.write(self._clock.now(), look.past, first, replace(digest, took_ns=took_ns))
 
     async def _compare(self, look: _Look, name: DigestName, window: int, known: set[str]) -> None:
-        """Make a shallow look as good as the deep one of which a digest tells: list what differs."""
+        """List what differs from a digest, so that a shallow look is worth as much as the deep one of that digest."""
         newest = min(name.newest, self._applier.commits.newest())
         if newest <= self._applier.commits.polled() or (digest := await self._log.digests.read(name)) is None:
             return
@@ -534,7 +548,7 @@ class Poller:
         look.began_ns = min(look.began_ns, heard_ns)
 
     def _leave_out(self, ahead: Sequence[Found]) -> None:
-        """Commits that are dated too far ahead, until their time has come."""
+        """Leave out commits that are dated too far ahead, until their time has come."""
         for time, writer, meta in ahead:
             self._ahead.add(meta.key)
             self._applier.commits.record_refused(time, writer)
@@ -548,7 +562,8 @@ class Poller:
             )  # fmt: skip
 
     async def _apply_all(self, found: Sequence[Found], *, wait: bool, repeats: bool) -> int:
-        """Returns how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
+        """Apply commits in order. Returns how many were dealt with: all, or (only with ``wait``) those before one that
+        is in doubt."""
         if not found:
             if self.is_repeater:
                 await self._repeat(0)
@@ -602,7 +617,8 @@ class Poller:
         return len(metas)
 
     async def _fetch(self, meta: ObjectMeta, bytes_max: int) -> Record | None:
-        """None for what is not there any more, or cannot be read. Raises LargeRecord, LakeError."""
+        """Fetch a record; None if the commit is not there any more, or cannot be read. Raises LargeRecord,
+        LakeError."""
         try:
             return await self._log.fetch(meta, bytes_max=bytes_max)
         except NotFound:
@@ -612,9 +628,11 @@ class Poller:
             return None
 
     async def _outdated(self, record: Record) -> tuple[dict[str, str], bool]:
-        """Which of the plain objects that are known here, and that its writer did not know of, the record stands above:
-        paths and ETags of those that are gone, are what it knew of, or are older by the store's date. And whether that
-        is all there is to know: no other is dated in the record's own second. Raises LakeError."""
+        """Ask the store about the doubts of a record, and return the plain objects that do not count beside it.
+
+        These are, by path with their ETags, objects that are gone, were replaced by one that the record's writer knew,
+        or are older than the record by the store's date. Also returns whether that is certain: no other object is dated
+        in the record's own second. Raises LakeError."""
         outdated: dict[str, str] = {}
         doubts: list[Doubt] = []
         is_sure = True
@@ -627,7 +645,7 @@ class Poller:
                 if not doubt.sets_attributes:
                     outdated[doubt.path] = doubt.etag
                 return
-            if is_copy(there):  # which counts only when a commit names it
+            if is_copy(there):  # a copy counts only if a commit names it
                 outdated[doubt.path] = doubt.etag
             elif doubt.removed_ns or doubt.sets_attributes:
                 if not doubt.is_there(there.etag, there.mtime_ns):
@@ -648,8 +666,8 @@ class Poller:
         return outdated, is_sure
 
     async def _read_refused(self) -> None:
-        """Under the lock, apply commits that were left out and can be read now. What one said that was collected
-        meanwhile is among the names of the next mount. Raises LakeError."""
+        """Apply commits that were left out and can be read now. If one was collected meanwhile, the next mount reads
+        all names again, and finds its changes there. The caller holds the lock. Raises LakeError."""
         self._refused_due_s = trio.current_time() + REFUSED_AGAIN_S
         commits, there = self._applier.commits, list[Found]()
 
