@@ -1,22 +1,22 @@
 """The index: the names of a whole lake, folded into files of sorted rows that a fresh mount ingests.
 
-Under `.lakefs/index/<time>/` lie the files (`meta.sorted_tables`) and, written last, the manifest that names them: an
+Below `.lakefs/index/<time>/` are the files (`meta.sorted_tables`) and, written last, the manifest that names them: an
 index without a manifest does not exist. The two newest are kept. An index of format 2 consists of a *base*, the files
 of all rows of one moment, and of *increments*, each with the rows that were written since an earlier index, and the
-keys of those that were deleted; most of these files lie under the times of indexes before it, and stay as long as a
+keys of rows that were deleted. Most of these files are below the prefixes of earlier indexes, and stay as long as a
 kept manifest names them (`levels` chooses what is written). `docs/format.md` has every byte.
 
 What always holds:
 
 * *state of its writer*: a mount whose names come from an index is in the state of the writer at that moment, and polls
   for newer commits as it would after a restart;
-* *all or nothing*: where the manifest or a file does not fit, the whole index is left out, with a log line. Rows that
-  fit are believed, as those of commits are.
+* *all or nothing*: if the manifest is damaged, or a file does not match it, the whole index is skipped, with a log
+  line. Rows in files that match are trusted, as those of commits are.
 
-Commits older than an index's ``horizon``, or than that of the record of gc (`commits.gc_record`), may be gone from the
-store. Names that may lack one of them, because the mount was away for long, are dropped and come from the index. Where
-that is lost or cannot be read, the names may lack what those commits changed; `sorted_tables.missing_before` says so
-until an index is ingested, and with such names nothing is written (`require_all_names`).
+Commits older than an index's ``horizon``, or than that of the record of gc (`commits.gc_record`), may be deleted. Names
+that may lack one of them, because the mount was away for long, are dropped and come from the index. If that is lost or
+cannot be read, the names may lack what those commits changed; `sorted_tables.missing_before` says so until an index is
+ingested, and nothing is written from such names (`require_all_names`).
 
 `load_newest_index` runs before anything reads the database; any node may write an index at any time. A crash while one
 is ingested leaves a directory of files, which the next mount removes; a crash while one is written leaves files without
@@ -56,24 +56,25 @@ from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
 from lakefs_fuse.sync.nursery import collecting, for_each
 
 INDEX = f"{RESERVED_PREFIX}index/"
-"""Where indexes lie."""
+"""The prefix of all indexes."""
 FORMAT = 1
 FORMAT_LEVELS = 2
-"""Has increments, and files of earlier indexes; for lakes with a feature (`store.lake_record`)."""
+"""The format with increments and files of earlier indexes, for lakes with that feature (`store.lake_record`)."""
 MANIFEST = "manifest"
 MANIFEST_BYTES_MAX = 64 << 20
 FILES_MAX = 100_000
 COUNT_MAX = 1 << 60
 FILE_BYTES_MAX = 1 << 30
 REMOVED_BYTES_MAX = 64 << 20
-"""Of a file of keys, which is read into memory."""
+"""Maximum size of a file of keys, which is read into memory."""
 KEPT = 2
-"""Indexes that stay when a new one was written: the newest is being read by mounts that begin, or may be damaged."""
+"""Indexes that stay once a new one was written: mounts that start may be reading the one before, and the new one may be
+damaged."""
 CANDIDATES_MAX = 4
 UNFINISHED_NS = 24 * 3600 * 1_000_000_000
 GET_BYTES = 16 << 20
 FILES_AT_ONCE = 3
-"""Files that are fetched, or stored, at once; each has GET_BYTES in memory at most."""
+"""Files that are fetched or stored concurrently; each has GET_BYTES in memory at most."""
 
 _KEY = re.compile(re.escape(INDEX) + r"([0-9a-f]{16})/(.*)", re.DOTALL)
 _NAME = re.compile(r"(?:([0-9a-f]{16})/)?(?:[0-9]{4,9}|histories)(\.sst|\.removed)")
@@ -82,8 +83,10 @@ log = logging.getLogger(__name__)
 
 
 class IndexFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """``size`` in bytes, ``digest`` XXH3-128 in hex; ``entries`` rows, or keys, from key ``first`` to key ``last``.
-    ``name`` is that below the index; of a file of an earlier one, it begins with that index's time and a slash."""
+    """A file of an index, with ``entries`` rows, or keys, from key ``first`` to key ``last``.
+
+    ``size`` is in bytes, ``digest`` XXH3-128 in hex. ``name`` is below the index's prefix; the name of a file of an
+    earlier index begins with the time of that index and a slash."""
 
     name: str
     size: int
@@ -94,8 +97,8 @@ class IndexFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What changed since the index of the time ``since``: ``files`` of rows that were written, and of keys whose rows
-    were deleted (``removed``)."""
+    """The changes since the index of the time ``since``: ``files`` of rows that were written, and ``removed``, files of
+    keys whose rows were deleted."""
 
     since: int
     files: list[IndexFile]
@@ -107,7 +110,7 @@ class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Dataset(msgspec.Struct, frozen=True, kw_only=True):
-    """What a named snapshot is that is a version of a dataset: of ``files`` with ``bytes``, which were at or below
+    """Which version of a dataset a named snapshot is. It has ``files`` with ``bytes`` in all, which were at or below
     ``path`` of the lake."""
 
     name: str
@@ -118,11 +121,12 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``rows`` is the layout of the rows (`tables.ROWS`); ``inode``, ``object`` and ``newest`` as in `Marks`; commits
-    older than ``horizon`` may be gone from the store. Times in ns since 1970. ``files`` are those of the base.
-    ``histories`` has what commits said of names lately (`commits.name_history`): who does without it still has all
-    names, but orders less exactly a commit that comes late.
-    ``dataset`` is there in named snapshots alone."""
+    """The manifest of an index or a named snapshot. Times are in ns since 1970.
+
+    ``rows`` is the layout of the rows (`tables.ROWS`); ``inode``, ``object`` and ``newest`` are as in `Marks`; commits
+    older than ``horizon`` may be deleted. ``files`` are those of the base. ``histories`` has the histories of names
+    (`commits.name_history`): a reader without them has all names, but orders a commit that comes late less exactly.
+    Only named snapshots have ``dataset``."""
 
     format: int = FORMAT
     rows: int = tables.ROWS
@@ -152,7 +156,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return prefix_of(self.time)
 
     def all_files(self) -> list[IndexFile]:
-        """In the order in which they are taken in."""
+        """Return all files in the order in which they are ingested."""
         files = self.files + [file for each in self.increments for file in (*each.files, *each.removed)]
         return files if self.histories is None else [*files, self.histories]
 
@@ -161,7 +165,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Versions(msgspec.Struct):
-    """What every manifest has."""
+    """The fields that every manifest has."""
 
     format: int
     rows: int = 0
@@ -182,7 +186,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(raw: bytes | Buffer, time: int) -> Manifest:
-    """The manifest of the index of this time. Raises DamagedCommit for anything that cannot be used as it stands."""
+    """Decode the manifest of the index of this time. Raises DamagedCommit for one that cannot be used as it stands."""
     try:
         versions = msgspec.msgpack.decode(raw, type=_Versions)
         if versions.format not in (FORMAT, FORMAT_LEVELS) or versions.rows != tables.ROWS:
@@ -228,7 +232,7 @@ def _check(manifest: Manifest, time: int) -> None:
 
 
 def _check_files(manifest: Manifest, files: list[IndexFile], suffix: str, bytes_max: int, kinds: bytes = KINDS) -> None:
-    """Files of one kind whose ranges of keys follow each other."""
+    """Check that these are files of one kind whose ranges of keys follow each other. Raises DamagedCommit."""
     before = b""
     for file in files:
         named = _NAME.fullmatch(file.name)
@@ -249,7 +253,7 @@ def _check_files(manifest: Manifest, files: list[IndexFile], suffix: str, bytes_
 
 
 async def find(client: StoreClient) -> list[int]:
-    """Times of what may be indexes, newest first: one LIST. Raises StoreError kinds."""
+    """Return the times of what may be indexes, newest first: one LIST. Raises StoreError kinds."""
     times: list[int] = []
     async for page in client.list_all(INDEX, delimiter="/"):
         times += [int(match[1], 16) for prefix in page.prefixes if (match := _KEY.fullmatch(prefix)) and not match[2]]
@@ -257,7 +261,7 @@ async def find(client: StoreClient) -> list[int]:
 
 
 async def fetch_manifest(client: StoreClient, time: int) -> Manifest:
-    """Raises NotFound where the index does not exist, DamagedCommit where it cannot be used."""
+    """Fetch a manifest. Raises NotFound if the index does not exist, DamagedCommit if it cannot be used."""
     return await fetch_undamaged(partial(_fetch_manifest, client, time))
 
 
@@ -273,7 +277,8 @@ async def _fetch_manifest(client: StoreClient, time: int) -> Manifest:
 
 
 async def manifests(client: StoreClient, *, count_max: int | None = None) -> list[Manifest]:
-    """Of all indexes that can be used as far as their manifests tell, or of the ``count_max`` newest, newest first."""
+    """Fetch the manifests of all indexes, or of the ``count_max`` newest, newest first. Those that cannot be used are
+    left out."""
     found: list[Manifest] = []
     for time in await find(client):
         if len(found) == count_max:
@@ -286,17 +291,19 @@ async def manifests(client: StoreClient, *, count_max: int | None = None) -> lis
 
 
 async def collected_before(client: StoreClient) -> int:
-    """Commits before this time may be deleted, 0 where none is: by the record of gc, and by the manifest of every
-    index, either of which may be lost. Raises StoreError kinds."""
+    """Return the time before which commits may be deleted; 0 if none may be. The record of gc and the manifest of every
+    index count, because either may be lost. Raises StoreError kinds."""
     return max([await read_horizon(client), *(manifest.horizon for manifest in await manifests(client))])
 
 
 async def fetch_files(
     client: StoreClient, threads: Threads, manifest: Manifest, directory: Path, *, prefix: str = "", since: int = 0
 ) -> list[Path]:
-    """All files of an index, compared with the manifest and tried, in the order in which to take them in; or those of
-    the increments from that on which continues the index of the time ``since``. ``prefix`` is where they are, if not at
-    the index's own. Raises DamagedCommit, NotFound, CacheError."""
+    """Fetch the files of an index, check them against the manifest, and return their paths in the order of ingestion.
+
+    With ``since`` the files of the base and of earlier increments are left out: the first increment is the one that
+    continues the index of that time. ``prefix`` is where the files are, if not at the index's own. Raises
+    DamagedCommit, NotFound, CacheError."""
     increments = [each for each in manifest.increments if each.since >= since]
     files = msgspec.structs.replace(manifest, files=[] if since else manifest.files, increments=increments).all_files()
     paths = {file.name: directory / file.name.replace("/", "-") for file in files}
@@ -306,13 +313,13 @@ async def fetch_files(
         fetch_once = partial(_fetch_file, client, threads, key, file, paths[file.name])
         paths[file.name] = await fetch_undamaged(fetch_once)
 
-    # The last ones first: each fold may replace the last increments, and the more rarely the earlier a file is.
+    # The last files first: each fold may replace the last increments, and earlier files more rarely.
     await for_each(reversed(files), fetch, FILES_AT_ONCE)
     return [paths[file.name] for file in files]
 
 
 async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: IndexFile, path: Path) -> Path:
-    """The file of rows, or of deletions, to be taken in."""
+    """Fetch and check a file, and return the path of the file of rows, or of deletions, to ingest."""
     hasher = xxhash.xxh3_128()
     path.unlink(missing_ok=True)
 
@@ -345,14 +352,14 @@ async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: Ind
 async def load_newest_index(
     database: Database, client: StoreClient, threads: Threads, directory: Path, *, folds: bool = False
 ) -> Manifest | None:
-    """Take the newest index into a database without names, or with names that are too old to be brought up to date by
-    polling; returns which, None where there was no need or none. ``directory`` is for files on their way. A database
-    that ``folds`` is brought to the newest index in any case, and keeps what changes from then on.
+    """Ingest the newest index if the database has no names, or names that are too old for polling.
 
-    Two LISTs and one GET where there is nothing to do. Raises CacheError, and StoreError kinds where the store does not
+    Returns its manifest, None if no index was needed or could be used. ``directory`` is for files in transit. A
+    database that ``folds`` is brought to the newest index in any case, and records what changes from then on. If there
+    is nothing to do, this takes two LISTs and one GET. Raises CacheError, and StoreError kinds if the store does not
     answer.
     """
-    horizon = await read_horizon(client)  # first: the index that has those commits was there before
+    horizon = await read_horizon(client)  # first: the index that has those commits was stored before
     return await _IndexSearch(database, client, threads, directory, folds, horizon).run()
 
 
@@ -370,14 +377,15 @@ class _IndexSearch:
         self._fresh = not polled and not tables.has_names(database)
         self._missing = tables.missing_before(database)
         self._needed = max(self._missing, horizon)
-        """Commits before this time may be gone: by the record of gc, and by every manifest that can be read."""
+        """Commits before this time may be deleted, by the record of gc, every manifest that was read, and this
+        database."""
         self._vanished = 0
-        """Time of the newest index of which a file was not there: it was removed while it was read, or is lost."""
+        """Time of the newest index of which a file was missing: it was removed while it was read, or is lost."""
         self._taken: Manifest | None = None
 
     async def run(self) -> Manifest | None:
-        """Which index was taken. One that is removed while it is read is followed by newer ones: as long as these are
-        removed, too, the search goes on."""
+        """Return the manifest of the index that was ingested, None if none was. If an index was removed while it was
+        read, there are newer ones: the search is repeated as long as newer ones are removed, too."""
         before = -1
         while self._vanished > before:
             before = self._vanished
@@ -388,15 +396,15 @@ class _IndexSearch:
         return None
 
     def _lacks(self, known: int) -> bool:
-        """Names that have every commit up to this time lack some that were collected: all of these are older than the
-        horizon, and the newest of them may be the newest of all."""
+        """Return whether names that have every commit up to this time may lack deleted ones: those are older than the
+        horizon, and the newest of them may be as new as that allows."""
         return known + 1 < self._needed
 
     async def _try_index(self, time: int) -> bool:
-        """Try one index, newest first; True ends the search."""
+        """Try one index, the newest first; returns True if that ends the search."""
         try:
             manifest = await fetch_manifest(self._client, time)
-        except NotFound:  # it is being written, or never was to its end
+        except NotFound:  # it is being written, or was never finished
             return False
         except DamagedCommit as error:
             log.warning("the index %016x is not used: %s", time, error)
@@ -424,7 +432,7 @@ class _IndexSearch:
         return True
 
     def _can_continue(self, manifest: Manifest, folded: int) -> bool:
-        """The names are those of the index of this time, which that of the manifest continues."""
+        """Return whether the names are still those of the index ``folded``, and the manifest continues that one."""
         is_continued = any(increment.since == folded for increment in manifest.increments)
         return is_continued and not self._db.changed.has_any(folded)
 
@@ -434,7 +442,7 @@ class _IndexSearch:
             tables.set_missing_before(self._db, 0)
 
     async def _ingest(self, manifest: Manifest, *, since: int = 0) -> None:
-        """All files in place of the names that are here; or, onto the index of the time ``since``, what follows it."""
+        """Ingest all files in place of the names here, or, onto the index ``since``, the files that follow it."""
         directory = tables.empty_directory(self._directory)
         try:
             paths = await fetch_files(self._client, self._threads, manifest, directory, since=since)
@@ -462,13 +470,13 @@ class _IndexSearch:
         log.error("%s", describe_loss(self._needed))
 
     def _give_up(self) -> None:
-        """No index could be used."""
+        """Record that names may be missing, if no index could be used and some commits were deleted."""
         if self._missing or self._lacks(self._known):
             self._note_missing()
 
 
 def describe_loss(before: int) -> str:
-    """What is wrong where `sorted_tables.missing_before` is this time, and what to do."""
+    """Return the error for a database whose `sorted_tables.missing_before` is this time: what is wrong, what to do."""
     at = datetime.fromtimestamp(before / 1_000_000_000, UTC).isoformat(timespec="seconds")
     return (
         f"commits from before {at} were collected, and no index that has them can be used: names may be missing, and "
@@ -478,8 +486,8 @@ def describe_loss(before: int) -> str:
 
 
 def require_all_names(database: Database) -> None:
-    """Raises LakeError where names may be missing. Who writes from such names makes the loss final: it may delete
-    objects to which only the missing names refer."""
+    """Raise LakeError if names may be missing. To write from such names makes the loss final: that may delete objects
+    to which only the missing names refer."""
     missing = tables.missing_before(database)
     if missing:
         raise LakeError(describe_loss(missing))
@@ -499,8 +507,8 @@ async def write_index(
     prefix: str = "",
     dataset: Dataset | None = None,
 ) -> Manifest:
-    """Store what is dumped as the index of this time, at its own prefix or that which is given. Raises CacheError,
-    StoreError kinds; then there is no index."""
+    """Store a dump as the index of this time, at its own prefix unless one is given. Raises CacheError, StoreError
+    kinds; then there is no index."""
     prefix = prefix or prefix_of(time)
     files, histories = await store_files(client, threads, dump, prefix, wrote)
     manifest = Manifest(
@@ -513,7 +521,7 @@ async def write_index(
 
 
 async def put_manifest(client: StoreClient, manifest: Manifest, prefix: str) -> None:
-    """The moment from which on an index exists. Raises StoreError kinds."""
+    """Store the manifest, from which moment on the index exists. Raises StoreError kinds."""
     _check(manifest, manifest.time)
     await client.put(prefix + MANIFEST, encode(manifest))
 
@@ -521,8 +529,8 @@ async def put_manifest(client: StoreClient, manifest: Manifest, prefix: str) -> 
 async def store_files(
     client: StoreClient, threads: Threads, dump: tables.AnyDump, prefix: str, wrote: Callable[[DumpedFile], None]
 ) -> tuple[list[IndexFile], IndexFile | None]:
-    """Store what is dumped, file by file; returns the files of names, and that of histories. Raises CacheError,
-    StoreError kinds."""
+    """Store a dump, file by file; returns the files of names, and that of histories (None: there are none). Raises
+    CacheError, StoreError kinds."""
     files: list[IndexFile] = []
     few = trio.Semaphore(FILES_AT_ONCE)
 
@@ -548,7 +556,7 @@ async def store_files(
 
 
 async def list_objects(client: StoreClient) -> dict[int, list[ObjectMeta]]:
-    """All objects of indexes, finished or not, by the time of the index. Raises StoreError kinds."""
+    """Return all objects of indexes, finished or not, by the time of the index. Raises StoreError kinds."""
     found: dict[int, list[ObjectMeta]] = {}
     async for page in client.list_all(INDEX):
         for meta in page.objects:
@@ -559,7 +567,7 @@ async def list_objects(client: StoreClient) -> dict[int, list[ObjectMeta]]:
 
 
 def times_of(found: dict[int, list[ObjectMeta]]) -> list[int]:
-    """Of the indexes that have a manifest, newest first."""
+    """Return the times of the indexes that have a manifest, newest first."""
     return sorted((time for time in found if any(_is_manifest(meta) for meta in found[time])), reverse=True)
 
 
@@ -569,12 +577,11 @@ async def remove_old(
     found: dict[int, list[ObjectMeta]],
     known: Sequence[Manifest],
 ) -> int:
-    """Take away all indexes but the newest two, manifests first, files that no kept manifest names, and what was never
-    finished; returns how many objects that were. ``now_ns`` is the store's time, ``found`` a listing, and ``known`` are
-    manifests that need not be read, that of an index written since included.
+    """Remove all indexes but the newest two, unfinished ones included, and files that no kept manifest names.
 
-    Nothing is removed while a manifest that is kept cannot be read. Raises StoreError kinds, LakeError where some
-    object cannot be removed.
+    Manifests are removed first. Returns how many objects were removed. ``now_ns`` is the store's time, ``found`` a
+    listing, and ``known`` are manifests that need not be read, including that of an index written since. Nothing is
+    removed while a kept manifest cannot be read. Raises StoreError kinds, LakeError if some object cannot be removed.
     """
     manifests = {manifest.time: manifest for manifest in known}
     whole = sorted({*times_of(found), *manifests}, reverse=True)
@@ -597,7 +604,7 @@ async def remove_old(
         if time in whole:
             await client.delete(prefix_of(time) + MANIFEST)
         elif has_levels and time < kept[0]:
-            pass  # its writer had the lease, which every writer of this format takes, before that of a newer index
+            pass  # unfinished for good: its writer held the lease, as all of this format do, before that of a newer one
         elif max(meta.mtime_ns for meta in metas) > now_ns - UNFINISHED_NS:
             continue  # a writer may be at work
         failed = await client.delete_many(doomed) if doomed else {}

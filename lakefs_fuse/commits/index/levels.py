@@ -1,15 +1,16 @@
-"""Levels of the index: chooses whether a fold writes a base or an increment, and writes it.
+"""Chooses whether a fold writes a base or an increment of the index, and writes it.
 
-What always holds (*what a reader gets*): base and increments of an index, taken in one after the other, are the rows
-of the database that wrote it, but for commits that are too old to be asked for. An increment continues the index whose
-names the database had (`changed_rows.Folded`), and is written only where that is still the newest, and all its files
-are in the store; everything else gets a new base.
+What always holds (*what a reader gets*): the base and the increments of an index, ingested one after the other, are the
+rows of the database that wrote it, except those of commits that are too old for polls. An increment continues the index
+whose names the database had (`changed_rows.Folded`). It is written only if that index is still the newest and all its
+files are in the store; otherwise a new base is written.
 
-Bounds: increments are no more than BASE_SHARE of the base, by size, and INCREMENTS_MAX. Merging rewrites each changed
-row about once; a new base rewrites about 1 / BASE_SHARE rows for each that changed.
+Bounds: there are at most INCREMENTS_MAX increments, of at most BASE_SHARE of the base in size. Merging rewrites each
+changed row about once; a new base rewrites about 1 / BASE_SHARE rows for each that changed.
 
-Needs no GET: whatever is merged or written again comes from the database. A crash before the manifest leaves files,
-which `remove_old` removes; after it, a database that still has the mark of the index before (`sorted_tables`).
+This needs no GET: rows that are merged or written again come from the database. A crash before the manifest is stored
+leaves files, which `remove_old` removes; a crash after it leaves a database that still has the mark of the index before
+(`sorted_tables`).
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 
 BASE_SHARE = 0.2
-"""Of the size of the base. With what the older of the two kept indexes has besides, the objects of an index are less
-than 1.3 times its live size on average; between a new base and the next fold, both bases are there."""
+"""Maximum of all increments, as a share of the size of the base. Together with what only the older of the two kept
+indexes has, the objects of an index take less than 1.3 times its live size on average; between a new base and the next
+fold, both bases are there."""
 INCREMENTS_MAX = 12
 """A fresh mount fetches two objects for each, beside a base of 24 MiB files, within 100 requests for ten million
 names."""
 
 
 def choose_since(before: Manifest | None, database: Database, found: Mapping[int, Collection[ObjectMeta]]) -> int:
-    """The time of the index since which an increment is to have all changes, or 0 where a base is to be written."""
+    """Return the time of the index since which an increment is to have all changes, or 0 if a base is to be written."""
     folded = tables.folded_of(database)
     if before is None or folded.index != before.time or not _is_whole(before, found):
         return 0
@@ -70,8 +72,8 @@ def _is_whole(manifest: Manifest, found: Mapping[int, Collection[ObjectMeta]]) -
 
 
 class LevelWriter:
-    """Writes the next index: a base, or an increment of the index ``before``, the newest; ``found`` is what lies below
-    `.lakefs/index/`. The rest as `sorted_tables.Dump` has it."""
+    """Writes the next index: a base, or an increment of the newest index, ``before``. ``found`` are the objects below
+    `.lakefs/index/`; the other arguments are as for `sorted_tables.Dump`."""
 
     def __init__(
         self,
@@ -103,8 +105,8 @@ class LevelWriter:
         horizon: int,
         wrote: Callable[[DumpedFile], None],
     ) -> Manifest:
-        """Store the index of this time; the names of the database are those of it from then on. Raises CacheError,
-        StoreError kinds; then there is no index."""
+        """Store the index of this time, and mark the names of the database as those of it. Raises StoreError kinds, and
+        then there is no index; CacheError, and then there is none, or only the mark is missing."""
         dump, prefix = self._dump, prefix_of(time)
         try:
             files, histories = await store_files(client, threads, dump, prefix, wrote)
@@ -143,5 +145,5 @@ def _moved(increment: Increment, time: int) -> Increment:
 
 
 def _named_from(files: list[IndexFile], time: int) -> list[IndexFile]:
-    """Files of the index of this time as another index names them."""
+    """Return files of the index of this time as another index names them."""
     return [file if "/" in file.name else replace(file, name=f"{time:016x}/{file.name}") for file in files]

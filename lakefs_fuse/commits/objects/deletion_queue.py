@@ -1,19 +1,20 @@
-"""The end of plain objects: superseded when a commit removes or replaces the name that had them, deleted later.
+"""The deletion queue: plain objects that a commit superseded, by removing or replacing their names, are deleted later.
 
-A superseded object stays for ``delete_after_s``, longer than it takes until every node has heard of the commit and this
-one of whatever a node did before that: another may have renamed the file without knowing, and names the object then.
+A superseded object stays for ``delete_after_s``. By then every node has heard of the commit, and this node of whatever
+another did before that: it may have renamed the file without knowing of the removal, so that a name refers to the
+object.
 
 What always holds:
 
-* *queued with the commit*: a key is queued in the batch that records the commit, and no object is deleted without one;
-* *versions only*: an object goes when its time has come and no name means it, by all commits that were visible
-  ``HEARD_S`` before, and while the store still shows that version with a date before its removal: one that was put
-  there since stays. DELETE names the ETag, and is sent once: where its answer is lost, all this is decided again. Of
-  the marker of a directory the date alone counts, and DELETE names no version;
-* *snapshots kept*: an object below ``.lakefs/`` of which a named snapshot has bytes is left to `gc`;
-* *no deletion under a write*: a key that gets new bytes from this node leaves the queue first (`keeping`).
+* *queued with the commit*: a key is queued when the commit is recorded here, and no object is deleted without a commit;
+* *versions only*: an object is deleted only if its time has come and no name refers to it, by all commits that were
+  visible ``HEARD_S`` before, and if the store still shows that version, dated before its removal: one that was put
+  there since stays. DELETE names the ETag, and is sent once: if its answer is lost, all this is decided again. For the
+  marker of a directory the date alone counts, and DELETE names no version;
+* *snapshots kept*: an object below ``.lakefs/`` in which a named snapshot has bytes is left to `gc`;
+* *no deletion under a write*: a key to which this node writes leaves the queue first (`keeping`).
 
-Trio thread only. After a crash the next mount goes on with the queue. Where the cache is lost, `gc` finds what is left.
+Trio thread only. After a crash the next mount continues with the queue. If the cache is lost, `gc` finds what is left.
 """
 
 from __future__ import annotations
@@ -45,26 +46,27 @@ from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.nursery import for_each
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
-"""After trouble, and where nothing is due: the time of day may be set."""
+"""Bounds of the pause after a failure. The maximum also bounds the wait until a deletion is due, because the time of
+day may be set."""
 GATHER_S = 1.0
-"""Deletions wait so long to be made in one pass with others, unless it is full; their names are hidden meanwhile."""
+"""How long deletions wait for others to share a pass with, unless it is full. The objects are hidden meanwhile."""
 STORED_MAX = 1 << 16
-"""About 16 MB. Commits of others are heard of within seconds."""
+"""Maximum of stored keys in memory, about 16 MB. Commits of other nodes are heard of within seconds."""
 HEARD_S = 60.0
-"""Commits that were visible so long ago are in effect here before anything is deleted. A rename by a node that has not
-heard of the removal is visible much earlier than the object may go."""
+"""Before anything is deleted, all commits that were visible this long ago are in effect here. A rename by a node that
+has not heard of the removal is visible much earlier than the object may be deleted."""
 NS = 1_000_000_000
 REFUSED_NS = 60 * NS
-"""What the store refuses to delete is tried again so much later; others go on meanwhile."""
+"""How much later a deletion that the store refused is tried again; others continue meanwhile."""
 DATED_LATE_NS = 3 * NS
-"""The store's date of an object may be so much after the removal: it is told to the second, and clocks differ."""
+"""How much later than its removal the store may date an object: dates are in whole seconds, and clocks differ."""
 HEADS_MAX = 2
-"""Of this many keys in a directory each is asked for; of more with a LIST for every thousand names."""
+"""Up to this many keys of a directory take a HEAD each; more take a LIST, with a page for every thousand names."""
 log = logging.getLogger(__name__)
 
 
 class DeletionQueue:
-    """See the module's head. Trio thread only."""
+    """Deletes superseded objects when their time has come: see the module's head. Trio thread only."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class DeletionQueue:
         clock_ns: Callable[[], int],
         delay_s: float,
     ) -> None:
-        """``delay_s`` after its commit an object may be deleted."""
+        """An object may be deleted ``delay_s`` seconds after its commit."""
         self._delay_ns = int(delay_s * NS)
         self._db, self._client, self._tree, self._journal, self._metrics = database, client, tree, journal, metrics
         self._clock_ns = clock_ns
@@ -105,7 +107,7 @@ class DeletionQueue:
             batch.committed.append(partial(self._change_waiting, -1))
 
     def add(self, batch: Batch, doomed: Deletion) -> None:
-        """An object is superseded now, unless it is queued again."""
+        """Queue a deletion with ``batch``; its object is superseded now, unless it has a due time from before."""
         if not doomed.due_ns:
             now = self._clock_ns()
             doomed = msgspec.structs.replace(doomed, due_ns=now + self._delay_ns, removed_ns=now)
@@ -121,7 +123,7 @@ class DeletionQueue:
         self._db.commit(batch)
 
     def note_stored(self, key: str, etag: str) -> None:
-        """This node has stored a plain object at the key of a file. Remembered in memory, for STORED_MAX keys."""
+        """Remember in memory that this node stored a plain object at the key of a file, for STORED_MAX keys."""
         self._stored.pop(key, None)
         self._stored[key] = etag
         self._adopted.discard(key)
@@ -131,16 +133,16 @@ class DeletionQueue:
             self._adopted.discard(oldest)
 
     def note_adopted(self, key: str, etag: str) -> None:
-        """What this node has stored there is a version of a file that has another name: it replaced nothing there."""
+        """Record that this version, which this node stored, belongs to a file of another name: it replaced nothing."""
         if self._stored.get(key) == etag:
             self._adopted.add(key)
 
     def is_adopted(self, key: str, etag: str) -> bool:
-        """`note_adopted` was called for this version."""
+        """Return whether `note_adopted` was called for this version."""
         return key in self._adopted and self._stored.get(key) == etag
 
     def has_replaced(self, key: str, etag: str) -> bool:
-        """This node has stored another version there lately than this one."""
+        """Return whether this node has lately stored another version than this one at the key."""
         return self._stored.get(key, etag) != etag
 
     @property
@@ -148,24 +150,26 @@ class DeletionQueue:
         return bool(self._stored)
 
     def stored_etag(self, key: str) -> str:
-        """ETag of the object that this node has stored there last, lately; empty for none."""
+        """Return the ETag of the object that this node has lately stored at the key; empty if there is none."""
         return self._stored.get(key, "")
 
     def superseded_etag(self, key: str) -> str:
-        """ETag of the object at a key that waits for its deletion; empty where none does."""
+        """Return the ETag of the object at a key that waits for its deletion; empty if none does."""
         journaled = (each for change in self._journal.changes.values() for each in change.doomed if each.key == key)
         doomed = next(journaled, None) or (self._rows.get(key) if self.waiting else None)
         return doomed.etag if doomed is not None else ""
 
     async def wait_deleted(self, key: str) -> None:
-        """Until no deletion of the key is under way."""
+        """Wait until no deletion of the key is under way."""
         while key in self._under_way:
             await self._under_way[key].wait()
 
     @asynccontextmanager
     async def keeping(self, key: str) -> AsyncIterator[None]:
-        """Inside, the key gets new bytes, which no deletion queued before hits; no deletion of it is sent meanwhile. An
-        exception of the block queues the deletions again. Raises CacheError."""
+        """Keep a key from being deleted while the block writes to it.
+
+        Deletions of the key leave the queue first, so that none deletes the new bytes. If the block raises, they are
+        queued again. Raises CacheError."""
         self._kept[key] += 1
         try:
             await self.wait_deleted(key)
@@ -193,7 +197,7 @@ class DeletionQueue:
         self._db.commit(batch)
 
     async def run(self, heard: Callable[[float], Awaitable[object]]) -> None:
-        """Until cancelled. ``heard`` as `Poller.heard`."""
+        """Delete what is due, until cancelled. ``heard`` is as `Poller.heard`."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         while True:
             self._kick, self._full = trio.Event(), trio.Event()
@@ -217,20 +221,22 @@ class DeletionQueue:
                 await self._full.wait()
 
     def _idle_s(self) -> float:
-        """How long no pass is needed unless something is queued."""
+        """Return for how many seconds no pass is needed unless something is queued."""
         due_ns = self._rows.first_due_ns() if self.waiting else None
         if due_ns is None:
             return math.inf
         return min(max(0.0, (due_ns - self._clock_ns()) / NS - GATHER_S), PAUSE_S_MAX)
 
     def _wake_hasteners(self) -> None:
-        """A pass has ended: tasks that wait in `hasten` look at the queue again."""
+        """Have tasks that wait in `hasten` check the queue again, because a pass has ended."""
         self._passed.set()
         self._passed = trio.Event()
 
     async def hasten(self, silence_s_max: float) -> None:
-        """Have `run` delete what is due. Returns when nothing is, when that fails, or after ``silence_s_max`` in which
-        no request was answered; a request that is under way then goes on, and what is left stays due."""
+        """Have `run` delete what is due, and wait for it.
+
+        Returns when nothing is due, when deleting fails, or after ``silence_s_max`` in which no pass ended; a pass that
+        is under way then continues, and what is left stays due."""
         fruitless = 0  # The attempt under way may have begun before something became due: one is not enough.
         while fruitless < 2 and next(self._rows.due(self._clock_ns()), None) is not None:
             waiting = self.waiting
@@ -275,7 +281,7 @@ class DeletionQueue:
         return len(due)
 
     async def _find_kept(self, doomed: Sequence[Deletion]) -> Container[str]:
-        """What named snapshots keep; they keep objects of ours only. Raises LakeError."""
+        """Return the keys that named snapshots keep, which are below ``.lakefs/``. Raises LakeError."""
         is_ours = any(each.key.startswith(RESERVED_PREFIX) for each in doomed)
         if not is_ours:
             return ()
@@ -283,7 +289,7 @@ class DeletionQueue:
         return self._in_snapshots
 
     def _remove_rows(self, due: Sequence[Deletion], refused: Mapping[str, str]) -> None:
-        """Those that were dealt with leave the queue; those that the store ``refused`` are due again later."""
+        """Remove deletions that were dealt with from the queue; those that the store ``refused`` become due later."""
         batch, later_ns = Batch(), self._clock_ns() + REFUSED_NS
         for doomed in due:
             if self._rows.get(doomed.key) != doomed:
@@ -295,8 +301,8 @@ class DeletionQueue:
         self._db.commit(batch)
 
     async def _still_there(self, doomed: Sequence[Deletion]) -> list[Deletion]:
-        """Those that the store still has as the version that was removed, and directory markers but for those that were
-        put since. Raises LakeError."""
+        """Return the deletions whose removed version is still in the store, and those of directory markers that were
+        not put since. Raises LakeError."""
         below: dict[str, dict[str, Deletion]] = defaultdict(dict)
         for each in doomed:
             if each.etag:
@@ -322,8 +328,8 @@ class DeletionQueue:
         return there
 
     async def _old_markers(self, doomed: Sequence[Deletion]) -> list[Deletion]:
-        """Markers that were there before their removal, or are not there: a store may show a prefix without one, until
-        that is deleted. Raises LakeError."""
+        """Return the deletions of markers that are older than their removal, or are not there: a store may show a
+        prefix without a marker until that is deleted. Raises LakeError."""
         old: list[Deletion] = []
 
         async def ask(each: Deletion) -> None:
@@ -335,7 +341,7 @@ class DeletionQueue:
         return old
 
     async def _listed(self, prefix: str, keys: Collection[str]) -> list[ObjectMeta]:
-        """Objects of a directory from the first of these keys to the last."""
+        """List the objects of a directory that have one of these keys."""
         is_sorted = self._client.capabilities.sorted_listing
         start, last = (min(keys)[:-1], max(keys).encode()) if is_sorted else ("", b"")
         found: list[ObjectMeta] = []
@@ -348,8 +354,8 @@ class DeletionQueue:
                 return found
 
     def _is_wanted(self, doomed: Deletion) -> bool:
-        """A name means the object: another one, or its own again. One that was renamed from this key means whatever
-        lies there: what was written in its place goes along."""
+        """Return whether a name refers to the object: another name, or its own again. A file that was renamed from this
+        key refers to whatever is there, also to bytes that were written in place of its own."""
         if self._tree.objects.used(doomed.key) is not None:
             return True
         above, _, name = doomed.key.encode(*schema.PATH).rpartition(b"/")
@@ -361,5 +367,5 @@ class DeletionQueue:
 
 
 def _is_put_since(doomed: Deletion, there: ObjectMeta) -> bool:
-    """The store dates what is there after the removal, as far as its dates tell."""
+    """Return whether the store dates the object that is there after the removal, as far as its dates tell."""
     return bool(doomed.removed_ns) and there.mtime_ns > doomed.removed_ns + DATED_LATE_NS
