@@ -1,11 +1,11 @@
-"""Versions of datasets: named snapshots of one directory, whose top is that directory, in a series of numbers.
+"""Versions of datasets: named snapshots of one directory, with that directory as root, numbered in series.
 
-What always holds (*nothing to replace*): the rows of a version name objects below `.lakefs/` alone, which nobody
-replaces: packs and hidden objects as the lake has them, and copies of all other objects. The ETag of an entry is that
-of the object of which its own is a copy, and empty where it is none. The manifest says which dataset and version it is;
-its name alone says nothing, as a snapshot may have been given such a name.
+What always holds (*nothing to replace*): the rows of a version name only objects below `.lakefs/`, which are never
+replaced: packs and hidden objects as the lake has them, and copies of all other objects. If the object of an entry is
+such a copy, the ETag of the entry is that of the original, otherwise it is empty. The manifest says which dataset and
+version a snapshot is; its name alone does not, because any snapshot may have been given such a name.
 
-Raises StoreError kinds throughout. Tasks of one trio loop; nothing here writes.
+Raises StoreError kinds throughout. For tasks of one trio loop. Nothing here writes, so a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lakefs_fuse.errors import ConfigError, DamagedCommit, NotFound
 from lakefs_fuse.store.client import StoreClient
 
 NAMED_MAX = 20
-"""Versions that an error names."""
+"""Maximum of versions that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version that exists; without a ``manifest`` one that cannot be read, and why."""
+    """A version that exists. One that cannot be read has no ``manifest``, and ``why`` says the reason."""
 
     name: DatasetName
     manifest: Manifest | None
@@ -33,7 +33,7 @@ class Version:
 
 
 async def versions(client: StoreClient, dataset: str = "") -> list[Version]:
-    """All versions, of all datasets or of one, by name and number: one LIST, and one GET for each."""
+    """Return all versions, of all datasets or of one, by name and number: one LIST, and one GET for each."""
     found: list[Version] = []
     for snapshot in await snapshots.names(client):
         name = DatasetName.of_snapshot(snapshot)
@@ -52,8 +52,8 @@ async def versions(client: StoreClient, dataset: str = "") -> list[Version]:
 
 
 async def next_version(client: StoreClient, dataset: str) -> int:
-    """The number after the newest version: one LIST. Numbers of versions that were never finished count as well. Raises
-    ConfigError where the newest has the last number."""
+    """Return the number after the newest version: one LIST. Versions that were never finished count as well. Raises
+    ConfigError if the newest has the last number."""
     named = (DatasetName.of_snapshot(snapshot) for snapshot in await snapshots.names(client))
     newest = max((name.version for name in named if name is not None and name.name == dataset), default=0)
     if newest == VERSION_MAX:
@@ -65,7 +65,8 @@ async def next_version(client: StoreClient, dataset: str) -> int:
 
 
 async def find(client: StoreClient, wanted: DatasetName) -> tuple[DatasetName, Manifest]:
-    """A version, or the newest where none is said. Raises ConfigError that says which there are, DamagedCommit."""
+    """Return a version, or the newest if ``wanted`` has no number. Raises ConfigError, which says what versions there
+    are, and DamagedCommit."""
     if wanted.version:
         try:
             manifest = await snapshots.fetch_manifest(client, wanted.snapshot)
@@ -84,13 +85,13 @@ async def find(client: StoreClient, wanted: DatasetName) -> tuple[DatasetName, M
 
 
 def is_version(manifest: Manifest, name: DatasetName) -> bool:
-    """Whether the snapshot of this manifest, by its name that of ``name``, is that version."""
+    """Return whether a snapshot with the name of a version is that version, by its manifest."""
     told = manifest.dataset
     return told is not None and (told.name, told.version) == (name.name, name.version)
 
 
 def describe_absence(wanted: DatasetName, there: Sequence[Version]) -> str:
-    """What an error says of a version that is not among those which are there."""
+    """Return what an error says of a version that is not among those that exist."""
     return f"there is no dataset {wanted}; there are: {_named(there)}"
 
 

@@ -1,11 +1,11 @@
-"""What nodes say about a version of a dataset: how much of it is on their disks.
+"""Records of nodes about a version of a dataset: how much of it is on their disks.
 
-`.lakefs/residency/<snapshot>/<node>` is the record of one mount, which nobody else writes; the last PUT counts. It is
-there for schedulers alone: losing one makes a node unknown for a while. A record that was not written for EXPIRES_S is
-that of a node that is gone, or of a mount that ended so long ago; readers leave it out, and `gc` deletes it. Any client
-of the bucket can write there, so readers leave out as well what no mount says (`_is_plausible`).
+`.lakefs/residency/<snapshot>/<node>` is the record of one mount, which no other mount writes; the last PUT counts. Only
+schedulers need it: if one is lost, a node is unknown for a while. A record that was not written for EXPIRES_S is that
+of a node that is gone, or of a mount that ended that long ago; readers skip it, and `gc` deletes it. Any client of the
+bucket can write there, so readers also skip what no mount would write (`_is_plausible`).
 
-Raises StoreError kinds throughout. Tasks of one trio loop.
+Raises StoreError kinds throughout. For tasks of one trio loop.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """``local_bytes`` of the ``bytes`` of all files are on the disk of the machine ``node``, in the cache of the mount
-    at ``mountpoint``, which is there, or was until lately (not ``mounted``)."""
+    """How much of a version one mount has: ``local_bytes`` of the ``bytes`` of all files.
+
+    They are on the disk of the machine ``node``, in the cache of the mount at ``mountpoint``, which is there, or was
+    until lately (not ``mounted``)."""
 
     format: int = FORMAT
     node: str
@@ -46,7 +48,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_of(snapshot: str, node_id: str) -> str:
-    """The key of a record; ``node_id`` is of one mount, in letters, digits, '.', '_' and '-'."""
+    """Return the key of a record; ``node_id`` is of one mount, in letters, digits, '.', '_' and '-'."""
     return f"{RESIDENCY}{snapshot}/{node_id}"
 
 
@@ -55,8 +57,8 @@ async def put_record(client: StoreClient, key: str, record: NodeRecord) -> None:
 
 
 async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[tuple[NodeRecord, int]]:
-    """All that have not expired, each with the time of its last PUT (ns since 1970), by node and mountpoint. Records
-    that cannot be read, or that no mount writes, are left out."""
+    """Return the records that have not expired, each with the time of its last PUT (ns since 1970), by node and
+    mountpoint. Records that cannot be read, or that no mount would write, are left out."""
     found: list[tuple[NodeRecord, int]] = []
 
     async def read(meta: ObjectMeta) -> None:
@@ -76,7 +78,7 @@ async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[
 
 
 def _is_plausible(record: NodeRecord) -> bool:
-    """Names are on one line, without control characters, and no more bytes are local than there are."""
+    """Return whether names are on one line, without control characters, and no more bytes are local than there are."""
     is_text = not any(map(_UNFIT.search, (record.node, record.mountpoint)))
     return is_text and 0 <= record.local_bytes <= record.bytes
 
@@ -86,8 +88,8 @@ def _is_expired(meta: ObjectMeta, now_ns: int) -> bool:
 
 
 async def remove_records(client: StoreClient, snapshot: str = "", *, expired_ns: int | None = None) -> int:
-    """Delete the records of a version, or of all; with ``expired_ns``, those that have expired by then. How many there
-    were. Raises LakeError where some object cannot be deleted."""
+    """Delete the records of a version, or of all; with ``expired_ns``, only those that have expired by then. Returns
+    how many there were. Raises LakeError if some object cannot be deleted."""
     count = 0
     async with aclosing(client.list_all(f"{RESIDENCY}{snapshot}/" if snapshot else RESIDENCY)) as pages:
         async for page in pages:

@@ -1,12 +1,13 @@
 """Named snapshots: the names of a whole lake, or of one directory, at one moment, kept until the snapshot is deleted.
 
-Under `.lakefs/snapshots/<name>/` lie the files of an index (`index`), `objects` (which packs and other objects of ours
-its files have bytes in) and, written last, the manifest: a snapshot without a manifest does not exist. `gc` leaves
-those objects alone. Plain objects of the lake are not kept: who removes or replaces one has the snapshot miss it. A
-version of a dataset (`datasets`) is a snapshot of a directory, which names no plain object.
+Below `.lakefs/snapshots/<name>/` are the files of an index (`index`), `objects`, the list of packs and other objects
+below `.lakefs/` in which its files have bytes, and, written last, the manifest: a snapshot without a manifest does not
+exist. `gc` leaves the listed objects alone. Plain objects of the lake are not kept: when one is removed or replaced, it
+is missing from the snapshot. A version of a dataset (`datasets`) is a snapshot of a directory, which names no plain
+object.
 
-Raises StoreError kinds throughout. A crash while one is written leaves objects without a manifest, which writing or
-deleting that name takes away; while one is deleted, the same.
+Raises StoreError kinds throughout. A crash while a snapshot is written or deleted leaves objects without a manifest,
+which writing or deleting that name removes.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def check_name(name: str) -> str:
-    """Raises ConfigError."""
+    """Return the name of a snapshot. Raises ConfigError if it cannot be one."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a snapshot: {NAME_CHARACTERS}")
     return name
 
 
 def removal_of(name: str) -> str:
-    """The command that deletes a snapshot, by its name: a version of a dataset, or not."""
+    """Return the command that deletes a snapshot; by its name it may be a version of a dataset."""
     version = DatasetName.of_snapshot(name)
     return f"`lakefs-fuse {f'snapshot SOURCE --delete {name}' if version is None else f'dataset rm SOURCE {version}'}`"
 
@@ -71,7 +72,7 @@ def prefix_of(name: str) -> str:
 
 
 async def names(client: StoreClient) -> list[str]:
-    """Of all that exist, sorted; those that are being written, or were never finished, too."""
+    """Return the names of all snapshots, sorted, including those that are being written or were never finished."""
     found: list[str] = []
     async for page in client.list_all(SNAPSHOTS, delimiter="/"):
         found += [prefix[len(SNAPSHOTS) : -1] for prefix in page.prefixes]
@@ -79,7 +80,8 @@ async def names(client: StoreClient) -> list[str]:
 
 
 async def fetch_manifest(client: StoreClient, name: str) -> Manifest:
-    """Raises NotFound where there is none of this name, DamagedCommit where it cannot be used."""
+    """Fetch the manifest of a snapshot. Raises NotFound if there is none of this name, DamagedCommit if it cannot be
+    used."""
     key = prefix_of(name) + MANIFEST
     fetched = await client.get(key, 0, MANIFEST_BYTES_MAX)
     lost = (
@@ -99,7 +101,7 @@ async def fetch_manifest(client: StoreClient, name: str) -> Manifest:
 
 
 async def manifest_of(client: StoreClient, name: str) -> Manifest:
-    """As `fetch_manifest`. Raises ConfigError that says which there are."""
+    """Fetch the manifest of a snapshot, as `fetch_manifest`. Raises ConfigError that says which snapshots there are."""
     try:
         return await fetch_manifest(client, check_name(name))
     except NotFound as error:
@@ -111,8 +113,8 @@ async def manifest_of(client: StoreClient, name: str) -> Manifest:
 async def take_in(
     client: StoreClient, threads: Threads, name: str, manifest: Manifest, database: Database, directory: Path
 ) -> None:
-    """Into a database without names; ``directory`` is for files on their way. Raises DamagedCommit, also where a file
-    is gone, CacheError."""
+    """Ingest a snapshot into a database without names; ``directory`` is for files in transit. Raises DamagedCommit,
+    also if a file is gone, and CacheError."""
     try:
         paths = await fetch_files(client, threads, manifest, tables.empty_directory(directory), prefix=prefix_of(name))
         marks = tables.Marks(inode=manifest.inode, object=manifest.object, newest=manifest.newest)
@@ -140,8 +142,8 @@ async def write(
     wrote: Callable[[DumpedFile], None],
     dataset: Dataset | None = None,
 ) -> Manifest:
-    """Store what is dumped under a name that is free (`check_free`), and cleared of what was never finished (`clear`).
-    Raises CacheError, StoreError kinds; then there is no snapshot."""
+    """Store a dump as a snapshot. Its name must be free (`check_free`), and cleared of what was never finished
+    (`clear`). Raises CacheError, StoreError kinds; then there is no snapshot."""
     await put_objects(client, name, objects)
     prefix = prefix_of(name)
     return await write_index(
@@ -150,8 +152,8 @@ async def write(
 
 
 async def put_objects(client: StoreClient, name: str, objects: Objects) -> None:
-    """From now on nobody deletes the objects below `.lakefs/` that these rows name: for a snapshot that is not finished
-    yet, or for good. Raises LakeError where there are too many."""
+    """Store the list of objects below `.lakefs/` that these rows name: from then on none of them is deleted, even
+    before the snapshot is finished. Raises LakeError if there are too many."""
     raw, count = bytearray(5), 0
     for row in objects.rows():
         if row.entries > 0 and row.key.startswith(RESERVED_PREFIX):
@@ -167,8 +169,8 @@ async def put_objects(client: StoreClient, name: str, objects: Objects) -> None:
 
 
 async def replace(client: StoreClient, threads: Threads, name: str, before: Manifest, dump: tables.Dump) -> None:
-    """Store what is dumped, into files of other names, in place of the rows of a snapshot: the PUT of the manifest is
-    the moment. A crash leaves files that no manifest names, which deleting the snapshot takes away."""
+    """Replace the rows of a snapshot by a dump, which goes into files of other names, with the PUT of the manifest. A
+    crash leaves files that no manifest names, which deleting the snapshot removes."""
     prefix = prefix_of(name)
     time, horizon = before.time, before.horizon
     await write_index(
@@ -178,7 +180,7 @@ async def replace(client: StoreClient, threads: Threads, name: str, before: Mani
 
 
 async def check_free(client: StoreClient, name: str) -> None:
-    """Raises ConfigError where a snapshot has this name."""
+    """Raise ConfigError if a snapshot has this name, or if no snapshot can have it."""
     try:
         await client.head(prefix_of(check_name(name)) + MANIFEST)
     except NotFound:
@@ -187,28 +189,30 @@ async def check_free(client: StoreClient, name: str) -> None:
 
 
 async def delete(client: StoreClient, name: str) -> None:
-    """Its manifest first; `gc` gives back what it kept. Raises ConfigError where there is none."""
+    """Delete a snapshot, its manifest first; `gc` frees what it kept. Raises ConfigError if there is none."""
     if name not in await names(client):
         raise ConfigError(f"there is no snapshot {name}")
     await remove(client, name)
 
 
 async def remove(client: StoreClient, name: str) -> None:
-    """Take away what there is of a snapshot, its manifest first."""
+    """Remove what there is of a snapshot, its manifest first."""
     await client.delete(prefix_of(name) + MANIFEST)
     await clear(client, name)
 
 
 async def clear(client: StoreClient, name: str) -> None:
-    """Take away what there is of a snapshot without a manifest."""
+    """Remove what there is of a snapshot without a manifest."""
     async with aclosing(client.list_all(prefix_of(name))) as pages:
         async for page in pages:
             await client.delete_all([meta.key for meta in page.objects])
 
 
 async def remove_unfinished(client: StoreClient, before_ns: int) -> int:
-    """Take away snapshots that have no manifest and were written to before that time only; how many. For a command with
-    the maintenance lease, which every writer of one holds. Raises StoreError kinds, LakeError."""
+    """Remove snapshots that have no manifest and were last written to before a time; returns how many.
+
+    Only for a command that holds the maintenance lease, as every writer of a snapshot does. Raises StoreError kinds,
+    LakeError."""
     last: dict[str, int] = {}
     finished = set[str]()
     async with aclosing(client.list_all(SNAPSHOTS)) as pages:
@@ -226,19 +230,19 @@ async def remove_unfinished(client: StoreClient, before_ns: int) -> int:
 
 
 class KeptObjects:
-    """Keys of all objects below `.lakefs/` that some snapshot has bytes in, also one that is being written.
+    """The keys of all objects below `.lakefs/` in which a snapshot has bytes, also one that is being written.
 
-    What always holds (*at least those*): what a snapshot named when `refresh` began is in it, or `refresh` fails. Keys
-    are remembered as 64-bit sums, 8 bytes each, so it may have another one as well, which then stays. A list is read
-    once for each version of its object. Trio thread only."""
+    What always holds (*at least those*): keys that a snapshot listed when `refresh` began are contained, or `refresh`
+    fails. Keys are remembered as 64-bit hashes, 8 bytes each, so another key may be contained as well, whose object
+    then stays. A list is read once for each version of its object. Trio thread only."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
         self._sums: dict[str, tuple[str, array[int]]] = {}
-        """By key of the list: its ETag, and sums in order."""
+        """By key of a list: its ETag, and the sorted hashes."""
 
     async def refresh(self) -> None:
-        """Read what has changed. Raises LakeError: DamagedCommit where a list cannot be read, or is gone."""
+        """Read the lists that have changed. Raises LakeError: DamagedCommit if a list cannot be read, or is gone."""
         found: dict[str, tuple[str, array[int]]] = {}
         finished, listed = set[str](), set[str]()
         async with aclosing(self._client.list_all(SNAPSHOTS)) as pages:
@@ -262,7 +266,8 @@ class KeptObjects:
         self._sums = found
 
     async def _check_deleted(self, name: str) -> None:
-        """A snapshot of which LIST shows the manifest and no list is being deleted, manifest first."""
+        """Check that a snapshot of which LIST showed the manifest, but no list, is being deleted, manifest first.
+        Raises DamagedCommit if its manifest is still there."""
         try:
             await self._client.head(prefix_of(name) + MANIFEST)
         except NotFound:
@@ -272,7 +277,7 @@ class KeptObjects:
         )
 
     async def _read(self, key: str) -> tuple[str, array[int]] | None:
-        """None for one that is deleted meanwhile."""
+        """Read a list; None if it was deleted meanwhile."""
         try:
             fetched = await self._client.get(key, 0, OBJECTS_BYTES_MAX)
         except NotFound:
@@ -295,12 +300,12 @@ class KeptObjects:
         return False
 
     def __len__(self) -> int:
-        """Keys of all lists; one that several have counts several times."""
+        """Return the number of keys in all lists; a key in several of them counts several times."""
         return sum(len(sums) for _, sums in self._sums.values())
 
 
 async def kept_objects(client: StoreClient) -> KeptObjects:
-    """What snapshots keep now. Raises LakeError."""
+    """Return the objects that snapshots keep now. Raises LakeError."""
     kept = KeptObjects(client)
     await kept.refresh()
     return kept
