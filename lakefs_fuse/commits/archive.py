@@ -1,11 +1,11 @@
 """The commit object: a ZIP archive of files whose last member is the change record. `docs/format.md` has every byte.
 
-Always true of what is written here: members are stored, not compressed, one behind the other without a gap, sizes and
-CRC-32 in front of their bytes; the archive's comment says where the record is, so that a reader needs the tail only;
-``unzip`` and Python's zipfile read it. ZIP64 fields appear only where a number needs them.
+What always holds for archives written here: members are stored uncompressed, one after the other without gaps, with
+sizes and CRC-32 in front of their bytes. The archive's comment says where the record is, so that a reader needs only
+the tail. ``unzip`` and Python's zipfile can read it. ZIP64 fields appear only if a number needs them.
 
-Building and reading are plain blocking code for any one thread at a time; building keeps about 200 bytes a member in
-memory besides what its sink keeps. `CommitLog` stores archives and fetches them.
+Building and reading are blocking code, for any one thread at a time. Building keeps about 200 bytes for each member in
+memory, besides what its sink keeps. `CommitLog` stores archives and fetches them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from lakefs_fuse.store.protocol import Buffer, FileSlice
 RECORD_NAME = f"{RESERVED_PREFIX}record"
 RECORD_BYTES_MAX = 1 << 30
 SLICE_BYTES_MAX = 8 << 20
-"""A longer slice of a file is read twice, for its CRC and to be written, in place of being held in memory."""
+"""A longer slice of a file is not held in memory, but read twice: for its CRC, and to be written."""
 
 MODE_DEFAULT = 0o644
 
 Sink = Callable[[Buffer], object]
-"""Takes bytes in order, all of them: ``write`` of a buffered binary file, ``append`` of a list, `fd_sink`."""
+"""A function that takes all bytes in order: ``write`` of a buffered binary file, ``append`` of a list, `fd_sink`."""
 
 LOCAL = struct.Struct("<4s5HIIIHH")
 CENTRAL = struct.Struct("<4s6HIIIHHHHHII")
@@ -70,8 +70,10 @@ COMMENT_BYTES_MAX = 56
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file for an archive: ``size`` bytes of ``data``. ``mode`` is permission bits, or with a file type (S_IFLNK: the
-    bytes are the link's target). UNSET attributes are shown as 0644 and 0. A slice must not change while it is added.
+    """A file for an archive: ``size`` bytes of ``data``.
+
+    ``mode`` has the permission bits, and may have a file type (S_IFLNK: the bytes are the link's target). UNSET
+    attributes are written as 0644 and 0. A slice must not change while it is added.
     """
 
     path: str
@@ -84,14 +86,14 @@ class Member:
 
 
 def commit_key(time: int, writer: str) -> str:
-    """The key of a commit; ``time`` in nanoseconds since 1970, ``writer`` 8 hex digits. Raises ValueError."""
+    """Return the key of a commit; ``time`` in nanoseconds since 1970, ``writer`` 8 hex digits. Raises ValueError."""
     if not 0 <= time <= TIME_NS_MAX or not WRITER.fullmatch(writer):
         raise ValueError(f"no commit of time {time} by {writer!r}")
     return f"{COMMITS}{time:016x}-{writer}.zip"
 
 
 def parse_commit_key(key: str) -> tuple[int, str] | None:
-    """Time and writer, or None for anything that `commit_key` does not make."""
+    """Return the time and the writer in a commit's key, or None for a key that `commit_key` does not make."""
     match = _KEY.fullmatch(key)
     if match is None or (time := int(match[1], 16)) > TIME_NS_MAX:
         return None
@@ -99,7 +101,7 @@ def parse_commit_key(key: str) -> tuple[int, str] | None:
 
 
 def fd_sink(fd: int) -> Sink:
-    """Writes to a descriptor, at its position."""
+    """Return a sink that writes to a file descriptor, at its position."""
 
     def write(data: Buffer) -> None:
         written = os.write(fd, data)
@@ -112,8 +114,8 @@ def fd_sink(fd: int) -> Sink:
 
 
 class ArchiveBuilder:
-    """Writes one archive to a sink; where something raised the archive is of no use. ``size`` is bytes so far,
-    ``members`` their number."""
+    """Writes one archive to a sink. After an exception the archive is of no use. ``size`` is the number of bytes
+    written so far, ``members`` that of members."""
 
     def __init__(self, sink: Sink) -> None:
         self.size = 0
@@ -123,8 +125,8 @@ class ArchiveBuilder:
         self._finished = False
 
     def add(self, member: Member) -> int:
-        """Write one member; returns the offset of its data. Raises ValueError where ``size`` is not the data's, OSError
-        of the slice or the sink."""
+        """Write one member; returns the offset of its data. Raises ValueError if ``size`` is not the data's, OSError of
+        the slice or the sink."""
         if self._finished:
             raise ValueError("the archive is finished")
         data = member.data
@@ -152,7 +154,7 @@ class ArchiveBuilder:
 
     def finish(self, record: bytes) -> int:
         """Write the record, the directory and the end; returns the size of the archive in bytes. Raises ValueError for
-        a record that no reader would take."""
+        a record that no reader would accept."""
         if self._finished or not 0 < len(record) <= RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(record)} bytes")
         crc = zlib.crc32(record)
@@ -167,7 +169,7 @@ class ArchiveBuilder:
         return self.size
 
     def _begin(self, name: bytes, length: int, crc: int, mode: int, dos_time: int, attributes: bytes) -> int:
-        """Local header to the sink, entry to the directory; returns where the data begins."""
+        """Write a local header to the sink, and add its entry to the directory; returns where the data begins."""
         header_at = self.size
         needs, short_length, short_at = _NEEDS, length, header_at
         local_extra = central_extra = attributes
@@ -194,7 +196,7 @@ class ArchiveBuilder:
 
 
 def build(members: Iterable[Member], make_record: Callable[[list[int]], bytes]) -> bytes:
-    """A small archive in memory. ``make_record`` is given the offsets of the members' data, in order."""
+    """Build a small archive in memory. ``make_record`` gets the offsets of the members' data, in order."""
     pieces: list[Buffer] = []
     builder = ArchiveBuilder(pieces.append)
     builder.finish(make_record([builder.add(member) for member in members]))
@@ -202,7 +204,7 @@ def build(members: Iterable[Member], make_record: Callable[[list[int]], bytes]) 
 
 
 def _attributes(mtime_s: int, uid: int, gid: int) -> bytes:
-    """The extra fields 0x5455 (where 32 bits hold the time) and 0x7875."""
+    """Return the extra fields 0x5455 (if 32 bits hold the time) and 0x7875."""
     if -(1 << 31) <= mtime_s < 1 << 31:
         return _ATTRIBUTES.pack(0x5455, 5, 1, mtime_s, 0x7875, 11, 1, 4, uid, 4, gid)
     return _OWNERS.pack(0x7875, 11, 1, 4, uid, 4, gid)
@@ -213,7 +215,7 @@ def _zip64_extra(numbers: list[int]) -> bytes:
 
 
 def _dos_time(time_ns: int) -> int:
-    """Date and time of day in UTC, to two seconds; the extra field has the second and the record the nanosecond."""
+    """Return date and time in UTC, to two seconds; the extra field has the second, and the record the nanosecond."""
     time_s = time_ns // 1_000_000_000
     if not _DOS_S_MIN <= time_s < _DOS_S_END:
         return _DOS_TIME_MIN if time_s < _DOS_S_MIN else _DOS_TIME_MAX
@@ -229,7 +231,7 @@ def _crc(data: FileSlice) -> int:
 
 
 def _end(members: int, directory_length: int, directory_at: int, comment: bytes) -> bytes:
-    """What follows the central directory."""
+    """Return what follows the central directory."""
     zip64 = b""
     if members >= MAX16 or directory_length >= MAX32 or directory_at >= MAX32:
         at = directory_at + directory_length
@@ -243,7 +245,7 @@ def _end(members: int, directory_length: int, directory_at: int, comment: bytes)
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where the record of an archive is, in bytes, and its CRC-32; ``end_at``: where the archive's end begins."""
+    """Where the record of an archive is, in bytes, and its CRC-32; ``end_at`` is where the end record begins."""
 
     offset: int
     length: int
@@ -252,7 +254,7 @@ class Whereabouts:
 
 
 def locate(tail: Buffer, size: int) -> Whereabouts:
-    """Read the comment at the end of an archive of ``size`` bytes. Raises DamagedCommit."""
+    """Find the record by the comment at the end of an archive of ``size`` bytes. Raises DamagedCommit."""
     last = bytes(tail[-(END.size + COMMENT_BYTES_MAX) :])
     at = last.rfind(END_MAGIC)
     match = _COMMENT.fullmatch(last, at + END.size) if 0 <= at <= len(last) - END.size else None
@@ -268,7 +270,8 @@ def locate(tail: Buffer, size: int) -> Whereabouts:
 
 
 def read_record(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Record:
-    """The record found at ``where`` in the commit of this time and writer, but for `outside`. Raises DamagedCommit."""
+    """Check the record at ``where`` in the commit of this time and writer, except for `outside`, and return it. Raises
+    DamagedCommit."""
     if len(raw) != where.length or zlib.crc32(raw) != where.crc:
         raise DamagedCommit("the CRC of its change record is wrong")
     record = decode(raw)
@@ -278,7 +281,7 @@ def read_record(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Reco
 
 
 def read_bounded_record(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Record:
-    """As `read_record`, where every operation's bytes are within the archive's members. Raises DamagedCommit."""
+    """As `read_record`, and check that the bytes of all operations are within the members. Raises DamagedCommit."""
     record = read_record(raw, where, time, writer)
     for path in outside(record, where):
         raise DamagedCommit(f"{path!r} is outside of its files")
@@ -286,7 +289,7 @@ def read_bounded_record(raw: Buffer, where: Whereabouts, time: int, writer: str)
 
 
 def outside(record: Record, where: Whereabouts) -> Iterator[str]:
-    """Paths whose bytes are said to be in this archive where no file of it can be."""
+    """Yield the paths whose bytes are said to be in this archive, at a place where no file of it can be."""
     for operation in record.operations:
         if not isinstance(operation, Put | Relocate | SetAttr) or operation.object != THIS:
             continue
@@ -297,7 +300,7 @@ def outside(record: Record, where: Whereabouts) -> Iterator[str]:
 # -- members of a range
 
 WRONG_MAX = 16
-"""Nothing is looked for behind this many files that are wrong, each of which cost a pass over its bytes."""
+"""The search ends after this many wrong files, each of which costs a pass over its bytes."""
 
 _LOCAL_MAGIC = re.compile(re.escape(LOCAL_MAGIC))
 _OWNERS_HEAD = struct.pack("<HHBB", 0x7875, 11, 1, 4)
@@ -306,10 +309,10 @@ _EXTRA_BYTES = frozenset(_OWNERS_BYTES + times + wide for times in (0, _TIMES_BY
 
 
 def wrong_members(data: Buffer) -> list[tuple[int, int]]:
-    """Begin and end in ``data``, a range of a pack, of files that are in it whole and do not have their CRC-32.
+    """Return begin and end of the whole files in a range of a pack (``data``) that do not have their CRC-32.
 
-    Any range of a pack brings the headers of the files in it, but not where they are: bytes of exactly the form that
-    `ArchiveBuilder` gives a header count as one, so a file that is itself a pack has its own files checked, too. Bytes
+    A range of a pack contains the headers of its files, but not their places. Bytes of exactly the form that
+    `ArchiveBuilder` gives a header count as one, so the files in a file that is itself a pack are checked, too. Bytes
     behind a header whose CRC-32 is right are not searched for others: the work is one pass over the range, and
     WRONG_MAX files at most.
     """
@@ -332,7 +335,7 @@ def wrong_members(data: Buffer) -> list[tuple[int, int]]:
 
 
 def _read_header(view: memoryview, at: int) -> tuple[int, int, int] | None:
-    """Begin, size and CRC-32 of the file behind a header; None unless it is one of ours, and whole."""
+    """Return begin, size and CRC-32 of the file behind a header; None unless it is whole and of this program's form."""
     if at + LOCAL.size > len(view):
         return None
     _, _, flags, method, _, _, crc, packed, size, name_bytes, extra_bytes = LOCAL.unpack_from(view, at)

@@ -1,9 +1,9 @@
-"""Every byte of a commit object checked: what fsck asks when it wants to know which files are hurt.
+"""Checks every byte of a commit object, so that fsck can say which files are damaged.
 
-Always true: whatever the bytes are, `verify` answers and does not raise, but for what ``fetch`` raises; memory is one
-window of the object, its directory and its record. It reads the object once, in order. A file is sound where its bytes
-have the CRC-32 that the header in front of them or the directory gives, so one damaged spot does not condemn more files
-than lie in it. Where the directory cannot be used, the headers lead from file to file, as far as they do.
+What always holds: whatever the bytes are, `verify` returns an audit, and raises only what ``fetch`` raises. In memory
+are one window of the object, its directory and its record. The files are read once, in order. A file is sound if its
+bytes have the CRC-32 of the header in front of them, or of the directory, so one damaged spot condemns no other files
+than those in it. If the directory cannot be used, the headers lead from file to file, as far as they can.
 
 Called from a task of the trio loop, which it holds for some milliseconds at a time.
 """
@@ -47,7 +47,7 @@ _HEADER_BYTES_MAX = LOCAL.size + 2 * MAX16
 _ZIP64 = 1
 
 Fetch = Callable[[int, int], Awaitable[Buffer]]
-"""Bytes [start, end) of the object, start < end <= size."""
+"""Fetches bytes [start, end) of the object, start < end <= size."""
 
 
 class Fault(Enum):
@@ -62,7 +62,8 @@ class Fault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``paths``: the files hurt, as this commit names them; others may have linked to the same bytes since."""
+    """Damage that was found. ``paths`` are the damaged files as this commit names them; other names may have been
+    linked to the same bytes since."""
 
     fault: Fault
     text: str
@@ -71,8 +72,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file in the archive: ``size`` bytes from ``offset`` on, under the name it was packed with. ``crc`` is what its
-    bytes should have."""
+    """A file in the archive: ``size`` bytes from ``offset`` on, under the name it was packed with. ``crc`` is the
+    CRC-32 that its bytes should have."""
 
     path: str
     offset: int
@@ -83,7 +84,8 @@ class Found:
 
 @dataclass(slots=True)
 class Audit:
-    """``record`` is None where it cannot be read; ``members`` in the order of their bytes, without the record."""
+    """The outcome of a check. ``record`` is None if it cannot be read; ``members`` are in the order of their bytes,
+    without the record."""
 
     record: Record | None = None
     members: list[Found] = field(default_factory=list)
@@ -92,14 +94,14 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What a header in front of a file, or its entry in the directory, says."""
+    """The fields of a header in front of a file, or of its entry in the directory."""
 
     name: bytes
     at: int
     size: int
     crc: int
     length: int
-    """Of the header itself."""
+    """Length of the header itself, in bytes."""
 
 
 class _Window:
@@ -112,7 +114,8 @@ class _Window:
         self._data = memoryview(b"")
 
     async def read(self, start: int, end: int) -> memoryview:
-        """Bytes [start, end) cut at the object's end; no more than a window of them, or than a directory has."""
+        """Return bytes [start, end), cut at the object's end. Callers ask for a window of them at most, or for the
+        directory."""
         end = min(end, self.size)
         if start >= end:
             return memoryview(b"")
@@ -122,7 +125,7 @@ class _Window:
         return self._data[start - self._at : end - self._at]
 
     async def crc(self, start: int, end: int) -> int | None:
-        """None where the object ends before."""
+        """Return the CRC-32 of bytes [start, end); None if the object ends before."""
         crc = 0
         while start < end:
             piece = await self.read(start, min(end, start + WINDOW_BYTES))
@@ -166,20 +169,21 @@ async def verify(key: str, size: int, fetch: Fetch) -> Audit:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The directory of a commit object as it lies there: ``count`` entries from byte ``at`` on."""
+    """The undecoded directory of a commit object: ``count`` entries from byte ``at`` on."""
 
     raw: memoryview
     at: int
     count: int
 
     def checksums(self) -> dict[tuple[int, int], int]:
-        """CRC-32 of every member, by offset and size of its bytes. 10 µs each; in any thread. Raises DamagedCommit."""
+        """Return the CRC-32 of every member, by offset and size of its bytes. Takes 10 µs each; for any thread. Raises
+        DamagedCommit."""
         entries = _entries(self.raw, self.at, self.count)
         return {(entry.at + entry.length, entry.size): entry.crc for entry in entries}
 
 
 async def fetch_directory(size: int, fetch: Fetch) -> Directory:
-    """Of the commit object of ``size`` bytes. Raises DamagedCommit."""
+    """Fetch the directory of a commit object of ``size`` bytes. Raises DamagedCommit."""
     window = _Window(size, fetch)
     tail = await window.read(max(0, size - _TAIL_BYTES), size)
     where = locate(tail, size)
@@ -191,8 +195,8 @@ async def fetch_directory(size: int, fetch: Fetch) -> Directory:
 
 
 def _extent(tail: memoryview, end_at: int, absolute: int) -> tuple[int, int, int]:
-    """Where the directory begins and ends and how many entries it has. ``end_at`` is where in ``tail``, ``absolute``
-    where in the object the end record lies. Raises DamagedCommit."""
+    """Return where the directory begins and ends, and how many entries it has. The end record is at ``end_at`` in
+    ``tail``, and at ``absolute`` in the object. Raises DamagedCommit."""
     _, _, _, _, count, length, at, _ = END.unpack_from(tail, end_at)
     zip64 = count == MAX16 or length == MAX32 or at == MAX32
     end = absolute
@@ -208,8 +212,8 @@ def _extent(tail: memoryview, end_at: int, absolute: int) -> tuple[int, int, int
 
 
 def _entries(raw: memoryview, directory_at: int, count: int) -> list[_Header]:
-    """Raises DamagedCommit unless the entries cover the object from its first byte to the directory, in order and
-    without a gap. So no number in them can be wrong unnoticed but a CRC."""
+    """Decode the entries of a directory. Raises DamagedCommit unless they cover the object from its first byte to the
+    directory, in order and without gaps. So of the numbers in them only a CRC can be wrong unnoticed."""
     entries: list[_Header] = []
     at = header_at = 0
     try:
@@ -222,7 +226,7 @@ def _entries(raw: memoryview, directory_at: int, count: int) -> list[_Header]:
             size, packed, found_at = _with_zip64(extra, size, packed, fields[-1])
             if fields[0] != CENTRAL_MAGIC or fields[4] or packed != size or found_at != header_at or at > len(raw):
                 raise DamagedCommit(f"entry {len(entries)} of the directory is damaged")
-            # The local header has the same fields, but for ZIP64: there only where the size needs it.
+            # The local header has the same fields, except for ZIP64, which it has only if the size needs it.
             wide = [MAX32 in fields[8:10], fields[-1] == MAX32]
             other = extra_length - (4 + 16 * wide[0] + 8 * wide[1] if any(wide) else 0)
             length = LOCAL.size + name_length + other + 20 * wide[0]
@@ -236,7 +240,8 @@ def _entries(raw: memoryview, directory_at: int, count: int) -> list[_Header]:
 
 
 def _with_zip64(extra: memoryview, size: int, packed: int, at: int) -> tuple[int, int, int]:
-    """Numbers that did not fit in 32 bits are in an extra field, in this order. Raises struct.error."""
+    """Return the three numbers, with those that did not fit in 32 bits taken from the extra field, where they are in
+    this order. Raises struct.error."""
     if MAX32 not in (size, packed, at):
         return size, packed, at
     place = 0
@@ -266,7 +271,7 @@ async def _by_directory(window: _Window, audit: Audit, directory: list[_Header])
 
 
 async def _by_headers(window: _Window, audit: Audit, end: int | None) -> None:
-    """``end``: where the record ends, if that is known."""
+    """Check the files to which the headers lead. ``end`` is where the record ends, if that is known."""
     at = 0
     while True:
         header = await _header(window, at)
@@ -285,7 +290,7 @@ async def _by_headers(window: _Window, audit: Audit, end: int | None) -> None:
 
 
 async def _header(window: _Window, at: int) -> _Header | None:
-    """The header in front of a file; None where there is none that can be used."""
+    """Read the header in front of a file; None if there is none that can be used."""
     raw = await window.read(at, at + LOCAL.size)
     if len(raw) < LOCAL.size:
         return None
@@ -330,7 +335,8 @@ async def _check_record(key: str, window: _Window, audit: Audit, where: Whereabo
 
 
 def _with_paths(audit: Audit) -> Audit:
-    """Name the files that each problem hurts, by what the record calls them where there is one."""
+    """Add a problem for each damaged file, and name all files in problems of the end and the record. Names are those in
+    the record, if there is one."""
     users: dict[tuple[int, int], list[str]] = {}
     for operation in audit.record.operations if audit.record is not None else ():
         if isinstance(operation, Put | Relocate) and operation.object == THIS:

@@ -1,16 +1,16 @@
-"""Bundles: objects that repeat many small commits, so that whoever has not seen these fetches them with one GET.
+"""Bundles: objects that repeat many small commits, so that a mount that lacks these fetches them with one GET.
 
-A bundle lies beside the commits and holds whole commit objects, of `COMMIT_BYTES_MAX` at most, with their ETags. Its
-name tells the times of the first and the last, and how many there are. Any mount may write one: a mount repeats its own
-commits when it has made several and again when it has made many, and what it fetched with many GETs. Where many
-writers commit, one follower is the *repeater* (`poller`): it repeats what all commit, each second.
+A bundle is stored beside the commits and contains whole commit objects, of `COMMIT_BYTES_MAX` at most, with their
+ETags. Its name has the times of the first and the last of them, and their number. Any mount may write one: a mount
+repeats its own commits when it has made several and again when it has made many, and those that it fetched with many
+GETs. If many writers commit, one mount is the *repeater* (`poller`): it repeats the commits of all, each second.
 
 What always holds (*only a copy*): a commit counts because LIST shows it, never because a bundle has it; one that no
-bundle has, or has with another ETag, is fetched by itself. So a bundle that is missing, damaged or deleted costs
+bundle has, or only with another ETag, is fetched by itself. So a bundle that is missing, damaged or deleted costs
 requests and nothing else, and a program that does not know of bundles misses nothing.
 
-Trio thread only. Memory is bounded: `LOADED_BYTES_MAX` of what was read, and `BUNDLE_BYTES_MAX` for each of three
-bundles that are being gathered. A crash loses a bundle that was to be written, and nothing else.
+Trio thread only. Memory is bounded: `LOADED_BYTES_MAX` for what was read, and `BUNDLE_BYTES_MAX` for each bundle that
+is being gathered. A crash loses bundles that were to be written, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.sync.refusal import Refusal
 
 COMMIT_BYTES_MAX = 16 << 10
-"""A larger commit is a pack, or tells of hundreds of names: there are few of these, and a GET each pays off."""
+"""Larger commits are packs, or change hundreds of names. They are not repeated: there are few, and a GET each pays off.
+"""
 BUNDLE_BYTES_MAX = 4 << 20
 BUNDLE_COMMITS_MAX = 8192
 LOADED_BYTES_MAX = 16 << 20
-"""Commits in memory that bundles brought and that have not been applied. Others are fetched by themselves."""
+"""Maximum of commits in memory that bundles brought and that are not applied yet. Others are fetched by themselves."""
 TRIES_MAX = 2
-"""Bundles that are loaded for one commit."""
+"""Maximum of bundles that are loaded for one commit."""
 OWN_COMMITS_MIN = 4
-"""A mount repeats this many commits of its own, or more, in one bundle if it made them in OWN_SPAN_S, else twice that.
-Who polls each 5 s fetches fewer without a bundle."""
+"""A mount repeats its own commits in a bundle once it has made this many in OWN_SPAN_S, or twice as many in any time. A
+mount that polls every 5 s fetches fewer without a bundle."""
 OWN_SPAN_S = 10.0
 REPEATED_SPAN_NS, REPEATED_BYTES_MAX = 6_000_000_000, 512 << 10
-"""What a bundle has beside new commits: who polls each 5 s fetches one of five. Hundreds of writers make more than that
-in a second: then they fetch three."""
+"""Maximum age and size of what a bundle repeats beside new commits, so that a mount that polls every 5 s fetches one
+bundle of five. Hundreds of writers make more than that size in a second; then it fetches three."""
 OWN_AGAIN = 512
-"""A mount repeats its own commits a second time, this many in one bundle: mounts to come fetch fewer."""
+"""A mount repeats its own commits a second time, this many in one bundle, so that later mounts fetch fewer bundles."""
 OWN_DELAY_S = 1.5
-"""Between the first bundle's worth of own commits and the bundle: commits of that time go into it too."""
+"""Delay of a bundle of own commits once there are enough for one: commits made meanwhile go into it, too."""
 KEYS_MAX = 64
-"""A mount knows the names of this many of its last bundles, so that it takes none of them for another's: more than
-a repeater puts before they are too old to count (`poller.REPEATER_AGE_NS`)."""
+"""A mount remembers the keys of this many of its last bundles, so that it takes none of them for another's. A repeater
+stores fewer before they are too old to count (`poller.REPEATER_AGE_NS`)."""
 SUFFIX = ".bundle"
-"""Of the name of a bundle."""
+"""Suffix of the key of a bundle."""
 MIXED = "0" * 8
-"""In the name of a bundle, in place of a writer: it has commits of several."""
+"""In the key of a bundle, in place of a writer: the bundle has commits of several writers."""
 _NAME = re.compile(
     re.escape(COMMITS) + r"([0-9a-f]{16})-([0-9a-f]{8})-([0-9a-f]{16})-([0-9a-f]{8})" + re.escape(SUFFIX)
 )
@@ -64,8 +65,8 @@ log = logging.getLogger(__name__)
 
 
 class Bundle(NamedTuple):
-    """What the name of a bundle tells: times of the newest and the oldest commit in it, whose they are, and how many
-    it has."""
+    """A bundle as its key describes it: the times of the newest and the oldest commit in it, the writer of all (or
+    MIXED), and how many there are."""
 
     last: int
     writer: str
@@ -88,7 +89,7 @@ _COPIES: msgspec.msgpack.Decoder[list[Copy]] = msgspec.msgpack.Decoder(list[Copy
 
 
 def parse_bundle(meta: ObjectMeta) -> Bundle | None:
-    """The bundle that an object is by its name; None for any other, and for one that is too large."""
+    """Return the bundle that an object is by its key; None for any other, and for one that is too large."""
     match = _NAME.fullmatch(meta.key)
     if match is None or not 0 < meta.size <= 2 * BUNDLE_BYTES_MAX:
         return None
@@ -96,29 +97,29 @@ def parse_bundle(meta: ObjectMeta) -> Bundle | None:
 
 
 def commit_time(key: str) -> int:
-    """The time in the name of a commit."""
+    """Return the time in the key of a commit; for the key of a bundle, that of the newest commit in it."""
     return int(key[len(COMMITS) : len(COMMITS) + 16], 16)
 
 
 def bundle_key(copies: Sequence[Copy], writer: str) -> str:
-    """The name of a bundle of these commits, which are in the order of their times."""
+    """Return the key of a bundle of these commits, which are in the order of their times."""
     first, last = (each.key[len(COMMITS) : len(COMMITS) + 16] for each in (copies[0], copies[-1]))
     return f"{COMMITS}{last}-{writer}-{first}-{len(copies):08x}{SUFFIX}"
 
 
 class _Sweep:
-    """The bundles of one writer, or of several, that may have commits which are wanted; asked in the order of times."""
+    """The bundles of one writer, or the mixed ones, that may have wanted commits; asked in the order of times."""
 
     def __init__(self, times: Sequence[int]) -> None:
-        """``times`` of the commits that are wanted, ascending."""
+        """``times`` are those of the wanted commits, ascending."""
         self._times = times
         self._later: list[Bundle] = []
-        """Whose first commit is later than what was asked for, the latest first."""
+        """Bundles whose first commit is later than the last time asked for, the latest first."""
         self._current: list[tuple[int, int, str, Bundle]] = []
-        """A heap: first what has the most wanted commits, then what is smaller."""
+        """A heap of the other bundles: those with the most wanted commits first, of equal ones the smaller."""
 
     def add(self, bundles: Iterable[Bundle]) -> None:
-        """Take up bundles, before anything is asked."""
+        """Set the bundles, before the first question; those with fewer than two wanted commits are left out."""
         useful = (bundle for bundle in bundles if self._wanted_in(bundle, bundle.first) > 1)
         self._later = sorted(useful, key=lambda bundle: bundle.first, reverse=True)
 
@@ -126,7 +127,7 @@ class _Sweep:
         return bisect_right(self._times, bundle.last) - bisect_left(self._times, since)
 
     def best(self, time: int) -> tuple[int, int, str, Bundle] | None:
-        """The best bundle for a commit of this time, and how good it is (less is better); None where a GET of the
+        """Return the best bundle for a commit of this time, behind its rank (less is better); None if a GET of the
         commit does as well."""
         later, current = self._later, self._current
         while later and later[-1].first <= time:
@@ -137,12 +138,12 @@ class _Sweep:
         return current[0] if current else None
 
     def remove_best(self) -> None:
-        """Leave out what `best` has answered."""
+        """Remove the bundle that `best` returned."""
         heappop(self._current)
 
 
 class _Plan:
-    """Chooses bundles for commits, which are asked for in the order of their times."""
+    """Chooses bundles for commits; callers ask in the order of the commits' times."""
 
     def __init__(self, bundles: Iterable[Bundle], commits: Sequence[Found]) -> None:
         times: dict[str, list[int]] = {MIXED: [time for time, _, _ in commits]}
@@ -157,7 +158,7 @@ class _Plan:
                 sweep.add(of_writer)
 
     def take(self, time: int, writer: str) -> Bundle | None:
-        """The best bundle that may have this commit, once; None where a GET of the commit does as well."""
+        """Remove and return the best bundle that may have this commit; None if a GET of the commit does as well."""
         sweeps = [sweep for name in (writer, MIXED) if (sweep := self._sweeps.get(name))]
         found = [(best, sweep) for sweep in sweeps if (best := sweep.best(time))]
         if not found:
@@ -180,7 +181,7 @@ class BundleReader:
         self._bytes = 0
 
     def begin(self, objects: Iterable[ObjectMeta], commits: Sequence[Found]) -> None:
-        """Take up the bundles that a LIST has shown, for these commits, which are in the order of their times."""
+        """Begin with the bundles that a LIST has shown, for these commits, which are in the order of their times."""
         self.end()
         if len(commits) > 1:
             self._bundles = [bundle for meta in objects if (bundle := parse_bundle(meta)) is not None]
@@ -195,14 +196,14 @@ class BundleReader:
         self._wanted, self._copies, self._bytes = {}, {}, 0
 
     def newest(self, writer: str) -> int:
-        """Until when bundles have what a writer commits; 0 where there are none."""
+        """Return the time up to which bundles have commits of a writer; 0 if there are none."""
         return max((bundle.last for bundle in self._bundles if bundle.writer in (writer, MIXED)), default=0)
 
     def gets(self, up_to: int) -> int:
-        """How many GETs the commits take, as far as names tell; counted until there are more than ``up_to``."""
+        """Return how many GETs the commits take, as far as keys of bundles tell; counting ends beyond ``up_to``."""
         plan, gets = _Plan(self._bundles, self._commits), 0
         covered: dict[str, int] = {}
-        """Until when, by writer."""
+        """The time up to which chosen bundles have commits, by writer."""
         for time, writer, _ in self._commits:
             if time > covered.get(writer, -1) and time > covered.get(MIXED, -1):
                 if bundle := plan.take(time, writer):
@@ -213,9 +214,8 @@ class BundleReader:
         return gets
 
     async def load_for(self, commits: Iterable[Found]) -> int:
-        """Load the bundles that have these commits, which follow those that were asked for before. Returns how many
-        GETs the commits take altogether, those included that are in no bundle. Raises nothing: these are fetched by
-        themselves."""
+        """Load bundles for these commits, which follow those of the last call. Returns how many GETs the commits take
+        in all, including those that are in no bundle. Raises nothing: such commits are fetched by themselves."""
         gets = 0
         for time, writer, meta in commits:
             for _ in range(TRIES_MAX):
@@ -247,11 +247,11 @@ class BundleReader:
                 self._wanted[copy.key] = wanted
 
     def has(self, meta: ObjectMeta) -> bool:
-        """A loaded bundle has the commit object that LIST showed as ``meta``."""
+        """Return whether a loaded bundle has the commit object that LIST showed as ``meta``."""
         return meta.key in self._copies
 
     def pop(self, meta: ObjectMeta) -> bytes | None:
-        """The commit object that LIST showed as ``meta``, once; None where no loaded bundle has it (any more)."""
+        """Remove and return the commit object that LIST showed as ``meta``; None if no loaded bundle has it."""
         body = self._copies.pop(meta.key, None)
         self._bytes -= len(body or b"")
         return body
@@ -270,27 +270,27 @@ class BundleWriter:
         self._bytes, self._has_new = 0, False
         self._refusal = Refusal()
         self.written = 0
-        """Bundles that are in the store."""
+        """Number of bundles that were stored."""
         self.keys: deque[str] = deque(maxlen=KEYS_MAX)
-        """Names of the last of them."""
+        """Keys of the last bundles, also of those that the store may not have."""
 
     @property
     def commits(self) -> int:
-        """How many were gathered."""
+        """Number of commits that were gathered."""
         return len(self._copies)
 
     @property
     def is_refused(self) -> bool:
-        """This mount may not write bundles, as far as it knows."""
+        """True if this mount may not write bundles, as far as it knows."""
         return self._refusal.is_in_effect
 
     @property
     def is_full(self) -> bool:
-        """What was gathered is as much as a bundle may have."""
+        """True if the bundle takes no further commit."""
         return self._bytes >= BUNDLE_BYTES_MAX - COMMIT_BYTES_MAX or len(self._copies) >= BUNDLE_COMMITS_MAX
 
     def add(self, meta: ObjectMeta | Copy, body: Buffer) -> None:
-        """Gather a commit object, unless it is large. Those that there is no room for are left out."""
+        """Gather a commit object, unless it is large, or there is no room for it."""
         if len(body) <= COMMIT_BYTES_MAX and not (self.is_full or self.is_refused):
             self._copies[meta.key] = Copy(meta.key, meta.etag, bytes(body))
             self._bytes += len(body)
@@ -305,7 +305,7 @@ class BundleWriter:
             self._bytes += len(copy.body)
 
     def move_to(self, other: BundleWriter) -> None:
-        """Let another one gather what was gathered here."""
+        """Have another writer gather what was gathered here."""
         for copy in self._copies.values():
             other.add(copy, copy.body)
         self.clear()
@@ -315,9 +315,10 @@ class BundleWriter:
         self._copies, self._bytes = {}, 0
 
     async def write(self, *, keep: bool = False) -> str:
-        """Store a bundle of what was gathered; returns its key, empty where there is none. With ``keep`` the next one
-        has the newest of that as well, as far as REPEATED_SPAN_NS and REPEATED_BYTES_MAX allow. Raises nothing: it is a
-        copy."""
+        """Store a bundle of what was gathered; returns its key, empty if none was stored.
+
+        With ``keep`` the next bundle has the newest of these commits as well, as far as REPEATED_SPAN_NS and
+        REPEATED_BYTES_MAX allow. Raises nothing: a bundle is only a copy."""
         copies = sorted(self._copies.values(), key=lambda copy: copy.key)
         has_new, self._has_new = self._has_new, False
         self.clear()
