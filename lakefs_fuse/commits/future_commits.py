@@ -1,14 +1,14 @@
-"""Commits that are dated too far ahead, committed again with right dates.
+"""Commits again, with right dates, what was dated too far ahead.
 
-A daemon whose clock was wrong, and whose store told no better, dates commits farther ahead than any mount follows.
-Their operations are committed again as links into the same objects, in the same order. Such a commit was made at its
-LastModified, or (where that is wrong as well) at that of the writer's next one.
+A daemon whose clock was wrong, and whose store told no better time, dates commits farther ahead than any mount follows.
+Their operations are committed again as links into the same objects, in the same order. Such a commit counts as made at
+its LastModified, or (if that is wrong as well) at that of the writer's next one.
 
-What always holds (*repeatable*): an operation is left out where its path got another version since, from a commit with
-a right date or from a plain object. So a second run changes nothing, after a crash or on another node: what was
-committed again is newer. The objects stay, as names have bytes in them (see `fsck --repair`).
+What always holds (*repeatable*): an operation is left out if its path got another version since, from a commit with a
+right date or from a plain object. So a second run, after a crash or on another node, changes nothing: what was
+committed again is newer. The objects stay, because names have bytes in them (see `fsck --repair`).
 
-Memory: the paths of the commits made since the first of them. Tasks of one trio loop.
+Memory: the paths of the commits made since the first of them. For tasks of one trio loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
 
 Said: TypeAlias = tuple[str, bool, bool]
-"""What an operation speaks of: a path, whether of the directory there, whether of attributes only."""
+"""What an operation is about: a path; whether the directory there; whether only attributes, or the place of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class Original:
 
 @dataclass(slots=True)
 class Redated:
-    """What was done. ``oldest_ns``: when the first of the commits was made."""
+    """The outcome of a run: keys of the commits that were made again, and numbers of operations that were committed, or
+    left out as ``superseded``. ``oldest_ns`` is when the first of these commits was made."""
 
     originals: list[str] = field(default_factory=list)
     operations: int = 0
@@ -71,15 +72,15 @@ class Redated:
 
 
 Repeated: TypeAlias = Callable[[Original, Sequence[Operation], int], None]
-"""Told of a commit whose operations, but for those left out, are in the store under another time."""
+"""Called with a commit, those of its operations that were committed again, and their new time."""
 
 
 def ignore(_original: Original, _operations: Sequence[Operation], _time: int) -> None:
-    """For who keeps no names."""
+    """Do nothing, for callers that keep no names."""
 
 
 class Redater:
-    """See the module's head."""
+    """Commits again what was dated too far ahead: see the module's head."""
 
     def __init__(self, log: CommitLog) -> None:
         self._log, self._clock = log, log.clock
@@ -99,7 +100,7 @@ class Redater:
         for meta in found:
             try:
                 record = await self._log.fetch(meta)
-                record = replace(record, operations=list(record.operations))  # to be told apart by what they are
+                record = replace(record, operations=list(record.operations))  # each one object, known by its `id`
             except (NotFound, PreconditionFailed, DamagedCommit) as error:
                 logger.error("commit %s is dated too far ahead, and cannot be committed again: %s", meta.key, error)
                 continue
@@ -115,7 +116,7 @@ class Redater:
         return done
 
     async def _find(self, writers: Collection[str] | None) -> list[ObjectMeta]:
-        """In the order of their times."""
+        """Return the commits of these writers that are dated too far ahead, in the order of their times."""
         found: list[ObjectMeta] = []
         async for page in self._log.list_since(self._clock.ahead_ns() + 1):
             for meta in page.objects:
@@ -136,7 +137,7 @@ class Redater:
         return made
 
     async def read_newer(self, since_ns: int) -> None:
-        """What commits with right dates say since a time."""
+        """Read what commits with right dates change, from a time on. Raises LakeError."""
         metas: list[ObjectMeta] = []
         last = f"{COMMITS}{self._clock.ahead_ns() + 1:016x}"
         async for page in self._log.list_since(since_ns):
@@ -154,7 +155,7 @@ class Redater:
         await _for_each(metas, read)
 
     async def _still_newest(self, original: Original) -> list[Operation]:
-        """Operations on paths that have had no other version since. Raises LakeError."""
+        """Return the operations on paths that got no other version since. Raises LakeError."""
         exact = 0 if original.meta.mtime_ns % NS else NS - 1  # LastModified may say no more than the second
         since_ns = original.made_ns + exact
         left = [each for each in original.record.operations if not self.is_superseded(each, since_ns)]
@@ -174,7 +175,7 @@ class Redater:
         return [each for each in left if id(each) not in gone]
 
     def is_superseded(self, operation: Operation, since_ns: int) -> bool:
-        """A commit that was read is later, and says what the operation says."""
+        """Return whether a commit that was read is later than ``since_ns``, and about the same as the operation."""
         if isinstance(operation, Put | Relocate) and is_of_version(operation):
             return False
         path, is_directory, is_attributes = _said(operation)
@@ -184,7 +185,7 @@ class Redater:
         return newer > since_ns
 
     async def _commit(self, repeated: Repeated) -> None:
-        """What waits, as one commit."""
+        """Commit the operations that wait, as one commit, and call ``repeated`` for each original."""
         waiting, self._waiting = self._waiting, []
         changes = [
             linked(ObjectRef(original.meta.key, original.meta.etag, original.meta.size), original.record, operations)
@@ -199,7 +200,7 @@ class Redater:
 
 
 async def still_newest(log: CommitLog, record: Record) -> list[Operation]:
-    """What a commit says of paths that no later commit speaks of. Raises LakeError."""
+    """Return the operations of a commit on paths that no later commit changes. Raises LakeError."""
     redater = Redater(log)
     await redater.read_newer(record.time)
     return [each for each in record.operations if not redater.is_superseded(each, record.time)]
@@ -223,7 +224,8 @@ def _said(operation: Operation) -> Said:
 
 
 def linked(this: ObjectRef, record: Record, operations: Iterable[Operation]) -> Change:
-    """Operations of a commit's record, with what was in the commit itself, ``this``, as links into it."""
+    """Return operations of a commit's record as a change. What is in the commit itself, ``this``, becomes links into
+    it."""
     last = len(record.objects)
     said: list[Operation] = []
     for operation in operations:

@@ -1,12 +1,14 @@
 """The record of garbage collection in the store: what earlier runs found dead, and which commits may be deleted.
 
-`.lakefs/gc/<time>-<horizon>`: the *horizon*, a time in ns since 1970, is in the key, so that one LIST tells it to all
-who read the lake. What always holds (*horizon before deletion*): an index that has all commits before the horizon is
-stored first, then the record, and then commits before the horizon are deleted; and the horizon never decreases. So who
-knows no index, and no names, that reach up to it lacks changes that no commit tells any more.
+It is the object `.lakefs/gc/<time>-<horizon>`. The *horizon*, a time in ns since 1970, is in the key, so that all
+readers of the lake learn it from one LIST.
 
-Tasks of one trio loop. A crash while a record is written leaves two, of which the newest counts for grace periods, and
-the highest horizon of any.
+What always holds (*horizon before deletion*): an index that has all commits before the horizon is stored first, then
+the record, and then commits before the horizon are deleted; the horizon never decreases. So a reader without an index,
+and without names, that reach up to the horizon lacks changes that are in no commit any more.
+
+For tasks of one trio loop. A crash while a record is written leaves two: the newest counts for grace periods, and the
+highest horizon of any counts.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ RECORDS = f"{RESERVED_PREFIX}gc/"
 FORMAT = 1
 RECORD_BYTES_MAX = 384 << 20
 DEAD_MAX = 2_000_000
-"""Commits in a record, 112 MB; the grace periods of others begin in a later run."""
+"""Maximum of commits in a record, 112 MB; the grace periods of others begin in a later run."""
 UNREFERENCED_MAX = 200_000
-"""As DEAD_MAX, of other objects: 215 MB with the longest keys."""
+"""As DEAD_MAX, for other objects: 215 MB with the longest keys."""
 
 _KEY = re.compile(re.escape(RECORDS) + r"[0-9a-f]{16}-([0-9a-f]{16})")
 
 
 class GcRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run of gc leaves for the next one, which needs a memory of grace periods.
+    """What a run of gc leaves for the next one, which has to know when grace periods began.
 
-    ``dead``: key → time (ns since 1970) of the first run that saw it dead. ``horizon``: commits older than this had
-    been folded into an index when the record was written. ``unreferenced``: key → ETag of a superseded object, and the
-    time of the first run that saw it without a name."""
+    ``dead``: key → time (ns since 1970) of the first run that saw the commit dead. ``horizon``: commits older than this
+    had been folded into an index when the record was written. ``unreferenced``: key → ETag of a superseded object, and
+    the time of the first run that saw it without a name."""
 
     format: int = FORMAT
     horizon: int = 0
@@ -47,19 +49,19 @@ class GcRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_horizon(client: StoreClient) -> int:
-    """Commits before this time may be deleted; 0 where none is. One LIST. Raises StoreError kinds."""
+    """Return the time before which commits may be deleted; 0 if none may be. One LIST. Raises StoreError kinds."""
     return _horizon_of(await _list_records(client))
 
 
 class GcRecordReader:
-    """Reads the record again and again, and fetches it where it is another one than before. For one task."""
+    """Reads the record repeatedly, and fetches it only if it is another one than before. For one task."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
         self._key, self._etag, self._record = "", "", GcRecord()
 
     async def read(self) -> GcRecord:
-        """The newest readable record, with the highest horizon of all; an empty one where there is none. Raises
+        """Return the newest readable record, with the highest horizon of all; an empty one if there is none. Raises
         LakeError."""
         metas = await _list_records(self._client)
         horizon = _horizon_of(metas)
@@ -84,7 +86,7 @@ async def _fetch_record(client: StoreClient, meta: ObjectMeta) -> GcRecord | Non
 
 
 async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -> None:
-    """Write a record in place of all older ones. Raises LakeError, also where older ones cannot be deleted."""
+    """Write a record in place of all older ones. Raises LakeError, also if older ones cannot be deleted."""
     old = await _list_records(client)
     record = msgspec.structs.replace(record, horizon=max(record.horizon, _horizon_of(old)))
     key = f"{RECORDS}{time_ns:016x}-{record.horizon:016x}"
@@ -97,7 +99,7 @@ async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -
 
 
 def deletion_refused(count: int, why: str) -> LakeError:
-    """The error of a collection that may not delete so many objects."""
+    """Return the error of a collection that may not delete ``count`` objects."""
     return LakeError(
         f"deleting is refused for {counted(count, 'object')} ({why}): collect garbage with "
         "credentials that may delete everything in the lake (deploy/iam/maintainer.json)"
@@ -110,7 +112,7 @@ def _horizon_of(metas: list[ObjectMeta]) -> int:
 
 
 async def _list_records(client: StoreClient) -> list[ObjectMeta]:
-    """Oldest first."""
+    """Return the records in the store, oldest first."""
     found: list[ObjectMeta] = []
     async for page in client.list_all(RECORDS):
         found += page.objects

@@ -1,12 +1,12 @@
-"""Hints: messages between the mounts of a lake that say that there are new commits, so that others poll at once.
+"""Hints: messages between the mounts of a lake about new commits, so that other mounts poll at once.
 
-A mount publishes the keys of its commits after their PUTs, up to PUBLISH_DELAY_S later and together. Who hears of a
-commit of another mount polls: soon, and not often. As long as the channel works and each commit that polls find is
-named by a hint, a mount polls by itself once in HINTED_REFRESH_S only.
+A mount publishes the keys of its commits after their PUTs, together with those of the next PUBLISH_DELAY_S. A mount
+that receives the key of another mount's commit polls soon, but not often. As long as the channel works and hints name
+each commit that polls find, a mount polls without a hint only once in HINTED_REFRESH_S.
 
-What always holds (*only a hint*): a commit counts because LIST shows it. A channel that is away, slow, emptied, or that
-has other programs' messages on it, costs polls and promptness, and nothing else. When it is lost, and when it is back,
-the mount polls at once, and as long as it is away every ``refresh_s``.
+What always holds (*only a hint*): a commit counts because LIST shows it. A channel that is away, slow or emptied, or
+that carries messages of other programs, costs polls and promptness, and nothing else. When it is lost, and when it is
+back, the mount polls at once; while it is away, the mount polls every ``refresh_s``.
 
 Trio thread only; the channel's calls run in worker threads. Memory is bounded by KEYS_MAX. A crash loses nothing.
 """
@@ -27,31 +27,31 @@ from lakefs_fuse.metrics import HintMetrics
 from lakefs_fuse.sync.backoff import Backoff
 
 PUBLISH_DELAY_S = 0.005
-"""Commits of that time share a message."""
+"""Commits that are stored within this time share a message."""
 MESSAGE_KEYS_MAX = 1000
 MESSAGE_BYTES_MAX = 64 << 10
-"""Of a message of a thousand keys. A longer one is not ours."""
+"""Maximum size of a message, enough for a thousand keys. A longer one is not of a mount."""
 KEYS_MAX = 4096
 RECEIVE_S = 1.0
-"""A worker thread waits so long for a message: so late does it notice that none is wanted any more."""
+"""How long a worker thread waits for a message, and so how late it may notice that none is wanted any more."""
 SILENCE_S_MAX = 5.0
-"""A channel that does not even answer a ping for so long is lost."""
+"""A channel that does not even answer a ping for this long is lost."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.25, 10.0
 HINTED_REFRESH_S = 60.0
-"""Interval of polls where hints work."""
+"""Interval of polls while hints work."""
 POLL_S_MIN = 0.1
-"""Between two polls because of hints."""
+"""Minimum time between two polls because of hints."""
 POLL_S, POLLS_AT_ONCE = 0.5, 10
-"""And on the mean, after the first few: of 50 writers one hears 50 times a second."""
+"""Mean time between such polls, after the first POLLS_AT_ONCE: with 50 writers, hints arrive 50 times a second."""
 UNNAMED_S_MAX = 5.0
-"""A commit that a poll found, and no hint has named for so long, was made by a mount that publishes none, or cannot."""
+"""If no hint names a commit for this long after a poll found it, the mount that made it publishes none, or cannot."""
 UNNAMED_PAUSE_S = 600.0
-"""For so long this mount polls as without hints then."""
+"""For how long this mount then polls as if there were no hints."""
 logger = logging.getLogger(__name__)
 
 
 class Hints:
-    """See the module's head. Without a channel nothing is heard and nothing published."""
+    """Publishes and receives hints: see the module's head. Without a channel it does neither."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Hints:
         rng: random.Random,
         idleness: Idleness,
     ) -> None:
-        """``writer`` as `CommitLog`: its own hints are not for it."""
+        """``writer`` is as in `CommitLog`; hints about its own commits are ignored."""
         self._channel, self._threads, self._metrics, self._writer = channel, threads, metrics, writer
         self._refresh_s, self._rng, self.idleness = refresh_s, rng, idleness
         self._heard, self._pending = trio.Event(), trio.Event()
@@ -72,22 +72,22 @@ class Hints:
         self._named: dict[str, None] = {}
         """Keys that hints have named, the oldest first."""
         self._unnamed: dict[str, float] = {}
-        """Keys that polls found and no hint has named yet, and when."""
+        """Keys that polls found and no hint has named yet, and when they were found."""
         self._distrusted_until_s = 0.0
         self._is_catching_up = False
-        """There has been no poll since the channel was connected."""
+        """True if there has been no poll since the channel was connected."""
         self._interval_s, self._due_s, self._began_s = POLL_S, 0.0, 0.0
         self._threads_limiter = trio.CapacityLimiter(2)
 
     @property
     def is_used(self) -> bool:
-        """There is a channel, whether it works or not."""
+        """True if there is a channel, whether it works or not."""
         return self._channel is not None
 
     # -- what the poller asks
 
     def refresh_s(self) -> float:
-        """How long to wait for a hint before the next poll."""
+        """Return how many seconds to wait for a hint before the next poll."""
         now_s = trio.current_time()
         if any(now_s - found_s >= UNNAMED_S_MAX for found_s in self._unnamed.values()):
             self._unnamed.clear()
@@ -98,7 +98,7 @@ class Hints:
         return max(self._refresh_s, UNNAMED_S_MAX if self._unnamed else HINTED_REFRESH_S)
 
     async def wait_due(self) -> None:
-        """Wait until a hint has come, or the channel was lost or is back, and the next poll because of that is due."""
+        """Wait until a hint has come, or the channel was lost or is back, and a poll because of that is due."""
         await self._heard.wait()
         now_s = trio.current_time()
         due_s = max(self._began_s + POLL_S_MIN, self._due_s - POLLS_AT_ONCE * self._interval_s)
@@ -107,16 +107,16 @@ class Hints:
         self._metrics.polls += 1
 
     def polling(self) -> None:
-        """A poll begins: hints so far are answered by it."""
+        """Record that a poll begins, which answers the hints so far."""
         self._heard, self._began_s = trio.Event(), trio.current_time()
 
     def polled(self, found: Iterable[str]) -> None:
-        """A poll found commits of these keys."""
+        """Record that a poll found commits of these keys."""
         keys = list(found)
         self._interval_s = POLL_S if keys else min(2 * self._interval_s, max(POLL_S, self._refresh_s))
         if not self._metrics.connected:
             return
-        if self._is_catching_up:  # on what was published while nothing was heard
+        if self._is_catching_up:  # on commits whose hints were published while the channel was away
             self._is_catching_up = False
             self._named |= dict.fromkeys(keys[:KEYS_MAX])
             return
@@ -127,7 +127,7 @@ class Hints:
     # -- what this mount tells
 
     def announce(self, key: str) -> None:
-        """This mount's commit is in the store."""
+        """Have `run` publish the key of a commit that this mount has stored."""
         if self._channel is not None and len(self._keys) < KEYS_MAX:
             self._keys.append(key)
             self._pending.set()
@@ -194,7 +194,8 @@ class Hints:
             self._heard.set()
 
     async def _receive(self, channel: HintChannel, answered: Callable[[], None]) -> None:
-        """``answered`` is called when the channel has done more than take the connection."""
+        """Receive messages until the channel is lost, which raises OSError. ``answered`` is called once it has done
+        more than take the connection."""
         heard_s, has_answered = trio.current_time(), False
         while True:
             message = await self._threads.run(
@@ -213,7 +214,7 @@ class Hints:
                 await self._threads.run(channel.ping, limiter=self._threads_limiter, abandon_on_cancel=True)
 
     def _take(self, message: bytes) -> None:
-        """Take up what a message names; any program may have sent it."""
+        """Record the keys in a message, which any program may have sent."""
         if not message:
             return
         self._metrics.received += 1

@@ -1,16 +1,16 @@
-"""The hybrid logical clock that names commits: the store's time, carried on by a clock that cannot be set.
+"""The hybrid logical clock that dates commits: the store's time, continued by a clock that cannot be set.
 
 What always holds:
 
-* monotonic: `now` grows with every call, and is later than every time that `follow` accepted, so what a daemon commits
-  after it saw a commit sorts after it. The one exception: the store's clock was found far behind; then `now` goes back
-  to it (`went_back`);
+* monotonic: `now` grows with every call, and is later than every time that `follow` accepted. So what a daemon commits
+  after it saw a commit sorts after it. The one exception: if the store's clock is found to be far behind, `now` goes
+  back to it (`went_back`);
 * bounded: `now` is never more than COMMIT_AHEAD_MAX_S ahead of the store's time as it is known here;
-* a jump of this machine's wall clock moves `now` nowhere: between two answers of the store the time since boot counts.
-  Another time that the store tells is followed when it was told twice, CONFIRM_S apart: the clock of a local directory
+* a jump of this machine's wall clock does not move `now`: between two answers of the store the time since boot counts.
+  A different time of the store counts once the store has told it twice, CONFIRM_S apart: the clock of a local directory
   is the wall clock, and jumps with it.
 
-Called from one thread. Nothing is kept: a new daemon learns from the commits it reads before it writes any.
+Called from one thread. Nothing is stored: a new daemon follows the commits that it reads before it writes any.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from lakefs_fuse.environment.clock import Clock
 
 NS = 1_000_000_000
 COMMIT_AHEAD_MAX_S = 60
-"""How far ahead of the store's time a commit is believed, and written. Half of the window in which polls look for
+"""How far ahead of the store's time a commit is accepted, and written. Half of the window in which polls look for
 commits (WINDOW_NS): a clock that followed one from farther ahead would hide others' commits from every poll."""
 AHEAD_NS_MAX = COMMIT_AHEAD_MAX_S * NS
 WINDOW_NS = 120_000_000_000
 """Polls look for commits whose time is no more than this behind the newest one seen. Half of it is for clocks that
-differ after correction; a writer whose PUT took the other half says everything again under a new time."""
+differ after correction; if a PUT takes the other half, its writer repeats the commit under a new time."""
 DIFFERENCE_NS_MAX = 2 * NS
-"""A difference from the store's clock that is left alone, as the store tells it to the second. A wall clock that moves
-by more beside the time since boot has jumped."""
+"""A difference from the store's clock up to this is ignored, because stores tell the time to the second. A wall clock
+that moves by more against the time since boot has jumped."""
 CONFIRM_S = 60
-"""A store's time that differs counts when a second answer, so much later, agrees."""
+"""A different time of the store counts if a second answer, this much later, agrees."""
 STEP_NS_MAX = 1 << 20
-"""How far `now` steps ahead of what it saw where the store's time is behind."""
+"""Maximum step of `now` beyond the latest time that it gave or saw, if the store's time is behind."""
 log = logging.getLogger(__name__)
 
 
 class HybridClock:
-    """``clock`` has the wall clock and the time since boot of this machine. All times in ns since 1970. With ``rng``
-    two machines whose clocks are behind the same commit do not both choose the nanosecond after it."""
+    """Gives times to commits: see the module's head. All times are in ns since 1970.
+
+    ``clock`` has the wall clock and the time since boot of this machine. With ``rng`` two machines whose clocks are
+    behind the same commit do not both choose the nanosecond after it."""
 
     def __init__(self, clock: Clock, *, rng: random.Random | None = None) -> None:
         self._clock, self._rng = clock, rng
@@ -54,10 +56,10 @@ class HybridClock:
         self.jumps = 0
         """How often the wall clock was found to have jumped."""
         self.went_back = False
-        """What was dated before is farther ahead than any commit may be, until `confirm_redated`."""
+        """True if earlier times are farther ahead than that of any commit may be, until `confirm_redated`."""
 
     def now(self) -> int:
-        """A time that is later than all before, but for the exception in the module's head."""
+        """Return a time that is later than all before, but for the exception in the module's head."""
         self._notice_jump()
         step_ns = 1 if self._rng is None else self._rng.randint(1, STEP_NS_MAX)
         wall_ns = self.wall_ns()
@@ -66,7 +68,7 @@ class HybridClock:
         return self._last
 
     def follow(self, time: int) -> bool:
-        """Make `now` later than another node's commit of this time; False where that is too far ahead."""
+        """Make `now` later than another node's commit of this time; returns False if that is too far ahead."""
         if time > self.ahead_ns():
             return False
         self._last = max(self._last, time)
@@ -74,13 +76,14 @@ class HybridClock:
 
     @property
     def is_confirmed(self) -> bool:
-        """No difference from the store's clock waits for confirmation."""
+        """True if no difference from the store's clock waits for confirmation."""
         return self._unconfirmed is None
 
     def correct(self, store_time_ns: int, round_trip_ns: int = 0) -> bool:
-        """The store just said what time it is, in an answer to a question ``round_trip_ns`` ago. Followed where the two
-        clocks certainly differ by more than DIFFERENCE_NS_MAX, and CONFIRM_S ago they did as well (the first answer: at
-        once). Returns whether the time is another now."""
+        """Correct the clock by the time that the store just told, in answer to a request ``round_trip_ns`` ago.
+
+        The clock follows if the two certainly differ by more than DIFFERENCE_NS_MAX, and did so CONFIRM_S ago as well
+        (the first answer counts at once). Returns whether the clock was changed."""
         self._notice_jump()
         steady_ns = self._clock.boot_ns()
         difference = store_time_ns - (steady_ns + self._base_ns - round_trip_ns // 2)
@@ -106,19 +109,19 @@ class HybridClock:
         return True
 
     def confirm_redated(self) -> None:
-        """What was dated too far ahead has other dates now."""
+        """Record that what was dated too far ahead has other dates now."""
         self.went_back = False
 
     def wall_ns(self) -> int:
-        """The store's time, as far as it is known here."""
+        """Return the store's time, as far as it is known here."""
         return max(0, self._clock.boot_ns() + self._base_ns + self.offset_ns)
 
     def machine_ns(self) -> int:
-        """This machine's wall clock, jumps included."""
+        """Return this machine's wall clock, jumps included."""
         return self._clock.wall_ns()
 
     def ahead_ns(self) -> int:
-        """The latest time that a commit may have now."""
+        """Return the latest time that a commit may have now."""
         return self.wall_ns() + AHEAD_NS_MAX
 
     def _go_back_to(self, wall_ns: int) -> None:
@@ -126,7 +129,7 @@ class HybridClock:
             self._last, self.went_back = wall_ns, True
 
     def _notice_jump(self) -> None:
-        """The offset changes with the wall clock, so that the store's time stays."""
+        """If the wall clock has jumped, change the offset with it, so that the store's time stays."""
         jump_ns = self._clock.wall_ns() - self._clock.boot_ns() - self._base_ns
         if abs(jump_ns) <= DIFFERENCE_NS_MAX:
             return
