@@ -1,10 +1,10 @@
-"""Whether a mount gets requests: one that gets none polls for commits once a minute.
+"""Detects whether a mount is idle: one that gets no requests polls for commits once a minute.
 
 What always holds (*nothing stale is left*): a mount becomes idle only when it has had no request for longer than any
-answer counts in the kernel or in the C library (the TTL), so that the next question has to reach it; and that question
-waits until the mount has polled, but for `POLL_WAIT_S_MAX` at most, should the store be away.
+answer counts in the kernel or in the C library (the TTL), so that the next request has to reach it. That request waits
+until the mount has polled, `POLL_WAIT_S_MAX` at most in case the store is away.
 
-Trio thread only; nothing survives a crash, and nothing is lost by one: a daemon begins busy.
+Trio thread only. A crash loses nothing: a daemon begins busy.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import trio
 
 IDLE_AFTER_S = 600.0
 IDLE_REFRESH_S = 60.0
-"""Interval of polls of an idle mount: an announcement of a removal is heard of within what `WINDOW_NS` allows."""
+"""Interval of polls of an idle mount, so that it hears of an announced removal within what `WINDOW_NS` allows."""
 POLL_WAIT_S_MAX = 5.0
 
 
 class Idleness:
-    """See the module's head. A mount that nobody `watch`es is never idle."""
+    """The idleness of a mount: see the module's head. Before `watch` is called it is never idle."""
 
     def __init__(self, answers_count_s: float) -> None:
         """``answers_count_s`` is the longest time for which an answer counts."""
@@ -29,20 +29,20 @@ class Idleness:
         self._counted, self._asked_s = 0, 0.0
         self._question, self._polled = trio.Event(), trio.Event()
         self.is_idle = False
-        """The next question has to `wake` the mount."""
+        """True if the next request has to `wake` the mount."""
 
     def watch(self, count: Callable[[], int]) -> None:
-        """Take up watching; ``count`` returns how many questions there have been."""
+        """Begin to watch for requests; ``count`` returns how many there have been."""
         self._count, self._counted, self._asked_s = count, count(), trio.current_time()
 
     def note_question(self) -> None:
-        """A request came that is not counted, and need not wait for a poll."""
+        """Record a request that is not counted, and need not wait for a poll."""
         self._asked_s = trio.current_time()
         self._question.set()
 
     async def pause(self, refresh_s: float, hint: Callable[[], Awaitable[None]] = trio.sleep_forever) -> None:
-        """Wait until the next poll is due, or a ``hint`` comes; for the poller, which calls `polled` after each. An
-        idle mount leaves hints alone."""
+        """Wait until the next poll is due, or ``hint`` returns; for the poller, which calls `polled` after each poll.
+        An idle mount ignores hints."""
         if self._is_asked():
             with trio.move_on_after(refresh_s):
                 await hint()
@@ -60,12 +60,12 @@ class Idleness:
         return now_s - self._asked_s < self._after_s
 
     def polled(self) -> None:
-        """The poller has polled, or tried to."""
+        """Record that the poller has polled, or tried to."""
         if self._question.is_set():
             self._end()
 
     async def wake(self) -> None:
-        """Wait until an idle mount has polled, because of a request."""
+        """Have an idle mount poll because of a request, and wait for that, POLL_WAIT_S_MAX at most."""
         self.note_question()
         with trio.move_on_after(POLL_WAIT_S_MAX) as scope:
             await self._polled.wait()

@@ -1,13 +1,13 @@
-"""Digests of listings: how a mount finds out that another one's LIST of the last minutes shows nothing that it lacks.
+"""Digests of listings: they tell a mount whether another one's LIST of the last minutes showed commits that it lacks.
 
-A poll that lists the whole visibility window costs one page for each thousand commits in it. So most polls list the
-end of it only, and one mount now and then lists all of it and publishes a digest: for each *bucket*, 0.27 s of commit
-times, the number of commits and the sum of the hashes of their keys. A mount whose own LISTs showed the same needs no
-LIST of its own; where a bucket differs, it lists that bucket.
+A poll that lists the whole visibility window costs one page for each thousand commits in it. So most polls list only
+the end of it. Now and then one mount lists all of it and publishes a digest: for each *bucket*, 0.27 s of commit times,
+the number of commits and the sum of the hashes of their keys. A mount whose own LISTs showed the same need not list the
+window; if a bucket differs, it lists that bucket.
 
 What always holds (*only a comparison*): a commit counts because a LIST of this mount showed it, never because a digest
-has it. A digest that is missing, damaged or deleted costs requests; one that was made up to look like what this mount
-knows hides a late commit until this mount lists the window itself.
+has it. A digest that is missing, damaged or deleted costs requests; one that was forged to equal what this mount knows
+hides a late commit until this mount lists the window itself.
 
 Trio thread only. Memory: a pair of numbers for each bucket of the last BUCKETS_MAX. A crash loses them; the next daemon
 begins with a LIST of the whole window.
@@ -32,10 +32,10 @@ from lakefs_fuse.sync.refusal import Refusal
 BUCKET_BITS = 28
 """Nanoseconds of a bucket, as a power of two: 0.27 s, so that 500 commits a second are 134 in a bucket."""
 BUCKETS_MAX = 4096
-"""18 minutes: many times what a digest covers. One that covers more is not read."""
+"""Maximum of buckets, 18 minutes: many times what a digest covers. A digest that covers more is not read."""
 DIGEST_BYTES_MAX = 32 * BUCKETS_MAX
 SUFFIX = ".digest"
-"""Of the name of a digest."""
+"""Suffix of the key of a digest."""
 _NAME = re.compile(
     re.escape(COMMITS) + r"([0-9a-f]{16})-([0-9a-f]{8})-([0-9a-f]{16})-([0-9a-f]{16})" + re.escape(SUFFIX)
 )
@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 
 
 class DigestName(NamedTuple):
-    """What the name of a digest tells: when it was put, by whom, the newest commit that was known when its LIST began,
-    and the time from which on it covers commits."""
+    """A digest as its key describes it: when it was stored, its writer, the time of the newest commit that was known
+    when its LIST began, and the time from which on it covers commits."""
 
     time: int
     writer: str
@@ -55,7 +55,7 @@ class DigestName(NamedTuple):
 
 
 class Digest(msgspec.Struct, frozen=True, array_like=True):
-    """What a digest says of consecutive buckets: numbers of commits, and sums of hashes. ``took_ns``: how long
+    """The contents of a digest: numbers of commits, and sums of hashes, of consecutive buckets. ``took_ns`` is how long
     before its PUT the LIST began."""
 
     took_ns: int
@@ -67,7 +67,7 @@ _DIGEST: msgspec.msgpack.Decoder[Digest] = msgspec.msgpack.Decoder(Digest)
 
 
 def parse_digest(meta: ObjectMeta) -> DigestName | None:
-    """The digest that an object is by its name; None for any other, and for one that is too large."""
+    """Return the digest that an object is by its key; None for any other, and for one that is too large."""
     match = _NAME.fullmatch(meta.key)
     if match is None or not 0 < meta.size <= DIGEST_BYTES_MAX:
         return None
@@ -75,12 +75,12 @@ def parse_digest(meta: ObjectMeta) -> DigestName | None:
 
 
 def digest_key(time: int, writer: str, newest: int, first: int) -> str:
-    """The name of a digest."""
+    """Return the key of a digest."""
     return f"{COMMITS}{time:016x}-{writer}-{newest:016x}-{first:016x}{SUFFIX}"
 
 
 def bucket_start(time: int) -> int:
-    """The time at which the bucket of a time begins."""
+    """Return the time at which the bucket of a time begins."""
     return time >> BUCKET_BITS << BUCKET_BITS
 
 
@@ -91,7 +91,7 @@ class BucketSums:
         self._of: dict[int, tuple[int, int]] = {}
 
     def replace(self, since: int, until: int | None, commits: Iterable[tuple[int, str]]) -> None:
-        """A LIST showed these times and keys from one time up to another (None: the end), and no others."""
+        """Replace the sums from one time up to another (None: the end) by those of the commits that a LIST showed."""
         first, end = since >> BUCKET_BITS, None if until is None else until >> BUCKET_BITS
         for bucket in [each for each in self._of if each >= first and (end is None or each < end)]:
             del self._of[bucket]
@@ -104,8 +104,8 @@ class BucketSums:
                 del self._of[bucket]
 
     def start_of_last(self, keys: int, newest: int, span_ns: int) -> int:
-        """Where the buckets begin that have this many of the last commits up to ``newest``, in a span of time at most;
-        one bucket at least."""
+        """Return where the last buckets up to ``newest`` begin that have no more than ``keys`` commits and lie within
+        ``span_ns``; there is at least one."""
         last = bucket = newest >> BUCKET_BITS
         first = max(0, newest - span_ns) >> BUCKET_BITS
         count = self._of.get(bucket, (0, 0))[0]
@@ -114,12 +114,12 @@ class BucketSums:
         return min(bucket, last) << BUCKET_BITS
 
     def digest(self, first: int, end: int) -> Digest:
-        """The digest of the buckets from one time up to another; the caller sets ``took_ns``."""
+        """Return the digest of the buckets from one time up to another; the caller sets ``took_ns``."""
         pairs = [self._of.get(bucket, (0, 0)) for bucket in range(first >> BUCKET_BITS, end >> BUCKET_BITS)]
         return Digest(0, [count for count, _ in pairs], [total for _, total in pairs])
 
     def differences(self, digest: Digest, first: int, since: int) -> list[tuple[int, int]]:
-        """Ranges of time from ``since`` on in which a digest, of buckets from ``first`` on, says something else."""
+        """Return the ranges of time from ``since`` on in which a digest, which begins at ``first``, differs."""
         found: list[tuple[int, int]] = []
         for bucket, pair in enumerate(zip(digest.counts, digest.sums, strict=True), first >> BUCKET_BITS):
             if bucket < since >> BUCKET_BITS or pair == self._of.get(bucket, (0, 0)):
@@ -133,20 +133,20 @@ class BucketSums:
 
 
 class DigestStore:
-    """Reads digests of others, and writes this mount's."""
+    """Reads digests of other mounts, and writes those of this one."""
 
     def __init__(self, client: StoreClient, writer: str, *, is_read_only: bool) -> None:
         self._client, self._writer, self._is_read_only, self._refusal = client, writer, is_read_only, Refusal()
         self.written = 0
-        """Digests that are in the store."""
+        """Number of digests that were stored."""
 
     @property
     def is_writable(self) -> bool:
-        """Digests of this mount are stored."""
+        """True if this mount stores digests."""
         return not (self._is_read_only or self._refusal.is_in_effect)
 
     async def read(self, name: DigestName) -> Digest | None:
-        """None for one that is gone, damaged, or has too much."""
+        """Read a digest; None if it is gone or damaged, or has too many buckets."""
         meta = name.meta
         try:
             digest = _DIGEST.decode((await self._client.get(meta.key, 0, meta.size, etag=meta.etag)).data)
@@ -156,7 +156,7 @@ class DigestStore:
         return digest if len(digest.counts) == len(digest.sums) <= BUCKETS_MAX and digest.took_ns >= 0 else None
 
     async def write(self, time: int, newest: int, first: int, digest: Digest) -> None:
-        """Raises nothing: others list for themselves then."""
+        """Store a digest. Raises nothing: without it, other mounts list the window themselves."""
         if not self.is_writable or not 0 < len(digest.counts) <= BUCKETS_MAX:
             return
         try:
@@ -169,6 +169,6 @@ class DigestStore:
             log.info("a digest is not written: %s", error)
 
     def newest_of_others(self, metas: Iterable[ObjectMeta]) -> DigestName | None:
-        """Of what LIST showed."""
+        """Return the newest digest of another mount among objects that LIST showed."""
         names = (name for meta in metas if (name := parse_digest(meta)) is not None and name.writer != self._writer)
         return max(names, key=lambda name: name[:2], default=None)

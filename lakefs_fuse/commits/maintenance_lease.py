@@ -1,19 +1,21 @@
-"""The maintenance lease: commands that delete or move objects of a lake exclude one another by it, on all nodes.
+"""The maintenance lease, by which commands that delete or move objects of a lake exclude one another, on all nodes.
 
 It is the object `.lakefs/maintenance-lease`, which names its holder; `docs/format.md` has its contents.
 
 What always holds:
 
-* *one holder*: the object is created where there is none, and replaced only at the version that was read, after the
-  lease in it has ended. Its id is random and each renewal has a number, so no two versions are equal;
+* *one holder*: a process creates the object only if there is none, and replaces that of another holder only if it is
+  still the version that was read, whose lease has ended. Its id is random and each renewal has a number, so no two
+  versions are equal;
 * *dated by the store*: a lease ends VALID_S after the LastModified of its last renewal, on the store's clock. No clock
   of the holder counts for others;
-* *no change without the lease*: what a holder sends through `guarded` changes the store only while its last renewal is
+* *no change without the lease*: requests through the client of `held` change the store only while the last renewal is
   younger than USABLE_S, by the time since boot and by the wall clock. After that (the process was stopped, the machine
-  suspended, the store away) it is renewed first, which fails where another process has taken it over.
+  suspended, the store away) the lease is renewed first, which fails if another process has taken it over.
 
-A store that ignores the conditions on PUT is asked before the PUT, and where the lease was free or had ended, once more
-CONFIRM_S after it. Two that take it in the same moment are then kept apart only if their requests take less than that.
+If a store ignores the conditions on PUT, the object is read before the PUT, and, if the lease was free or had ended,
+once more CONFIRM_S after it. Two processes that take it in the same moment are then kept apart only if their requests
+take less than that.
 
 For tasks of one trio loop; `is_held` from any thread. After a crash the object stays, and no process can take the lease
 for up to VALID_S.
@@ -53,20 +55,20 @@ KEY = f"{RESERVED_PREFIX}maintenance-lease"
 FORMAT = 1
 RECORD_BYTES_MAX = 4 << 10
 VALID_S = 90
-"""So long does a lease outlive a holder that was killed."""
+"""How long a lease outlives a holder that was killed."""
 VALID_S_MAX = 3600
-"""Of a record that another program wrote; one that says more counts as damaged."""
+"""Maximum in a record that another program wrote; a record with more counts as damaged."""
 USABLE_S = 60
 """VALID_S less 30 s: a request that was sent may take effect until its client gives it up (5 s to connect and 20 s to
 read), and LastModified has whole seconds."""
 RENEW_S = 20
 """A third of USABLE_S: two renewals may fail."""
 CONFIRM_S = 5
-"""Longer than a request takes, on a store without conditions."""
+"""Time before the second read on a store without conditions: longer than a request takes."""
 RELEASE_S_MAX = 5.0
-"""A command does not wait longer for the store when it ends; then the lease ends by itself."""
+"""How long a command that ends waits for the store to free the lease; after that the lease ends by itself."""
 TRIES_MAX = 4
-"""Versions of the lease that change while it is taken."""
+"""Attempts to take or renew the lease while its version changes."""
 CHANGES = frozenset(REQUEST_KINDS) - {"get", "head", "list"}
 """Kinds of requests that change the store."""
 NS = 1_000_000_000
@@ -75,8 +77,8 @@ T = TypeVar("T")
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the object. ``id`` is of one run of the ``command``, ``taken_ns`` in ns since 1970 by its own clock;
-    the lease ends ``valid_s`` after LastModified, at once if that is 0."""
+    """Contents of the object. ``id`` is of one run of the ``command``, ``taken_ns`` in ns since 1970 by the holder's
+    clock. The lease ends ``valid_s`` after LastModified, at once if that is 0."""
 
     format: int = FORMAT
     id: str
@@ -89,7 +91,8 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaintenanceLease:
-    """See the module's head. ``command``, on ``host`` as ``process``, is what others are told of the holder."""
+    """The lease of one command: see the module's head. ``command``, ``host`` and ``process`` tell other commands who
+    the holder is."""
 
     def __init__(
         self, client: StoreClient, clock: Clock, rng: random.Random, *, command: str, host: str, process: int,
@@ -106,7 +109,7 @@ class MaintenanceLease:
 
     @property
     def is_held(self) -> bool:
-        """The lease was renewed so recently that nobody else can have taken it."""
+        """True if the lease was renewed so recently that no other process can have taken it."""
         renewed_ns = self._renewed_ns
         if renewed_ns is None:
             return False
@@ -114,7 +117,7 @@ class MaintenanceLease:
         return passed_ns < USABLE_S * NS
 
     async def acquire(self) -> None:
-        """Raises LeaseHeld where another process has the lease, and StoreError kinds."""
+        """Take the lease. Raises LeaseHeld if another process has it, and StoreError kinds."""
         async with self._lock:
             etag, began_ns = "", self._now_ns()
             for _ in range(TRIES_MAX):
@@ -131,18 +134,18 @@ class MaintenanceLease:
             raise LeaseHeld("other commands take the lease of this lake at the same time: run this again")
 
     async def renew(self) -> None:
-        """Raises LeaseHeld where another process has taken the lease over, and StoreError kinds."""
+        """Renew the lease. Raises LeaseHeld if another process has taken it over, and StoreError kinds."""
         async with self._lock:
             await self._renew()
 
     async def confirm(self) -> None:
-        """As `renew`, unless the lease is certainly held."""
+        """Renew the lease, as `renew`, unless it is certainly held."""
         async with self._lock:
             if not self.is_held:
                 await self._renew()
 
     async def release(self) -> None:
-        """Free the lease, if it is still this one. Where the store does not do it, it ends by itself."""
+        """Free the lease, if it is still this one. If the store does not do it, the lease ends by itself."""
         async with self._lock:
             able, was_held, self._renewed_ns = self._client.capabilities, self.is_held, None
             with suppress(LakeError):
@@ -154,7 +157,7 @@ class MaintenanceLease:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[StoreClient]:
-        """Hold the lease while the block runs, which gets a client that changes the store only then.
+        """Hold the lease while the block runs; its client changes the store only while the lease is held.
 
         Raises LeaseHeld, also in the midst of the block, and StoreError kinds."""
         try:
@@ -188,7 +191,8 @@ class MaintenanceLease:
         raise LeaseHeld(_lost(None))
 
     async def _write(self, etag: str, *, is_contended: bool) -> None:
-        """Put the record over this version, or where there is none. Raises PreconditionFailed, or NotFound."""
+        """Store the record in place of the version ``etag``, or of none if that is empty. Raises PreconditionFailed or
+        NotFound if there is another."""
         able, body, began_ns = self._client.capabilities, msgspec.msgpack.encode(self._record), self._now_ns()
         if able.put_if_match if etag else able.put_if_absent:
             meta = await self._client.put(KEY, body, if_absent=not etag, etag=etag or None)
@@ -208,7 +212,7 @@ class MaintenanceLease:
 
 
 async def find_holder(client: StoreClient, clock: Clock) -> str:
-    """Who has the lease of a lake, for people; empty where it is free. Raises StoreError kinds."""
+    """Return who has the lease of a lake, in words; empty if it is free. Raises StoreError kinds."""
     found = await _find(client)
     return "" if found is None or await _has_ended(client, clock, *found) else _holder(found[0])
 
@@ -238,7 +242,7 @@ async def _has_ended(client: StoreClient, clock: Clock, record: LeaseRecord, met
 
 
 class _LeasedTransport:
-    """Sends what changes the store only while the lease is held; looks again in the thread of the request."""
+    """Sends requests that change the store only while the lease is held; checks again in the thread of the request."""
 
     def __init__(self, transport: Transport, lease: MaintenanceLease) -> None:
         self._transport, self._lease = transport, lease

@@ -1,12 +1,12 @@
-"""How many bytes a pack may have, so that its PUT ends soon.
+"""Bounds the size of packs, so that their PUTs end soon.
 
 What always holds (*packs in time*): a pack gets no more bytes than the store receives in `PUT_S`, by the upload limit
-and by the packs before it. A commit counts from its time, which is before its PUT, and other nodes look for it no
-further back than a window (`hybrid_clock.WINDOW_NS`); all other changes of names wait for it; and all of it is sent
-again when it is interrupted. One file may have more bytes than that, and so may the first pack on a slow way: a commit
-that is late is repeated by a small one (`Committer`).
+and by the packs before it. The time of a commit is before its PUT, and other nodes look for it no further back than a
+window (`hybrid_clock.WINDOW_NS`); all other changes of names wait for it; and all of it is sent again if it is
+interrupted. A single file may be larger than that, and so may the first pack on a slow connection: a small commit
+repeats one that is late (`Committer`).
 
-Trio thread only. Nothing is kept: a new daemon begins with the limit.
+Trio thread only. Nothing is stored: a new daemon begins with the limit.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ PACK_BYTES_MIN, PACK_BYTES_MAX = 256 * KIB, 64 * MIB
 
 
 class PackBudget:
-    """See the module's head. ``bytes_max`` is the bound of the next pack."""
+    """The size bound of packs: see the module's head. ``bytes_max`` is that of the next pack."""
 
     def __init__(self, limit_bytes_s: int = 0) -> None:
-        """``limit_bytes_s`` is the limit of all uploads; 0: none."""
+        """``limit_bytes_s`` is the limit of all uploads in bytes per second; 0: none."""
         self._most = PACK_BYTES_MAX
         self._most = self.bytes_max = self._bounded(limit_bytes_s * PUT_S or PACK_BYTES_MAX)
 
     def record_put(self, size: int, took_s: float) -> None:
-        """The store has a commit of ``size`` bytes. Smaller packs follow only where it took too long."""
+        """Record that the store received a commit of ``size`` bytes. Packs get smaller only if that took too long."""
         possible = self._bounded(size * PUT_S / took_s) if took_s > 0 else self._most
         self.bytes_max = possible if took_s > PUT_S else max(self.bytes_max, possible)
 
     def record_failure(self, size: int) -> None:
-        """A commit did not get there, attempts included. It may be too large for a connection that lasts so long."""
+        """Record that no attempt stored a commit. It may be too large for as long as connections last."""
         if size > self.bytes_max // 2:
             self.bytes_max = self._bounded(self.bytes_max / 2)
 
