@@ -2,8 +2,8 @@
 
 What always holds: whatever the bytes are, `verify` returns an audit, and raises only what ``fetch`` raises. In memory
 are one window of the object, its directory and its record. The files are read once, in order. A file is sound if its
-bytes have the CRC-32 of the header in front of them, or of the directory, so one damaged spot condemns no other files
-than those in it. If the directory cannot be used, the headers lead from file to file, as far as they can.
+bytes have the CRC-32 of the header in front of them, or of the directory, so one damaged spot condemns only the files
+in it. If the directory cannot be used, the headers lead from file to file, as far as they can.
 
 Called from a task of the trio loop, which it holds for some milliseconds at a time.
 """

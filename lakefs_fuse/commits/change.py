@@ -33,8 +33,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """True for changes that state where an acknowledged file is stored: they may be sent ahead of held changes."""
 
     def mentioned(self) -> frozenset[str]:
-        """Return the keys that the change mentions: it says which bytes the file at that path has, or that a name means
-        the object there, or that a name at another path no longer means that object (`leaving`)."""
+        """Return the keys that the change mentions. It says which bytes the file at that path has, that a name refers
+        to the object there, or that a name at another path no longer does (`leaving`)."""
         named = (each.path for each in self.operations if isinstance(each, Put))
         return frozenset([*named, *self.leaving(), *(ref.key for ref in self.objects[1:])])
 

@@ -68,7 +68,7 @@ class ChangeJournal:
             self.sending = None
 
     def pass_over_sending(self) -> None:
-        """Take the commit for one that the store does not have. Its row stays, so that the next daemon asks again."""
+        """Treat the commit as one that the store does not have. Its row stays, so that the next daemon asks again."""
         self.sending = None
 
     # -- reading

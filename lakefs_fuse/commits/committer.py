@@ -8,8 +8,8 @@ What always holds:
 * *bounded*: journaled changes of more than OPERATIONS_AT_ONCE operations are sent in several commits, in order. A
   change that a caller commits (`commit`) goes into the last of these, with what was journaled meanwhile;
 * *in effect*: a journaled change (`enqueue`) takes effect here at once and survives a crash of the daemon. Unless it is
-  held, it is sent after at most ``delay_s``, or by `flush`. A committed change (`commit`) is in effect here and
-  everywhere when the call returns, or nowhere. If the disk fails after a change was journaled and before it took
+  held, it is sent after at most ``delay_s``, or by `flush`. A committed change (`commit`) is in effect here and visible
+  to all nodes when the call returns, or nowhere. If the disk fails after a change was journaled and before it took
   effect, it takes effect before it is sent, and before another change is planned;
 * *with the pack*: while files wait for a pack, changes that only make directories or set their attributes wait for it
   as well, `WITH_PACK_S_MAX` at most (not if hints are used): see ADR 0166;
@@ -95,7 +95,7 @@ class AcknowledgedOrder(Protocol):
 
     @property
     def progressed(self) -> Wakeup:
-        """Wakes tasks when held changes may be sent. The committer wakes it, too, for changes that it journals."""
+        """Woken when held changes may be sent. The committer wakes it, too, for changes that it journals."""
         ...
 
     @property
@@ -120,7 +120,7 @@ class NothingAcknowledged:
 
 
 class Gathering:
-    """Pauses before something is sent, so that what comes next is sent with it.
+    """Pauses before something is sent, so that more is sent with it.
 
     A pause takes ``first_s``; it doubles, up to ``most_s``, if it begins within two pauses of the end of the last one.
     """
@@ -167,8 +167,8 @@ class Committer:
         """A commit that was stored so late that polls may be past its time. Another one repeats it before any change is
         sent; its `Sending` row stays until then."""
         self._sent_as_of: set[int] = set()
-        """Times of commits that `commit_as_of` sent, including failed ones that may be stored later: no key gets
-        another body. Times older than LATE_NS are forgotten."""
+        """Times of commits that `commit_as_of` sent, including failed ones that may be stored later, so that no two
+        bodies get the same key. Times older than LATE_NS are forgotten."""
         self._stored: dict[str, None] = {}
         """Paths of plain objects that are not announced yet, the oldest first."""
         self._has_stored = trio.Event()
@@ -304,7 +304,7 @@ class Committer:
         return any(key in self.journal.mentioned[sequence] for sequence, _ in self._each_sendable())
 
     def removes(self, path: str) -> bool:
-        """Return whether, of the journaled operations on a path that are not held, the last one removes it."""
+        """Return whether the last operation on a path, in journaled changes that are not held, removes it."""
         named = [each for change in self._sendable().values() for each in change.operations if each.path == path]
         return bool(named) and isinstance(named[-1], Remove)
 
@@ -320,7 +320,7 @@ class Committer:
     # -- journaled changes
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
-        """Journal a change with ``batch``, apply it here at once, and have `run` send it.
+        """Journal a change in one write with ``batch``, apply it here at once, and have `run` send it.
 
         If the disk fails after the change was journaled, it takes effect later: see *in effect*. The next call then
         raises the same error, because its change may have been planned before this one took effect. Raises CacheError;
@@ -422,7 +422,7 @@ class Committer:
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
-        """Hold off commits while the block runs: one on its way was planned from the names as they were before."""
+        """Hold off commits while the block runs, because one on its way was planned from names as they were before."""
         async with self._lock:
             yield
 
@@ -480,14 +480,14 @@ class Committer:
                 await trio.sleep(PAUSE_S_MAX)
 
     async def flush(self) -> None:
-        """Store everything journaled before the call that is not held. Raises LakeError."""
+        """Store every change that was journaled before the call and is not held. Raises LakeError."""
         await self.reconcile()
         wanted = self.journal.newest
         while next(self._each_sendable(), (wanted + 1, None))[0] <= wanted:
             await self._commit(None, ())
 
     async def flush_announcements(self) -> None:
-        """Announce every object stored before the call. Raises LakeError."""
+        """Announce every plain object that was stored before the call. Raises LakeError."""
         for _ in range(0, len(self._stored), STORED_MAX):
             if stored := self._oldest_stored():  # else a commit came first
                 await self._announce(stored)
@@ -681,8 +681,8 @@ class Committer:
         self.unsure = None
 
     def _found(self, record: Record, meta: ObjectMeta) -> ObjectRef:
-        """Return the reference of a commit that the store has, although its answer was lost. By its date in the store
-        it may have to be repeated."""
+        """Return the reference of a commit that the store has, although its answer was lost. If the store dates it
+        late, it will be repeated."""
         this = ObjectRef(meta.key, meta.etag, meta.size)
         if meta.mtime_ns - record.time > LATE_NS:
             self._set_late(record, this)
@@ -701,7 +701,7 @@ class Committer:
             self.journal.begin_sending(sent)
 
     async def _repeat_commit(self, record: Record, this: ObjectRef) -> tuple[Record, ObjectRef] | None:
-        """Repeat a commit whose PUT took so long that polls may be past its time, with a time of now.
+        """Repeat a commit under a new time, because its PUT took so long that polls may be past its own.
 
         Operations on names that later commits change are left out, whether the writers of those saw this one or not.
         Here the repetition is applied without its moves: what was renamed has moved already, and the source of a rename
@@ -778,8 +778,8 @@ class Committer:
         """Drop journaled changes that are in the store, and give their names the commit time ``time``.
 
         Attributes that were set again since, and are in no commit yet, stay as they are here. Later commits of other
-        nodes that were polled meanwhile lost to pending stamps, which are newer than any commit: they are applied
-        again."""
+        nodes that were polled meanwhile did not count beside pending stamps, which are newer than any commit: they are
+        applied again."""
         self._applier.commits.forget_after(time)
         is_attributed = any(isinstance(each, SetAttr) for change in journaled.values() for each in change.operations)
         later = {
@@ -807,7 +807,8 @@ class Committer:
         self.journal.forget(journaled)
 
     async def _reconcile_sending(self) -> None:
-        """Ask the store whether it has the last commit with journaled changes, if its answer is not known."""
+        """Ask the store whether it has the last commit with journaled changes, unless its outcome is known; if so,
+        record that."""
         sending = self.journal.sending
         if sending is None:
             return

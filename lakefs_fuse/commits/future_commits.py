@@ -48,7 +48,8 @@ Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
 
 Said: TypeAlias = tuple[str, bool, bool]
-"""What an operation is about: a path; whether the directory there; whether only attributes, or the place of bytes."""
+"""The subject of an operation: a path, whether it is the directory there, and whether the operation changes only
+attributes or the place of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Original:
 
 @dataclass(slots=True)
 class Redated:
-    """The outcome of a run: keys of the commits that were made again, and numbers of operations that were committed, or
-    left out as ``superseded``. ``oldest_ns`` is when the first of these commits was made."""
+    """The outcome of a run: keys of the commits (``originals``), and the numbers of ``operations`` that were committed
+    again, and of ``superseded`` ones. ``oldest_ns`` is when the first of these commits was made."""
 
     originals: list[str] = field(default_factory=list)
     operations: int = 0
@@ -100,7 +101,7 @@ class Redater:
         for meta in found:
             try:
                 record = await self._log.fetch(meta)
-                record = replace(record, operations=list(record.operations))  # each one object, known by its `id`
+                record = replace(record, operations=list(record.operations))  # decoded once: `id` tells them apart
             except (NotFound, PreconditionFailed, DamagedCommit) as error:
                 logger.error("commit %s is dated too far ahead, and cannot be committed again: %s", meta.key, error)
                 continue
@@ -175,7 +176,7 @@ class Redater:
         return [each for each in left if id(each) not in gone]
 
     def is_superseded(self, operation: Operation, since_ns: int) -> bool:
-        """Return whether a commit that was read is later than ``since_ns``, and about the same as the operation."""
+        """Return whether a commit that was read is later than ``since_ns`` and changes what the operation changes."""
         if isinstance(operation, Put | Relocate) and is_of_version(operation):
             return False
         path, is_directory, is_attributes = _said(operation)

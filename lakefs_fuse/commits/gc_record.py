@@ -4,8 +4,8 @@ It is the object `.lakefs/gc/<time>-<horizon>`. The *horizon*, a time in ns sinc
 readers of the lake learn it from one LIST.
 
 What always holds (*horizon before deletion*): an index that has all commits before the horizon is stored first, then
-the record, and then commits before the horizon are deleted; the horizon never decreases. So a reader without an index,
-and without names, that reach up to the horizon lacks changes that are in no commit any more.
+the record, and then commits before the horizon are deleted; the horizon never decreases. So a reader that has neither
+an index nor names up to the horizon lacks changes that are in no commit any more.
 
 For tasks of one trio loop. A crash while a record is written leaves two: the newest counts for grace periods, and the
 highest horizon of any counts.

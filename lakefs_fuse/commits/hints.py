@@ -30,7 +30,7 @@ PUBLISH_DELAY_S = 0.005
 """Commits that are stored within this time share a message."""
 MESSAGE_KEYS_MAX = 1000
 MESSAGE_BYTES_MAX = 64 << 10
-"""Maximum size of a message, enough for a thousand keys. A longer one is not of a mount."""
+"""Maximum size of a message, enough for a thousand keys. A longer one is not from a mount."""
 KEYS_MAX = 4096
 RECEIVE_S = 1.0
 """How long a worker thread waits for a message, and so how late it may notice that none is wanted any more."""

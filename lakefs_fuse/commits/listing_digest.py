@@ -119,7 +119,7 @@ class BucketSums:
         return Digest(0, [count for count, _ in pairs], [total for _, total in pairs])
 
     def differences(self, digest: Digest, first: int, since: int) -> list[tuple[int, int]]:
-        """Return the ranges of time from ``since`` on in which a digest, which begins at ``first``, differs."""
+        """Return the ranges of time from ``since`` on in which a digest that begins at ``first`` differs from this."""
         found: list[tuple[int, int]] = []
         for bucket, pair in enumerate(zip(digest.counts, digest.sums, strict=True), first >> BUCKET_BITS):
             if bucket < since >> BUCKET_BITS or pair == self._of.get(bucket, (0, 0)):

@@ -71,7 +71,7 @@ KNOWN_MAX = 1 << 14
 """Maximum of known keys in memory, some 2 MB, plus one page. At 100 commits a second the window has more."""
 CLOCK_CHECK_S = 600.0
 OVERLAP_S_MAX = 10
-"""Maximum time before the newest commit that the last poll was shown at which a shallow poll begins: a PUT rarely takes
+"""A shallow poll begins at most this long before the newest commit that the last poll was shown: a PUT rarely takes
 longer."""
 OVERLAP_KEYS_MIN, SHALLOW_KEYS = 250, 900
 """Known keys that a shallow poll lists again: SHALLOW_KEYS, fewer than a page has, less as many as were new in the last
@@ -88,11 +88,12 @@ DIGEST_AGE_S = OVERLAP_S_MAX
 DIFFERENCES_MAX = 8
 """If more ranges of time differ from a digest, this mount lists the whole window when that is due."""
 LISTING_S_MAX = 30.0
-"""A LIST that takes longer may have passed the place of a commit before the next commit that it found was made."""
+"""If a LIST takes longer, polls are not past the newest commit that it found: it may have passed the place of another
+commit before that one was made."""
 ABSENCE_S_MAX = 7 * 86400.0
 """How long a node may be suspended, or cut off from the store; what dead nodes leave behind is kept as long."""
 DOUBT_S_MAX = 1.0
-"""Time after a commit's own time in which an older one may still be found: the PUT of that one may be slower."""
+"""How long after its own time a commit in doubt waits for an older one, whose PUT may be slower."""
 GETS_MAX = 4
 """A poll in the background that would send more GETs leaves commits that were not shown before to a repeater. If there
 is none, it waits until the writers of all these commits have repeated them in bundles."""
@@ -152,7 +153,7 @@ class _Look:
 
     After a deep look every commit that was visible at ``began_s`` is among ``found`` or applied. Polls were past the
     time ``polled`` when it began; once ``found`` is in effect, they are past the time ``past`` (None: not known).
-    ``digest`` is a digest of what was listed, for other mounts, behind the time at which it begins."""
+    ``digest`` has the time from which on a digest for other mounts covers what was listed, and that digest."""
 
     found: list[Found]
     is_deep: bool
@@ -209,7 +210,7 @@ class Poller:
         self._repeater_s, self._repeated = -math.inf, 0
         """When a LIST last showed a new bundle of another repeater, and the time of the newest commit in it."""
         self._repeats_since, self._counts = 0, list[tuple[float, int]]()
-        """As the repeater: the time of the newest commit in its first bundle, and when it applied how many commits."""
+        """As the repeater: newest commit time in its first bundle; time and number of commits of each recent poll."""
         self._rivals = 0
         """Number of polls in a row that have shown new bundles of others."""
         self._found_before = 0
@@ -233,8 +234,8 @@ class Poller:
         self._lock = trio.Lock()
 
     async def run(self) -> None:
-        """Poll for as long as the mount lives, rarely while it is idle. A failure of the store is logged once, and the
-        poll repeated."""
+        """Poll for as long as the mount lives, rarely while it is idle. A failure of the store is logged once, and
+        polls continue."""
         checked_at, jumps = trio.current_time(), self._clock.jumps
         while True:
             await self._pause()
@@ -325,8 +326,8 @@ class Poller:
         return len(look.found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX
 
     def _repeated_until(self, look: _Look) -> int | None:
-        """Return up to which time bundles of a repeater have what a look found, or the last poll was shown it. None if
-        there is no repeater."""
+        """Return the time up to which a look is applied if there is a repeater, else None: its bundles have these
+        commits, or the last poll was shown them."""
         if trio.current_time() - self._repeater_s >= REPEATER_S:
             return None
         before, self._found_before = self._found_before, look.found[-1][0]
@@ -363,7 +364,7 @@ class Poller:
             self._log.repeated.clear()
 
     async def _poll(self, began_s: float, until: float = math.inf) -> int:
-        """Apply what a deep look finds, up to the time ``until``: all of it that was visible at ``began_s``."""
+        """Apply what a deep look finds, up to the time ``until``, for a poll that began at ``began_s``."""
         async with self._lock:
             return await self._apply_found(began_s, await self._look(is_deep=True), until)
 
@@ -438,7 +439,7 @@ class Poller:
             await self.poll()
 
     async def _look_in_background(self) -> _Look:
-        """Return a shallow look, or a deep one if that takes one page or is due, or the last poll did not end."""
+        """Return a shallow look; a deep one if that takes one page or is due, or the last poll did not complete."""
         if not (self._is_long and self._is_whole):
             return await self._look(is_deep=True)
         look = await self._look(is_deep=False)

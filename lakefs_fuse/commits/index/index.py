@@ -68,8 +68,8 @@ FILE_BYTES_MAX = 1 << 30
 REMOVED_BYTES_MAX = 64 << 20
 """Maximum size of a file of keys, which is read into memory."""
 KEPT = 2
-"""Indexes that stay once a new one was written: mounts that start may be reading the one before, and the new one may be
-damaged."""
+"""Number of indexes that stay once a new one was written: mounts that start may be reading the one before, and the new
+one may be damaged."""
 CANDIDATES_MAX = 4
 UNFINISHED_NS = 24 * 3600 * 1_000_000_000
 GET_BYTES = 16 << 20
@@ -110,8 +110,8 @@ class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Dataset(msgspec.Struct, frozen=True, kw_only=True):
-    """Which version of a dataset a named snapshot is. It has ``files`` with ``bytes`` in all, which were at or below
-    ``path`` of the lake."""
+    """The version of a dataset that a named snapshot is: ``files`` files of ``bytes`` bytes in all, which were at or
+    below ``path`` of the lake."""
 
     name: str
     version: int
@@ -397,7 +397,7 @@ class _IndexSearch:
 
     def _lacks(self, known: int) -> bool:
         """Return whether names that have every commit up to this time may lack deleted ones: those are older than the
-        horizon, and the newest of them may be as new as that allows."""
+        horizon, and the newest of them may be older by 1 ns only."""
         return known + 1 < self._needed
 
     async def _try_index(self, time: int) -> bool:
@@ -521,7 +521,7 @@ async def write_index(
 
 
 async def put_manifest(client: StoreClient, manifest: Manifest, prefix: str) -> None:
-    """Store the manifest, from which moment on the index exists. Raises StoreError kinds."""
+    """Store the manifest; from then on the index exists. Raises StoreError kinds."""
     _check(manifest, manifest.time)
     await client.put(prefix + MANIFEST, encode(manifest))
 
@@ -577,11 +577,12 @@ async def remove_old(
     found: dict[int, list[ObjectMeta]],
     known: Sequence[Manifest],
 ) -> int:
-    """Remove all indexes but the newest two, unfinished ones included, and files that no kept manifest names.
+    """Remove all indexes but the newest two, manifests first, and files that no kept manifest names.
 
-    Manifests are removed first. Returns how many objects were removed. ``now_ns`` is the store's time, ``found`` a
-    listing, and ``known`` are manifests that need not be read, including that of an index written since. Nothing is
-    removed while a kept manifest cannot be read. Raises StoreError kinds, LakeError if some object cannot be removed.
+    Unfinished indexes are removed unless a writer may be at work on them. Returns how many objects were removed.
+    ``now_ns`` is the store's time, ``found`` a listing, and ``known`` are manifests that need not be read, including
+    that of an index written since. Nothing is removed while a kept manifest cannot be read. Raises StoreError kinds,
+    LakeError if some object cannot be removed.
     """
     manifests = {manifest.time: manifest for manifest in known}
     whole = sorted({*times_of(found), *manifests}, reverse=True)

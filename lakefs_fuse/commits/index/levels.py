@@ -1,12 +1,12 @@
 """Chooses whether a fold writes a base or an increment of the index, and writes it.
 
 What always holds (*what a reader gets*): the base and the increments of an index, ingested one after the other, are the
-rows of the database that wrote it, except those of commits that are too old for polls. An increment continues the index
-whose names the database had (`changed_rows.Folded`). It is written only if that index is still the newest and all its
-files are in the store; otherwise a new base is written.
+rows of the database that wrote it, except records of commits that are too old for polls. An increment continues the
+index whose names the database had (`changed_rows.Folded`). It is written only if that index is still the newest and all
+its files are in the store; otherwise a new base is written.
 
-Bounds: there are at most INCREMENTS_MAX increments, of at most BASE_SHARE of the base in size. Merging rewrites each
-changed row about once; a new base rewrites about 1 / BASE_SHARE rows for each that changed.
+Bounds: there are at most INCREMENTS_MAX increments, which together have at most BASE_SHARE of the size of the base.
+Merging rewrites each changed row about once; a new base rewrites about 1 / BASE_SHARE rows for each that changed.
 
 This needs no GET: rows that are merged or written again come from the database. A crash before the manifest is stored
 leaves files, which `remove_old` removes; a crash after it leaves a database that still has the mark of the index before
@@ -38,9 +38,9 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 
 BASE_SHARE = 0.2
-"""Maximum of all increments, as a share of the size of the base. Together with what only the older of the two kept
-indexes has, the objects of an index take less than 1.3 times its live size on average; between a new base and the next
-fold, both bases are there."""
+"""Maximum size of all increments, as a share of that of the base. With what only the older of the two kept indexes has,
+the objects of an index take less than 1.3 times its live size on average; between a new base and the next fold, both
+bases are there."""
 INCREMENTS_MAX = 12
 """A fresh mount fetches two objects for each, beside a base of 24 MiB files, within 100 requests for ten million
 names."""

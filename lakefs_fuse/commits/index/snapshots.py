@@ -1,9 +1,9 @@
 """Named snapshots: the names of a whole lake, or of one directory, at one moment, kept until the snapshot is deleted.
 
-Below `.lakefs/snapshots/<name>/` are the files of an index (`index`), `objects`, the list of packs and other objects
-below `.lakefs/` in which its files have bytes, and, written last, the manifest: a snapshot without a manifest does not
+Below `.lakefs/snapshots/<name>/` are the files of an index (`index`), `objects` (the list of packs and other objects
+below `.lakefs/` in which its files have bytes) and, written last, the manifest: a snapshot without a manifest does not
 exist. `gc` leaves the listed objects alone. Plain objects of the lake are not kept: when one is removed or replaced, it
-is missing from the snapshot. A version of a dataset (`datasets`) is a snapshot of a directory, which names no plain
+is missing from the snapshot. A version of a dataset (`datasets`) is a snapshot of a directory, and names no plain
 object.
 
 Raises StoreError kinds throughout. A crash while a snapshot is written or deleted leaves objects without a manifest,

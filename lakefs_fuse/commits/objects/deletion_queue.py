@@ -1,8 +1,8 @@
 """The deletion queue: plain objects that a commit superseded, by removing or replacing their names, are deleted later.
 
 A superseded object stays for ``delete_after_s``. By then every node has heard of the commit, and this node of whatever
-another did before that: it may have renamed the file without knowing of the removal, so that a name refers to the
-object.
+another did before that: the other may have renamed the file without knowing of the removal, so that a name refers to
+the object.
 
 What always holds:
 
@@ -281,7 +281,8 @@ class DeletionQueue:
         return len(due)
 
     async def _find_kept(self, doomed: Sequence[Deletion]) -> Container[str]:
-        """Return the keys that named snapshots keep, which are below ``.lakefs/``. Raises LakeError."""
+        """Return the keys that named snapshots keep. Those are below ``.lakefs/``: nothing is read if no key of
+        ``doomed`` is. Raises LakeError."""
         is_ours = any(each.key.startswith(RESERVED_PREFIX) for each in doomed)
         if not is_ours:
             return ()
