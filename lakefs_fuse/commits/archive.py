@@ -289,7 +289,7 @@ def read_bounded_record(raw: Buffer, where: Whereabouts, time: int, writer: str)
 
 
 def outside(record: Record, where: Whereabouts) -> Iterator[str]:
-    """Yield the paths whose bytes are said to be in this archive, at a place where no file of it can be."""
+    """Yield the paths whose bytes the record places in this archive where no file of it can be."""
     for operation in record.operations:
         if not isinstance(operation, Put | Relocate | SetAttr) or operation.object != THIS:
             continue
@@ -309,7 +309,7 @@ _EXTRA_BYTES = frozenset(_OWNERS_BYTES + times + wide for times in (0, _TIMES_BY
 
 
 def wrong_members(data: Buffer) -> list[tuple[int, int]]:
-    """Return begin and end of the whole files in a range of a pack (``data``) that do not have their CRC-32.
+    """Return begin and end in ``data``, a range of a pack, of whole files whose bytes do not have their CRC-32.
 
     A range of a pack contains the headers of its files, but not their places. Bytes of exactly the form that
     `ArchiveBuilder` gives a header count as one, so the files in a file that is itself a pack are checked, too. Bytes
@@ -335,7 +335,7 @@ def wrong_members(data: Buffer) -> list[tuple[int, int]]:
 
 
 def _read_header(view: memoryview, at: int) -> tuple[int, int, int] | None:
-    """Return begin, size and CRC-32 of the file behind a header; None unless it is whole and of this program's form."""
+    """Return begin, size and CRC-32 of the file behind a header. None unless the header is whole and one of ours."""
     if at + LOCAL.size > len(view):
         return None
     _, _, flags, method, _, _, crc, packed, size, name_bytes, extra_bytes = LOCAL.unpack_from(view, at)

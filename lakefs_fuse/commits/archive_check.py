@@ -240,8 +240,8 @@ def _entries(raw: memoryview, directory_at: int, count: int) -> list[_Header]:
 
 
 def _with_zip64(extra: memoryview, size: int, packed: int, at: int) -> tuple[int, int, int]:
-    """Return the three numbers, with those that did not fit in 32 bits taken from the extra field, where they are in
-    this order. Raises struct.error."""
+    """Return the three numbers, with those that did not fit in 32 bits from the extra field. They are in this order
+    there. Raises struct.error."""
     if MAX32 not in (size, packed, at):
         return size, packed, at
     place = 0

@@ -65,8 +65,8 @@ log = logging.getLogger(__name__)
 
 
 class Bundle(NamedTuple):
-    """A bundle as its key describes it: the times of the newest and the oldest commit in it, the writer of all (or
-    MIXED), and how many there are."""
+    """A bundle as its key describes it. ``last`` and ``first`` are the times of the newest and the oldest commit in it,
+    ``writer`` is that of all (or MIXED), ``commits`` their number."""
 
     last: int
     writer: str
@@ -89,7 +89,7 @@ _COPIES: msgspec.msgpack.Decoder[list[Copy]] = msgspec.msgpack.Decoder(list[Copy
 
 
 def parse_bundle(meta: ObjectMeta) -> Bundle | None:
-    """Return the bundle that an object is by its key; None for any other, and for one that is too large."""
+    """Return the bundle that an object is by its key; None for other objects, and if it is too large."""
     match = _NAME.fullmatch(meta.key)
     if match is None or not 0 < meta.size <= 2 * BUNDLE_BYTES_MAX:
         return None
@@ -97,7 +97,7 @@ def parse_bundle(meta: ObjectMeta) -> Bundle | None:
 
 
 def commit_time(key: str) -> int:
-    """Return the time in the key of a commit; for the key of a bundle, that of the newest commit in it."""
+    """Return the time in the key of a commit, or of the newest commit in the key of a bundle."""
     return int(key[len(COMMITS) : len(COMMITS) + 16], 16)
 
 
@@ -127,8 +127,8 @@ class _Sweep:
         return bisect_right(self._times, bundle.last) - bisect_left(self._times, since)
 
     def best(self, time: int) -> tuple[int, int, str, Bundle] | None:
-        """Return the best bundle for a commit of this time, behind its rank (less is better); None if a GET of the
-        commit does as well."""
+        """Return the rank of the best bundle for a commit of this time (less is better), with the bundle as last item.
+        None if a GET of the commit does as well."""
         later, current = self._later, self._current
         while later and later[-1].first <= time:
             bundle = later.pop()
@@ -158,7 +158,7 @@ class _Plan:
                 sweep.add(of_writer)
 
     def take(self, time: int, writer: str) -> Bundle | None:
-        """Remove and return the best bundle that may have this commit; None if a GET of the commit does as well."""
+        """Remove and return the best bundle that may have this commit. None if a GET of the commit does as well."""
         sweeps = [sweep for name in (writer, MIXED) if (sweep := self._sweeps.get(name))]
         found = [(best, sweep) for sweep in sweeps if (best := sweep.best(time))]
         if not found:
@@ -290,7 +290,7 @@ class BundleWriter:
         return self._bytes >= BUNDLE_BYTES_MAX - COMMIT_BYTES_MAX or len(self._copies) >= BUNDLE_COMMITS_MAX
 
     def add(self, meta: ObjectMeta | Copy, body: Buffer) -> None:
-        """Gather a commit object, unless it is large, or there is no room for it."""
+        """Gather a commit object, unless it is large, or there is no room for it, or bundles are refused."""
         if len(body) <= COMMIT_BYTES_MAX and not (self.is_full or self.is_refused):
             self._copies[meta.key] = Copy(meta.key, meta.etag, bytes(body))
             self._bytes += len(body)

@@ -45,8 +45,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """A commit in the store: its object, its bytes (none if there was nothing to commit), and the offsets of its
-    members' data."""
+    """A commit in the store: its object, its bytes, and the offsets of its members' data. It has no bytes if there was
+    nothing to commit."""
 
     ref: ObjectRef
     body: bytes

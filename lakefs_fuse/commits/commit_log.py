@@ -193,13 +193,13 @@ class CommitLog:
                 await again.write()
 
     def record_repeater(self, until: int) -> None:
-        """Record that a repeater has repeated the commits up to a time, so that this mount need not repeat its own."""
+        """Record that a repeater has repeated the commits up to a time: this mount need not repeat its own."""
         self._repeater_s = trio.current_time()
         self._own = [own for own in self._own if commit_time(own[0].key) > until]
 
     async def repeat(self) -> int:
-        """As the repeater, store a bundle of the commits that were fetched, or made by this mount, since the last one.
-        Returns the time of the newest commit in it, 0 if no bundle was stored."""
+        """As the repeater, store a bundle of the commits fetched, or made by this mount, since the last one. Returns
+        the time of the newest commit in it, 0 if no bundle was stored."""
         self._repeater_s = trio.current_time()
         if self.fetched:
             self.fetched.move_to(self.repeated)

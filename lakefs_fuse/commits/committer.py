@@ -807,8 +807,8 @@ class Committer:
         self.journal.forget(journaled)
 
     async def _reconcile_sending(self) -> None:
-        """Ask the store whether it has the last commit with journaled changes, unless its outcome is known; if so,
-        record that."""
+        """Find out what became of the last commit with journaled changes. If its answer is not known, the store is
+        asked, and a commit that it has is recorded."""
         sending = self.journal.sending
         if sending is None:
             return

@@ -1,4 +1,4 @@
-"""Doubts: a record and what is known here of a name disagree, and only the store can tell which is newer.
+"""Doubts: a record disagrees with what is known here of a name, and only the store can say which is newer.
 
 `Application.doubts` yields them, and the poller asks the store. They live as long as a record is being applied.
 """
@@ -11,7 +11,7 @@ from lakefs_fuse.meta.tombstones import SAME_VERSION_NS
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """A record and the plain object ``etag`` disagree about ``path``; only the store can tell which is newer. The
+    """A record and the plain object ``etag`` disagree about ``path``; only the store can say which is newer. The
     record's writer knew of the object ``hides`` there, empty for none."""
 
     path: str

@@ -63,8 +63,8 @@ class Original:
 
 @dataclass(slots=True)
 class Redated:
-    """The outcome of a run: keys of the commits (``originals``), and the numbers of ``operations`` that were committed
-    again, and of ``superseded`` ones. ``oldest_ns`` is when the first of these commits was made."""
+    """The outcome of a run. ``originals`` are the keys of the commits; ``operations`` were committed again, and
+    ``superseded`` were left out. ``oldest_ns`` is when the first of these commits was made."""
 
     originals: list[str] = field(default_factory=list)
     operations: int = 0

@@ -98,7 +98,7 @@ class Hints:
         return max(self._refresh_s, UNNAMED_S_MAX if self._unnamed else HINTED_REFRESH_S)
 
     async def wait_due(self) -> None:
-        """Wait until a hint has come, or the channel was lost or is back, and a poll because of that is due."""
+        """Wait until a poll is due because a hint has come, or the channel was lost or is back."""
         await self._heard.wait()
         now_s = trio.current_time()
         due_s = max(self._began_s + POLL_S_MIN, self._due_s - POLLS_AT_ONCE * self._interval_s)

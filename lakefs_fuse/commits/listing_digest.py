@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 
 
 class DigestName(NamedTuple):
-    """A digest as its key describes it: when it was stored, its writer, the time of the newest commit that was known
-    when its LIST began, and the time from which on it covers commits."""
+    """A digest as its key describes it. ``time`` is when it was stored; ``newest`` the newest commit that was known
+    when its LIST began; ``first`` the time from which on it covers commits."""
 
     time: int
     writer: str
@@ -67,7 +67,7 @@ _DIGEST: msgspec.msgpack.Decoder[Digest] = msgspec.msgpack.Decoder(Digest)
 
 
 def parse_digest(meta: ObjectMeta) -> DigestName | None:
-    """Return the digest that an object is by its key; None for any other, and for one that is too large."""
+    """Return the digest that an object is by its key; None for other objects, and if it is too large."""
     match = _NAME.fullmatch(meta.key)
     if match is None or not 0 < meta.size <= DIGEST_BYTES_MAX:
         return None
@@ -91,7 +91,7 @@ class BucketSums:
         self._of: dict[int, tuple[int, int]] = {}
 
     def replace(self, since: int, until: int | None, commits: Iterable[tuple[int, str]]) -> None:
-        """Replace the sums from one time up to another (None: the end) by those of the commits that a LIST showed."""
+        """Replace the sums between two times (None: the end) by those of the commits that a LIST showed."""
         first, end = since >> BUCKET_BITS, None if until is None else until >> BUCKET_BITS
         for bucket in [each for each in self._of if each >= first and (end is None or each < end)]:
             del self._of[bucket]
@@ -104,8 +104,8 @@ class BucketSums:
                 del self._of[bucket]
 
     def start_of_last(self, keys: int, newest: int, span_ns: int) -> int:
-        """Return where the last buckets up to ``newest`` begin that have no more than ``keys`` commits and lie within
-        ``span_ns``; there is at least one."""
+        """Return where the last buckets up to ``newest`` begin that have at most ``keys`` commits within ``span_ns``.
+        There is at least one bucket."""
         last = bucket = newest >> BUCKET_BITS
         first = max(0, newest - span_ns) >> BUCKET_BITS
         count = self._of.get(bucket, (0, 0))[0]

@@ -130,8 +130,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Listed:
-    """What a LIST showed: commits that are not applied (``found``), times and keys of all commits, and ``others``:
-    bundles, digests and other objects."""
+    """What a LIST showed. ``found`` are commits that are not applied, ``commits`` times and keys of all commits, and
+    ``others`` objects that are no commits."""
 
     found: list[Found] = field(default_factory=list)
     commits: list[tuple[int, str]] = field(default_factory=list)
@@ -184,8 +184,8 @@ class Poller:
         applied: Callable[[Record], object] = lambda _: None,
         hints: Hints | None = None,
     ) -> None:
-        """``redate`` commits again what this node dated too far ahead; ``applied`` is called with each record that was
-        applied; ``rng`` draws when this mount lists the window; ``hints`` say when to poll, and whether the mount is
+        """``redate`` commits again what this node dated too far ahead. ``applied`` is called with each record that was
+        applied. ``rng`` draws when this mount lists the window. ``hints`` say when to poll, and whether the mount is
         idle."""
         self._idleness = Idleness(0.0) if hints is None else hints.idleness
         self._hints = hints if hints is not None and hints.is_used else None
@@ -326,8 +326,8 @@ class Poller:
         return len(look.found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX
 
     def _repeated_until(self, look: _Look) -> int | None:
-        """Return the time up to which a look is applied if there is a repeater, else None: its bundles have these
-        commits, or the last poll was shown them."""
+        """Return the time up to which to apply a look if there is a repeater, else None. Bundles have the commits up to
+        that time, or the last poll was shown them."""
         if trio.current_time() - self._repeater_s >= REPEATER_S:
             return None
         before, self._found_before = self._found_before, look.found[-1][0]
@@ -439,7 +439,7 @@ class Poller:
             await self.poll()
 
     async def _look_in_background(self) -> _Look:
-        """Return a shallow look; a deep one if that takes one page or is due, or the last poll did not complete."""
+        """Look for commits: deeply if that takes one page or is due, or if the last poll did not come to its end."""
         if not (self._is_long and self._is_whole):
             return await self._look(is_deep=True)
         look = await self._look(is_deep=False)
@@ -529,7 +529,7 @@ class Poller:
             await self._log.digests.write(self._clock.now(), look.past, first, replace(digest, took_ns=took_ns))
 
     async def _compare(self, look: _Look, name: DigestName, window: int, known: set[str]) -> None:
-        """List what differs from a digest, so that a shallow look is worth as much as the deep one of that digest."""
+        """List what differs from a digest, which makes a shallow look as good as the deep one of that digest."""
         newest = min(name.newest, self._applier.commits.newest())
         if newest <= self._applier.commits.polled() or (digest := await self._log.digests.read(name)) is None:
             return

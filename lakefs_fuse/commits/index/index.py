@@ -97,8 +97,8 @@ class IndexFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The changes since the index of the time ``since``: ``files`` of rows that were written, and ``removed``, files of
-    keys whose rows were deleted."""
+    """The changes since the index of the time ``since``. ``files`` have the rows that were written, ``removed`` the
+    keys of rows that were deleted."""
 
     since: int
     files: list[IndexFile]
@@ -110,8 +110,8 @@ class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Dataset(msgspec.Struct, frozen=True, kw_only=True):
-    """The version of a dataset that a named snapshot is: ``files`` files of ``bytes`` bytes in all, which were at or
-    below ``path`` of the lake."""
+    """The version of a dataset that a named snapshot is. It has ``files`` files of ``bytes`` bytes in all, which were
+    at or below ``path`` of the lake."""
 
     name: str
     version: int
@@ -396,7 +396,7 @@ class _IndexSearch:
         return None
 
     def _lacks(self, known: int) -> bool:
-        """Return whether names that have every commit up to this time may lack deleted ones: those are older than the
+        """Return whether names that have every commit up to this time may lack deleted ones. Those are older than the
         horizon, and the newest of them may be older by 1 ns only."""
         return known + 1 < self._needed
 

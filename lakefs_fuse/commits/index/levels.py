@@ -47,7 +47,7 @@ names."""
 
 
 def choose_since(before: Manifest | None, database: Database, found: Mapping[int, Collection[ObjectMeta]]) -> int:
-    """Return the time of the index since which an increment is to have all changes, or 0 if a base is to be written."""
+    """Return the time of the index since which an increment has to have all changes; 0 for a base."""
     folded = tables.folded_of(database)
     if before is None or folded.index != before.time or not _is_whole(before, found):
         return 0

@@ -57,8 +57,8 @@ async def put_record(client: StoreClient, key: str, record: NodeRecord) -> None:
 
 
 async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[tuple[NodeRecord, int]]:
-    """Return the records that have not expired, each with the time of its last PUT (ns since 1970), by node and
-    mountpoint. Records that cannot be read, or that no mount would write, are left out."""
+    """Return the records that have not expired, by node and mountpoint, each with the time of its last PUT (ns since
+    1970). Records that cannot be read, or that no mount would write, are left out."""
     found: list[tuple[NodeRecord, int]] = []
 
     async def read(meta: ObjectMeta) -> None:

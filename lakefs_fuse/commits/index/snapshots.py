@@ -152,7 +152,7 @@ async def write(
 
 
 async def put_objects(client: StoreClient, name: str, objects: Objects) -> None:
-    """Store the list of objects below `.lakefs/` that these rows name: from then on none of them is deleted, even
+    """Store the list of objects below `.lakefs/` that these rows name. From then on none of them is deleted, even
     before the snapshot is finished. Raises LakeError if there are too many."""
     raw, count = bytearray(5), 0
     for row in objects.rows():
@@ -169,8 +169,8 @@ async def put_objects(client: StoreClient, name: str, objects: Objects) -> None:
 
 
 async def replace(client: StoreClient, threads: Threads, name: str, before: Manifest, dump: tables.Dump) -> None:
-    """Replace the rows of a snapshot by a dump, which goes into files of other names, with the PUT of the manifest. A
-    crash leaves files that no manifest names, which deleting the snapshot removes."""
+    """Replace the rows of a snapshot by a dump, with the PUT of the manifest. The dump goes into files of other names;
+    a crash leaves files that no manifest names, which deleting the snapshot removes."""
     prefix = prefix_of(name)
     time, horizon = before.time, before.horizon
     await write_index(

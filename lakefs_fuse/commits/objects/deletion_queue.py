@@ -302,8 +302,8 @@ class DeletionQueue:
         self._db.commit(batch)
 
     async def _still_there(self, doomed: Sequence[Deletion]) -> list[Deletion]:
-        """Return the deletions whose removed version is still in the store, and those of directory markers that were
-        not put since. Raises LakeError."""
+        """Return the deletions whose removed version is still in the store, and those of markers not put since. Raises
+        LakeError."""
         below: dict[str, dict[str, Deletion]] = defaultdict(dict)
         for each in doomed:
             if each.etag:
@@ -329,8 +329,8 @@ class DeletionQueue:
         return there
 
     async def _old_markers(self, doomed: Sequence[Deletion]) -> list[Deletion]:
-        """Return the deletions of markers that are older than their removal, or are not there: a store may show a
-        prefix without a marker until that is deleted. Raises LakeError."""
+        """Return the deletions of markers that are older than their removal, or are not there. A store may show a
+        prefix without a marker, until that is deleted. Raises LakeError."""
         old: list[Deletion] = []
 
         async def ask(each: Deletion) -> None:
