@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.namespace.subtree_listing import KEYS_MAX
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
@@ -425,6 +426,24 @@ async def test_a_renamed_directory_takes_along_what_other_nodes_put_there(tmp_pa
         tree = await same_for_all(store, tmp_path, clock, one, two)
         wanted = {"final": None, "final/rank0": b"0", "final/rank1": b"1", "final/deep": None, "final/deep/rank2": b"2"}
         assert tree == wanted
+
+
+async def test_a_renamed_directory_takes_along_a_directory_that_appeared_since_a_flat_listing(tmp_path: Path) -> None:
+    """The flat listing is not old yet, and does not know what is in that directory."""
+    store, clock = MemoryStore(), Clock()
+    for key in ("d/x", "other/x"):
+        store.give(key, b"x")
+    async with lake(store, tmp_path, clock=clock) as m:
+        assert await m.names("other") == await m.names("d") == ["x"]
+        directory = await m.found("d")
+        clock.advance(TTL_S + 1)
+        await m.read_directory(directory.inode)
+        await m.fs.namespace.lookup(ROOT_INODE, b"d", ask=True)
+        clock.advance(1)
+        store.give("d/new/deep/y", b"y")
+        await m.rename("d", "e")
+        tree = await m.tree("e")
+        assert tree == {"e/x": b"x", "e/new": None, "e/new/deep": None, "e/new/deep/y": b"y"}
 
 
 async def test_rename_lists_no_directory_again_for_a_file_whose_name_ends_as_a_placeholder(tmp_path: Path) -> None:

@@ -112,14 +112,15 @@ class RenamePreparation:
 
     async def _list_below(self, directory: Entry) -> None:
         await self._heard(0.0)
-        await self._list_unlisted(directory)
-        if await self._list_changed(directory):
-            await self._list_unlisted(directory)
+        await self._list_unlisted(directory, self._ns.ensure_listed)
+        began_ns = self._ns.now_ns()
+        if await self._list_changed(directory):  # older listings do not know what is in directories that are new
+            await self._list_unlisted(directory, partial(self._ns.list_directory, since_ns=began_ns))
 
-    async def _list_unlisted(self, directory: Entry) -> None:
+    async def _list_unlisted(self, directory: Entry, list_one: Callable[[int], Awaitable[object]]) -> None:
         level = array("Q", [directory.inode])
         while level:
-            await self._list_all(await self._unlisted_of(level), self._ns.ensure_listed)
+            await self._list_all(await self._unlisted_of(level), list_one)
             below = array("Q")
             for inode in level:
                 for children in self._ns.tree.children_in_steps(inode):
