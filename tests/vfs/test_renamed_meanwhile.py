@@ -274,6 +274,38 @@ async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_
         assert await fresh.tree() == {"f": b"third!", "g": b"second"}
 
 
+async def test_adoption_of_a_file_whose_rename_is_held_comes_after_the_rename(tmp_path: Path) -> None:
+    """The rename waits for a file that was acknowledged before it, and another node replaces the object meanwhile."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="never") as one,
+        writing_back(store, tmp_path / "two", clock=clock) as two,
+    ):
+        await one.write("old", b"first")
+        await one.sync()
+        await two.poll()
+        assert await two.read("old") == b"first"
+        pause = Pause(lambda request: request.what == "put" and request.key == "acknowledged")
+        store.hook = pause
+        await two.write("acknowledged", b"before the rename")
+        await two.rename("old", "new")
+        clock.advance(1)
+        await one.write("old", b"second")
+        await one.sync()
+        await two.poll()
+        assert await two.parts.renamed.adopt("new")
+        assert await two.read("new") == b"second"
+        pause.resume()
+        await two.fs.make_durable()
+        await two.fs.sync_names()
+        clock.advance(TTL_S + 1)
+        await one.poll()
+        wanted = {"acknowledged": b"before the rename", "new": b"second"}
+        assert await one.tree() == await two.tree() == wanted
+    async with lake(store, tmp_path / "three", clock=clock) as three:
+        assert await three.tree() == wanted
+
+
 async def test_a_commit_of_another_node_that_overtakes_ours_is_newer_here_too(tmp_path: Path) -> None:
     """It is polled while our PUT is under way: it has a later time, and meets the stamp of what is not committed."""
     store, clock = MemoryStore(), Clock()

@@ -32,6 +32,7 @@ async def until_shown(m: Lake, path: str, data: bytes) -> None:
     with trio.fail_after(SHOWN_S_MAX):
         while (await m.found(path)).size != len(data) or await m.read(path) != data:
             await trio.sleep(0.01)
+    await m.parts.renamed.wait_adopted()
 
 
 async def written_and_seen(one: Lake, two: Lake, names: str) -> None:

@@ -233,7 +233,9 @@ class RenamedObjects:
         if is_successor(meta, row.etag):
             self._deletions.note_adopted(row.key, meta.etag)
             await self.hide(row.key, meta.etag)
-        await self._committer.commit(lambda: self._adoption(path, row, meta))
+        async with self._committer.quiet():
+            self._committer.enqueue(self._adoption(path, row, meta))  # not ahead of the rename, which may be held
+        await self._committer.flush()
         return True
 
     def _is_put_since(self, path: str, there: ObjectMeta, entry: Entry) -> bool:
@@ -244,7 +246,7 @@ class RenamedObjects:
         return there.etag != entry.etag and not is_gone and there.mtime_ns + NS > entry.stamp
 
     def _adoption(self, path: str, row: ObjectRow, meta: ObjectMeta) -> Change:
-        """Called when the commit's turn has come. New bytes at the key came before the rename, and the old name hides
+        """Called when no commit is on its way. New bytes at the key came before the rename, and the old name hides
         them; those of another program only where the store dates them before the rename. A new file that its writer
         made there, unaware of the one that was renamed, stays what the old name means, too."""
         builder = ChangeBuilder(self._ns.tree)
