@@ -13,6 +13,7 @@ import trio
 
 from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, Unavailable
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import attributes
@@ -820,6 +821,21 @@ async def test_a_get_of_another_version_teaches_nothing(tmp_path: Path) -> None:
         assert m.fs.entry(inode).size == 10
         assert m.fs.entry(inode).mode != 0o600
         await m.close(old)
+
+
+async def test_metadata_that_comes_with_the_bytes_keeps_the_time_that_the_row_has_by_then(tmp_path: Path) -> None:
+    """The commit that has the file was sent while it was open: the file is not newer than all later ones."""
+    store = MemoryStore()
+    store.give("file", b"x" * UNREAD, S3FS)
+    async with lake(store, tmp_path) as m:
+        handle = await m.open("file")
+        tree, batch = m.fs.namespace.tree, Batch()
+        tree.restamp(batch, [await m.found("file")], 5)
+        tree.database.commit(batch)
+        assert await m.fs.read(handle, 0, 10) == b"x" * 10
+        await m.close(handle)
+        row = await m.found("file")
+        assert (row.mode, row.stamp) == (0o600, 5)
 
 
 # -- refusals

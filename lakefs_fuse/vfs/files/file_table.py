@@ -375,10 +375,13 @@ class FileTable:
             log.info("the attributes of %s will be asked for: %s", meta.key, error)
 
     def learn(self, entry: Entry, meta: ObjectMeta) -> Entry:
-        """Write an object's own attributes to its entry."""
-        learnt = attributes.learn(entry, meta.metadata or {})
-        batch = Batch()
-        if self._tree.entry(entry.inode) is not None:
+        """Write an object's own attributes to its entry. Its row may have got another stamp since that was read."""
+        row = self._tree.entry(entry.inode)
+        if row is not None and (row.etag, row.place) != (entry.etag, entry.place):
+            row = None
+        learnt = attributes.learn(row or entry, meta.metadata or {})
+        if row is not None:
+            batch = Batch()
             self._tree.update(batch, learnt)
             self._db.commit_volatile(batch)
         file = self._files.get(entry.inode)
