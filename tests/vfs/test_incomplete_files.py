@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,18 @@ def full_disk() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging_area, "pwrite_all", fails)
+        yield
+
+
+@contextmanager
+def full_database() -> Iterator[None]:
+    """No batch can be written."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise CacheError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Database, "commit", fails)
         yield
 
 
@@ -138,6 +150,41 @@ async def test_release_of_an_incomplete_file_leaves_the_version_before_and_an_or
     assert store.uploads == {}
 
 
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_release_of_an_incomplete_file_that_cannot_be_journaled_leaves_it_in_use_under_its_name(
+    tmp_path: Path, durability: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under write-back the version before waits for the store, too."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", durability=durability, retry_timeout_s=0.0) as m:
+        outage = Outage(store, away=durability == "writeback")
+        await m.write("f", noise("old", SIZE))
+        handle = await incomplete(m, "f")
+        inode, file = (await m.found("f")).inode, m.fs.handle(handle).file
+        with pytest.raises(FileError):
+            await m.fs.flush(handle)
+        with full_database():
+            await m.fs.release(handle)
+        assert "f cannot be stored, and stays in use" in caplog.text
+        assert (await m.found("f")).inode == inode
+        reader = await m.open("f")
+        assert m.fs.handle(reader).file is file
+        assert not orphans(m)
+        assert await state(m, "f") == "failed"
+        with full_database():
+            await m.fs.release(reader)
+        with pytest.raises(LakeError):
+            await m.fs.make_durable()
+        assert len(orphans(m)) == 1
+        assert (await m.found("f")).inode != inode  # whose pages the kernel has
+        assert await m.read("f") == noise("old", SIZE)
+        outage.away = False
+        with pytest.raises(LakeError, match="orphan"):
+            await m.fs.make_durable()
+        assert store.data("f") == noise("old", SIZE)
+        assert m.fs.statistics()["files"] == {"in_use": 0}
+
+
 async def test_make_durable_beside_an_orphan_stores_changes_of_names(tmp_path: Path) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path / "cache") as m:
@@ -229,7 +276,7 @@ async def test_incomplete_file_deleted_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("durability", ["close", "writeback"])
 @pytest.mark.parametrize("journaled", [True, False])
 async def test_next_daemon_after_a_refused_write_publishes_nothing(
-    tmp_path: Path, durability: str, journaled: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, durability: str, journaled: bool
 ) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path / "cache", durability=durability) as m:
@@ -237,13 +284,7 @@ async def test_next_daemon_after_a_refused_write_publishes_nothing(
         await m.fs.make_durable()
         handle = await m.open("f", os.O_RDWR | os.O_TRUNC)
         await m.fs.write(handle, 0, noise("new", SIZE))
-        with monkeypatch.context() as patch:
-            if not journaled:
-
-                def fails(*_: object, **__: object) -> None:
-                    raise CacheError("no space left")
-
-                patch.setattr(Database, "commit", fails)
+        with nullcontext() if journaled else full_database():
             await write_in_vain(m, handle, PIECE)
         dead = die(tmp_path / "cache", tmp_path / "dead")
     for how in ("keep", "finish"):

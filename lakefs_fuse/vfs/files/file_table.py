@@ -14,6 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -182,15 +183,18 @@ class FileTable:
             self._renamed.add(file.entry.inode)
 
     def renew_inode(self, batch: Batch, file: OpenFile, row: Entry) -> None:
-        """A file without a handle gets another inode, so that the kernel forgets the pages that it has of it."""
-        renewed = self._tree.renew_inode(batch, row)
-        if self._files.get(row.inode) is file:
-            del self._files[row.inode]
-            self._files[renewed.inode] = file
-        if row.inode in self._renamed:
-            self._renamed.add(renewed.inode)
+        """Give a file without a handle another inode when the batch is committed, so that the kernel forgets the pages
+        that it has of it."""
+        batch.committed.append(partial(self._change_inode, file, row.inode, self._tree.renew_inode(batch, row).inode))
+
+    def _change_inode(self, file: OpenFile, before: int, after: int) -> None:
+        if self._files.get(before) is file:
+            del self._files[before]
+            self._files[after] = file
+        if before in self._renamed:
+            self._renamed.add(after)
         for each in file.versions:
-            each.entry = msgspec.structs.replace(each.entry, inode=renewed.inode)
+            each.entry = msgspec.structs.replace(each.entry, inode=after)
 
     def is_nameless(self, file: OpenFile) -> bool:
         """Whether the file has no name; while the name is being removed the row still exists."""
