@@ -369,10 +369,13 @@ async def test_object_stored_again_long_after_its_removal_stays_without_a_listin
 
 
 async def test_object_stored_in_a_directory_that_another_node_renames_over_meanwhile_is_seen(tmp_path: Path) -> None:
-    """The listing of the renamed directory says nothing of what was announced in the other."""
+    """The listing of the renamed directory says nothing of what was announced in the other. The node that renames has
+    not heard of that: its commit is dated later, and sent earlier."""
     store, clock = MemoryStore(), Clock()
+    ahead = Clock(clock.now_ns + SECOND_NS)
     async with (
-        two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two),
+        lake(store, tmp_path / "two", clock=ahead) as two,
+        lake(store, tmp_path / "one", clock=clock, pack="never") as one,
         lake(store, tmp_path / "reader", clock=clock) as reader,
     ):
         for path in ("from", "to"):
@@ -381,10 +384,9 @@ async def test_object_stored_in_a_directory_that_another_node_renames_over_meanw
         for m in (two, reader):
             await m.poll()
             assert [await m.names(path) for path in ("from", "to")] == [[], []]
+        await two.rename("from", "to")
         await one.write("to/file", b"bytes")
         await announce(one, reader)
-        await two.rename("from", "to")
-        await reader.poll()
         assert await reader.names() == ["to"]
         assert await reader.names("to") == ["file"]
 

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.ops import clone as cloning
 from lakefs_fuse.vfs.ops import rename
 from tests.fakes import delete_all_due
-from tests.memory_store import Failures, MemoryStore, Pause, Request
-from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.upload.drafting import reached
+from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import rewrite
 
 LARGE = b"large" * 40_000
@@ -184,6 +186,72 @@ async def test_clone_onto_a_name_is_refused_unless_forced(tmp_path: Path) -> Non
         assert await m.read("f") == b"plain"
         await m.fs.clone("d", "d2")
         await m.fs.clone("d/empty", "d2/empty", force=True)
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+@pytest.mark.parametrize("moment", ["while objects are copied", "before the commit"])
+async def test_forced_clone_over_a_directory_that_another_client_makes_meanwhile_needs_an_empty_one(
+    tmp_path: Path, has_names: bool, moment: str
+) -> None:
+    store, clock = MemoryStore(), Clock()
+
+    def is_time(request: Request) -> bool:
+        if moment == "while objects are copied":
+            return request.what == "copy"
+        return request.what == "list" and request.key.startswith(COMMITS) and bool(store.count("copy"))
+
+    pause = Pause(is_time)
+
+    def take_time_to_copy(request: Request, when: When) -> None:
+        pause(request, when)
+        if request.what == "copy" and when == "after":
+            clock.advance(TTL_S)
+
+    async with lake(store, tmp_path, clock=clock, pack="never") as m:
+        await filled(m)
+        errors = list[FileError]()
+
+        async def clone_or_fail() -> None:
+            try:
+                await m.fs.clone("d", "copy", force=True)
+            except FileError as error:
+                errors.append(error)
+
+        expected = await m.tree()
+        store.hook = take_time_to_copy
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(clone_or_fail)
+            await reached(pause.reached)
+            store.give("copy/x" if has_names else "copy/", b"")
+            clock.advance(2 * TTL_S)
+            assert await m.names() == ["copy", "d"]
+            pause.resume()
+        assert [error.errno for error in errors] == ([errno.ENOTEMPTY] if has_names else [])
+        if has_names:
+            expected |= {"copy": None, "copy/x": b""}
+        else:
+            expected |= {path.replace("d", "copy", 1): shown for path, shown in expected.items()}
+        assert await m.tree() == expected
+
+
+async def test_forced_clone_over_a_directory_in_which_something_is_stored_meanwhile_is_refused(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never") as m:
+        await filled(m)
+        await m.mkdir("copy")
+        await m.sync()
+        expected = await m.tree()
+
+        def store_another(request: Request, when: When) -> None:
+            if request.what == "copy" and when == "after" and "copy/x" not in store.objects:
+                store.give("copy/x")
+                clock.advance(2 * TTL_S)
+
+        store.hook = store_another
+        with pytest.raises(FileError) as raised:
+            await m.fs.clone("d", "copy", force=True)
+        assert raised.value.errno == errno.ENOTEMPTY
+        assert await m.tree() == expected | {"copy/x": b""}
 
 
 async def test_forced_clone_over_an_open_file_leaves_its_reader_the_old_bytes(tmp_path: Path) -> None:

@@ -248,6 +248,53 @@ async def test_rename_over_a_directory_that_another_node_renamed_leaves_it_usabl
         assert await two.names("elsewhere") == []
 
 
+async def refused(m: Lake, old: str, new: str) -> int:
+    """The errno of a rename that is refused."""
+    with pytest.raises(FileError) as raised:
+        await m.rename(old, new)
+    return raised.value.errno
+
+
+@pytest.mark.parametrize("how", ["made by another program", "made empty by another program", "announced"])
+async def test_rename_of_a_directory_over_one_that_gets_names_meanwhile_looks_into_that_first(
+    tmp_path: Path, how: str
+) -> None:
+    """The kernel looks both names up again after ESTALE, and renames once more."""
+    store, clock, codes = MemoryStore(), Clock(), list[int]()
+    pause = Pause(lambda request: request.what == "list" and request.key == "src/")
+
+    async def rename() -> None:
+        codes.append(await refused(one, "src", "dst"))
+
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.mkdir("src")
+        await one.write("src/f", b"moves")
+        if how == "announced":
+            await one.mkdir("dst")
+            await one.sync()
+            await two.poll()
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rename)
+            await reached(pause.reached)
+            if how == "announced":
+                await two.write("dst/x", b"")
+                await two.fs.make_durable()
+                await one.poll()
+            else:
+                store.give("dst/" if how == "made empty by another program" else "dst/x")
+                clock.advance(2 * TTL_S)
+                assert await one.names() == ["dst", "src"]
+            pause.resume()
+        assert codes == [errno.ESTALE]
+        if how == "made empty by another program":
+            await one.rename("src", "dst")
+            assert await one.tree() == {"dst": None, "dst/f": b"moves"}
+        else:
+            assert await refused(one, "src", "dst") == errno.ENOTEMPTY
+            assert await one.tree() == {"dst": None, "dst/x": b"", "src": None, "src/f": b"moves"}
+
+
 async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_is_written_again(
     tmp_path: Path,
 ) -> None:

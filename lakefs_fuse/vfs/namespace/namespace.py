@@ -166,9 +166,19 @@ class Namespace:
     async def check_empty(self, entry: Entry) -> None:
         """Raises FileError(ENOTEMPTY); keys that cannot be shown count too, as they would bring the directory back."""
         await self.ensure_listed(entry.inode, strictly=False)
+        self.check_known_empty(entry)
+
+    def check_known_empty(self, entry: Entry) -> None:
+        """As `check_empty`, by what is known of the directory."""
         listing = self.tree.listing(entry.inode)
         if self.tree.has_children(entry.inode) or (listing is not None and listing.hides_keys):
             raise FileError(errno.ENOTEMPTY)
+
+    def is_listed(self, directory: int) -> bool:
+        """Whether a directory was listed, and other nodes have announced nothing in it since. While the store is away,
+        the listing counts on although they have."""
+        listing = self.tree.listing(directory)
+        return listing is not None and (listing.at_ns > 0 or self._counts_on(directory))
 
     def check_length(self, directory: int, name: bytes) -> None:
         """Raises FileError(ENAMETOOLONG) for a name that cannot be in a directory, or have a key there."""

@@ -97,6 +97,7 @@ class Clones:
         try:
             for _ in range(ROUNDS_MAX):
                 await self._copy_objects(source, source_path, copies)
+                await self._check_target(source, parent, name.encode(), force=force)  # copying may take long
                 used.clear()
                 try:
                     await self._commit(source, parent, name.encode(), copies, used, force=force)
@@ -125,10 +126,10 @@ class Clones:
         return os.path.join(self._ns.mountpoint, path) if path else self._ns.mountpoint
 
     async def _look_up_again(self, source: Entry, path: str) -> Entry:
-        """Return the present entry of a source that was replaced. Raises FileError(ESTALE) if the name is gone, or if
-        the source was, or is now, a directory."""
+        """Return the present entry of a source that may have been replaced. Raises FileError(ESTALE) if the name is
+        gone, or if it was replaced and was, or is now, a directory."""
         now = await self._lookup(path)
-        if now is None or source.is_dir or now.is_dir:
+        if now is None or (now.inode != source.inode and (source.is_dir or now.is_dir)):
             raise FileError(errno.ESTALE, f"{self._shown(path)} was renamed or removed while it was copied")
         return now
 

@@ -154,8 +154,8 @@ class Renames:
 
     def _read_ends(self, request: _Request) -> _Ends:
         """Read both ends as they are now. Another node may have renamed, replaced or removed the source meanwhile,
-        created the new name, or moved one end below the other. Raises FileError as rename(2), and ESTALE if the source
-        must be looked up again."""
+        created the new name, or moved one end below the other. Raises FileError as rename(2), and ESTALE if one of them
+        must be looked up again: the kernel does that, and renames once more."""
         source, parent, name, flags = request
         now, there = self._ns.tree.child_many([(source.parent, source.name), (parent, name)])
         if now is None:
@@ -170,8 +170,10 @@ class Renames:
         elif flags != RENAME_EXCHANGE:
             if there.is_dir != now.is_dir:
                 raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR)
-            if there.is_dir and self._ns.tree.has_children(there.inode):
-                raise FileError(errno.ENOTEMPTY)
+            if there.is_dir:
+                self._ns.check_known_empty(there)
+                if not self._ns.is_listed(there.inode):
+                    raise FileError(errno.ESTALE)  # made, or announced to have names, since the lookup
         above = self._ns.prefix(parent)
         old = (above if now.parent == parent else self._ns.prefix(now.parent)) + now.name.decode(*PATH)
         ends = _Ends(now, there, old, above + name.decode(*PATH), request)
