@@ -13,6 +13,7 @@ import trio.testing
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
@@ -293,6 +294,71 @@ async def test_rename_of_a_directory_over_one_that_gets_names_meanwhile_looks_in
         else:
             assert await refused(one, "src", "dst") == errno.ENOTEMPTY
             assert await one.tree() == {"dst": None, "dst/x": b"", "src": None, "src/f": b"moves"}
+
+
+@pytest.mark.parametrize("is_clone", [False, True])
+async def test_version_of_another_node_that_a_rename_or_clone_replaces_has_no_links(
+    tmp_path: Path, is_clone: bool
+) -> None:
+    """This node hears of it after it has looked the names up; the one before lost its name to the other node."""
+    store, clock, dropped = MemoryStore(), Clock(), list[int]()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.write("src", b"moves")
+        await one.write("dst", b"first")
+        await one.sync()
+        await two.poll()
+        first = (await one.found("dst")).inode
+        clock.advance(1)
+        await rewrite(two, "dst", b"second")
+        await two.sync()
+        clock.advance(HEARD_S)
+        assert (await one.found("dst")).inode == first
+        one.fs.namespace.events.inode_dropped.append(dropped.append)
+        if is_clone:
+            await one.fs.clone("src", "dst", force=True)
+        else:
+            await one.rename("src", "dst")
+        assert await one.read("dst") == b"moves"
+        second = dropped[-1]
+        assert dropped == [first, second]
+        assert [one.fs.is_unlinked(inode) for inode in dropped] == [False, True]
+        assert one.fs.entry(second).size == len(b"second")
+        with pytest.raises(FileError) as raised:
+            one.fs.entry(first)
+        assert raised.value.errno == errno.ESTALE
+
+
+async def test_file_that_another_node_makes_under_the_new_name_meanwhile_has_no_links_after_a_rename(
+    tmp_path: Path,
+) -> None:
+    """The rename waits for its turn to commit; programs have the file open by then."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.write("src", b"moves")
+        await one.sync()
+        await two.poll()
+        await one.mkdir("other")
+        store.hook = pause = pause_of_commits()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.fs.sync_names)
+            await reached(pause.reached)
+            store.hook = lambda _request, _when: None
+            nursery.start_soon(one.rename, "src", "dst")
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            clock.advance(1)
+            await two.write("dst", b"theirs")
+            await two.sync()
+            await one.poll()
+            replaced = (await one.found("dst")).inode
+            handle = await one.open("dst")
+            clock.advance(1)
+            pause.resume()
+        assert await one.read("dst") == b"moves"
+        assert one.fs.is_unlinked(replaced)
+        assert await one.read_handle(handle) == b"theirs"
+        await one.close(handle)
+        assert one.fs.is_unlinked(replaced)
+        assert one.fs.entry(replaced).size == len(b"theirs")
 
 
 async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_is_written_again(

@@ -139,8 +139,6 @@ class Renames:
         await self._preparation.prepare(ends, None if exchange else target)
         if await self._rename(_Request(source, parent_new, name_new, flags), ends):
             await self._names.flush()
-        if target is not None and not exchange:
-            self._unlinker.forget_name(target)
         for parent in {parent_old, parent_new}:
             self._ns.touch(parent)
 
@@ -193,20 +191,22 @@ class Renames:
             self._forget_removed(moving)
             ends = self._read_ends(request)
             opened = None if ends.target is None or exchange else self._files.hold(ends.target.inode)
-            is_held = False
+            done, is_held = ends, False
 
             async def execute(*_: object) -> None:
-                nonlocal is_held
-                now = ends if opened is None else self._read_ends(request)  # other tasks ran
+                nonlocal done, is_held
+                done = ends if opened is None else self._read_ends(request)  # other tasks ran
                 if ends.source.flags & Flag.LOCAL and not exchange:
-                    self._move_row(now)
+                    self._move_row(done)
                 else:
-                    is_held = await self._commit(now, opened)
+                    done, is_held = await self._commit(done, opened)
 
             if opened is not None:
                 await self._unlinker.unlink(opened, execute)
             else:
                 await execute()
+            if done.target is not None and not exchange:
+                self._unlinker.forget_name(done.target)
             self._files.moved(None if exchange or source.flags & Flag.DIRECTORY else [source.inode])
             for listener in self._ns.events.path_renamed:
                 listener(ends.old, ends.new)
@@ -242,11 +242,13 @@ class Renames:
 
     # -- what is in the store
 
-    async def _commit(self, ends: _Ends, opened: OpenFile | None) -> bool:
-        """Commit or journal the rename of entries in the store; return whether a flush must follow."""
-        source, exchange = ends.source, ends.request.is_exchange
+    async def _commit(self, ends: _Ends, opened: OpenFile | None) -> tuple[_Ends, bool]:
+        """Commit or journal the rename of entries in the store; return the ends as they were planned, and whether a
+        flush must follow."""
+        source, exchange, now = ends.source, ends.request.is_exchange, ends
 
         def read_ends() -> _Ends:
+            nonlocal now
             self._forget_removed(ends.moving)
             now = self._read_ends(ends.request)
             if now.source.flags & Flag.LOCAL and not source.flags & Flag.LOCAL:
@@ -277,7 +279,7 @@ class Renames:
         for end in ends.moving:
             if exchange and end.is_local and (moved := self._ns.tree.entry(end.inode)) is not None:
                 self._files.replaces(moved, "")
-        return route is Route.HELD
+        return now, route is Route.HELD
 
     async def _commit_now(
         self, read_ends: Callable[[], _Ends], planner: Planner = plan_in_steps, *, is_large: bool
@@ -307,8 +309,14 @@ class Renames:
         there = self._ns.tree.child(parent, name)
         opened = None if there is None else self._files.hold(there.inode)
 
+        def read_ends() -> _Ends:
+            nonlocal there
+            ends = self._read_ends(request)
+            there = ends.target
+            return ends
+
         async def execute(*_: object) -> None:
-            await self._commit_now(lambda: self._read_ends(request), planner, is_large=self._is_large(source))
+            await self._commit_now(read_ends, planner, is_large=self._is_large(source))
 
         if opened is not None:
             await self._unlinker.unlink(opened, execute)
