@@ -361,6 +361,36 @@ async def test_file_that_another_node_makes_under_the_new_name_meanwhile_has_no_
         assert one.fs.entry(replaced).size == len(b"theirs")
 
 
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_file_opened_while_another_is_being_renamed_over_it_is_not_stored(
+    tmp_path: Path, durability: str
+) -> None:
+    """The kernel opens it: it has the inode. It holds WRITEs back until the rename is answered."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always", durability=durability) as m:
+        await m.write("src", b"moves")
+        await m.write("dst", b"first")
+        await m.fs.make_durable()
+        await m.mkdir("other")
+        store.hook = pause = pause_of_commits()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.sync_names)
+            await reached(pause.reached)
+            nursery.start_soon(m.rename, "src", "dst")
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            handle = await m.open("dst", os.O_RDWR)
+            pause.resume()
+        await m.fs.write(handle, 0, b"F")
+        assert await m.read_handle(handle) == b"First"
+        await m.close(handle)
+        await m.fs.make_durable()
+        assert not m.fs.unfinished()
+        assert m.fs.statistics()["files"] == {"in_use": 0}
+        assert await m.tree() == {"dst": b"moves", "other": None}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"dst": b"moves", "other": None}
+
+
 async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_is_written_again(
     tmp_path: Path,
 ) -> None:

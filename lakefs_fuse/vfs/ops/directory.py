@@ -108,9 +108,6 @@ class Directories:
             await self._unlink(entry)
         else:
             await self._unlinker.unlink(file, self._leave_name if file.has_lost_name else self._unlink)
-        opened = self._files.get(entry.inode)
-        if opened is not None:  # also if it was opened meanwhile
-            opened.unlink()
         self._unlinker.forget_name(entry)
         self._ns.touch(parent)
 

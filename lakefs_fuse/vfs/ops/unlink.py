@@ -28,7 +28,7 @@ from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.files.drafts import Drafts
-from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
@@ -154,9 +154,12 @@ class Unlinker:
             file.end_draft()
 
     def forget_name(self, entry: Entry) -> None:
-        """Remember an entry that lost its last name. Its ctime is now, because that changes the inode."""
+        """Remember an entry that lost its last name. Its ctime is now, because that changes the inode. If its file was
+        opened only while the name was being removed, nothing is stored of it either, unless that has begun."""
         file, now = self._files.get(entry.inode), self._clock.wall_ns()
         if file is not None:
+            if file.state is not OpenState.ACKNOWLEDGED and not file.publishing.locked():
+                file.unlink()
             file.entry = msgspec.structs.replace(file.entry, ctime_ns=now)
         last = entry if file is None else file.current
         self.inodes.put(msgspec.structs.replace(last, ctime_ns=now))
