@@ -14,13 +14,14 @@ Trio thread only. After a crash `load` reads every change that was journaled.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.change import Change, Sending
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.rows import Deletion, SequenceRows, SingleRow
+from lakefs_fuse.meta.rows import SequenceRows, SingleRow
 
 
 class ChangeJournal:
@@ -113,8 +114,11 @@ class ChangeJournal:
             self._reserved |= dict.fromkeys(keys, sequence)
 
     def replace(self, batch: Batch, sequence: int, change: Change) -> None:
-        self.changes[sequence], self.mentioned[sequence] = change, change.mentioned()
+        self._set(sequence, change)
         self._rows.put(batch, sequence, change)
+
+    def _set(self, sequence: int, change: Change) -> None:
+        self.changes[sequence], self.mentioned[sequence] = change, change.mentioned()
 
     def delete(self, batch: Batch, sequences: Collection[int]) -> None:
         """Delete the rows of changes that are in the store. Call `forget` once ``batch`` is committed."""
@@ -128,15 +132,12 @@ class ChangeJournal:
                 if self._reserved.get(key) == sequence:
                     del self._reserved[key]
 
-    def waive_deletions(self, key: str) -> list[Deletion]:
-        """Keep changes from deleting the object at ``key``, because it gets new bytes. Returns the deletions that were
-        removed. Raises CacheError."""
-        waived: list[Deletion] = []
+    def waive_deletions(self, batch: Batch, key: str, etags: Collection[str]) -> None:
+        """Keep changes from deleting these versions of the object at ``key``, which new bytes have replaced. Changes
+        that are being sent count as well."""
         for sequence, change in self.changes.items():
-            kept = [doomed for doomed in change.doomed if doomed.key != key]
+            kept = [doomed for doomed in change.doomed if doomed.key != key or doomed.etag not in etags]
             if len(kept) < len(change.doomed):
-                waived += [doomed for doomed in change.doomed if doomed.key == key]
-                batch = Batch()
-                self.replace(batch, sequence, replace(change, doomed=kept))
-                self.database.commit(batch)
-        return waived
+                waived = replace(change, doomed=kept)
+                self._rows.put(batch, sequence, waived)
+                batch.committed.append(partial(self._set, sequence, waived))

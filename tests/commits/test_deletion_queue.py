@@ -121,21 +121,25 @@ async def test_not_before_their_time(tmp_path: Path) -> None:
 async def test_deletion_that_could_not_leave_the_queue_is_still_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row stays where the disk is full; what is counted in memory does, too."""
+    """The row stays where the disk is full, or the removal's in the journal; what is counted in memory does, too."""
     site = Site(tmp_path)
     with site.daemon("a") as a:
-        (doomed,) = give(site, "x")
+        doomed, removed = give(site, "x", "z")
         doom(a, doomed)
+        a.enqueue(Remove("z", hides=removed.etag), doomed=(removed,))
         with monkeypatch.context() as full:
             full.setattr(a.database, "commit", refuse)
-            with pytest.raises(CacheFull):
-                async with a.deletions.keeping("x"):
-                    raise AssertionError("the queue was not left")
+            for key in ("x", "z"):
+                with pytest.raises(CacheFull):
+                    async with a.deletions.keeping(key):
+                        """It is not written."""
             with pytest.raises(CacheFull):
                 doom(a, *give(site, "y"))
         assert (a.deletions.waiting, a.deletions.superseded_etag("x")) == (1, doomed.etag)
+        assert a.deletions.superseded_etag("z") == removed.etag
+        await a.committer.flush()
         await delete_all_due(a.deletions)
-        assert (list(site.store.objects), a.deletions.waiting) == (["y"], 0)
+        assert (sorted(key for key in site.store.objects if key in "xyz"), a.deletions.waiting) == (["y"], 0)
 
 
 def refuse(batch: Batch) -> None:
@@ -291,15 +295,56 @@ async def test_a_removal_in_no_commit_yet_does_not_delete_what_came_after_it(tmp
         assert "x" in site.store.objects
 
 
-async def test_bytes_that_did_not_come_leave_the_deletion(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [Unavailable("away"), CacheFull("full")])
+async def test_bytes_that_did_not_come_leave_the_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: LakeError
+) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:
         doom(a, *give(site, "x"))
-        with pytest.raises(Unavailable):
+        with monkeypatch.context() as full, pytest.raises(type(error)):
             async with a.deletions.keeping("x"):
-                raise Unavailable("away")
+                full.setattr(a.database, "commit", refuse)
+                raise error
         await delete_all_due(a.deletions)
         assert (site.store.objects, a.deletions.waiting) == ({}, 0)
+
+
+@pytest.mark.parametrize("is_committed_meanwhile", [False, True])
+async def test_keeping_block_that_raises_leaves_a_journaled_removal_its_deletion(
+    tmp_path: Path, is_committed_meanwhile: bool
+) -> None:
+    """Other nodes would lose the object before any commit tells that it was removed."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        (old,) = give(site, "x")
+        a.enqueue(Remove("x", hides=old.etag), doomed=(old,))
+        with pytest.raises(Unavailable):
+            async with a.deletions.keeping("x"):
+                if is_committed_meanwhile:
+                    await a.committer.flush()
+                raise Unavailable("away")
+        assert a.doomed() == ["x"] * is_committed_meanwhile
+        site.clock.seconds += 1000
+        await delete_all_due(a.deletions)
+        assert ("x" in site.store.objects) is not is_committed_meanwhile
+        await a.committer.flush()
+        await delete_all_due(a.deletions)
+        assert ("x" in site.store.objects, a.deletions.waiting) == (False, 0)
+
+
+async def test_keeping_block_in_which_the_removal_is_committed_drops_its_deletion(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.store.equal_bytes_have_equal_etags = True
+    with site.daemon("a") as a:
+        (old,) = give(site, "x")
+        a.enqueue(Remove("x", hides=old.etag), doomed=(old,))
+        async with a.deletions.keeping("x"):
+            give(site, "x")
+            await a.committer.flush()
+            await delete_all_due(a.deletions)
+        await delete_all_due(a.deletions)
+        assert ("x" in site.store.objects, a.doomed()) == (True, [])
 
 
 async def test_the_task_gathers_and_goes_on_after_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

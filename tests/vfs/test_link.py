@@ -13,6 +13,7 @@ from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.ops import link as linking
+from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause
 from tests.tiers import sized
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
@@ -208,6 +209,27 @@ async def test_link_whose_answer_is_lost_succeeds_and_one_that_fails_leaves_noth
             await link(m, "f", "h")
         store.hook = lambda _request, _when: None
         assert sorted(await m.names()) == ["f", "g"]
+
+
+async def test_failed_link_over_a_removed_file_keeps_its_object_until_the_removal_is_committed(tmp_path: Path) -> None:
+    """Other nodes have the file still, and only this node's cache directory knows that it was removed."""
+    store, clock = MemoryStore(ABLE), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=300.0) as (one, two):
+        await one.write("f", b"first")
+        await one.write("g", b"removed")
+        assert await two.read("g") == b"removed"
+        store.hook = Failures(lambda request: request.what == "put", Unavailable("away"), count=1000)
+        await one.unlink("g")
+        with pytest.raises(Unavailable):
+            await link(one, "f", "g")
+        clock.advance(301)
+        await delete_all_due(one.parts.deletions)
+        assert store.data("g") == b"removed"
+        store.hook = lambda _request, _when: None
+        await one.fs.sync_names()
+        clock.advance(301)
+        await delete_all_due(one.parts.deletions)
+        assert "g" not in store.objects
 
 
 async def test_dirty_source_is_stored_first(tmp_path: Path) -> None:

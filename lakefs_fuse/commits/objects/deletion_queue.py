@@ -12,7 +12,8 @@ What always holds:
   there since stays. DELETE names the ETag, and is sent once: if its answer is lost, all this is decided again. For the
   marker of a directory the date alone counts, and DELETE names no version;
 * *snapshots kept*: an object below ``.lakefs/`` in which a named snapshot has bytes is left to `gc`;
-* *no deletion under a write*: a key to which this node writes leaves the queue first (`keeping`).
+* *no deletion under a write*: no object is deleted at a key to which this node writes. What was to be deleted there
+  before is replaced by a write that succeeds, so its deletion is dropped then (`keeping`).
 
 Trio thread only. After a crash the next mount continues with the queue. If the cache is lost, `gc` finds what is left.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -155,9 +156,15 @@ class DeletionQueue:
 
     def superseded_etag(self, key: str) -> str:
         """Return the ETag of the object at a key that waits for its deletion; empty if none does."""
-        journaled = (each for change in self._journal.changes.values() for each in change.doomed if each.key == key)
-        doomed = next(journaled, None) or (self._rows.get(key) if self.waiting else None)
-        return doomed.etag if doomed is not None else ""
+        return next(self._superseded_etags(key), "")
+
+    def _superseded_etags(self, key: str) -> Iterator[str]:
+        """Yield the ETags of objects at a key that wait for their deletion, those in the journal first."""
+        for change in self._journal.changes.values():
+            yield from (doomed.etag for doomed in change.doomed if doomed.key == key)
+        queued = self._rows.get(key) if self.waiting else None
+        if queued is not None:
+            yield queued.etag
 
     async def wait_deleted(self, key: str) -> None:
         """Wait until no deletion of the key is under way."""
@@ -168,31 +175,28 @@ class DeletionQueue:
     async def keeping(self, key: str) -> AsyncIterator[None]:
         """Keep a key from being deleted while the block writes to it.
 
-        Deletions of the key leave the queue first, so that none deletes the new bytes. If the block raises, they are
-        queued again. Raises CacheError."""
+        Deletions from before are dropped when the block has written, so that none deletes the new bytes. If it raises,
+        they stay where they are: in the queue, or in the journal with their removal. Raises CacheError; then they stay,
+        too, although the block has written."""
         self._kept[key] += 1
         try:
             await self.wait_deleted(key)
-            taken = self._journal.waive_deletions(key)
-            noted = self._rows.get(key) if self.waiting else None
-            if noted is not None:
-                taken.append(noted)
-                self._forget([key])
-            try:
-                yield
-            except BaseException:
-                for doomed in taken:
-                    self.schedule(doomed)
-                raise
+            replaced = set(self._superseded_etags(key))
+            yield
+            if replaced:
+                self._waive(key, replaced)
         finally:
             self._kept[key] -= 1
             if not self._kept[key]:
                 del self._kept[key]
             self._kick.set()
 
-    def _forget(self, keys: list[str]) -> None:
+    def _waive(self, key: str, etags: Collection[str]) -> None:
+        """Drop the deletions of these versions of a key, whether their removals are in a commit or not."""
         batch = Batch()
-        for key in keys:
+        self._journal.waive_deletions(batch, key, etags)
+        queued = self._rows.get(key)
+        if queued is not None and queued.etag in etags:
             self._delete_row(batch, key)
         self._db.commit(batch)
 
