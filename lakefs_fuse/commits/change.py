@@ -69,7 +69,8 @@ class Sending(msgspec.Struct, frozen=True):
 
 
 class Unsure(msgspec.Struct, frozen=True):
-    """A commit that may be in the store although its PUT failed. If it is there, ``doomed`` are to be deleted."""
+    """A commit that may be in the store although its PUT failed or was cancelled. If it is there, ``doomed`` are to be
+    deleted."""
 
     record: Record
     doomed: list[Deletion]

@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import accumulate, islice
 from typing import Protocol
 
@@ -160,7 +160,7 @@ class Committer:
         self._writer_before = ""
         """The writer that committed from this cache directory before; empty if none did."""
         self.unsure: Unsure | None = None
-        """A commit whose PUT failed, and that may still be in the store: see `reconcile`."""
+        """A commit whose PUT failed or was cancelled, and that may still be in the store: see `reconcile`."""
         self._unapplied_why = CacheError("")
         """The error with which the newest change failed to take effect (`ChangeJournal.unapplied`)."""
         self._late: tuple[Record, ObjectRef] | None = None
@@ -622,25 +622,28 @@ class Committer:
         return Committed(this, body, places)
 
     async def _put(self, key: str, body: bytes, unsure: Unsure) -> ObjectMeta:
-        """Store a commit; if the PUT fails, ask the store whether it took effect all the same. Raises LakeError."""
+        """Store a commit; if the PUT fails, ask the store whether it took effect all the same. Raises LakeError.
+
+        If the store does not say, or the caller is cancelled, `reconcile` asks it."""
         try:
             return await self._log.put(key, body)
-        except LakeError:
+        except BaseException as error:
             self._metrics.failures += 1
             self.unsure = unsure
-            with trio.move_on_after(ASK_S_MAX):
-                try:
-                    meta = await self._log.head(key)
+            if isinstance(error, LakeError):
+                with trio.move_on_after(ASK_S_MAX), suppress(LakeError):
+                    meta = await self._find(key)
                     self.unsure = None
-                    return meta
-                except NotFound:
-                    self.unsure = None
-                except LakeError:
-                    pass
+                    if meta is not None:
+                        return meta
             raise
-        except BaseException:
-            self._metrics.failures += 1
-            raise
+
+    async def _find(self, key: str) -> ObjectMeta | None:
+        """Return the metadata of a commit; None if the store does not have it. Raises LakeError."""
+        try:
+            return await self._log.head(key)
+        except NotFound:
+            return None
 
     async def reconcile(self) -> None:
         """Apply what is journaled, find out whether failed commits are in the store, and repeat late ones.
@@ -666,9 +669,8 @@ class Committer:
         if self.unsure is None:
             return
         record = self.unsure.record
-        try:
-            meta = await self._log.head(self._log.key(record.time))
-        except NotFound:
+        meta = await self._find(self._log.key(record.time))
+        if meta is None:
             self.unsure = None
             return
         this = self._found(record, meta)

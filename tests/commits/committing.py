@@ -67,6 +67,7 @@ class Daemon(Node):
         *,
         writer: str,
         delay_s: float,
+        retry_timeout_s: float = 0.0,
         steady: Clock | None = None,
         threads: Threads | None = None,
     ) -> None:
@@ -74,7 +75,7 @@ class Daemon(Node):
         store.clock, threads = clock, threads or WorkerThreads()
         self.directory, self.store, self.clock = directory, store, HybridClock(clock_of(clock, steady))
         transport = ThreadTransport(threads, requests_max=32, uploads_max=4)
-        self.client = store_client(store, store.capabilities, retry_timeout_s=0, transport=transport)
+        self.client = store_client(store, store.capabilities, retry_timeout_s=retry_timeout_s, transport=transport)
         self.log = CommitLog(self.client, self.clock, threads, writer=writer, repeats=True)
         journal = ChangeJournal(self.database)
         self.deletions = DeletionQueue(
@@ -115,12 +116,15 @@ class Site:
         self._serial, self._threads = 0, threads
 
     @contextmanager
-    def daemon(self, name: str, *, delay_s: float = 1.0, steady: Clock | None = None) -> Iterator[Daemon]:
+    def daemon(
+        self, name: str, *, delay_s: float = 1.0, retry_timeout_s: float = 0.0, steady: Clock | None = None
+    ) -> Iterator[Daemon]:
         """The daemon of a cache directory; each start is another writer."""
         self._serial += 1
         daemon = Daemon(
             self.root / name, self.store, self.clock,
-            writer=f"{self._serial:08x}", delay_s=delay_s, steady=steady, threads=self._threads,
+            writer=f"{self._serial:08x}", delay_s=delay_s, retry_timeout_s=retry_timeout_s,
+            steady=steady, threads=self._threads,
         )  # fmt: skip
         try:
             yield daemon

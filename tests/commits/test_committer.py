@@ -599,6 +599,25 @@ async def test_nothing_is_sent_again_before_it_is_known(tmp_path: Path) -> None:
         assert await seen_by_others(site) == a.shown()
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_commit_cancelled_between_two_attempts_is_asked_for(tmp_path: Path, is_stored: bool) -> None:
+    """Its caller is gone, and the answer to the first attempt was lost."""
+    site = Site(tmp_path)
+    with site.daemon("a", retry_timeout_s=60.0) as a:
+        site.store.hook = Failures(is_put, Unavailable("lost"), count=1000, when="after" if is_stored else "before")
+        doomed = Deletion("x", site.store.give("x").etag)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.commit, Change(operations=[link("l")], doomed=[doomed]))
+            await until(lambda: a.client.metrics.errors > 0)
+            nursery.cancel_scope.cancel()
+        site.store.hook = no_fault
+        assert a.committer.may_have("l")
+        await a.committer.reconcile()
+        assert (list(a.shown()), a.doomed()) == ((["l"], ["x"]) if is_stored else ([], []))
+        assert not a.committer.may_have("l")
+        assert await seen_by_others(site) == a.shown()
+
+
 async def test_a_lost_answer_of_a_commit_with_journaled_changes(tmp_path: Path) -> None:
     """Who asked for the commit is told of an error; it appears all the same, as a whole."""
     site = Site(tmp_path)
