@@ -69,8 +69,7 @@ class Sending(msgspec.Struct, frozen=True):
 
 
 class Unsure(msgspec.Struct, frozen=True):
-    """A commit that may be in the store although its PUT failed or was cancelled. If it is there, ``doomed`` are to be
-    deleted."""
+    """A commit that may be in the store without being in effect here. If it is there, ``doomed`` are to be deleted."""
 
     record: Record
     doomed: list[Deletion]

@@ -160,7 +160,8 @@ class Committer:
         self._writer_before = ""
         """The writer that committed from this cache directory before; empty if none did."""
         self.unsure: Unsure | None = None
-        """A commit whose PUT failed or was cancelled, and that may still be in the store: see `reconcile`."""
+        """A commit that may be in the store without being in effect here: its PUT failed or was cancelled, or the disk
+        failed after it. See `reconcile`."""
         self._unapplied_why = CacheError("")
         """The error with which the newest change failed to take effect (`ChangeJournal.unapplied`)."""
         self._late: tuple[Record, ObjectRef] | None = None
@@ -646,10 +647,10 @@ class Committer:
             return None
 
     async def reconcile(self) -> None:
-        """Apply what is journaled, find out whether failed commits are in the store, and repeat late ones.
+        """Apply what the disk did not record, find out whether failed commits are in the store, and repeat late ones.
 
-        On return journaled changes are in effect, no failed commit is in the store without being in effect here, and
-        none was stored so late that other nodes miss it. Raises LakeError."""
+        On return journaled changes are in effect, no commit of this node is in the store without being in effect here,
+        and none was stored so late that other nodes miss it. Raises LakeError."""
         if self.unsure is not None or self._late is not None or self.journal.unapplied:
             async with self._lock:
                 await self._reconcile()
@@ -665,7 +666,7 @@ class Committer:
             self.journal.end_sending()
 
     async def _reconcile_unsure(self) -> None:
-        """Ask the store whether it has the commit whose PUT failed; if so, apply it and queue its deletions."""
+        """Ask the store whether it has the commit in `unsure`; if so, apply it and queue its deletions."""
         if self.unsure is None:
             return
         record = self.unsure.record
@@ -745,8 +746,10 @@ class Committer:
         this = ObjectRef(meta.key, meta.etag, len(body))
         if self._clock.wall_ns() - time > LATE_NS:
             self._set_late(record, this)
+        self.unsure = Unsure(record, [])  # if the disk fails now
         self._applier.apply(record, this)
         self._end_sending(Sending(time, this.key))
+        self.unsure = None
 
     async def _record_commit(
         self,
@@ -758,7 +761,7 @@ class Committer:
         *,
         in_steps: bool,
     ) -> None:
-        """Record here that a commit is in the store. If the disk fails, the next poll applies what is missing."""
+        """Record here that a commit is in the store. If the disk fails, `reconcile` records the rest."""
         try:
             self._drop(journaled, record.time)
             self._record_passed(sending, record)
@@ -774,6 +777,7 @@ class Committer:
                     self._deletions.add(batch, each)
                 self._db.commit(batch)
         except CacheError as error:
+            self.unsure = Unsure(record, doomed)
             logger.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
 
     def _drop(self, journaled: dict[int, Change], time: int) -> None:

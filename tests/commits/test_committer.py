@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -462,6 +463,21 @@ async def test_commit_as_of_after_one_that_failed_has_another_key(tmp_path: Path
         assert await seen_by_others(site) == b.shown() == a.shown()
 
 
+async def test_commit_as_of_that_the_disk_does_not_record_is_recorded_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        time = await time_of_others(site, a, b)
+        with monkeypatch.context() as patched, pytest.raises(CacheError):
+            patched.setattr(a.database, "commit", full)
+            await a.committer.commit_as_of(Change(operations=[link("l")]), time)
+        assert a.committer.may_have("l")
+        await a.committer.reconcile()
+        assert (sorted(a.shown()), a.committer.may_have("l")) == (["l", "others"], False)
+        assert await seen_by_others(site) == a.shown()
+
+
 @pytest.mark.parametrize("waits_for_turn", [False, True])
 async def test_commit_as_of_that_takes_long_is_heard_by_polls_past_its_time(
     tmp_path: Path, waits_for_turn: bool
@@ -632,6 +648,45 @@ async def test_a_lost_answer_of_a_commit_with_journaled_changes(tmp_path: Path) 
         assert len(site.commits()) == 1
         await a.poller.poll()
         assert sorted(a.shown()) == ["l", "m"]
+        assert await seen_by_others(site) == a.shown()
+
+
+@pytest.mark.parametrize("is_journaled", [False, True])
+@pytest.mark.parametrize("written", range(6))
+async def test_commit_that_the_disk_does_not_record_is_recorded_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_journaled: bool, written: int
+) -> None:
+    """It is in the store, and the disk fails after some writes. `reconcile` is what writers of files call."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        first, second = (Deletion(key, site.store.give(key).etag) for key in ("x", "y"))
+        if is_journaled:
+            a.enqueue(link("l"), doomed=(first,))
+        commit, left = a.database.commit, math.inf
+
+        def fail(batch: Batch, *, sync: bool = False) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise CacheError("no room")
+            commit(batch, sync=sync)
+
+        def sent(request: Request, when: When) -> None:
+            nonlocal left
+            if is_put(request) and when == "after":
+                left = written
+
+        site.store.hook = sent
+        with monkeypatch.context() as patched:
+            patched.setattr(a.database, "commit", fail)
+            await a.committer.commit(Change(operations=[link("m")], doomed=[second]))
+        site.store.hook = no_fault
+        await a.committer.reconcile()
+        journal = a.committer.journal
+        assert (sorted(a.shown()), a.doomed()) == (["l"] * is_journaled + ["m"], ["x"] * is_journaled + ["y"])
+        assert (journal.operations, journal.sending, a.committer.may_have("m")) == (0, None, False)
+        assert all(a.found(path).stamp == at(0) for path in a.shown())
+        assert await a.poller.poll() == 0
         assert await seen_by_others(site) == a.shown()
 
 
@@ -850,13 +905,13 @@ def test_places_are_those_of_the_whole_record() -> None:
     assert record.moves == [("x", "y")]
 
 
+def full(batch: Batch, *, sync: bool = False) -> None:
+    raise CacheError("no room")
+
+
 def test_a_full_disk_refuses_the_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:
-
-        def full(batch: object, sync: bool = False) -> None:
-            raise CacheError("no room")
-
         with monkeypatch.context() as patch:
             patch.setattr(a.database, "commit", full)
             with pytest.raises(CacheError):
