@@ -462,8 +462,7 @@ class Poller:
             keys = max(OVERLAP_KEYS_MIN, SHALLOW_KEYS - self._shown_new)
             overlap = self._sums.start_of_last(keys, self._shown, OVERLAP_S_MAX * NS) - self._listing_ns
             since = max(window, min(overlap, commits.first_forgotten()))
-        if for_others or not is_deep:
-            since = bucket_start(since)
+        since = bucket_start(since)
         wall_ns = ahead_ns - COMMIT_AHEAD_MAX_S * NS
         known = self._known if self._forgotten == commits.forgotten else set[str]()
         self._forgotten, self._known = commits.forgotten, set()

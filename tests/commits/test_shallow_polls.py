@@ -347,6 +347,30 @@ def test_digest_that_is_wrong_costs_requests_only(tmp_path: Path, monkeypatch: p
         assert all(key in follower.applied_s for key in done)
 
 
+def test_digest_that_agrees_after_a_deep_poll_costs_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of that poll began within a bucket, and that of the comparison is still the same."""
+    run = Run(tmp_path, monkeypatch, writers=100, followers=2)
+
+    async def main() -> None:
+        await run.go_on(15)
+        asked, other = run.followers
+        for _ in range(2):  # there is nothing new for the second
+            await asked.poller.poll()
+        run.site.clock.seconds += 1
+        run.writers.commit_until(run.site.clock.seconds)
+        for follower in run.followers:
+            await follower.poll()
+        other.poller._deep_due_s = 0.0  # noqa: SLF001
+        await other.poll()
+        heard_ns = asked.poller.heard_ns
+        await asked.poll()
+        assert asked.poller.heard_ns != heard_ns, "the digest was compared"
+        assert asked.pages[-1] == 1
+
+    run.go(main)
+    assert len(run.digests()) == 1
+
+
 def test_mount_that_may_not_write_digests_lists_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, writers=20, followers=2)
     run.site.store.hook = Failures(
