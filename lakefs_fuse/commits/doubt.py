@@ -18,9 +18,9 @@ class Doubt(msgspec.Struct, frozen=True):
     etag: str
     hides: str
     removed_ns: int = 0
-    """Time of a removal of another version, which does not affect an object that has been there since before it;
-    `PENDING` if any date is right, and for a relocation of another version. 0: an object that is there counts unless it
-    is older than the record."""
+    """Time of a removal of another version, which does not affect the version in doubt if that was at the key before it
+    and is still; `PENDING` if any date is right, and for a relocation of another version. 0: the object at the key
+    counts, unless it is the version ``hides``, a version of a renamed file, or older than the record."""
     sets_attributes: bool = False
     """True if the record sets attributes of the version ``hides``, which counts only if it is at the key. If no object
     is there, the version ``etag`` may have replaced that one, and have been packed since."""
