@@ -721,17 +721,22 @@ class Committer:
         self._applier.apply(replace(again, moves=[]), this, own=True)
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
-    async def commit_as_of(self, change: Change, time: int) -> None:
-        """Commit an addition to another node's commit, dated right after the ``time`` of that one.
+    async def commit_as_of(self, make: Callable[[], tuple[Change, int]]) -> None:
+        """Commit an addition to another node's commit, dated right after that one.
 
-        So later commits win over it, whether this node has heard of them or not. If polls may be past that time, or if
-        ``time`` is a pending stamp, it is dated now. Raises LakeError."""
+        So later commits win over it, whether this node has heard of them or not. ``make`` is called under the lock, so
+        that what it repeats of a name is what this node has said last; it returns the change and the time of that
+        commit. If polls may be past that time, or if it is a pending stamp, the addition is dated now. Raises
+        LakeError."""
         async with self._lock:
             await self._reconcile()
+            change, time = make()
+            if not change.operations:
+                return
             if time < PENDING and self._clock.wall_ns() - time <= LATE_NS:
                 await self._send_as_of(change, time)
                 return
-        await self.commit(lambda: change)
+        await self.commit(lambda: make()[0])
 
     async def _send_as_of(self, change: Change, time: int) -> None:
         oldest = self._clock.wall_ns() - LATE_NS

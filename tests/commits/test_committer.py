@@ -453,9 +453,9 @@ async def test_commit_as_of_after_one_that_failed_has_another_key(tmp_path: Path
         time = await time_of_others(site, a, b)
         site.store.hook = Away(mute=True) if is_stored else Failures(is_put, Unavailable("away"))
         with pytest.raises(Unavailable):
-            await a.committer.commit_as_of(Change(operations=[link("l")]), time)
+            await a.committer.commit_as_of(lambda: (Change(operations=[link("l")]), time))
         site.store.hook = no_fault
-        await a.committer.commit_as_of(Change(operations=[link("m")]), time)
+        await a.committer.commit_as_of(lambda: (Change(operations=[link("m")]), time))
         sent = [request.key for request in site.store.requests if is_put(request)]
         assert len(sent) == len(set(sent)) == 3
         await b.poller.poll()
@@ -490,7 +490,7 @@ async def test_commit_as_of_that_takes_long_is_heard_by_polls_past_its_time(
             if waits_for_turn:
                 nursery.start_soon(a.committer.commit, Change(operations=[link("l")]))
                 await reached(pause.reached)
-            nursery.start_soon(a.committer.commit_as_of, Change(operations=[link("m")]), time)
+            nursery.start_soon(a.committer.commit_as_of, lambda: (Change(operations=[link("m")]), time))
             await reached(pause.reached)
             await trio.testing.wait_all_tasks_blocked()
             site.store.hook = no_fault

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
@@ -20,11 +21,12 @@ from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake, two_lakes, unheard_commits
+from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, held_fresh, lake, two_lakes, unheard_commits
 from tests.vfs.writing_back import LARGE, die, rewrite, stored, until
 
 WINDOW_S = 300.0
 SHOWN_S_MAX = 5.0
+BLOCKED_S = 0.1
 
 
 async def until_shown(m: Lake, path: str, data: bytes) -> None:
@@ -407,6 +409,44 @@ async def test_exchanged_files_have_what_was_written_in_their_place(tmp_path: Pa
         await two.fs.sync_names()
         clock.advance(5)
         await two.poll()
+        await two.parts.renamed.wait_adopted()
+        await shown_by_both(one, two, clock, expected)
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
+async def test_exchanged_file_that_another_node_had_renamed_is_what_was_written_in_its_place(tmp_path: Path) -> None:
+    """Who wrote both files in place says what the exchange made of them, while it gives the renamed one its bytes."""
+    store, clock = MemoryStore(), Clock()
+    expected = {"a": b"second b", "b": b"second a", "c": b"second a"}
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two),
+        lake(store, tmp_path / "three", clock=clock, pack="never") as three,
+    ):
+        await written_and_seen(one, two, "ab")
+        assert await three.names() == ["a", "b"]
+        clock.advance(5)
+        for name in "ab":
+            await rewrite(two, name, b"second " + name.encode())
+        clock.advance(2)
+        with unheard_commits(store), held_fresh(one), held_fresh(three):
+            await three.rename("a", "c")
+            clock.advance(0.1)
+            await one.rename("a", "b", RENAME_EXCHANGE)
+        looking, saying = Pause(lambda request: (request.what, request.key) == ("head", "c")), pause_of_commits()
+
+        def pause(request: Request, when: When) -> None:
+            looking(request, when)
+            saying(request, when)
+
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.poll)
+            await reached(looking.reached)  # for what else is there, before "c" gets what was written in its place
+            await reached(saying.reached)  # what the exchanged names are
+            looking.resume()
+            await trio.testing.wait_all_tasks_blocked(BLOCKED_S)
+            saying.resume()
         await two.parts.renamed.wait_adopted()
         await shown_by_both(one, two, clock, expected)
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:

@@ -109,7 +109,7 @@ class ForeignObjects:
             meta = await self._client.find(path)
             if meta is not None and meta.etag == etag and meta.mtime_ns <= gone:
                 removal = Remove(path, hides=etag, dated_s=meta.mtime_ns // NS)
-                await self._committer.commit_as_of(Change(operations=[removal]), gone)
+                await self._committer.commit_as_of(lambda: (Change(operations=[removal]), gone))
         except LakeError as error:
             log.warning("the date of a removed object could not be committed: %s", error)
 
@@ -124,7 +124,7 @@ class ForeignObjects:
         if is_untold and is_replaced(ended, dated_s):
             try:
                 removal = Remove(path, hides=etag, dated_s=dated_s)
-                await self._committer.commit_as_of(Change(operations=[removal]), ended)
+                await self._committer.commit_as_of(lambda: (Change(operations=[removal]), ended))
             except LakeError as error:
                 log.warning("the end of a file that was replaced and removed could not be committed: %s", error)
 

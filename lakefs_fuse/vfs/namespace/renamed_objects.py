@@ -146,9 +146,7 @@ class RenamedObjects:
                 )  # fmt: skip
             said.append((operation, ref))
         await self._committer.flush()  # what it has said of its own objects is in a commit, above which this stands
-        change = self._exchange(pair, said, replaced, time)
-        if change.operations:
-            await self._committer.commit_as_of(change, time)
+        await self._committer.commit_as_of(lambda: (self._exchange(pair, said, replaced, time), time))
 
     def _exchange(
         self,
@@ -193,11 +191,23 @@ class RenamedObjects:
     async def hide(self, key: str, etag: str) -> None:
         """Have the file elsewhere that the name ``key`` got by another node's commit hide the object that this node has
         stored there for another name: what others have put there since stands. Raises LakeError."""
-        there, builder = self._ns.at(key), ChangeBuilder(self._ns.tree)
-        is_elsewhere = there is not None and bool(there.place or there.is_symlink) and there.etag != etag
-        if there is not None and is_elsewhere and 0 < there.stamp < PENDING:
+        if self._file_elsewhere(key, etag) is not None:
+            await self._committer.commit_as_of(lambda: self._hiding(key, etag))
+
+    def _hiding(self, key: str, etag: str) -> tuple[Change, int]:
+        """Called when the commit's turn has come: the change, and the time of the commit that it belongs to."""
+        there, builder = self._file_elsewhere(key, etag), ChangeBuilder(self._ns.tree)
+        if there is not None:
             builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
-            await self._committer.commit_as_of(builder.change(), there.stamp)
+        return builder.change(), 0 if there is None else there.stamp
+
+    def _file_elsewhere(self, key: str, etag: str) -> Entry | None:
+        """The file that the name ``key`` is, if a commit says that its bytes are elsewhere, and if it does not hide the
+        object with this ETag yet."""
+        there = self._ns.at(key)
+        if there is None or not (there.place or there.is_symlink) or there.etag == etag:
+            return None
+        return there if 0 < there.stamp < PENDING else None
 
     async def wait_adopted(self) -> None:
         """Until names that others gave to objects which this node has replaced mean what it stored, or for ADOPT_S_MAX:
