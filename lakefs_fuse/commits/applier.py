@@ -20,7 +20,7 @@ time (`restamp`) when it has one. Trio thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import reduce
 
 import msgspec
@@ -29,9 +29,9 @@ import trio
 from lakefs_fuse.commits.apply_record import TOGETHER_MAX, Application
 from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.doubt import Doubt
-from lakefs_fuse.commits.file_rules import NOTHING
+from lakefs_fuse.commits.file_rules import NOTHING, Step
 from lakefs_fuse.commits.future_commits import Original
-from lakefs_fuse.commits.name_history import Histories, History, mark_of
+from lakefs_fuse.commits.name_history import Histories, History, OrderedRules, mark_of
 from lakefs_fuse.commits.path_tree import PathTree, Watcher
 from lakefs_fuse.commits.record import (
     Mkdir,
@@ -44,6 +44,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
@@ -72,6 +73,16 @@ class Applier:
     def forget_histories(self, before: int) -> Iterator[None]:
         """Forget what commits said of names, where the last of them is older than that. In steps of some ms."""
         return self._histories.forget_before(before)
+
+    def find_without(self, path: str, row: Entry, etags: Set[str]) -> Step | None:
+        """As `OrderedRules.find_without`, of a file in the tree."""
+        order = OrderedRules(self.paths, Record(writer="", time=0), ObjectRef(), 0, own=True, outdated=NOTHING)
+        return order.find_without(path, row, self._tree.tombstones.get(path.encode(*schema.PATH)), etags)
+
+    def gave_file(self, path: str, time: int) -> bool:
+        """A commit of this time, not long ago, has put a file elsewhere at a path."""
+        (history,) = self._histories.get_many([path])
+        return history is not None and history.gave_file(time)
 
     # -- applying
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from itertools import accumulate, islice
 from typing import Protocol
@@ -54,6 +54,7 @@ from lakefs_fuse.commits.change import (
 )
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
+from lakefs_fuse.commits.file_rules import Step
 from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
@@ -63,7 +64,7 @@ from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -720,6 +721,14 @@ class Committer:
         this = await self._log.put_record(again)
         self._applier.apply(replace(again, moves=[]), this, own=True)
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
+
+    def find_without(self, path: str, row: Entry, etags: Set[str]) -> Step | None:
+        """As `Applier.find_without`."""
+        return self._applier.find_without(path, row, etags)
+
+    def gave_file(self, path: str, time: int) -> bool:
+        """As `Applier.gave_file`."""
+        return self._applier.gave_file(path, time)
 
     async def commit_as_of(self, make: Callable[[], tuple[Change, int]]) -> None:
         """Commit an addition to another node's commit, dated right after that one.

@@ -88,6 +88,11 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
         ref = ObjectRef(said.path, said.hides) if said.object == OWN else self.objects[said.object]
         return ref.key == said.path and not said.offset and ref.etag != etag
 
+    def tells_of(self, etags: Set[str]) -> bool:
+        """Whether it tells of a plain object with one of these ETags."""
+        said = self.operation
+        return isinstance(said, Put) and said.object == OWN and said.hides in etags
+
     def restamped(self, before: int, after: int) -> Fact:
         """As `Tombstone.restamped`."""
         if self.stamp == before or PENDING <= self.stamp < before:
@@ -147,6 +152,11 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         own = (fact.operation for fact in self.facts if isinstance(fact.operation, Put))
         return any(put.object == OWN and put.hides == etag for put in own)
 
+    def gave_file(self, stamp: int) -> bool:
+        """A commit of that time has put a file elsewhere there."""
+        said = (fact.operation for fact in self.facts if fact.stamp == stamp)
+        return any(isinstance(each, Symlink) or (isinstance(each, Put) and each.object != OWN) for each in said)
+
     def relocates(self, row: Entry) -> bool:
         """A commit says that the bytes of this plain object are elsewhere, which came before it was known here."""
         said = (fact.operation for fact in self.facts if isinstance(fact.operation, Relocate))
@@ -165,6 +175,11 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         listed = None if self.listed is None else unpack_entry(0, 0, self.listed.row)
         is_there = listed is not None and listed.etag != fact.outdated
         return msgspec.structs.replace(self, listed=self.listed if is_there else None, outdated=fact.outdated)
+
+    def without(self, etags: Set[str]) -> History:
+        """Without what was said of plain objects with these ETags, and without a listing."""
+        facts = [fact for fact in self.facts if not fact.tells_of(etags)]
+        return msgspec.structs.replace(self, facts=facts, listed=None)
 
     def with_listing(self, listed: Base | None, etag: str, absent: tuple[str, int]) -> History:
         """With what a listing has shown since, of the plain object with this ETag. Attributes of others bring nothing
@@ -527,10 +542,36 @@ class OrderedRules:
             path = path.rpartition("/")[0]
         return False
 
+    def find_without(self, path: str, row: Entry, buried: Tombstone | None, etags: Set[str]) -> Step | None:
+        """What commits make of a name that is ``row``, but for what they and a listing say of plain objects with these
+        ETags there; None where it has no history that goes on from what the tree has."""
+        (known,) = self._histories.get_many([path])
+        history = None if known is None else self._histories.found(known, row, buried)
+        rest = None if history is None else history.without(etags)
+        if rest is None or not rest.facts:
+            return None
+        raw = path.encode(*schema.PATH)
+        return self._replayed(Step(rest.facts[0].operation, row.parent, row.name, raw, True, True), rest)
+
     def _replay(self, step: Step, history: History) -> None:
         """Make of a name what its history says."""
-        row, operation = step.row, step.operation
-        again = Step(operation, step.parent, step.name, step.raw, True, False, tombstone=history.buried)
+        row, again = step.row, self._replayed(step, history)
+        is_listed_now = self._histories.lay_listing_over(history, again)
+        step.tombstone, step.relists = again.tombstone, again.relists
+        step.uncovered = again.uncovered - {fact.stamp for fact in history.facts}
+        step.current, step.effect = row, Effect.NONE
+        if again.current is None:
+            if row is not None and not row.is_local:
+                step.drop()
+        elif row is not None and ((row.is_local and not step.is_last) or is_same(row, again)):
+            pass
+        else:
+            step.become(again.current, Effect.SET, again.xattrs or {}, again.target)
+            step.relists = step.relists or is_listed_now
+
+    def _replayed(self, step: Step, history: History) -> Step:
+        """What the facts of a history come to."""
+        again = Step(step.operation, step.parent, step.name, step.raw, True, False, tombstone=history.buried)
         if history.base is not None:
             again.current = self._histories.entry_of(history.base)
             again.xattrs, again.target = history.base.xattrs, history.base.target
@@ -546,15 +587,4 @@ class OrderedRules:
             rules.apply(again)
             if says_what(fact.operation):
                 unnamed = fact.stamp if removes_unnamed(fact.operation) else 0
-        is_listed_now = self._histories.lay_listing_over(history, again)
-        step.tombstone, step.relists = again.tombstone, again.relists
-        step.uncovered = again.uncovered - {fact.stamp for fact in history.facts}
-        step.current, step.effect = row, Effect.NONE
-        if again.current is None:
-            if row is not None and not row.is_local:
-                step.drop()
-        elif row is not None and ((row.is_local and not step.is_last) or is_same(row, again)):
-            pass
-        else:
-            step.become(again.current, Effect.SET, again.xattrs or {}, again.target)
-            step.relists = step.relists or is_listed_now
+        return again

@@ -477,11 +477,12 @@ async def test_exchanged_files_stay_where_one_was_written_twice_in_the_place_of_
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrote_in_its_place(
+async def test_exchanged_file_that_was_removed_or_replaced_goes_on_without_who_wrote_in_its_place(
     tmp_path: Path, is_replaced: bool
 ) -> None:
+    """One that was removed has what was written there; one that was replaced has what replaced it."""
     store, clock = MemoryStore(), Clock()
-    expected = {"a": b"second a", "b": b"second a", "d": None}
+    expected = {"a": b"third a" if is_replaced else b"second a", "b": b"second a", "d": None}
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
         await written_and_seen(one, two, "ab")
         clock.advance(5)

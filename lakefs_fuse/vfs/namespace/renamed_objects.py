@@ -7,6 +7,10 @@ this when it sees the rename (`commit_applied`). Where it was lost before, who r
 (`adopt`). A node that has removed that file and created another there did not replace it, which its object's metadata
 show: then both are files, and the bytes of the renamed one are lost.
 
+The name at whose key the object lies may have got another file in the same commit, as in an exchange. What was written
+there counts in place of that, for a commit that is later tells of it: the name's history says what it is but for the
+object, and a commit as of that one repeats it (`hide`).
+
 What always holds: a name is given to another version only after a HEAD that showed it at the key, only while the name
 still means the version that is gone, and not where its own key has a newer one; no object is deleted here. What this
 node wrote is remembered in memory alone: after a crash, `adopt` does the same for who reads. Trio thread only.
@@ -26,6 +30,7 @@ from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.path_tree import lies_elsewhere
 from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, key_of_copy
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import schema
@@ -37,7 +42,7 @@ from lakefs_fuse.store.server_copy import copy_object
 from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, Rows, RowSnapshot, hide_object
 
 NS = 1_000_000_000
 ADOPT_S_MAX = 10.0
@@ -76,18 +81,27 @@ class RenamedObjects:
             for number, ref in enumerate(record.objects)
             if number > THIS and self._deletions.has_replaced(ref.key, ref.etag)
         }
-        if replaced:
-            puts = {each.path: each for each in record.operations if isinstance(each, Put) and each.object > THIS}
-            time = record.time if isinstance(record, Record) else PENDING
-            for path, operation in puts.items():
-                if operation.object in replaced:
-                    ref = record.objects[operation.object]
-                    other = puts.get(ref.key)
-                    if other is None or record.objects[other.object].key != path:
-                        self._start_adopting(path, partial(self._adopt_renamed, path, ref.key, ref.etag))
-                    else:
-                        pair = [(each, record.objects[each.object]) for each in (operation, other)]
-                        self._start_adopting(path, partial(self._adopt_exchanged, pair, time))
+        puts = (each for each in record.operations if isinstance(each, Put) and each.object in replaced)
+        named = {each.path: record.objects[each.object] for each in puts}
+        if named:
+            time = record.time if isinstance(record, Record) else 0
+            self._start_adopting(next(iter(named)), partial(self._adopt_replaced, named, time))
+
+    async def _adopt_replaced(self, named: Mapping[str, ObjectRef], time: int) -> None:
+        """Names that a commit of this ``time`` gives to objects, which this node has replaced, get the version that is
+        there now, soon. A name at such a key may have got another file, which is not in sight until it hides that
+        version. Raises LakeError."""
+        try:
+            for ref in named.values():
+                there = self._ns.at(ref.key)
+                if there is not None and there.is_plain and there.etag == self._deletions.stored_etag(ref.key):
+                    await self._committer.flush()  # what it has said of its own objects is in a commit
+                    meta = await self._client.find(ref.key)
+                    if meta is not None and is_successor(meta, ref.etag):
+                        await self._hide_versions(ref.etag, meta, time)
+        finally:
+            for path, ref in named.items():
+                self._start_adopting(path, partial(self._adopt_renamed, path, ref.key, ref.etag))
 
     def stored(self, path: str, key: str, etag: str) -> None:
         """This node has stored an object at ``key`` for the file at ``path``. Names that others gave meanwhile to what
@@ -125,89 +139,45 @@ class RenamedObjects:
             for named, _ in self._named(row, await self._find_named(row)):
                 await self.adopt(named)
 
-    async def _adopt_exchanged(self, pair: Sequence[tuple[Put, ObjectRef]], time: int) -> None:
-        """Two names changed places in a commit of this ``time``, and each has its bytes at the key of the other: what
-        this node stored at either goes along, in one commit, although what it said of that hides the exchange here.
-        Raises LakeError."""
-        if self._is_read_only:
-            return
-        said: list[tuple[Put, ObjectRef]] = []
-        replaced: dict[str, list[str]] = {}
-        for operation, ref in pair:
-            stored = self._deletions.has_replaced(ref.key, ref.etag)
-            meta = await self._client.find(ref.key) if stored else None
-            if meta is not None and meta.etag == self._deletions.stored_etag(ref.key) and is_successor(meta, ref.etag):
-                now = learn(Entry(0, 0, b"", 0, 0, operation.mode, operation.uid, operation.gid), meta.metadata or {})
-                replaced[ref.key] = replaced_since(meta, ref.etag)
-                ref = ObjectRef(ref.key, meta.etag, meta.size)
-                operation = msgspec.structs.replace(
-                    operation, size=meta.size, mode=now.mode, uid=now.uid, gid=now.gid,
-                    mtime_ns=now.mtime_ns or meta.mtime_ns,
-                )  # fmt: skip
-            said.append((operation, ref))
-        await self._committer.flush()  # what it has said of its own objects is in a commit, above which this stands
-        await self._committer.commit_as_of(lambda: (self._exchange(pair, said, replaced, time), time))
+    async def _hide_versions(self, etag: str, meta: ObjectMeta, time: int) -> None:
+        """As `hide`, of the object and its versions since the one with this ETag."""
+        self._deletions.note_adopted(meta.key, meta.etag)
+        await self.hide(meta.key, [*replaced_since(meta, etag), meta.etag], time)
 
-    def _exchange(
-        self,
-        pair: Sequence[tuple[Put, ObjectRef]],
-        said: Sequence[tuple[Put, ObjectRef]],
-        replaced: Mapping[str, Sequence[str]],
-        time: int,
-    ) -> Change:
-        """Nothing where either name is something else by now. A name whose exchanged file others have removed or
-        replaced since stays what they put, or this node stored, there. The others hide also the versions ``replaced``,
-        by their keys, before the one that lies there: commits of this node later than ``time`` may tell of each."""
-        builder = ChangeBuilder(self._ns.tree)
-        ended = {operation.path for operation, ref in pair if self._is_ended(operation.path, ref, time)}
-        if said != pair and all(each.path in ended or self._is_exchanged(each.path, ref) for each, ref in pair):
-            for operation, ref in said:
-                if operation.path not in ended:
-                    for etag in (*replaced.get(operation.path, ()), self._ns.own_etag(operation.path)):
-                        builder.repeat(msgspec.structs.replace(operation, hides=etag), ref)
-        return builder.change()
+    async def hide(self, key: str, etags: Sequence[str], time: int = 0) -> None:
+        """Have the file elsewhere that the name ``key`` got by a commit hide these objects, oldest first, which were
+        stored there for another name: what others have put there since stands. Where one of them has come in place of
+        that file, this is done if the commit is of that ``time``, at which it gave away what they replaced: what their
+        writer itself had put there before stays replaced. Raises LakeError."""
+        if self._file_elsewhere(key, etags, time) is not None:
+            await self._committer.commit_as_of(lambda: self._hiding(key, etags, time))
 
-    def _is_ended(self, path: str, ref: ObjectRef, time: int) -> bool:
-        """A commit after ``time`` has removed the name, has put another file elsewhere there, or has removed or
-        replaced what would be there but for what this node stored later."""
-        entry, tombstone = self._ns.at(path), self._ns.tree.tombstones.get(path.encode(*schema.PATH))
-        if entry is not None and not entry.is_plain:
-            return entry.stamp > time and not entry.is_local and not self._is_exchanged(path, ref)
-        if tombstone is None:
-            return False
-        stamp = 0 if entry is None else entry.stamp
-        return time < tombstone.newest < (stamp or PENDING)
-
-    def _is_exchanged(self, path: str, ref: ObjectRef) -> bool:
-        """The name is what the exchange made of it, or what this node stored there before it had heard of that."""
-        entry = self._ns.at(path)
-        if entry is None or entry.is_local:
-            return False
-        if entry.is_plain:
-            return entry.etag == self._deletions.stored_etag(path)
-        row = self._ns.tree.objects.get(entry.place)
-        return row is not None and (row.key, row.etag) == (ref.key, ref.etag)
-
-    async def hide(self, key: str, etag: str) -> None:
-        """Have the file elsewhere that the name ``key`` got by another node's commit hide the object that this node has
-        stored there for another name: what others have put there since stands. Raises LakeError."""
-        if self._file_elsewhere(key, etag) is not None:
-            await self._committer.commit_as_of(lambda: self._hiding(key, etag))
-
-    def _hiding(self, key: str, etag: str) -> tuple[Change, int]:
+    def _hiding(self, key: str, etags: Sequence[str], time: int) -> tuple[Change, int]:
         """Called when the commit's turn has come: the change, and the time of the commit that it belongs to."""
-        there, builder = self._file_elsewhere(key, etag), ChangeBuilder(self._ns.tree)
-        if there is not None:
-            builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
-        return builder.change(), 0 if there is None else there.stamp
+        found = self._file_elsewhere(key, etags, time)
+        if found is None:
+            return Change(), 0
+        entry, builder = found[0], ChangeBuilder(found[1])
+        for etag in etags:
+            builder.put(key, msgspec.structs.replace(entry, etag=etag), hides=etag)
+        return builder.change(), entry.stamp
 
-    def _file_elsewhere(self, key: str, etag: str) -> Entry | None:
-        """The file that the name ``key`` is, if a commit says that its bytes are elsewhere, and if it does not hide the
-        object with this ETag yet."""
-        there = self._ns.at(key)
-        if there is None or not (there.place or there.is_symlink) or there.etag == etag:
+    def _file_elsewhere(self, key: str, etags: Sequence[str], time: int) -> tuple[Entry, Rows] | None:
+        """As `hide`: the file that the name ``key`` is, or would be but for these objects; None where it hides the
+        newest of them already."""
+        entry = self._ns.at(key)
+        rows: Rows = self._ns.tree
+        if entry is not None and entry.is_plain and entry.etag in etags:
+            said = self._committer.find_without(key, entry, frozenset(etags))
+            entry = None if said is None else said.current
+            if said is None or entry is None or entry.stamp != time:
+                return None
+            row = self._ns.tree.objects.get(entry.place)
+            objects = {} if row is None else {entry.place: row}
+            rows = RowSnapshot(objects, {0: said.target}, {0: said.xattrs or {}})
+        if entry is None or not lies_elsewhere(entry) or entry.etag == etags[-1]:
             return None
-        return there if 0 < there.stamp < PENDING else None
+        return (entry, rows) if 0 < entry.stamp < PENDING else None
 
     async def wait_adopted(self) -> None:
         """Until names that others gave to objects which this node has replaced mean what it stored, or for ADOPT_S_MAX:
@@ -241,8 +211,7 @@ class RenamedObjects:
             )
             return False
         if is_successor(meta, row.etag):
-            self._deletions.note_adopted(row.key, meta.etag)
-            await self.hide(row.key, meta.etag)
+            await self._hide_versions(row.etag, meta, entry.stamp)
         async with self._committer.quiet():
             self._committer.enqueue(self._adoption(path, row, meta))  # not ahead of the rename, which may be held
         await self._committer.flush()
@@ -265,9 +234,17 @@ class RenamedObjects:
             found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
             before = ObjectRef(row.key, row.etag, row.size)
             builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)
-            if is_successor(meta, row.etag) or not token_of(meta):
+            is_later = is_successor(meta, row.etag) and not self._is_given(row.key, meta.etag, entry.stamp)
+            if is_later or not token_of(meta):
                 hide_object(builder, self._ns.tree, row.key, meta.etag)
         return builder.change()
+
+    def _is_given(self, key: str, etag: str, time: int) -> bool:
+        """The name at whose key a renamed object lies got another file by a commit of that ``time``, and is nothing by
+        now, or this object: it has come in place of that file, or was stored when that was removed."""
+        there = self._ns.at(key)
+        is_free = there is None or (there.is_plain and there.etag == etag)
+        return is_free and self._committer.gave_file(key, time)
 
     def _precedes_rename(self, row: ObjectRow, meta: ObjectMeta) -> bool:
         """The rename that took an object's name away is later than what another program put there."""

@@ -403,7 +403,7 @@ class ObjectWriter:
         is_at_another_name = key != file.key and not key.startswith(OBJECTS)
         if is_at_another_name and not published.is_superseded and not file.unlinked:
             with suppress(LakeError):  # else the commit of the location says it
-                await self._renamed.hide(key, published.meta.etag)
+                await self._renamed.hide(key, [published.meta.etag])
         replaced = self._replaced_untold(file.key, draft, plan, published.meta)
         has_tombstone = self._has_tombstone(file.key)
         may_be_hidden = published.is_back or bool(replaced)  # who put that may have replaced the same bytes
