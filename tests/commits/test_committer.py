@@ -471,7 +471,7 @@ async def test_commit_as_of_that_the_disk_does_not_record_is_recorded_before_the
         time = await time_of_others(site, a, b)
         with monkeypatch.context() as patched, pytest.raises(CacheError):
             patched.setattr(a.database, "commit", full)
-            await a.committer.commit_as_of(Change(operations=[link("l")]), time)
+            await a.committer.commit_as_of(lambda: (Change(operations=[link("l")]), time))
         assert a.committer.may_have("l")
         await a.committer.reconcile()
         assert (sorted(a.shown()), a.committer.may_have("l")) == (["l", "others"], False)
