@@ -1,15 +1,16 @@
 """The store as trio tasks use it: each call is tried until it succeeds or time is up, and counted.
 
-What always holds: * every attempt that began is counted once in `StoreMetrics`, on the trio thread, whether answered or
-abandoned;
+What always holds:
+
+* every attempt that began is counted once in `StoreMetrics`, on the trio thread, whether answered or abandoned;
 * only `Unavailable` is tried again: with exponential backoff and full jitter, until ``retry_timeout_s`` after the call
   began (after its first failure, if it is an upload: one may take longer than that when all goes well); then the last
   error is raised;
 * a `Transport` makes the attempts, and bounds how many run at once;
 * a cancelled read returns immediately and its request ends on its own; a cancelled write returns when its present
-attempt has ended, so that bodies and descriptors may be freed then: soon if it waits for a rate limit (see
-`rate_limit`), else when the store has answered. After `abandon_requests` writes without a body, such as deletions and
-copies, are cancelled like reads.
+  attempt has ended, so that bodies and descriptors may be freed then: soon if it waits for a rate limit (see
+  `rate_limit`), else when the store has answered. After `abandon_requests` writes without a body, such as deletions and
+  copies, are cancelled like reads.
 
 A write that is tried again may have succeeded the first time. If others write to the key (`VersionTarget`), what always
 holds is *no blind retry*: after an attempt that may have taken effect, the next one begins with a HEAD, also in a later
@@ -17,11 +18,12 @@ call. If the HEAD shows the version, it arrived. If it shows the object that its
 not arrive, and is sent with that as precondition, if the store has such preconditions. Any other version is that of
 another writer:
 
-* dated before the first attempt: ours did not arrive, or it would have replaced that one. It is sent again, with the
-other version as precondition;
-* dated later: `Superseded`. Ours was stored and then replaced, by a writer who may have built on it; or it did not
-  arrive, and both were written at the same time. Either way the other is the newer one: another attempt would put ours
-  over a version that was acknowledged after ours had begun.
+* dated before the first attempt, and stored by one PUT: ours did not arrive, or it would have replaced that one. It is
+  sent again, with the other version as precondition;
+* dated later, or of a multipart upload, which S3 dates by its beginning: `Superseded`. Ours was stored and then
+  replaced, by a writer who may have built on it; or it did not arrive, and both were written at the same time. Either
+  way the other is the newer one: another attempt would put ours over a version that was acknowledged after ours had
+  begun.
 
 The first attempt has the version that its writer expects as precondition, if one is given and the store can check it:
 `Overtaken` if the key has another. Dates are the store's, to the second, and so is the time of the first attempt: the
@@ -39,7 +41,7 @@ import random
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeGuard, TypeVar
+from typing import Protocol, TypeVar
 
 import trio
 import xxhash
@@ -76,6 +78,7 @@ from lakefs_fuse.store.protocol import (
     PartRef,
     UploadRef,
     length_of,
+    pieces_of,
 )
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.nursery import for_each
@@ -498,8 +501,8 @@ class _VersionWrite:
         target, etag, if_absent = self._target, None, self._target.if_absent
         is_first = self._unsure_since_s is None
         if self._unsure_since_s is not None:
-            there = await self._find()
-            if self._is_there(there):
+            there, is_stored = await self._find()
+            if there is not None and is_stored:
                 return there
             etag, if_absent = await self._condition(there, self._unsure_since_s)
         elif not if_absent and target.expected is not None:
@@ -509,8 +512,8 @@ class _VersionWrite:
         try:
             return await self._send(etag, if_absent)
         except (PreconditionFailed, NotFound) as error:
-            there = await self._find()
-            if self._is_there(there):
+            there, is_stored = await self._find()
+            if there is not None and is_stored:
                 return there
             if isinstance(error, UnclearConflict) and (there.etag if there is not None else None) == etag:
                 raise Unavailable(str(error)) from error  # the condition is met
@@ -541,23 +544,30 @@ class _VersionWrite:
         unsure = self._target.unsure
         return unsure[2] if unsure is not None and unsure[:2] == (self._key, self._token) else None
 
-    async def _find(self) -> ObjectMeta | None:
-        client = self._client
+    async def _find(self) -> tuple[ObjectMeta | None, bool]:
+        """Return the object at the key, and whether it is the version that was sent."""
         try:
-            return await client._attempt("head", partial(client._store.head, self._key), abandon=True)
+            return await self._client._attempt("head", self._head, abandon=True)
         except NotFound:
-            return None
+            return None, False
+
+    def _head(self) -> tuple[ObjectMeta, bool]:
+        there = self._client._store.head(self._key)
+        return there, self._is_ours(there) and self._is_whole(there)
 
     def _is_ours(self, there: ObjectMeta) -> bool:
         return token_of(there) == self._token and there.size == _bytes_of(self._sent)
 
-    def _is_there(self, there: ObjectMeta | None) -> TypeGuard[ObjectMeta]:
-        """It is ours; what is sent from memory over http may have been damaged on its way (see `s3.upload`)."""
-        if there is None or not self._is_ours(there):
-            return False
-        if not isinstance(self._sent, bytes) or self._client.is_guarded or not self._client.capabilities.md5_etags:
+    def _is_whole(self, there: ObjectMeta) -> bool:
+        """Return whether the object has the bytes that were sent. Those of a PUT over http may have been damaged on
+        their way, which the ETag shows (see `s3.upload`). Called from a worker thread, because it reads them again."""
+        sent, client = self._sent, self._client
+        if not isinstance(sent, bytes | FileSlice) or client.is_guarded or not client.capabilities.md5_etags:
             return True
-        return hashlib.md5(self._sent, usedforsecurity=False).hexdigest() == there.etag
+        md5 = hashlib.md5(usedforsecurity=False)
+        for piece in pieces_of(sent):
+            md5.update(piece)
+        return md5.hexdigest() == there.etag
 
     async def _condition(self, there: ObjectMeta | None, since_s: float) -> tuple[str | None, bool]:
         """The version that the next attempt is to replace, or that it is to replace none."""
@@ -572,7 +582,11 @@ class _VersionWrite:
         return there.etag, False
 
     async def _is_older(self, there: ObjectMeta, since_s: float) -> bool:
+        """Return whether the object was stored before the first attempt. That of a multipart upload may not have been:
+        stores that date it by the beginning of its upload say less than is needed."""
         client = self._client
+        if "-" in there.etag:
+            return False
         try:
             now_ns = await client._attempt("head", client._store.time_ns, abandon=True)
         except Unsupported:

@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -32,13 +34,13 @@ from lakefs_fuse.errors import (
 from lakefs_fuse.store.client import AWAY_S_MIN, SILENT_S_MIN, TOKEN_METADATA, StoreClient
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import Capabilities, Fetched, ObjectMeta, ObjectStore
+from lakefs_fuse.store.protocol import Capabilities, Fetched, FileSlice, ObjectMeta, ObjectStore
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.store import S3Store
 from lakefs_fuse.upload.draft import DraftTarget
 from tests.fakes import FakeClock, store_client
 from tests.faults import Faults
-from tests.memory_store import MemoryStore
+from tests.memory_store import MemoryStore, Request, When
 from tests.servers import Server
 from tests.store.lakes import s3_config
 
@@ -219,6 +221,58 @@ async def test_write_replaced_after_a_lost_answer_is_superseded(
         await put()
     assert (await client.head("file")).size == len(b"theirs")
     assert client.metrics.requests["put"] == 2
+
+
+@pytest.mark.parametrize("is_slice", [False, True])
+async def test_write_damaged_on_its_way_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slice: bool
+) -> None:
+    """The store has a version with the size and the token of what was sent, but with other bytes."""
+    monkeypatch.setattr(StoreClient, "is_guarded", property(lambda _client: False))
+    store = MemoryStore(Capabilities(name="memory", md5_etags=True))
+    store.equal_bytes_have_equal_etags = True
+    damaged = [BODY[:-1] + b"?"]
+
+    def damage(request: Request, when: When) -> None:
+        if (request.what, when) == ("put", "after") and damaged:
+            store.give("file", damaged.pop(), {TOKEN_METADATA: "mine"})
+            raise Unavailable("the ETag of the answer is another than that of the bytes")
+
+    store.hook = damage
+    (tmp_path / "file").write_bytes(BODY)
+    with (tmp_path / "file").open("rb") as file:
+        body = FileSlice(file.fileno(), 0, len(BODY)) if is_slice else BODY
+        target = DraftTarget("file", dict)  # type: ignore[arg-type]
+        await store_client(store, store.capabilities).put(
+            "file", body, metadata={TOKEN_METADATA: "mine"}, version=target
+        )
+    assert (store.data("file"), store.count("put")) == (BODY, 2)
+
+
+async def test_write_after_which_an_upload_that_began_before_it_was_completed_is_superseded() -> None:
+    """S3 dates what a multipart upload made by the beginning of the upload."""
+    clock = FakeClock()
+    store = MemoryStore(Capabilities(name="memory", put_if_match=True))
+    store.clock = clock.wall_ns
+    began_ns = clock.wall_ns()
+    clock.advance(60)
+
+    def complete_another(request: Request, when: When) -> None:
+        if (request.what, when) == ("put", "after"):
+            clock.advance(5)
+            meta = store.give("file", b"of a multipart upload")
+            store.objects["file"] = (
+                store.data("file"), msgspec.structs.replace(meta, etag=f"{meta.etag}-2", mtime_ns=began_ns)
+            )  # fmt: skip
+            raise Unavailable("the answer was lost")
+
+    store.hook = complete_another
+    target = DraftTarget("file", dict)  # type: ignore[arg-type]
+    with pytest.raises(Superseded):
+        await store_client(store, store.capabilities, clock=clock).put(
+            "file", BODY, metadata={TOKEN_METADATA: "mine"}, version=target
+        )
+    assert (store.data("file"), store.count("put")) == (b"of a multipart upload", 1)
 
 
 @pytest.mark.parametrize("size", [5000, 3 << 20])

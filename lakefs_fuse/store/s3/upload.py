@@ -7,8 +7,8 @@ sent, is compared with the ETag that comes back (S3 defines it to be that, and e
 MiB, and a damaged part is sent again before anyone sees it. A whole object becomes visible immediately, so its MD5 is
 sent first, in a Content-MD5 header, and the store refuses bytes that do not match. So is that of parts if ETags are not
 MD5 sums (the probe finds out). The signature's own hash is no help: of the servers tried none compares it. Objects of
-up to 1 MiB, which obstore sends, are compared with their ETags only afterwards, and put again. The length is checked by
-HTTP itself.
+up to 1 MiB, which obstore sends, and all objects on a store that ignores Content-MD5, are compared with their ETags
+only afterwards, and put again. The length is checked by HTTP itself.
 
 sendfile(2) was tried for bodies, and costs more than reading and sending: 0.6 against 0.4 ms per MiB.
 
