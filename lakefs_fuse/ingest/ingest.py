@@ -39,7 +39,15 @@ from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Overtaken, Unsupported, sole_error
+from lakefs_fuse.errors import (
+    KeyRefused,
+    LakeError,
+    NotFound,
+    Overtaken,
+    PreconditionFailed,
+    Unsupported,
+    sole_error,
+)
 from lakefs_fuse.ingest.pack_filler import CopyOf, Full, NeedsStored, Pack, Packer, Totals
 from lakefs_fuse.ingest.source import Attributes, Changed, File, Refused, Source, SourceError
 from lakefs_fuse.ingest.tar_source import TarSource
@@ -311,7 +319,7 @@ class Ingest:
         try:
             key, hides = await self._choose_key(step.path)
             meta = await self._copy(step, key)
-        except (Unsupported, KeyRefused, NotFound, Overtaken) as error:
+        except (Unsupported, KeyRefused, NotFound, Overtaken, PreconditionFailed) as error:
             self._packer.refused.append(Refused(step.path, f"a hard link to {step.source}: {error}"))
             self._report_refused()
             return

@@ -390,8 +390,8 @@ class StoreClient:
         return await self._retry("other", _VersionWrite(self, "other", key, token, parts, version, call).attempt)
 
     async def abort_multipart(self, key: str, upload_id: str) -> None:
-        """See `ObjectStore.abort_multipart`."""
-        await self._call("other", partial(self._store.abort_multipart, key, upload_id))
+        """See `ObjectStore.abort_multipart`. A cancelled call returns immediately; the store may still carry it out."""
+        await self._call("other", partial(self._store.abort_multipart, key, upload_id), abandon=True)
 
     async def list_multipart(self, prefix: str) -> Sequence[UploadRef]:
         """See `ObjectStore.list_multipart`."""

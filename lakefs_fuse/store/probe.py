@@ -125,8 +125,12 @@ class _Probe:
             return found | self._reading("", 0)
         for meta in self._list("", keys_max=100).objects:
             if meta.size > 1 and meta.etag:
-                with contextlib.suppress(NotFound, AccessDenied, PreconditionFailed):
+                try:
                     return found | self._reading(meta.key, meta.size)
+                except Unavailable:
+                    raise
+                except StoreError:  # it is archived, gone, not for this reader, or encrypted with a key of its owner
+                    continue
         return found
 
     def _find(self) -> dict[str, bool]:

@@ -6,9 +6,11 @@ in parts is aborted. A crash leaves an unfinished upload, which `gc` ends. Tasks
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import trio
 
-from lakefs_fuse.errors import NotFound, PreconditionFailed, Unavailable, Unsupported
+from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unavailable, Unsupported
 from lakefs_fuse.store.client import StoreClient, copy_metadata
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 
@@ -17,8 +19,8 @@ COPY_BYTES_MAX = 5 << 30
 COPY_PART_BYTES = 1 << 30
 """More is copied in parts, where the store can."""
 ABORT_S_MAX = 5.0
-"""Maximum wait for the store when a copy in parts is aborted; if it fails, an unfinished upload stays, which `gc`
-aborts."""
+"""Maximum wait for the store when a copy in parts is aborted. If it does not answer by then, or refuses, the unfinished
+upload stays for `gc`."""
 
 
 async def copy_object(
@@ -39,19 +41,16 @@ async def copy_object(
         return await client.copy(source, target, etag=etag)
     metadata = {**((await client.head(source)).metadata or {}), **(copy_metadata(target) if if_absent else {})}
     upload_id = await client.create_multipart(target, metadata=metadata)
-    completed = False
     try:
         refs: list[PartRef] = []
         for number, start in enumerate(range(0, size, COPY_PART_BYTES), 1):
             end = min(start + COPY_PART_BYTES, size)
             refs.append(await client.upload_part_copy(target, upload_id, number, source, start, end, etag=etag))
-        meta = await _complete(client, target, upload_id, refs, if_absent=is_conditional)
-        completed = True
-        return meta
-    finally:
-        if not completed:
-            with trio.move_on_after(ABORT_S_MAX, shield=True):
-                await client.abort_multipart(target, upload_id)
+        return await _complete(client, target, upload_id, refs, if_absent=is_conditional)
+    except BaseException:
+        with trio.move_on_after(ABORT_S_MAX, shield=True), suppress(LakeError):
+            await client.abort_multipart(target, upload_id)
+        raise
 
 
 async def _complete(

@@ -34,7 +34,7 @@ from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import WorkerThreads
-from lakefs_fuse.errors import LakeError, NotFound, StoreFull
+from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, StoreFull
 from lakefs_fuse.ingest import ingest as ingest_module
 from lakefs_fuse.ingest import pack_filler as ingest_pack
 from lakefs_fuse.ingest import tree_source
@@ -326,6 +326,29 @@ async def test_hard_links_of_a_tar_are_references_or_copies(
     assert "links/missing: a hard link to missing, which did not come before it" in lake.notes[0]
     stored = sum(lake.store.head(key).size for key, _ in lake.commits())
     assert stored < 6 * 400_000 + 100_000
+
+
+async def test_hard_link_whose_source_was_replaced_meanwhile_is_reported_and_the_rest_is_loaded(
+    local: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest_pack, "PACK_BYTES", MIB)
+    archive = tmp_path / "a.tar"
+    with tarfile.open(archive, "w") as out:
+        large = tarfile.TarInfo("large")
+        large.size = 2 * MIB
+        out.addfile(large, io.BytesIO(bytes(large.size)))
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.LNKTYPE, "large"
+        out.addfile(link)
+        out.addfile(tarfile.TarInfo("rest"))
+
+    def copy(_store: ObjectStore, source: str, _target: str, *, etag: str | None = None) -> ObjectMeta:
+        raise PreconditionFailed(f"{source!r} is not {etag!r} any more")
+
+    monkeypatch.setattr(type(local.store), "copy", copy)
+    done = await local.ingest(archive)
+    assert (sorted(local.tree()), done.refused) == (["large", "rest"], 1)
+    assert "link: a hard link to large" in local.notes[0]
 
 
 async def test_of_two_members_of_one_name_the_later_wins(

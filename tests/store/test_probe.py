@@ -10,11 +10,20 @@ import pytest
 
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import ConfigError, KeyRefused, LakeError, PreconditionFailed, Unavailable, Unsupported
+from lakefs_fuse.errors import (
+    ConfigError,
+    KeyRefused,
+    LakeError,
+    PreconditionFailed,
+    StoreError,
+    Unavailable,
+    Unsupported,
+)
 from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
+from lakefs_fuse.store.s3.store import S3Store
 from tests import servers
 from tests.fakes import FakeClock
 from tests.faults import Faults, faulty
@@ -213,6 +222,27 @@ def test_read_only_credentials_are_enough_to_read(
         assert found.notes == ()
         assert bytes(store.get("a", 2, 4).data) == b"23"
         assert keys_left(controls.server, bucket) == ["a"]
+    finally:
+        store.close()
+
+
+def test_reading_a_bucket_whose_first_object_is_archived_tries_the_next(
+    seaweed: Server, new_bucket: Callable[[Server], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = new_bucket(seaweed)
+    for key in ("archived", "other"):
+        s3_client(seaweed).put_object(Bucket=bucket, Key=key, Body=b"0123456789")
+    observe = S3Store.observe_get
+
+    def refuse(store: S3Store, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
+        if key == "archived":
+            raise StoreError("get 'archived': InvalidObjectState: restore it")
+        return observe(store, key, start, end, etag=etag)
+
+    monkeypatch.setattr(S3Store, "observe_get", refuse)
+    store = open_store(s3_config(seaweed, bucket), Node.of_this_machine())
+    try:
+        assert probe(store, random.Random(1), SystemClock(), read_only=True).partial_status
     finally:
         store.close()
 

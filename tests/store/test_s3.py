@@ -112,6 +112,25 @@ def test_delete_many_refused_together_deletes_alone(
         store.close()
 
 
+def test_delete_many_refused_for_a_while_deletes_together_after_that(
+    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str]
+) -> None:
+    """A token that has expired refuses everything, and is renewed."""
+    server, controls = faults
+    store = opened(s3_config(server, new_bucket(controls.server)))
+    try:
+        keys = ["a", "b"]
+        for key in keys:
+            store.put(key, b"x")
+        controls.forbid(1000)
+        assert list(store.delete_many(keys)) == keys
+        controls.clear()
+        assert store.delete_many(keys) == {}
+        assert controls.counts == {"POST": 1}
+    finally:
+        store.close()
+
+
 @pytest.mark.parametrize(
     ("status", "date", "expected"),
     [

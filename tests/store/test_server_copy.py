@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
 
-from lakefs_fuse.errors import PreconditionFailed, Unavailable
+import pytest
+import trio
+
+from lakefs_fuse.errors import AccessDenied, PreconditionFailed, Unavailable
 from lakefs_fuse.store import server_copy
 from lakefs_fuse.store.client import is_copy
 from lakefs_fuse.store.protocol import Capabilities
@@ -49,3 +52,34 @@ async def test_copy_whose_upload_was_ended_by_others_is_to_be_tried_again(store:
     store.hook = abort
     with pytest.raises(Unavailable, match="try again"):
         await copy_object(client, "source", store.head("source").etag, SIZE, "target")
+
+
+async def test_copy_whose_source_was_replaced_says_so_though_its_upload_cannot_be_aborted(store: MemoryStore) -> None:
+    client, etag = store_client(store, Capabilities(name="memory")), store.head("source").etag
+    store.give("source", b"another version")
+    store.hook = Failures(lambda request: request.what == "abort_multipart", AccessDenied("not allowed"))
+    with pytest.raises(PreconditionFailed):
+        await copy_object(client, "source", etag, SIZE, "target")
+
+
+async def test_copy_that_fails_waits_no_longer_for_the_end_of_its_upload_than_it_says(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_copy, "ABORT_S_MAX", 0.01)
+    client, etag, answered = (
+        store_client(store, Capabilities(name="memory")),
+        store.head("source").etag,
+        threading.Event(),
+    )
+    store.give("source", b"another version")
+
+    def hang(request: Request, when: When) -> None:
+        if (request.what, when) == ("abort_multipart", "before"):
+            answered.wait()
+
+    store.hook = hang
+    try:
+        with trio.fail_after(20), pytest.raises(PreconditionFailed):
+            await copy_object(client, "source", etag, SIZE, "target")
+    finally:
+        answered.set()

@@ -185,7 +185,13 @@ class LocalStore:
         with translated("create upload", key):
             self._tree.make_own(self._uploads)
             os.mkdir(self._directory(upload_id))
-            self._tree.write_own(f"{self._directory(upload_id)}/{_ABOUT}", 0o666, lambda fd: _write_all(fd, encoded))
+            try:
+                self._tree.write_own(
+                    f"{self._directory(upload_id)}/{_ABOUT}", 0o666, lambda fd: _write_all(fd, encoded)
+                )
+            except OSError:
+                os.rmdir(self._directory(upload_id))
+                raise
             sync_directory(self._uploads)
         return upload_id
 

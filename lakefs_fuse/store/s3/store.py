@@ -255,19 +255,22 @@ class S3Store:
         """See `ObjectStore.delete_many`. Keys that XML cannot hold are deleted one by one, and so are all where
         DeleteObjects is refused."""
         failed: dict[str, str] = {}
+        refused: list[str] = []
         keys = [key for key in keys if not self._is_foreign_marker(key)]
         one_by_one = self._deletes_alone or not self.capabilities.delete_many
         alone = [key for key in keys if one_by_one or not _XML_ILLEGAL.isdisjoint(key)]
         together = [key for key in keys if not one_by_one and _XML_ILLEGAL.isdisjoint(key)]
         if together:
-            alone += self._delete_together(together, failed)
-        for key in alone:
+            refused = self._delete_together(together, failed)
+        for key in alone + refused:
             try:
                 self.delete(key)
             except Unavailable:
                 raise
             except LakeError as error:
                 failed[key] = str(error)
+        if refused and refused == together and failed.keys().isdisjoint(refused):
+            self._deletes_alone = True  # these credentials may delete an object, and not several in one request
         return failed
 
     def _delete_together(self, keys: Sequence[str], failed: dict[str, str]) -> list[str]:
@@ -277,7 +280,6 @@ class S3Store:
         try:
             answer = self._call("delete_objects", "delete", None, Delete={"Objects": batch, "Quiet": True})
         except (AccessDenied, Unsupported):
-            self._deletes_alone = True
             return list(keys)
         refused: list[str] = []
         for about in answer.get("Errors", ()):
