@@ -1,9 +1,9 @@
 /*
- * Attributes of directories, answered without Python.
+ * A cache of directory attributes, from which GETATTR is replied to without entering Python.
  *
- * Each name that is created or removed makes the kernel drop its directory's attributes, permissions included, and
- * ask for them before it resolves the next path through it. Python passes on what it has answered, and for how long
- * that is valid; later what the attributes are after each change.
+ * When a name is created or removed, the kernel drops the attributes of its directory, permissions included, and
+ * requests them before it resolves the next path through the directory. Python passes on the attributes that it replied
+ * with, and for how long they are valid; later the new attributes after each change.
  */
 #include "native.h"
 
@@ -62,8 +62,9 @@ void lakefs_touch_attributes(uint64_t inode, int64_t now_ns)
 }
 
 /*
- * Called by Python: attributes of a directory. With `for_ns` they may be answered for so long, and replace others that
- * have expired; with 0 they replace those that may be answered already, if there are any.
+ * Cache attributes of a directory; called from Python. With `for_ns` they are valid for this time, and may replace
+ * those of another directory that have expired; without such a slot they are not cached. With 0 they replace the
+ * directory's cached attributes, if there are any, and expire when those would have.
  */
 void lakefs_cache_attributes(uint64_t inode, uint32_t mode, uint32_t uid, uint32_t gid, int64_t mtime_ns,
 			     int64_t ctime_ns, uint32_t block_bytes, int64_t for_ns)

@@ -1,17 +1,17 @@
 /*
- * New small files: created, written and closed without Python, which receives them whole.
+ * Creates and writes new small files without entering Python, which then receives each file whole.
  *
- * In a directory whose names are leased (leases.c) a file that is created is kept here while it is written, up to
- * FILE_BYTES_MAX. Its first close, or any request before that needs to know of it, hands it over to Python: `receive`
- * is called, and asks for each file with `lakefs_next_file`, to be stored as if it had been created and written just
- * then. A close waits until Python answers it (`lakefs_answer_close`); after that the file is Python's, and only its
- * handle is known here, to be released without asking.
+ * In a directory whose names are leased (leases.c) this library keeps a new file while it is written, up to
+ * FILE_BYTES_MAX. The first close, or an earlier request that depends on the file, hands the file over to Python: the
+ * library calls `receive`, which gets each file with `lakefs_next_file` and stores it as if it had been created and
+ * written at that moment. FLUSH waits until Python calls `lakefs_answer_close`. From then on Python owns the file, and
+ * the library has only its handle, which it releases without entering Python.
  *
- * Invariants. "Absent": a name that Python has, or may have, is not created here. "In order": Python gets a file
- * before it sees any request that could tell the difference. "No promise": what is here only was never promised to
- * anybody, so a crash loses nothing.
+ * Invariants. "Absent": no file is created here under a name that Python has, or may have. "In order": Python gets a
+ * file before any request that could tell the difference. "No promise": a file that only this library has was
+ * not acknowledged, so a crash loses no acknowledged file.
  *
- * `receive` is called with the GIL, everything else without asking for it.
+ * `receive` is called with the GIL; nothing else here needs the GIL.
  */
 #include "native.h"
 
@@ -20,29 +20,29 @@
 
 #define FILES 128
 #define FILE_BYTES_MAX (256U << 10)
-/* An mtime this far from now was chosen by a program; so was one that was set with the atime. */
+/* A program chose an mtime that is this far from now, or that is set with an atime; the kernel set any other. */
 #define MTIME_OF_NOW_S 60
 #define MTIME_S_MAX ((INT64_C(1) << 62) / NS)
 #define NO_TIME INT64_MIN
 #define ATTRIBUTES (FATTR_MODE | FATTR_UID | FATTR_GID | FATTR_MTIME)
 #define BLOCK_BYTES (128U << 10)
 
-/* As create_offload.py numbers them. */
+/* States of a file in this library. Once it is handed over, FileState of create_offload.py tracks it, too. */
 enum state {
 	FREE,
-	RECEIVING, /* Python knows nothing of it */
-	CLOSING,   /* FLUSH waits for Python's answer */
-	CLOSED,	   /* Python's, but for the handle */
+	RECEIVING, /* Python does not know the file */
+	CLOSING,   /* FLUSH waits until Python has closed the file */
+	CLOSED,	   /* Python owns the file, the library its handle */
 };
 
 static const unsigned successors[] = {
 	[FREE] = 1 << RECEIVING,
-	[RECEIVING] = 1 << CLOSING | 1 << FREE, /* FREE: Python's, handle included */
+	[RECEIVING] = 1 << CLOSING | 1 << FREE, /* FREE: Python got all of it, or CREATE was interrupted */
 	[CLOSING] = 1 << CLOSED,
 	[CLOSED] = 1 << FREE,
 };
 
-/* What is handed over of a file, as create_offload.py numbers them; a set. */
+/* Set of the parts of a file that are handed over, numbered as in create_offload.py. */
 enum parts {
 	BYTES = 1,
 	HANDLE = 2,
@@ -50,14 +50,14 @@ enum parts {
 
 struct created {
 	enum state state;
-	unsigned due;	  /* parts that Python is to get; the bytes first, and alone while FLUSH waits */
-	int handle_given; /* while FLUSH waits */
+	unsigned due;	  /* parts to hand over; while FLUSH waits, first BYTES alone */
+	int handle_given; /* while FLUSH waits: HANDLE was handed over */
 	uint64_t inode;
 	uint64_t parent;
 	int64_t created_ns;
 	int64_t written_ns;
-	int64_t changed_ns; /* attributes, by a program */
-	int64_t mtime_ns;   /* that a program chose */
+	int64_t changed_ns; /* when a program set attributes */
+	int64_t mtime_ns;   /* chosen by a program */
 	int is_mtime_chosen, is_exclusive;
 	uint32_t mode, uid, gid, pid;
 	uint32_t size, room;
@@ -66,7 +66,7 @@ struct created {
 	char name[NAME_BYTES_MAX + 1];
 };
 
-/* A file as Python gets it. */
+/* A file as it is handed over, laid out as in create_offload.py. */
 struct handed_over {
 	uint64_t inode;
 	uint64_t parent;
@@ -82,7 +82,7 @@ struct handed_over {
 };
 
 static struct created files[FILES];
-static unsigned used; /* slots from here on are free */
+static unsigned used; /* slots from this one on are free */
 static unsigned receiving;
 static int some_due;
 static uint64_t inode_next, inode_end;
@@ -164,9 +164,9 @@ static void reply_attributes(fuse_req_t request, const struct created *file)
 	libfuse.reply_attr(request, &attributes, lease ? (double)lease->timeout_ns / NS : 0);
 }
 
-/* -- what is answered here */
+/* -- requests that need no Python */
 
-/* What has suid or sgid would lose it with the first write: a case for Python. */
+/* Return whether CREATE needs no Python. Python handles suid and sgid, because the first write drops them. */
 static int may_create(uint64_t parent, const char *name, uint32_t flags, uint32_t mode)
 {
 	const struct name_lease *lease = lakefs_name_lease_lacking(parent, name);
@@ -184,13 +184,13 @@ static int may_write(uint64_t inode, uint64_t offset, uint64_t bytes)
 	       offset + bytes <= FILE_BYTES_MAX;
 }
 
-/* NO_TIME for one that rows and commits do not take (MTIME_NS_MAX): Python takes the nearest. */
+/* Return a time in ns; NO_TIME if rows and commits cannot keep it (MTIME_NS_MAX): Python replaces it by the nearest. */
 static int64_t ns_of(int64_t seconds, int64_t ns)
 {
 	return seconds < -MTIME_S_MAX || seconds >= MTIME_S_MAX ? NO_TIME : seconds * NS + ns;
 }
 
-/* By a program; else the kernel tells of its own writes. */
+/* Return whether a program chose this mtime; otherwise the kernel reports the time of its writes. */
 static int is_chosen(const struct created *file, uint32_t valid, int64_t mtime_ns)
 {
 	int64_t late_s = mtime_ns / NS - lakefs_request_time.realtime_ns / NS;
@@ -199,7 +199,7 @@ static int is_chosen(const struct created *file, uint32_t valid, int64_t mtime_n
 	       (file->is_mtime_chosen && mtime_ns == file->mtime_ns);
 }
 
-/* A chosen mtime stays until another one is chosen: what is written after it is a case for Python. */
+/* Return whether SETATTR needs no Python. A chosen mtime stays until another is chosen; Python handles later writes. */
 static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_ns)
 {
 	const uint32_t known =
@@ -215,7 +215,7 @@ static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_
 	return !(valid & FATTR_MTIME) || !file->is_mtime_chosen || is_chosen(file, valid, mtime_ns);
 }
 
-/* The close by which its writer means to publish it. */
+/* Return whether the thread that created a file closes it, not empty: that close is meant to publish the file. */
 static int may_close(uint64_t inode, uint32_t pid)
 {
 	struct created *file = received(inode);
@@ -302,11 +302,11 @@ static void create(fuse_req_t request, fuse_ino_t parent, const char *name, mode
 	entry.attr = attributes_of(file);
 	entry.attr_timeout = entry.entry_timeout = (double)lease->timeout_ns / NS;
 	lakefs_count(FUSE_CREATE);
-	if (libfuse.reply_create(request, &entry, info) == -ENOENT) /* interrupted: it is not open */
+	if (libfuse.reply_create(request, &entry, info) == -ENOENT) /* interrupted: the file is not open */
 		drop_file(file);
 }
 
-/* Room for the file's bytes up to `end`; 0 where there is no memory. The second write of a file makes room for all. */
+/* Make room for bytes up to `end`; return 0 if there is no memory. The second allocation has room for all bytes. */
 static int make_room(struct created *file, uint32_t end)
 {
 	uint32_t room = file->room ? FILE_BYTES_MAX : end;
@@ -343,7 +343,7 @@ static void write_buf(fuse_req_t request, fuse_ino_t inode, struct fuse_bufvec *
 	libfuse.reply_write(request, buf->size);
 }
 
-/* libfuse's bits are those of the kernel, without those of handles and locks. */
+/* The bits of `to_set` are those of the kernel, except those for handles and locks. */
 static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attributes, int to_set,
 		    struct fuse_file_info *info)
 {
@@ -442,8 +442,8 @@ int lakefs_is_receiving(void)
 
 /* -- handing over */
 
-/* Makes due: a file, and those in a directory that were not closed yet; or `all`. Of those that were handed over
- * already their `handles`, where the request may be about them. */
+/* Mark as due what Python needs for a request about `inode`, or about `all` files: all parts of a file that was not
+ * closed yet, also if `inode` is its directory; with `handles`, also the handle of a closed file. */
 static void make_due(uint64_t inode, int all, int handles)
 {
 	for (unsigned at = 0; at < used; at++) {
@@ -496,16 +496,16 @@ void lakefs_hand_over_before(const struct fuse_in_header *head)
 	lakefs_hand_over_closed();
 }
 
-/* -- called by Python */
+/* -- called from Python */
 
-/* Everything that Python does not have yet is due. */
+/* Mark everything that Python does not have yet as due; the caller then gets it with `lakefs_next_file`. */
 void lakefs_hand_over_all(void)
 {
 	make_due(0, 1, 1);
 	some_due = 0;
 }
 
-/* The next file of which something is due; 0 where there is none. The bytes are there until the next call. */
+/* Hand over the next file that has due parts; return 0 if there is none. Its bytes are valid until the next call. */
 int lakefs_next_file(struct handed_over *handed_over)
 {
 	static char *data;
@@ -551,8 +551,8 @@ int lakefs_next_file(struct handed_over *handed_over)
 	return 1;
 }
 
-/* Answers the FLUSH of a file. From here on its handle is released without asking, or, after an error, is Python's.
- * Answers 0 where no FLUSH waits. */
+/* Reply to the FLUSH of a file. The library then releases its handle without entering Python; but after an error, or if
+ * the handle was handed over, Python owns it. Returns 0 if no FLUSH waits. */
 int lakefs_answer_close(uint64_t inode, int error)
 {
 	struct created *file = find_file(inode);
@@ -573,7 +573,7 @@ void lakefs_set_receiver(void (*callback)(void))
 	receive = callback;
 }
 
-/* Inodes that may be given out here; those of the last call that were not are never used. */
+/* Reserve inodes for files created here. Those of the last call that are left are never used. */
 void lakefs_reserve_inodes(uint64_t first, uint64_t count)
 {
 	inode_next = first;

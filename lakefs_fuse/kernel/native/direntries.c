@@ -1,25 +1,25 @@
 /*
- * Directory entries for READDIRPLUS, from the database's rows straight into the answer's buffer.
+ * Writes directory entries for READDIRPLUS from rows of the database directly into the buffer of the reply.
  *
- * pyfuse3 adds an entry to an answer with fuse_add_direntry_plus, called for each name with objects made for it.
- * Where rows were given beforehand (`lakefs_begin_entries`) one call writes as many entries as fit, else it is passed
- * on to libfuse. Without this library the mount works as well, and lists slower.
+ * pyfuse3 adds an entry to a reply with fuse_add_direntry_plus: one call, and several Python objects, for each name. If
+ * rows were passed before (`lakefs_begin_entries`), one call writes as many entries as fit; otherwise the call is
+ * passed on to libfuse. A mount works without this library, but lists more slowly.
  *
- * Called with the GIL: `lakefs_begin_entries`, pyfuse3's readdir_reply and `lakefs_end_entries` follow each other,
- * with no other Python in between than the iterator over the rows and, for files in use, `row_of`.
+ * Called with the GIL held. `lakefs_begin_entries`, pyfuse3's readdir_reply and `lakefs_end_entries` follow each other;
+ * no other Python runs between them than the iterator over the rows and, for files in use, `row_of`.
  *
- * The layout of a row is that of meta/entry.py.
+ * meta/entry.py describes the layout of a row.
  */
 #include "native.h"
 #include "python_abi.h"
 
 enum { KEY_PREFIX = 9, KEY_BYTES = 17, HEAD_BYTES = 67, ROW_NAME_BYTES_MAX = 255 };
 enum { DIRECTORY = 1, SYMLINK = 64, SHADOWED = 256 };
-enum { FETCHED = 2 | 4 | SYMLINK }; /* attributes are known without the object: see metadata_fetch.py */
+enum { FETCHED = 2 | 4 | SYMLINK }; /* the attributes need no request to the store: metadata_fetch.py */
 enum { PASSED_OVER = -3, BEYOND_END = -2, INVALID = -1 };
 static const uint32_t UNSET = 0xffffffff;
 
-/* What is shown of an entry that does not have it, as readdir.py has it. */
+/* Attributes that entries without their own show, and st_blksize; laid out as in readdir.py. */
 struct defaults {
 	uint32_t uid, gid, dir_mode, file_mode, unfetched_mode, dir_blksize, file_blksize;
 };
@@ -33,7 +33,7 @@ static uint64_t last_off;
 static int begun, reached;
 static PyObject *error_type, *error_value, *error_trace;
 
-/* Sets a variable that owns what it refers to; `value` may be NULL. */
+/* Replace the reference that a variable owns; `value` may be NULL. */
 static void replace(PyObject **variable, PyObject *value)
 {
 	PyObject *before = *variable;
@@ -60,7 +60,7 @@ static uint64_t big(const unsigned char *at)
 	return value;
 }
 
-/* As `unpack` of meta/entry.py: the row has an ETag in UTF-8 and a name that the kernel takes. */
+/* Return whether `unpack_entry` of meta/tree.py accepts the row: its ETag is UTF-8, and the kernel accepts its name. */
 static int is_whole(const unsigned char *row, Py_ssize_t length)
 {
 	Py_ssize_t etag_length, name_length, at;
@@ -120,7 +120,7 @@ static void fill_attributes(struct fuse_attr *attributes, const unsigned char *r
 	attributes->ctimensec = (uint32_t)ctime.tv_nsec;
 }
 
-/* One entry at the end of the buffer; its length, 0 where it does not fit. */
+/* Write one entry to the buffer; return its length, or 0 if it does not fit. */
 static Py_ssize_t add(char *buffer, size_t room, const unsigned char *key, const unsigned char *row, Py_ssize_t length)
 {
 	struct fuse_direntplus entry;
@@ -145,7 +145,7 @@ static Py_ssize_t add(char *buffer, size_t room, const unsigned char *key, const
 	return (Py_ssize_t)bytes;
 }
 
-/* A file that is being written is not as its row says. A new reference, or NULL with an error. */
+/* Return the row to show, because that of a file in use may be outdated. A new reference, or NULL with an error. */
 static PyObject *current_row(const unsigned char *row, PyObject *value)
 {
 	PyObject *inode, *better = NULL;
@@ -169,13 +169,13 @@ static PyObject *current_row(const unsigned char *row, PyObject *value)
 	return better;
 }
 
-/* Borrows the bytes of an object; 0, with an error, where it is not bytes. */
+/* Borrow the data of an object; return 0, with an error, if it is not bytes. */
 static int borrow(PyObject *bytes, const unsigned char **data, Py_ssize_t *length)
 {
 	return PyBytes_AsStringAndSize(bytes, (char **)data, length) == 0;
 }
 
-/* As `add`, for a row that is current and belongs to this key. */
+/* As `add`, for the current row of this key; INVALID if it is damaged, PASSED_OVER if a directory hides the file. */
 static Py_ssize_t add_current(char *buffer, size_t room, const unsigned char *key, PyObject *value)
 {
 	const unsigned char *row;
@@ -186,8 +186,8 @@ static Py_ssize_t add_current(char *buffer, size_t room, const unsigned char *ke
 	return little(row + 8, 2) & SHADOWED ? PASSED_OVER : add(buffer, room, key, row, length);
 }
 
-/* As `add`, for a pair of key and row; or INVALID, with an error or without, BEYOND_END of the directory, or
- * PASSED_OVER, for a damaged row and for what the directory hides. */
+/* As `add`, for a pair of key and row. Also returns INVALID, with or without an error; BEYOND_END after the rows of the
+ * directory; PASSED_OVER for a damaged row, and for a file that a directory of the same name hides. */
 static Py_ssize_t add_item(char *buffer, size_t room, PyObject *item)
 {
 	const unsigned char *key, *row;
@@ -196,7 +196,7 @@ static Py_ssize_t add_item(char *buffer, size_t room, PyObject *item)
 
 	if (PyTuple_Size(item) != 2 || !borrow(PyTuple_GetItem(item, 0), &key, &key_length) ||
 	    !borrow(PyTuple_GetItem(item, 1), &row, &length)) {
-		PyErr_Clear(); /* the caller says what is wrong */
+		PyErr_Clear(); /* the caller sets its own error */
 		return INVALID;
 	}
 	if (key_length != KEY_BYTES || memcmp(key, prefix, KEY_PREFIX))
@@ -232,7 +232,7 @@ static size_t fill(char *buffer, size_t room)
 		entries++;
 	}
 	if (PyErr_Occurred())
-		PyErr_Fetch(&error_type, &error_value, &error_trace); /* the caller cannot pass it on */
+		PyErr_Fetch(&error_type, &error_value, &error_trace); /* the caller cannot raise it */
 	return filled;
 }
 
@@ -247,17 +247,17 @@ size_t fuse_add_direntry_plus(fuse_req_t request, char *buffer, size_t room, con
 	return lakefs_add_direntry(request, buffer, room, name, param, off);
 }
 
-/* -- called by Python */
+/* -- called from Python */
 
-/* Whether a call of pyfuse3's ever arrived here. */
+/* Return whether a call of pyfuse3 has ever reached this library. */
 int lakefs_is_direntry_reached(void)
 {
 	return reached;
 }
 
 /*
- * The next entry that pyfuse3 adds is all of these: pairs of key and row, in order, of the directory whose keys begin
- * with ``begin``. ``files`` is a dict by inode; the row of an inode in it is what ``row_of`` answers.
+ * Replace the next entry that pyfuse3 adds by as many of these as fit: pairs of key and row, in order, of the directory
+ * whose keys begin with `begin`. `files` is a dict by inode; the row of an inode in it is the result of `row_of`.
  */
 PyObject *lakefs_begin_entries(PyObject *pairs, PyObject *files, PyObject *row_of, const char *begin, double timeout,
 			       const struct defaults *defaults)
@@ -280,8 +280,8 @@ PyObject *lakefs_begin_entries(PyObject *pairs, PyObject *files, PyObject *row_o
 }
 
 /*
- * How many entries were added since `lakefs_begin_entries`, the cookie of the last, and the key of the last damaged row
- * that was passed over, or None. Raises what reading the rows raised.
+ * Return the number of entries added since `lakefs_begin_entries`, the cookie of the last one, and the key of the last
+ * damaged row that was passed over, or None. Raises the error of reading the rows.
  */
 PyObject *lakefs_end_entries(void)
 {

@@ -1,22 +1,22 @@
 /*
- * The session, its features, and requests that are answered without Python.
+ * The session, its features, and handlers that reply to requests without entering Python.
  *
- * pyfuse3's operation table is copied and some of its handlers are wrapped. Without this library the mount works as
- * well, but cannot tell which process closes a file, needs OPEN and OPENDIR, and answers more requests in Python.
+ * The library copies pyfuse3's operation table and wraps some of its handlers. A mount works without the library, but
+ * then it cannot tell which process closes a file, needs OPEN and OPENDIR, and handles more requests in Python.
  */
 #include "native.h"
 
-/* As hooks.py numbers them. */
+/* Numbered as in hooks.py. */
 enum feature {
-	EXPLICIT_INVAL_DATA = 1, /* attributes that changed drop no pages, and listing asks for none */
-	STATELESS_OPENDIR = 2,	 /* ENOSYS is accepted for OPENDIR, and READDIR gets the inode as its handle */
+	EXPLICIT_INVAL_DATA = 1, /* changed attributes drop no pages; a second listing requests no attributes */
+	STATELESS_OPENDIR = 2,	 /* the kernel accepts ENOSYS for OPENDIR; READDIR then has the inode as handle */
 	STATELESS_OPEN = 4,	 /* the same for OPEN and READ */
-	NOFLUSH = 8,		 /* closing what was opened for reading sends no FLUSH */
+	NOFLUSH = 8,		 /* closing a file opened for reading sends no FLUSH */
 	CACHE_SYMLINKS = 16,
-	HANDLE_KILLPRIV = 32, /* dropping suid and sgid is left to us: privileges.c */
+	HANDLE_KILLPRIV = 32, /* the daemon drops suid and sgid: privileges.c */
 };
 
-/* In FUSE_CAP_*, since libfuse 3.17; unused before. */
+/* One of FUSE_CAP_* since libfuse 3.17; unused before. */
 #define CAP_HANDLE_KILLPRIV_V2 (1U << 21)
 
 static struct fuse_lowlevel_ops next; /* pyfuse3's handlers */
@@ -32,16 +32,17 @@ void lakefs_count(uint32_t opcode)
 }
 
 /*
- * With ATOMIC_O_TRUNC the kernel drops the attributes of every file it opens with O_TRUNC, those it has just created
- * included, and asks for them again. Without it only a file that existed before is truncated by a request of its own.
+ * Handle INIT. With ATOMIC_O_TRUNC the kernel drops the attributes of every file that it opens with O_TRUNC, also of a
+ * file that it has just created, and requests them again. Without it the kernel truncates with a separate request, and
+ * only a file that existed before.
  */
 static void init(void *userdata, struct fuse_conn_info *connection)
 {
 	next.init(userdata, connection);
 	connection->want &= ~FUSE_CAP_ATOMIC_O_TRUNC;
-	connection->want &= ~FUSE_CAP_SPLICE_READ;     /* what is written is looked at here */
-	connection->want &= ~FUSE_CAP_HANDLE_KILLPRIV; /* its first version does not tell who may keep suid */
-	connection->want &= ~CAP_HANDLE_KILLPRIV_V2;   /* privileges.c asks for it, in any version of libfuse */
+	connection->want &= ~FUSE_CAP_SPLICE_READ;     /* this library reads written bytes */
+	connection->want &= ~FUSE_CAP_HANDLE_KILLPRIV; /* the first version does not say who may keep suid */
+	connection->want &= ~CAP_HANDLE_KILLPRIV_V2;   /* privileges.c requests it with every libfuse */
 	granted = requested & NOFLUSH;
 	if (requested & HANDLE_KILLPRIV && lakefs_accept_killpriv())
 		granted |= HANDLE_KILLPRIV;
@@ -73,18 +74,18 @@ struct copy_request {
 	uint64_t bytes;
 };
 
-/* -- what may be answered here */
+/* -- requests that need no Python */
 
 /*
- * The kernel asks for security.capability before the first write to every file, and ls(1) for access lists. There are
- * none here, ever.
+ * Return the error of an extended attribute that no file has; 0 for others. The kernel requests security.capability
+ * before the first write to every file, and ls(1) requests access lists; no file has either.
  */
 static int xattr_error(const char *name)
 {
 	return strncmp(name, "security.", 9) == 0 ? ENODATA : strncmp(name, "system.", 7) == 0 ? EOPNOTSUPP : 0;
 }
 
-/* The lease by which a file may be opened; else NULL. */
+/* Return the lease under which this file may be opened, or NULL. */
 static struct open_lease *lease_to_open(uint64_t inode, uint32_t flags)
 {
 	struct open_lease *lease = lakefs_open_lease(inode);
@@ -94,7 +95,7 @@ static struct open_lease *lease_to_open(uint64_t inode, uint32_t flags)
 	return lease->until_ns > lakefs_request_time.monotonic_ns ? lease : NULL;
 }
 
-/* The lease by which this handle was given out; NULL where there is none, or it was revoked. */
+/* Return the lease under which this handle was issued; NULL if there is none, or it was revoked. */
 static struct open_lease *lease_of_handle(uint64_t inode, uint64_t handle)
 {
 	struct open_lease *lease = handle & HANDLE_LEASED ? lakefs_open_lease(inode) : NULL;
@@ -109,7 +110,7 @@ int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body)
 	switch (head->opcode) {
 	case FUSE_FORGET:
 	case FUSE_BATCH_FORGET:
-	case FUSE_IOCTL: /* Some languages ask whether what they open is a terminal; libfuse says no. */
+	case FUSE_IOCTL: /* Some languages check whether an opened file is a terminal; libfuse refuses. */
 		return 1;
 	case FUSE_GETATTR:
 		return lakefs_has_attributes(head->nodeid);
@@ -146,7 +147,7 @@ static void getxattr(fuse_req_t request, fuse_ino_t inode, const char *name, siz
 	libfuse.reply_err(request, xattr_error(name));
 }
 
-/* A file that is clean and current, as far as Python said, is opened and closed here. */
+/* Open a leased file without entering Python, which leases only files that are clean and current. */
 static void open_file(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
 	struct open_lease *lease = lease_to_open(inode, info->flags);
@@ -164,8 +165,8 @@ static void open_file(fuse_req_t request, fuse_ino_t inode, struct fuse_file_inf
 }
 
 /*
- * Where the kernel's write-back cache is on it sends FLUSH whatever OPEN was answered. Closing what was only read means
- * nothing here.
+ * With its write-back cache on, the kernel sends FLUSH whatever the reply to OPEN was. The close of a file opened for
+ * reading has no effect, so its FLUSH needs no Python.
  */
 static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
@@ -191,7 +192,7 @@ static void release(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info 
 	libfuse.reply_err(request, 0);
 }
 
-/* Lookups are not counted: what the kernel forgets needs no answer. */
+/* The filesystem does not count lookups, so FORGET has no effect. */
 static void forget(fuse_req_t request, fuse_ino_t inode, uint64_t lookups)
 {
 	(void)inode;
@@ -208,7 +209,8 @@ static void forget_multi(fuse_req_t request, size_t count, struct fuse_forget_da
 	libfuse.reply_none(request);
 }
 
-/* Once OPEN or OPENDIR was answered ENOSYS there are no handles. pyfuse3 does not pass on the inode: that is it. */
+/* Use the inode as the handle if there is none, as after a reply of ENOSYS to OPEN or OPENDIR. pyfuse3 does not pass on
+ * the inode. */
 static void set_missing_handle(struct fuse_file_info *info, fuse_ino_t inode)
 {
 	if (!info->fh)
@@ -234,8 +236,9 @@ static void fsyncdir(fuse_req_t request, fuse_ino_t inode, int datasync, struct 
 }
 
 /*
- * pyfuse3 has no COPY_FILE_RANGE. Its answer is a `struct fuse_write_out`, so its GETXATTR handler can give it: Python
- * tells the two apart by the name, which no caller can leave empty, and takes what is to be copied from here.
+ * The last COPY_FILE_RANGE. pyfuse3 does not support it, so it is passed to pyfuse3's handler of GETXATTR, which can
+ * send the reply, a `struct fuse_write_out`, as a value. Python distinguishes the two by the name, which no caller of
+ * getxattr(2) can leave empty, and gets the arguments with `lakefs_copy_request`.
  */
 static struct copy_request copy;
 
@@ -252,7 +255,8 @@ static void copy_file_range_here(fuse_req_t request, fuse_ino_t source, off_t of
 
 /* -- the session */
 
-/* Changes what pyfuse3 passes, which is a variable of its own: a copy would lack what a later libfuse has at its end. */
+/* Set noflush, if granted, for a file opened for reading. The structure, which is pyfuse3's own, is changed in place: a
+ * copy would lack members that a later libfuse appends. */
 int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info)
 {
 	if (granted & NOFLUSH && (info->flags & O_ACCMODE) == O_RDONLY)
@@ -260,7 +264,7 @@ int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info)
 	return libfuse.reply_open(request, info);
 }
 
-/* Handlers that are called without being asked for: pyfuse3's table has all of them. */
+/* Return whether the table has all handlers that are called unchecked; pyfuse3's has. */
 static int is_complete(const struct fuse_lowlevel_ops *table)
 {
 	return table->init && table->getattr && table->getxattr && table->open && table->flush && table->release &&
@@ -286,8 +290,8 @@ static void wrap(struct fuse_lowlevel_ops *operations)
 	lakefs_wrap_offloaded(operations);
 }
 
-/* pyfuse3's table, wrapped; returns its size. Handlers that a later libfuse has, and this library does not know, are
- * left out. */
+/* Copy pyfuse3's table and wrap its handlers; return the size of the copy. Handlers that only a later libfuse knows are
+ * omitted. */
 static size_t wrap_table(struct fuse_lowlevel_ops *operations, const struct fuse_lowlevel_ops *table, size_t size)
 {
 	size_t known = size < sizeof(*operations) ? size : sizeof(*operations);
@@ -327,40 +331,40 @@ struct fuse_session *fuse_session_new_versioned(struct fuse_args *args, const st
 	return session;
 }
 
-/* -- called by Python */
+/* -- called from Python */
 
-/* What the next session is to have: features, and requests in the background (0: as the kernel likes). */
+/* Set what the next session requests: features, and a maximum of background requests (0: the kernel's default). */
 void lakefs_request_features(uint32_t features, uint32_t background)
 {
 	requested = features;
 	background_max = background;
 }
 
-/* The features that the session has, known once INIT was answered. */
+/* Return the features of the session, which are known after the reply to INIT. */
 uint32_t lakefs_granted_features(void)
 {
 	return granted;
 }
 
-/* Whether requests of this process's session go through this library. */
+/* Return whether requests of this process's session go through this library. */
 int lakefs_is_hooked(void)
 {
 	return hooked;
 }
 
-/* Requests of a kind that were answered here; FORGET includes BATCH_FORGET. */
+/* Return how many requests of a kind were replied to without entering Python; FORGET includes BATCH_FORGET. */
 int64_t lakefs_answered(uint32_t opcode)
 {
 	return answered[opcode];
 }
 
-/* The COPY_FILE_RANGE whose handler runs now. */
+/* Return the COPY_FILE_RANGE whose handler runs. */
 const struct copy_request *lakefs_copy_request(void)
 {
 	return &copy;
 }
 
-/* The thread that sent the FLUSH whose handler runs now; 0 where it is in another pid namespace. */
+/* Return the thread that sent the FLUSH whose handler runs; 0 if it is in another pid namespace. */
 int64_t lakefs_flush_pid(void)
 {
 	return flush_pid;

@@ -1,12 +1,14 @@
 /*
- * Leases: what may be answered here because Python has answered it before, until they expire or Python revokes them.
+ * Leases: rights of this library to reply without entering Python, until they expire or Python revokes them.
  *
- * Lease of an open: the file may be opened for reading. Python revokes it before its inode comes to mean anything
- * else, and then owns the handles that were given out.
+ * Lease on opening a file: the file may be opened for reading, as Python has opened it before. Python revokes the lease
+ * before the inode is removed or refers to another version, or before a decision depends on open handles, and then owns
+ * the handles that were issued.
  *
- * Lease of names: every name that Python has, or may have, in the directory is known here, so any other name is
- * absent and can be created. Names are kept as hashes, which an absent name may share with a present one: then Python
- * is asked, as for all that is not known here. They are kept until no directory is leased any more.
+ * Lease on the names of a directory: this library knows every name that Python has, or may have, in the directory, so
+ * any other name is absent and may be created. It keeps hashes of the names. If an absent name has the hash of a known
+ * one, the request is passed to Python, as for every name that is not certainly absent. Hashes are kept until the names
+ * of all directories are revoked.
  */
 #include "native.h"
 
@@ -41,7 +43,7 @@ static uint64_t hash_of(uint64_t seed, const char *name, size_t bytes)
 		hash = (hash ^ (uint8_t)name[at]) * 0x100000001B3ULL;
 	hash ^= hash >> 32;
 	hash *= 0x9E3779B97F4A7C15ULL;
-	return hash ? hash : 1; /* 0 is a free slot */
+	return hash ? hash : 1; /* 0 marks a free slot */
 }
 
 static uint64_t *place_of(uint64_t hash)
@@ -74,7 +76,7 @@ struct name_lease *lakefs_name_lease(uint64_t directory)
 	return NULL;
 }
 
-/* Names that every store takes, and of which none is reserved. */
+/* Return whether every store accepts the name, it is not reserved, and it has `bytes_max` bytes at most. */
 static int is_plain(const char *name, size_t bytes_max)
 {
 	size_t bytes;
@@ -97,10 +99,10 @@ struct name_lease *lakefs_name_lease_lacking(uint64_t directory, const char *nam
 	return *place_of(hash_of(lease->seed, name, strlen(name))) ? NULL : lease;
 }
 
-/* -- called by Python */
+/* -- called from Python */
 
-/* The file may be opened for reading for so long. Of the slots that its inode may have, one that has no handles and
- * expires first is reused; where there is none nothing is leased. */
+/* Lease opening a file for reading for this time, or renew the lease. Of the slots that the inode may have, a new lease
+ * takes the one without handles that expires first; if there is none, nothing is leased. */
 void lakefs_lease_open(uint64_t inode, int64_t for_ns)
 {
 	struct open_lease *lease = lakefs_open_lease(inode);
@@ -117,7 +119,8 @@ void lakefs_lease_open(uint64_t inode, int64_t for_ns)
 	lease->until_ns = lakefs_monotonic_ns() + for_ns;
 }
 
-/* Nothing is answered here of this inode any more, attributes included. Answers how many handles are Python's now. */
+/* Revoke the lease on opening this inode, and drop its cached attributes. Returns how many handles were issued and not
+ * released, which Python now owns. */
 uint64_t lakefs_revoke_open(uint64_t inode)
 {
 	struct open_lease *lease = lakefs_open_lease(inode);
@@ -129,8 +132,8 @@ uint64_t lakefs_revoke_open(uint64_t inode)
 	return handles;
 }
 
-/* Leases the names of a directory, none at first; or, where they are leased already, prolongs the lease. Answers 0
- * where there is no room. */
+/* Lease the names of a directory, of which none is known yet, or renew the lease. Returns 0 if all slots for
+ * directories are in use, or the table of names is full. */
 int lakefs_lease_names(uint64_t directory, int64_t for_ns, int64_t timeout_ns, uint32_t name_bytes_max,
 		       int takes_exclusive)
 {
@@ -148,8 +151,8 @@ int lakefs_lease_names(uint64_t directory, int64_t for_ns, int64_t timeout_ns, u
 	return 1;
 }
 
-/* Names that the directory has: so many bytes, each name ended by a zero. Answers 0 where its names are not leased, or
- * there are too many. */
+/* Add names of a directory: `bytes` bytes, each name ended by a zero. Returns 0 if its names are not leased, or the
+ * table of names is full. */
 int lakefs_add_names(uint64_t directory, const char *more, size_t bytes)
 {
 	struct name_lease *lease = lakefs_name_lease(directory);
@@ -160,7 +163,7 @@ int lakefs_add_names(uint64_t directory, const char *more, size_t bytes)
 	return lease && !lakefs_is_name_table_full();
 }
 
-/* The hashes of its names are dropped with all others. */
+/* Revoke the lease on the names of a directory. Their hashes stay until `lakefs_revoke_all_names` drops all. */
 void lakefs_revoke_names(uint64_t directory)
 {
 	struct name_lease *lease = lakefs_name_lease(directory);
@@ -169,7 +172,7 @@ void lakefs_revoke_names(uint64_t directory)
 		memset(lease, 0, sizeof(*lease));
 }
 
-/* What was created in the directories stays as it is. */
+/* Revoke the leases on all names. Files that this library has created in the directories stay as they are. */
 void lakefs_revoke_all_names(void)
 {
 	memset(directories, 0, sizeof(directories));

@@ -6,9 +6,10 @@
 struct libfuse libfuse;
 
 /*
- * Called by Python, before pyfuse3 is imported: `pyfuse3` is the path of its extension module. Looking through its
- * dependencies finds the libfuse that it uses, under whatever name, and never the functions of this library. Answers 0
- * where it cannot be loaded or lacks something; nothing of this library may be used then.
+ * Find libfuse's functions; called from Python before pyfuse3 is imported. `pyfuse3` is the path of its extension
+ * module. A search of the module's dependencies finds the libfuse that it uses, whatever the file is named, and never
+ * the functions of this library. Returns 0 if the module cannot be loaded or a required function is missing; then
+ * nothing of this library may be used.
  */
 int lakefs_bind_libfuse(const char *pyfuse3)
 {
@@ -31,14 +32,14 @@ int lakefs_bind_libfuse(const char *pyfuse3)
 	return complete;
 }
 
-/* -- called by Python */
+/* -- called from Python */
 
 const char *lakefs_libfuse_version(void)
 {
 	return libfuse.pkgversion ? libfuse.pkgversion() : "";
 }
 
-/* Whether libfuse lets privileges.c read requests and write answers. */
+/* Return whether libfuse lets privileges.c read requests and write replies. */
 int lakefs_has_custom_io(void)
 {
 	return !!libfuse.session_custom_io;

@@ -1,12 +1,12 @@
 /*
- * libfuse's functions, found when the library is loaded: in the libfuse that pyfuse3 is linked with, whichever that is.
+ * Pointers to libfuse's functions, found at load time in the libfuse that pyfuse3 is linked with.
  *
- * So this library is linked with no libfuse, and one build serves libfuse3.so.3 and libfuse3.so.4. What it shares with
- * libfuse (fuse_lowlevel_ops, fuse_file_info, fuse_conn_info, fuse_buf, fuse_custom_io) has the same layout in both;
- * later versions of libfuse only add at the end, or in what was reserved.
+ * This library is therefore linked with no libfuse, and one build serves libfuse3.so.3 and libfuse3.so.4. The
+ * structures that it shares with libfuse (fuse_lowlevel_ops, fuse_file_info, fuse_conn_info, fuse_buf, fuse_custom_io)
+ * have the same layout in both: later versions only append members, or use reserved space.
  *
- * The functions that are defined here under libfuse's names are declared here too: later versions declare some as
- * inline functions or macros.
+ * This header also declares the functions that the library defines under libfuse's names, because later versions of
+ * libfuse declare some of them as inline functions or macros.
  */
 #ifndef LAKEFS_LIBFUSE_H
 #define LAKEFS_LIBFUSE_H
@@ -24,7 +24,7 @@
 #undef fuse_reply_open
 #undef fuse_session_receive_buf
 struct fuse_session *fuse_session_new(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t, void *userdata);
-/* Since 3.17, whose headers turn fuse_session_new into it. The version is that of the headers of the caller. */
+/* Since 3.17, whose headers map fuse_session_new to it. `version` is that of the headers that the caller used. */
 struct fuse_session *fuse_session_new_versioned(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t,
 						void *version, void *userdata);
 int fuse_reply_attr(fuse_req_t request, const struct stat *attributes, double timeout_s);
@@ -41,14 +41,14 @@ struct libfuse {
 #define DECLARE(name) __typeof__(&fuse_##name) name;
 	LIBFUSE_FUNCTIONS(DECLARE)
 #undef DECLARE
-	/* One of the two at least; NULL where this libfuse lacks it. */
+	/* At least one of these two is set; NULL if this libfuse lacks the function. */
 	__typeof__(&fuse_session_new) session_new;
 	__typeof__(&fuse_session_new_versioned) session_new_versioned;
-	/* Since 3.13, of a struct without what later versions added to it; else NULL. */
+	/* The variant of 3.13, which takes the structure without the members of later versions; NULL before 3.13. */
 	int (*session_custom_io)(struct fuse_session *, const struct fuse_custom_io *, int);
 };
 
-/* All NULL until `lakefs_bind_libfuse` has found every one that is needed; without them no session can be made. */
+/* All members are NULL until `lakefs_bind_libfuse` has found every required function; until then sessions fail. */
 extern struct libfuse libfuse;
 
 #endif

@@ -1,12 +1,14 @@
 /*
- * What the parts of the library share. Python's declarations of what it calls are in hooks.py and create_offload.py.
+ * Declares what the parts of the library share. hooks.py declares the functions that Python calls; structures that both
+ * use are repeated there, in create_offload.py and in readdir.py.
  *
- * pyfuse3's calls of fuse_session_new (fuse_session_new_versioned since libfuse 3.17), fuse_reply_attr,
- * fuse_reply_entry, fuse_reply_open, fuse_session_receive_buf and fuse_add_direntry_plus arrive in this library, which
- * is loaded with RTLD_GLOBAL before pyfuse3, and go on to libfuse. All functions of libfuse are called through `libfuse` (libfuse.h).
+ * The library is loaded with RTLD_GLOBAL before pyfuse3. It therefore receives pyfuse3's calls of fuse_session_new
+ * (fuse_session_new_versioned since libfuse 3.17), fuse_reply_attr, fuse_reply_entry, fuse_reply_open,
+ * fuse_session_receive_buf and fuse_add_direntry_plus, and passes them on to libfuse. It calls all functions of libfuse
+ * through `libfuse` (libfuse.h).
  *
  * Invariant "one thread": libfuse calls the handlers from the one thread that reads /dev/fuse, and the Python
- * coroutine of a request begins to run before the next request is read. Nothing here is locked.
+ * coroutine of a request begins to run before the next request is read. The library therefore needs no locks.
  */
 #ifndef LAKEFS_NATIVE_H
 #define LAKEFS_NATIVE_H
@@ -24,13 +26,13 @@
 
 #define NS 1000000000LL
 
-/* Handles: files that were opened for reading have the first bit, as open_file.py gives them out. Handles that are
- * given out here have one of the others as well, and the inode as the rest. */
+/* Bits of file handles. HANDLE_READING, which open_file.py sets too: the file was opened for reading. The two others:
+ * this library issued the handle, and its low bits are the inode. */
 #define HANDLE_READING (1ULL << 62)
 #define HANDLE_LEASED (1ULL << 61)
 #define HANDLE_CREATED (1ULL << 60)
 
-/* A longer name is left to Python. */
+/* Requests for a longer name are passed to Python. */
 #define NAME_BYTES_MAX 200
 
 static inline struct timespec timespec_of(int64_t ns)
@@ -42,16 +44,16 @@ static inline struct timespec timespec_of(int64_t ns)
 
 /* -- dispatch.c */
 
-/* A request that is answered here is counted by its opcode, for the statistics. */
+/* Count, by opcode, a request that was replied to without entering Python. */
 void lakefs_count(uint32_t opcode);
 
-/* A request that dispatch.c answers without Python, as things are. */
+/* Return whether dispatch.c can reply to a request without entering Python, in the present state. */
 int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body);
 
 /* -- request_loop.c */
 
-/* When the request in hand was read: whether it can be answered without Python is asked twice, and has to be the
- * same. */
+/* When the last request was read. More than one check finds out whether that request needs Python; all of them use this
+ * time, so that they agree. */
 struct request_time {
 	int64_t monotonic_ns;
 	int64_t realtime_ns; /* since 1970 */
@@ -60,10 +62,10 @@ extern struct request_time lakefs_request_time;
 
 int64_t lakefs_monotonic_ns(void);
 
-/* Requests of this session are to be read by request_loop.c. */
+/* Set the session whose requests request_loop.c reads. */
 void lakefs_set_session(struct fuse_session *session);
 
-/* Requests are being answered without the GIL; files are handed over to Python when that is over. */
+/* Return whether requests are being replied to without the GIL; closed files are handed over to Python afterwards. */
 int lakefs_is_without_python(void);
 
 /* -- leases.c */
@@ -71,34 +73,34 @@ int lakefs_is_without_python(void);
 struct open_lease {
 	uint64_t inode;
 	int64_t until_ns;
-	uint64_t handles; /* given out and not released */
+	uint64_t handles; /* issued and not released */
 };
 
-/* The lease of opening this file; else NULL. It may have expired. */
+/* Return the lease on opening this file, or NULL. The lease may have expired. */
 struct open_lease *lakefs_open_lease(uint64_t inode);
 
 struct name_lease {
 	uint64_t directory;
 	uint64_t seed; /* of its names' hashes */
 	int64_t until_ns;
-	int64_t timeout_ns; /* how long the kernel may cache what is answered */
+	int64_t timeout_ns; /* how long the kernel may cache a created file's name and attributes */
 	uint32_t name_bytes_max;
-	int takes_exclusive; /* O_EXCL relies on what Python knows of the names */
+	int takes_exclusive; /* O_EXCL never asks the store, so this library may handle it */
 };
 
-/* The lease of this directory's names; else NULL. It may have expired. */
+/* Return the lease on the names of this directory, or NULL. The lease may have expired. */
 struct name_lease *lakefs_name_lease(uint64_t directory);
 
-/* The same, where the directory certainly lacks the name; else NULL. */
+/* Return the lease if it has not expired and the directory certainly lacks the name; else NULL. */
 struct name_lease *lakefs_name_lease_lacking(uint64_t directory, const char *name);
 
 void lakefs_add_name(const struct name_lease *lease, const char *name, size_t bytes);
 
-/* No more names can be kept. */
+/* Return whether the table of names is full. */
 int lakefs_is_name_table_full(void);
 
-/* Tables of a fixed size: an inode is in one of the PROBES slots that begin with that of its hash. `slots` is 2^24 at
- * most. */
+/* A hash table of a fixed size keeps an inode in one of PROBES consecutive slots, from that of its hash on. `slots` is
+ * 2^24 at most. */
 #define PROBES 8
 static inline uint32_t slot_index(uint64_t inode, unsigned probe, uint32_t slots)
 {
@@ -108,15 +110,15 @@ static inline uint32_t slot_index(uint64_t inode, unsigned probe, uint32_t slots
 /* -- attribute_cache.c */
 
 int lakefs_has_attributes(uint64_t inode);
-/* Only of an inode of which there are attributes. */
+/* Reply to GETATTR. Requires `lakefs_has_attributes`. */
 void lakefs_reply_attributes(fuse_req_t request, uint64_t inode);
-/* A name was created in this directory at that time. */
+/* Set the times of a directory's cached attributes, because a name was created in it. */
 void lakefs_touch_attributes(uint64_t inode, int64_t now_ns);
 void lakefs_drop_attributes(uint64_t inode);
 
 /* -- shown_numbers.c */
 
-/* libfuse's fuse_add_direntry_plus, with the inode number that is shown. */
+/* Call libfuse's fuse_add_direntry_plus with the inode number that the file shows. */
 size_t lakefs_add_direntry(fuse_req_t request, char *buffer, size_t room, const char *name,
 			   const struct fuse_entry_param *entry, off_t off);
 
@@ -124,28 +126,28 @@ size_t lakefs_add_direntry(fuse_req_t request, char *buffer, size_t room, const 
 
 void lakefs_wrap_offloaded(struct fuse_lowlevel_ops *operations);
 
-/* A request, whose body is so long, that create_offload.c answers without Python, as things are. */
+/* Return whether create_offload.c can reply to a request, with a body of `bytes`, without entering Python. */
 int lakefs_offload_answers(const struct fuse_in_header *head, const void *body, size_t bytes);
 
-/* A request goes to Python, which gets before it all files that the request might be about; all where it is not in
- * memory (NULL). */
+/* Hand over to Python all files that a request may depend on, before Python gets it. NULL, for a request that is not in
+ * memory, hands over all files. */
 void lakefs_hand_over_before(const struct fuse_in_header *head);
 
-/* Python gets the files that were closed, if any were. */
+/* Hand over to Python the files that are due; a file that was closed is. */
 void lakefs_hand_over_closed(void);
 
-/* When the newest file was created in a directory that Python does not know of; INT64_MIN where it knows all. */
+/* Return when the newest file that Python does not know was created in a directory; INT64_MIN if there is none. */
 int64_t lakefs_newest_created_ns(uint64_t directory);
 
-/* There are files that Python does not know of. */
+/* Return whether files are being received, or wait to be handed over to Python. */
 int lakefs_is_receiving(void);
 
 /* -- privileges.c */
 
-/* From here on requests are read and answers written by way of privileges.c. */
+/* Make libfuse read requests and write replies through privileges.c from now on. Does nothing before libfuse 3.13. */
 void lakefs_watch_privileges(struct fuse_session *session, int fd);
 
-/* While INIT is answered: accepts the duty where the kernel offers it, and answers whether it does. */
+/* Accept FUSE_HANDLE_KILLPRIV_V2 if INIT offers it; return whether it does. For the handler of INIT. */
 int lakefs_accept_killpriv(void);
 
 #endif

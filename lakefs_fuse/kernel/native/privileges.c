@@ -1,13 +1,13 @@
 /*
- * FUSE_HANDLE_KILLPRIV_V2: suid and sgid of a file that is written or truncated are dropped by us, not by the kernel.
+ * FUSE_HANDLE_KILLPRIV_V2: the daemon, not the kernel, drops suid and sgid of a file that is written or truncated.
  *
- * A kernel that does it by itself asks for security.capability before every write(2). A kernel that leaves it to us
- * asks once, and says with a flag of WRITE, SETATTR and CREATE that the caller lacks CAP_FSETID. OPEN never carries
- * it: O_TRUNC comes as SETATTR here (`init` of dispatch.c).
+ * A kernel that drops them itself requests security.capability before every write(2). With the feature the kernel
+ * requests it once for each file, and a flag of WRITE, SETATTR and CREATE says that the caller lacks CAP_FSETID. OPEN
+ * never carries the flag, because O_TRUNC arrives as SETATTR (`init` of dispatch.c).
  *
- * libfuse before 3.17 neither knows the feature nor passes on any of the flags. So libfuse, of any version, reads
- * requests and writes answers through the two functions below: one keeps the flag of each request, the other adds the
- * feature to the answer to INIT. Only notifications of the kernel may be written by another thread.
+ * libfuse before 3.17 does not know the feature, and does not pass on the flags. libfuse of every version therefore
+ * reads requests through `read_request`, which records the flag of each, and writes replies through `write_answer`,
+ * which adds the feature to the reply to INIT. Another thread may write nothing but notifications to the kernel.
  */
 #include "native.h"
 
@@ -40,7 +40,7 @@ static int carries_flag(const struct fuse_in_header *head)
 	}
 }
 
-/* A request as it comes from the kernel. */
+/* Record the flag of a request from the kernel; of INIT, whether it offers the feature. */
 void lakefs_parse_killpriv(const struct fuse_in_header *head)
 {
 	kills = accepted && carries_flag(head);
@@ -50,7 +50,7 @@ void lakefs_parse_killpriv(const struct fuse_in_header *head)
 	}
 }
 
-/* An answer as it goes to the kernel. */
+/* Add the feature, if accepted, to the reply to INIT; other replies stay as they are. */
 void lakefs_amend_init(const struct iovec *iov, int count)
 {
 	const struct fuse_out_header *head = iov[0].iov_base;
@@ -91,7 +91,7 @@ int lakefs_accept_killpriv(void)
 	return accepted;
 }
 
-/* Called by Python: the request whose handler runs now is to drop suid and sgid. */
+/* Called from Python: return whether the request whose handler runs must drop suid and sgid. */
 int lakefs_kills_privileges(void)
 {
 	return kills;

@@ -1,7 +1,8 @@
 /*
- * What is used of CPython: functions of its stable ABI (3.11), and no macros, whose layouts are those of one version.
+ * Declares the functions of CPython that the library uses: all are part of its stable ABI (3.11). Macros are not used,
+ * because they depend on the layouts of one version.
  *
- * So one build of this library serves every later version of CPython, and building takes no headers of it. A test
+ * One build of this library therefore serves every later version of CPython, and needs no headers of CPython. A test
  * compiles these declarations together with Python.h (tests/kernel/test_hooks_library.py).
  */
 #ifndef LAKEFS_PYTHON_ABI_H

@@ -1,13 +1,13 @@
 /*
- * Reads requests, and answers in a row those that need no Python.
+ * Reads requests, and replies to consecutive ones that need no Python without the GIL.
  *
- * Once `lakefs_begin_reading` was called a read never waits: where there is no request it answers EINTR, which
- * pyfuse3 takes for "wait until there is one", and `lakefs_is_drained` is true. Requests that need no Python are
- * answered right here, and the next one is read. Before that call libfuse's own function does what it always did.
+ * After `lakefs_begin_reading` a read never blocks: if there is no request it returns -EINTR, whereupon pyfuse3 waits
+ * for one, and `lakefs_is_drained` returns true. Requests that need no Python are replied to here, and the next one is
+ * read. Before that call a read is libfuse's own.
  *
- * A client that sends such a request often sends the next at once, and waking this thread costs more than answering:
- * after one it looks for the next for AWAIT_NS, without the GIL, and altogether no longer than AWAY_NS, for the
- * caller's loop has other things to do.
+ * A client that sends such a request often sends the next one immediately, and waking this thread costs more than
+ * replying. After each reply the thread therefore polls for the next request for AWAIT_NS, without the GIL. After
+ * AWAY_NS in all it returns, because the caller's event loop has other tasks to run.
  */
 #include "native.h"
 #include "python_abi.h"
@@ -16,7 +16,7 @@
 
 #define AWAIT_NS 150000
 #define AWAY_NS 1000000
-/* Or no longer than this while files are received: the more of them are closed together, the less each costs. */
+/* The same limit while files are received: the more of them are closed together, the less each one costs. */
 #define AWAY_RECEIVING_NS 3000000
 
 struct request_time lakefs_request_time;
@@ -42,7 +42,7 @@ int lakefs_is_without_python(void)
 	return without_python;
 }
 
-/* The request is in memory, whole, and one that the wrapped operations answer without Python. */
+/* Return whether the request is in memory and the wrapped operations reply to it without entering Python. */
 static int needs_no_python(const struct fuse_buf *buf)
 {
 	const struct fuse_in_header *head = buf->mem;
@@ -52,7 +52,7 @@ static int needs_no_python(const struct fuse_buf *buf)
 		lakefs_offload_answers(head, head + 1, buf->size - sizeof(*head)));
 }
 
-/* As libfuse does it, and what time it is. */
+/* Receive a request as libfuse does, and record the time. */
 static int receive(struct fuse_session *se, struct fuse_buf *buf)
 {
 	int size = libfuse.session_receive_buf(se, buf);
@@ -66,7 +66,7 @@ static int receive(struct fuse_session *se, struct fuse_buf *buf)
 	return size;
 }
 
-/* A client that waits for an answer is likely to go on when it comes; no client waits for that of FORGET. */
+/* Return how long to poll for the next request. A client that gets a reply often sends another; FORGET has no reply. */
 static int64_t followed_within_ns(const struct fuse_buf *buf)
 {
 	uint32_t opcode = ((const struct fuse_in_header *)buf->mem)->opcode;
@@ -74,8 +74,8 @@ static int64_t followed_within_ns(const struct fuse_buf *buf)
 	return opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET ? 0 : AWAIT_NS;
 }
 
-/* Answers the request and those after it, until one needs Python (answers its size), there is none or other tasks are
- * to run (-EAGAIN), or the session ends (0 or an error). */
+/* Reply to the request and to those after it. Returns the size of the next request if it needs Python or the time is
+ * over, -EAGAIN if there is none, and 0 or an error if the session ends. */
 static int answer_in_a_row(struct fuse_session *se, struct fuse_buf *buf)
 {
 	int64_t begin = lakefs_monotonic_ns(), until;
@@ -114,9 +114,9 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	return drained ? -EINTR : size;
 }
 
-/* -- called by Python */
+/* -- called from Python */
 
-/* From here on reading does not wait. Answers 0 where that cannot be had: then nothing is different. */
+/* Make reads non-blocking from now on. Returns 0 if that is not possible; then nothing has changed. */
 int lakefs_begin_reading(void)
 {
 	int fd, flags;
@@ -132,13 +132,13 @@ int lakefs_begin_reading(void)
 	return 1;
 }
 
-/* The last read found no request. */
+/* Return whether the last read found no request. */
 int lakefs_is_drained(void)
 {
 	return drained;
 }
 
-/* The mount is gone, or the session was ended. */
+/* Return whether the session has ended, for example because the filesystem was unmounted. */
 int lakefs_session_exited(void)
 {
 	return libfuse.session_exited(session);

@@ -1,7 +1,9 @@
 /*
- * The inode number that stat(2) shows of a file that link(2) made: that of the file it was linked to, for as long as
- * Python says so. Programs compare the two after a link. Node ids, by which the kernel asks, stay the files' own, so the
- * number is replaced on its way out only; pyfuse3 has one field for both.
+ * Replaces the inode numbers that stat(2) shows for files created by link(2).
+ *
+ * Until Python ends it, such a file shows the inode number of the file that it was linked to, because programs compare
+ * the two after a link. The kernel still identifies each file by its own node id. pyfuse3 has one field for the node id
+ * and the inode number, so this library replaces the number in replies.
  */
 #include "native.h"
 
@@ -10,9 +12,9 @@
 static struct {
 	uint64_t inode, number;
 } slots[SLOTS];
-static int used; /* any was ever */
+static int used; /* whether any slot was ever filled */
 
-/* Called by Python; 0: its own from now on. Answers 0 where there is no room. */
+/* Called from Python: show a number in place of the file's own; 0 shows its own. Returns 0 if there is no free slot. */
 int lakefs_show_number(uint64_t inode, uint64_t number)
 {
 	for (unsigned probe = 0; probe < PROBES; probe++) {
@@ -47,7 +49,8 @@ static uint64_t shown(uint64_t inode)
 	return inode;
 }
 
-/* Changed in place and back: a copy would lack what a later libfuse has at its end. */
+/* Set the inode number of an entry, and return the old one, which the caller restores. The structure is not copied: a
+ * copy would lack members that a later libfuse appends. */
 static uint64_t exchange(const struct fuse_entry_param *entry, uint64_t number)
 {
 	uint64_t before = entry->attr.st_ino;
