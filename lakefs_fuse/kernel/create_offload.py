@@ -1,8 +1,8 @@
-"""New small files that the C library receives completely: Python stores them when they are closed, or needed earlier.
+"""Stores new small files that the C library received whole, when they are closed or needed earlier.
 
-create_offload.c calls `CreateOffload._receive` while no other request is handled, with the interpreter's lock held.
-What always holds (*no promise*): a file is acknowledged only after it is in the tree and the journal, so a crash before
-that leaves nothing and loses nothing that was acknowledged. Trio thread only.
+create_offload.c calls `CreateOffload._receive` while no other request is handled, with the GIL held. What always holds
+(*no promise*): a file is acknowledged only after it is in the tree and the journal, so a crash before that leaves
+nothing and loses nothing that was acknowledged. Trio thread only.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.ops.create import Received
 
 HANDLE_CREATED = 1 << 60
-"""Bits of handles that the library issues; the rest of a handle is the inode."""
+"""Bit of the handles that the library issues for new files; their other bits are the inode."""
 INODES = 512
-"""Reserved for the library at a time."""
+"""Inodes reserved for the library at a time."""
 log = logging.getLogger(__name__)
 
 
 class Parts(IntFlag):
-    """The data of a file that the library hands over, as create_offload.c numbers it. For a handle alone the bytes were
-    handed over before."""
+    """The data of a file that the library hands over, numbered as in create_offload.c. If it hands over a handle alone,
+    it handed over the bytes before."""
 
     BYTES = 1
     HANDLE = 2
 
 
 class FileState(Enum):
-    """State of a file after its hand-over; until then create_offload.c keeps it (RECEIVING of its `enum state`)."""
+    """State of a file after its hand-over; until then only create_offload.c has it (RECEIVING of its `enum state`)."""
 
     OPEN = auto()
     """The library no longer knows the file, and its handle must become a handle of Python."""
     CLOSING = auto()
-    """As in create_offload.c: its FLUSH waits for an answer."""
+    """As in create_offload.c: its FLUSH waits for a reply."""
     CLOSED = auto()
-    """As in create_offload.c: FLUSH was answered, and the library releases the handle."""
+    """As in create_offload.c: FLUSH was replied to, and the library releases the handle."""
     HELD = auto()
-    """The handle is ours; a FLUSH that waited was answered with an error."""
+    """Python owns the handle; a FLUSH that waited got an error."""
     REFUSED = auto()
-    """There is no such file; a FLUSH that waited was answered with an error."""
+    """Python refused the file; a FLUSH that waited got an error."""
 
 
 SUCCESSORS = {
@@ -84,7 +84,7 @@ class ReceivedFile:
 
 
 class CreateOffload:
-    """Stores files that the library received. Without the library, or on a read-only mount, there are none."""
+    """Stores files that the library received; there are none without the library, or on a read-only mount."""
 
     def __init__(self, fs: Filesystem, leases: Leases) -> None:
         self._fs, self._leases = fs, leases
@@ -92,7 +92,8 @@ class CreateOffload:
         self._library: ctypes.PyDLL | None = None
 
     def begin(self) -> None:
-        """The session's requests are about to be read."""
+        """Let the library receive new files; call it before the session reads requests. Does nothing without the
+        library, or on a read-only mount."""
         library = hooks.library()
         if library is None or not hooks.active() or self._fs.config.read_only:
             return
@@ -103,7 +104,8 @@ class CreateOffload:
         self._fs.events.names_requested.append(self._receive_all)
 
     def end(self) -> None:
-        """Requests are no longer answered. Files that were not closed are stored as they are."""
+        """Store all files of the library, also those not closed yet, and stop receiving files. Call it when the session
+        no longer replies."""
         if self._library is not None:
             self._receive_all()
             self._leases.revoke_all_names()
@@ -111,7 +113,7 @@ class CreateOffload:
             self._library = None
 
     def _receive_all(self) -> None:
-        """Files that are still written to are stored as well."""
+        """Store all files of the library, also those not closed yet."""
         if self._library is not None:
             self._library.lakefs_hand_over_all()
             self._receive()
@@ -121,7 +123,7 @@ class CreateOffload:
             library.lakefs_reserve_inodes(self._fs.database.new_inodes(INODES), INODES)
 
     def _receive(self) -> None:
-        """Store what is due; C could not pass an error on."""
+        """Store the files that are due. An error is logged, because C cannot pass it on."""
         assert self._library is not None
         try:
             self._store(list(self._handed_over(self._library)))
@@ -131,7 +133,7 @@ class CreateOffload:
 
     @staticmethod
     def _handed_over(library: ctypes.PyDLL) -> Iterator[ReceivedFile | tuple[int, int]]:
-        """Files, and inode and opener of handles alone."""
+        """Yield the files that are due; for a handle alone, its inode and opener."""
         each = _HandedOver()
         while library.lakefs_next_file(ctypes.byref(each)):
             if each.parts == Parts.HANDLE:
@@ -168,27 +170,27 @@ class CreateOffload:
                     self._refuse(each, errno.EIO)
 
     def _closer_of(self, file: ReceivedFile) -> Callable[[LakeError | None], None]:
-        """A function to call with the result of closing the file."""
+        """Return the function that replies to the FLUSH of a file with the result of closing it."""
 
         def answer(error: LakeError | None) -> None:
             if file.state is FileState.REFUSED:
-                return  # with an error that did not concern the file
+                return  # FLUSH already got an error that did not concern the file
             file.transition(FileState.CLOSED if error is None else FileState.HELD)
             if error is not None:
                 log.warning("flush: %s", error)
-                self._hold(file.content.inode, file.content.opener)  # tried again on release, as with any file
+                self._hold(file.content.inode, file.content.opener)  # its release tries again, as for any file
             self._answer_close(file.content.inode, 0 if error is None else error.errno)
 
         return answer
 
     def _refuse(self, file: ReceivedFile, code: int) -> None:
-        """There is no such file, and the kernel, which knows its name and attributes, drops them."""
+        """Refuse a file: a FLUSH that waits gets the error, and the kernel drops the name and attributes."""
         file.transition(FileState.REFUSED)
         self._answer_close(file.content.inode, code)
         self._fs.events.announce_name(file.content.parent, file.content.name)
 
     def _hold(self, inode: int, opener: int) -> None:
-        """Python now owns the handle of a file that was stored before."""
+        """Take over the handle of a file whose bytes were handed over before."""
         number = HANDLE_CREATED | inode
         if self._fs.is_handle(number):
             return

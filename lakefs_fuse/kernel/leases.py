@@ -1,9 +1,8 @@
-"""Leases that this session grants to the C library: the requests that it answers without entering Python (leases.c,
-attribute_cache.c).
+"""Grants leases to the C library: rights to reply to requests without entering Python (leases.c, attribute_cache.c).
 
-A file that was opened for reading may be opened again, attributes of a directory may be returned again, and names
-that a directory lacks are absent and may be created, each for as long as the kernel might cache the answer. The
-filesystem revokes a lease before it makes the change. Trio thread only; nothing survives a crash.
+Under a lease the library opens a file for reading again, returns the attributes of a directory again, or replies that
+names are absent and creates files with those names, each for as long as the kernel may cache the reply. The filesystem
+revokes a lease before a change that such replies would contradict. Trio thread only; nothing survives a crash.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ COUNTED_DIRECTORIES_MAX = 1024
 
 
 class Leases:
-    """Grants and revokes leases of the library. Without it, or before `lease_names_from`, the filesystem answers
-    everything."""
+    """Grants and revokes leases. Without the library there are none, and before `lease_names_from` none on names."""
 
     def __init__(self, fs: Filesystem) -> None:
         self._fs, self._tree = fs, fs.namespace.tree
         self._created: dict[int, int] = {}
-        """Files that Python created in a directory lately."""
+        """Number of files that Python created recently, by directory."""
         self._library: ctypes.PyDLL | None = None
-        """Once names are leased."""
+        """Set once names may be leased."""
         fs.events.leases_revoked.append(hooks.revoke_open)
         fs.events.directory_updated.append(self._update_attributes)
 
@@ -45,7 +43,7 @@ class Leases:
             hooks.lease_open(inode, self._fs.open_leases.allowed_s(self._fs.handle(handle).file))
 
     def lease_attributes(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """Lease the attributes of a directory that were answered, for the time that they are valid."""
+        """Lease the attributes that GETATTR of a directory returned, for as long as they are valid."""
         if entry.is_dir:
             hooks.cache_attributes(attributes, attributes.attr_timeout)
 
@@ -68,7 +66,7 @@ class Leases:
             self._tree.mirrored.clear()
 
     def count_created(self, file: OpenFile) -> None:
-        """Count a file that Python created; names of a directory are leased when several were created."""
+        """Count a file that Python created, and lease the names of its directory from the CREATED_BEFORE-th file on."""
         parent = file.entry.parent
         count = self._created.pop(parent, 0) + 1
         self._created[parent] = count
@@ -78,7 +76,7 @@ class Leases:
             return
         for_s = self._fs.new_files.names_lease_s(file)
         if for_s > 0 and not self._lease_names(self._library, parent, for_s):
-            self._created[parent] = 0  # not so soon again
+            self._created[parent] = 0  # not again before CREATED_BEFORE more files
 
     def _lease_names(self, library: ctypes.PyDLL, directory: int, for_s: float) -> bool:
         new_files = self._fs.new_files
@@ -97,7 +95,7 @@ class Leases:
             library.lakefs_revoke_names(directory)
             return False
         self._tree.mirrored.add(directory)
-        # The kernel requests them after each created name.
+        # The kernel requests these attributes after each created name.
         hooks.cache_attributes(attributes_of(self._fs.entry(directory), self._fs, 0.0), for_s)
         return True
 

@@ -1,6 +1,6 @@
-"""READDIRPLUS answered by direntries.c: from packed rows, without an object for each entry. The bytes are the same as
-in a reply built entry by entry, which `Operations.readdir` uses if the library is missing or pyfuse3 does not reach it
-(`RowReplies.possible` is false). Trio thread only.
+"""Replies to READDIRPLUS through direntries.c: from packed rows, without an object for each entry. The bytes are the
+same as in a reply built entry by entry, which `Operations.readdir` uses if the library is missing or pyfuse3 does not
+reach it (`RowReplies.possible` is False). Trio thread only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Defaults(ctypes.Structure):
 
 
 def is_reached() -> bool:
-    """Whether entries that pyfuse3 adds go through the library, so that `begin_entries` has an effect."""
+    """Return whether entries that pyfuse3 adds go through the library, so that `begin_entries` has an effect."""
     library = hooks.library()
     return library is not None and bool(library.lakefs_is_direntry_reached())
 
@@ -62,7 +62,7 @@ def _no_row(inode: int) -> bytes:
 
 
 class RowReplies:
-    """Answers to READDIRPLUS."""
+    """Replies to READDIRPLUS."""
 
     def __init__(self, fs: Owned) -> None:
         config = fs.config
@@ -71,7 +71,7 @@ class RowReplies:
             fs.default_uid, fs.default_gid, config.dir_mode, config.file_mode, unasked_mode(config),
             DIRECTORY_BLKSIZE, FILE_BLKSIZE,
         )  # fmt: skip
-        # Adding an entry to an answer of no request shows whether pyfuse3's calls go through the library.
+        # Adding an entry to a reply without a request shows whether pyfuse3's calls go through the library.
         pyfuse3.readdir_reply(pyfuse3.ReaddirToken(), pyfuse3.FileNameT(b"x"), self._nothing, 1)
         self.possible = is_reached()
 
@@ -85,8 +85,8 @@ class RowReplies:
         files: Mapping[int, object] | None = None,
         row_of: Callable[[int], bytes] = _no_row,
     ) -> None:
-        """As many entries of a directory beyond the cookie ``after`` as fit. The row of an inode in ``files``, a dict,
-        is ``row_of(inode)``."""
+        """Reply as many entries of a directory beyond the cookie ``after`` as fit. The row of an inode in ``files``, a
+        dict, is ``row_of(inode)``."""
         prefix, rows = tree.rows(inode, after)
         begin_entries(rows, {} if files is None else files, row_of, prefix, timeout_s, self._defaults)
         try:
@@ -94,4 +94,4 @@ class RowReplies:
         finally:
             _, _, damaged = end_entries()
         if damaged is not None:
-            tree.entry_of_row(damaged)  # decoding it counts it
+            tree.entry_of_row(damaged)  # decoding counts the damage

@@ -34,11 +34,11 @@ class RequestTurns:
         self._idle: list[trio.lowlevel.Task] = []
         self._watched = False
         self._coming = 0
-        """Woken, and did not run since."""
+        """Number of tasks that were woken and have not run since."""
         self._begun_s = 0.0
 
     async def wait(self) -> bool:
-        """Wait until the caller may read a request. False: the session has ended."""
+        """Wait until the caller may read a request; return False if the session has ended."""
         while not self._exited():
             if not self._drained() and time.perf_counter() - self._begun_s < BURST_S:
                 self._wake_successor()
@@ -83,12 +83,12 @@ class RequestTurns:
 
 
 def is_possible() -> bool:
-    """Whether the library is loaded, and pyfuse3 waits in the way that `begin` replaces."""
+    """Return whether the library is loaded, and pyfuse3 waits in the way that `begin` replaces."""
     return hooks.library() is not None and hasattr(pyfuse3, "_wait_fuse_readable")
 
 
 def begin() -> bool:
-    """Replace pyfuse3's way of waiting, between its `init` and `main`. False where that is not possible."""
+    """Replace pyfuse3's way of waiting, between its `init` and `main`; return False if that is not possible."""
     library = hooks.library()
     if library is None or not is_possible() or not library.lakefs_begin_reading():
         return False

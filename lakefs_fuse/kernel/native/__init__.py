@@ -1,1 +1,1 @@
-"""C libraries that answer FUSE requests without Python, and their loaders."""
+"""The C library that replies to FUSE requests without entering Python, and its loader."""

@@ -1,7 +1,7 @@
 """Loads the C library; must be imported before pyfuse3, whose calls it receives. See native.h for its parts.
 
-One build of it serves every Python from 3.11 on that has a GIL, and every libfuse 3: it uses the stable ABI of the one
-(python_abi.h), and finds the other through pyfuse3 (libfuse.h).
+One build of it serves every Python from 3.11 on that has a GIL, and every libfuse 3: it uses Python's stable ABI
+(python_abi.h), and finds libfuse through pyfuse3 (libfuse.h).
 
 ``LAKEFS_FUSE_HOOKS=off`` disables it. Its functions never wait, and are called with the GIL from the trio thread only.
 """
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class Feature(IntFlag):
-    """What a session may have by means of the library, as dispatch.c numbers it."""
+    """Features that the library can give a session, numbered as in dispatch.c."""
 
     EXPLICIT_INVAL_DATA = 1
     """Attributes that changed drop no pages, and listing a directory again asks for none."""
     STATELESS_OPENDIR = 2
-    """OPENDIR may be answered ENOSYS, once; READDIR then comes with the inode as its handle."""
+    """The kernel accepts ENOSYS for OPENDIR, and sends no further one; READDIR then has the inode as its handle."""
     STATELESS_OPEN = 4
     """The same for OPEN and READ."""
     NOFLUSH = 8
-    """Closing a file opened for reading sends no FLUSH. With the kernel's write-back cache it is sent nevertheless, and
-    answered without entering Python."""
+    """Closing a file opened for reading sends no FLUSH. With its write-back cache the kernel sends FLUSH nevertheless,
+    and the library replies to it."""
     CACHE_SYMLINKS = 16
     HANDLE_KILLPRIV = 32
     """The daemon drops suid and sgid, and the kernel does not ask before each write(2) which privileges to drop."""
@@ -46,17 +46,17 @@ OPCODES = {
     "getattr": 3, "getxattr": 22, "flush": 25, "open": 14, "release": 18, "forget": 2,
     "lookup": 1, "setattr": 4, "write": 16, "create": 35,
 }  # fmt: skip
-"""Requests that the library answers, by the kernel's numbers (linux/fuse.h)."""
+"""Opcodes (linux/fuse.h) of the requests that the library may reply to."""
 LEASE_S_MAX = 1e6
-"""Longer than any lease; in ns it fits 64 bits."""
+"""Longer leases are cut to this; in ns it fits 64 bits."""
 PF_EXITING, SIGNAL_BITS = 0x4, 0x7F
-"""In the flags of a thread, and in the exit code of its process."""
+"""Masks for the flags and the exit code in /proc/PID/stat."""
 STAT_FLAGS, STAT_EXIT_CODE = 6, 49
-"""Numbers of the fields after the name in /proc/PID/stat."""
+"""Indexes of the flags and the exit code in /proc/PID/stat, counted from the field after the name."""
 
 
 class CopyRequest(ctypes.Structure):
-    """A COPY_FILE_RANGE, as dispatch.c lays it out: inodes, offsets, and how many bytes."""
+    """A COPY_FILE_RANGE, laid out as in dispatch.c: inodes, offsets, and the number of bytes."""
 
     _fields_ = (
         ("source", ctypes.c_uint64), ("target", ctypes.c_uint64), ("offset", ctypes.c_int64),
@@ -102,7 +102,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "end_entries": (ctypes.py_object, ()),
 }
-"""What Python calls of the library, without its prefix: result and parameters."""
+"""Functions of the library that Python calls, without their prefix: result and parameters."""
 
 
 def _is_free_threaded() -> bool:
@@ -114,13 +114,14 @@ def _is_turned_off() -> bool:
 
 
 def pyfuse3_extension() -> str:
-    """Path of pyfuse3's extension module, which is not imported by that; empty where pyfuse3 is not installed."""
+    """Return the path of pyfuse3's extension module, without importing it; empty if pyfuse3 is not installed."""
     found = importlib.util.find_spec("pyfuse3")
     return found.origin or "" if found is not None else ""
 
 
 def load() -> ctypes.PyDLL | None:
-    """The library, where it was built for this machine and this version of the program, and is not turned off."""
+    """Return the library; None if it is turned off, if Python has no GIL, or if no build of it fits this machine, this
+    version of the program and libfuse."""
     if _is_turned_off() or _is_free_threaded():
         return None
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
@@ -145,12 +146,12 @@ def library() -> ctypes.PyDLL | None:
 
 
 def active() -> bool:
-    """Whether the session of this process uses the library."""
+    """Return whether the session of this process uses the library."""
     return _library is not None and bool(_library.lakefs_is_hooked())
 
 
 def why_absent() -> str:
-    """The reason why the library is not loaded, and the remedy."""
+    """Return the reason why the library is not loaded, and the remedy."""
     if _is_turned_off():
         return "turned off by LAKEFS_FUSE_HOOKS"
     if _is_free_threaded():
@@ -159,7 +160,7 @@ def why_absent() -> str:
 
 
 def why_inactive() -> str:
-    """The reason why there are no hooks, and the consequences."""
+    """Return the reason why there are no hooks, and the consequences."""
     return (
         f"the hooks library is {why_absent()}; every open, close and listing asks the daemon, and starting a program "
         "while a file is being written publishes the part written so far"
@@ -167,12 +168,12 @@ def why_inactive() -> str:
 
 
 def libfuse_version() -> str:
-    """Version of libfuse; empty where it is not known."""
+    """Return the version of libfuse; empty if it is not known."""
     return _library.lakefs_libfuse_version().decode() if _library is not None else ""
 
 
 def has_custom_io() -> bool:
-    """Whether libfuse lets the library see raw requests and replies, which `Feature.HANDLE_KILLPRIV` requires."""
+    """Return whether libfuse shows the library raw requests and replies, which `Feature.HANDLE_KILLPRIV` requires."""
     return _library is not None and bool(_library.lakefs_has_custom_io())
 
 
@@ -184,7 +185,7 @@ def request_features(features: Feature, background_max: int) -> None:
 
 
 def granted() -> Feature:
-    """Features that the kernel granted; none before it sent its first request."""
+    """Return the features that the kernel granted; none before it has sent INIT."""
     return Feature(_library.lakefs_granted_features()) if _library is not None else Feature(0)
 
 
@@ -197,7 +198,7 @@ class RequestFacts(NamedTuple):
 
 
 _kept: ContextVar[RequestFacts | None] = ContextVar("kept", default=None)
-"""Of the request that the task handles, where it waited before the handler began."""
+"""Facts about the request that the task handles, inside `keep_request_facts`; else None."""
 
 
 @contextmanager
@@ -221,7 +222,7 @@ def flush_pid() -> int:
 
 
 def copy_request() -> CopyRequest:
-    """The COPY_FILE_RANGE being handled, which comes from the library alone. Valid as `flush_pid`."""
+    """Return the COPY_FILE_RANGE being handled, which only the library passes on. Valid as `flush_pid`."""
     if (kept := _kept.get()) is not None and kept.copied is not None:
         return kept.copied
     assert _library is not None
@@ -229,7 +230,7 @@ def copy_request() -> CopyRequest:
 
 
 def kills_privileges() -> bool:
-    """Whether the request being handled must drop suid and sgid; valid as `flush_pid`. Always false without
+    """Return whether the request being handled must drop suid and sgid; valid as `flush_pid`. Always False without
     `Feature.HANDLE_KILLPRIV`."""
     if (kept := _kept.get()) is not None:
         return kept.kills_privileges
@@ -237,8 +238,8 @@ def kills_privileges() -> bool:
 
 
 def lease_open(inode: int, for_s: float) -> None:
-    """Let the library answer opens of the file for reading for this time. Without the library nothing happens. Handles
-    that it issues consist of the bits of `open_leases` and the inode.
+    """Let the library reply to OPENs of the file for reading for this time. Without the library nothing happens.
+    Handles that it issues consist of the bits of `open_leases` and the inode.
     """
     if _library is not None:
         _library.lakefs_lease_open(inode, int(min(for_s, LEASE_S_MAX) * 1e9))
@@ -250,7 +251,7 @@ def revoke_open(inode: int) -> int:
 
 
 def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) -> None:
-    """Let the library answer GETATTR of a directory with these attributes for this time; without a time, replace
+    """Let the library reply to GETATTR of a directory with these attributes for this time; without a time, replace
     attributes that it already has. Without the library nothing happens."""
     if _library is not None:
         _library.lakefs_cache_attributes(
@@ -260,24 +261,25 @@ def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) ->
 
 
 def has_attributes(inode: int) -> bool:
-    """Whether the library answers GETATTR of the directory. Never without it."""
+    """Return whether the library replies to GETATTR of the directory; always False if it is not loaded."""
     return _library is not None and bool(_library.lakefs_has_attributes(inode))
 
 
 def show_number(inode: int, number: int) -> bool:
-    """Have stat(2) show this inode number of a file, or with 0 its own; returns False if it shows its own."""
+    """Have stat(2) show this inode number for a file, or with 0 its own. Returns False without the library, or if it
+    has no room."""
     return _library is not None and bool(_library.lakefs_show_number(inode, number))
 
 
 def answered() -> dict[str, int]:
-    """Return how many requests were answered without entering Python, by name."""
+    """Return how many requests were replied to without entering Python, by name."""
     if _library is None:
         return {}
     return {name: int(_library.lakefs_answered(opcode)) for name, opcode in OPCODES.items()}
 
 
 def process_of(thread: int) -> int:
-    """Return the process that a thread belongs to; 0 where it ended."""
+    """Return the process that a thread belongs to; 0 if the thread has ended, or /proc does not say."""
     try:
         with open(f"/proc/{thread}/status", "rb") as status:
             for line in status:
@@ -301,7 +303,7 @@ def killed_by(thread: int) -> int:
 
 
 def holds(process: int, path: str) -> bool:
-    """The process has a descriptor of the file at ``path``, as /proc shows it to us; false where it does not."""
+    """Return whether /proc shows a descriptor of the process for the file at ``path``; False if it cannot be read."""
     try:
         with os.scandir(f"/proc/{process}/fd") as descriptors:
             return any(_target(descriptor.path) == path for descriptor in descriptors)
