@@ -1,7 +1,7 @@
-"""Kernel features of a mount: those that it requests, and those of this one, used and missing, for the log and `stats`.
+"""Kernel features of a mount: those that it requests, has and lacks, for the log and `stats`.
 
-Read-ahead is raised through sysfs, which needs root: the answer to INIT can only lower it. Blocking calls;
-for a worker thread, once, when the mount answers.
+Readahead is raised through sysfs, which needs root: the reply to INIT can only lower it. `raise_read_ahead` blocks: it
+is called once, in a worker thread, when the mount answers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LISTINGS_HELD_S_MIN = 1.0
 BACKGROUND_REQUESTS_MAX = 64
 """READs of readahead and WRITEs of write-back that the kernel may have in progress; its own default is 12."""
 BACKGROUND_SHARE = 8
-"""WRITEs in progress fill at most this share of staging, because incomplete parts of a file cannot be uploaded to free
-space."""
+"""WRITEs in progress fill at most 1 / BACKGROUND_SHARE of staging, because incomplete parts of a file cannot be
+uploaded to free space."""
 WRITE_BYTES_MAX = 1 << 20
 BDI = Path("/sys/class/bdi")
 
 
 def features_for(config: MountConfig) -> Feature:
-    """Kernel features that a mount requests."""
+    """Return the kernel features that a mount requests."""
     features = Feature.EXPLICIT_INVAL_DATA
     if config.immutable:
         return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
@@ -42,7 +42,7 @@ def features_for(config: MountConfig) -> Feature:
 
 
 def background_max(config: MountConfig) -> int:
-    """Requests that the kernel may have under way in the background: readahead, and write-back of pages."""
+    """Return how many background requests the kernel may have in progress: readahead, and write-back of pages."""
     writes_max = config.staging_bytes_max // (BACKGROUND_SHARE * WRITE_BYTES_MAX)
     return BACKGROUND_REQUESTS_MAX if config.read_only else max(1, min(BACKGROUND_REQUESTS_MAX, writes_max))
 
@@ -76,7 +76,7 @@ class KernelFeatures:
     notes: list[str] = field(default_factory=list)
 
     def describe(self) -> dict[str, object]:
-        """The values of ``kernel`` in `stats`."""
+        """Return the values of ``kernel`` in `stats`."""
         granted = hooks.granted()
         return {
             "hooks": hooks.active(),
@@ -91,7 +91,7 @@ class KernelFeatures:
         }
 
     def missing(self) -> list[str]:
-        """Features that are off and could be on, each with the reason."""
+        """Return the features that are off and could be on, each with the reason."""
         if not hooks.active():
             return [hooks.why_inactive(), *self.notes]
         refused = self.wanted & ~hooks.granted()
@@ -102,7 +102,7 @@ class KernelFeatures:
         ]
 
     def line(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         granted = [str(feature.name).lower() for feature in hooks.granted()]
         on = ["hooks" if hooks.active() else "no hooks", *granted, f"read-ahead {self.read_ahead_kib} KiB"]
         return f"kernel: {', '.join(on)}; missing: {'; '.join(self.missing())}"

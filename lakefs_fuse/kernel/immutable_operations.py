@@ -1,8 +1,8 @@
 """Requests of an immutable mount: every reply may be cached without a time limit.
 
-With the hooks OPEN and OPENDIR are answered ENOSYS, once: the kernel then no longer sends them, and READ and READDIR
-arrive with the inode as their handle, which is always the handle here. FLUSH is answered the same. Changes never arrive
-here: the mount is read-only for the kernel, too.
+With the hooks the reply to OPEN and to OPENDIR is ENOSYS: the kernel then sends no more of them, and READ and READDIR
+arrive with the inode as their handle. Without the hooks the handle is the inode, too. The reply to FLUSH is always
+ENOSYS. No request changes anything, because the mount is read-only for the kernel, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AlwaysAwake:
 
     @property
     def is_idle(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     async def wake(self) -> None:
@@ -65,7 +65,7 @@ class ImmutableOperations(pyfuse3.Operations):
         fs.statistics_requested.append(self._statistics)
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls
-        self.barrier = Barrier(lambda _: None, lambda _: None)  # its states are whole before they are shown
+        self.barrier = Barrier(lambda _: None, lambda _: None)  # never up: a state is complete before it is shown
         self.idleness: Sleeper = AlwaysAwake()
         fs.refreshed.append(self._invalidate_names)
 
@@ -73,8 +73,8 @@ class ImmutableOperations(pyfuse3.Operations):
         return {"kernel": self._kernel.describe(), "pushing": self.page_cache_push.describe()}
 
     async def _invalidate_names(self, changed: ChangedNames) -> None:
-        """Runs in a thread, because the kernel may make it wait for a request that is being served. Raises CacheError
-        if the local disk lost some of the names."""
+        """Invalidate names in a thread, because the kernel may make it wait for a request that is being served. Raises
+        CacheError if the local disk lost some of the names."""
         try:
             self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
         except OSError as error:
@@ -83,8 +83,8 @@ class ImmutableOperations(pyfuse3.Operations):
             raise CacheError(message) from error
 
     def _invalidate(self, changed: ChangedNames) -> int:
-        """Invalidates names before the listing that contains them: the kernel drops a name only when no READDIR is in
-        progress, so that none can restore the old listing."""
+        """Invalidate names, each before the listing that contains it; return how many of both the kernel knew. The
+        kernel drops a name only when no READDIR is in progress, so that none can restore the old listing."""
         known = 0
         named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed.names())
         for parent, names in groupby(named, key=itemgetter(0)):

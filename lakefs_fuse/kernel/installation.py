@@ -22,7 +22,7 @@ NO_MOUNTPOINT = "/dev/null/none"
 
 
 def libfuse_file(maps: Iterable[str]) -> str:
-    """Name of the libfuse that a process has loaded, from the lines of its /proc/PID/maps; empty where it has none."""
+    """Return the name of the libfuse that a process has loaded, from the lines of its /proc/PID/maps; empty if none."""
     for line in maps:
         found = re.search(r"/(libfuse3[^/\s]*)$", line)
         if found is not None:
@@ -31,9 +31,9 @@ def libfuse_file(maps: Iterable[str]) -> str:
 
 
 def fast_paths() -> dict[str, str]:
-    """Why each fast path does not work; empty where it does."""
+    """Return why each fast path does not work; empty for one that works."""
     devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stderr.fileno())  # libfuse complains of the mount point
+    os.dup2(devnull, sys.stderr.fileno())  # libfuse complains about the mount point
     try:
         pyfuse3.init(pyfuse3.Operations(), NO_MOUNTPOINT, set(pyfuse3.default_options))
     except RuntimeError:

@@ -36,7 +36,7 @@ from lakefs_fuse.errors import CacheError
 from lakefs_fuse.vfs.changed_names import ChangedNames
 
 NAMES_MAX = 4096
-"""Names that wait in memory, and as many of the others go with each notification."""
+"""Maximum of names that wait in memory, and of names from the overflow file in one notification."""
 DIRECTORIES_MAX = 65_536
 AGAIN_S = 1.0
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _is_known(invalidate: Callable[..., None], *what: object) -> bool:
 
 
 async def notify_from_thread(directories: Iterable[int], names: Iterable[tuple[int, bytes]]) -> int:
-    """As `notify_kernel`."""
+    """Run `notify_kernel` in a worker thread."""
     return await trio.to_thread.run_sync(notify_kernel, directories, names, abandon_on_cancel=True)
 
 
@@ -76,7 +76,7 @@ async def write_out(inode: int) -> None:
 
 
 class Invalidations:
-    """Queue of invalidations, and the directories whose listing the kernel may hold."""
+    """Queue of invalidations, with the directories whose listing the kernel may hold."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Invalidations:
         *,
         notify: Callable[[Iterable[int], Iterable[tuple[int, bytes]]], Awaitable[int]] = notify_from_thread,
     ) -> None:
-        """``count`` is called with how many names and listings the kernel knew. Files of names that wait are made in
+        """``count`` is called with the number of names and listings that the kernel knew. Overflow files are created in
         ``directory``."""
         self._count, self._notify = count, notify
         self._open_file = partial(_open_temporary, directory)
@@ -104,7 +104,7 @@ class Invalidations:
         self._batch_ended = trio.Event()
 
     def __len__(self) -> int:
-        """Directories of which the kernel may hold the listing."""
+        """Return the number of directories whose listing the kernel may hold."""
         return len(self._until)
 
     def invalidate_name(self, parent: int, name: bytes) -> None:

@@ -1,8 +1,8 @@
-"""Protocol adapter only: requests of pyfuse3 become calls of `Filesystem`, entries attributes, and errors errnos.
+"""Protocol adapter only: requests become calls of `Filesystem`, entries become attributes, and errors become errnos.
 
 The kernel's write-back cache is on: it sends large writes, keeps written pages in the page cache, and owns the size and
-the mtime of a file as long as it knows the inode. Invariant *one version, one inode*: another version of a file is
-another inode here. Timeouts are the rest of the TTL of the listing that an answer came from. Only FUSEError leaves a
+the mtime of a file as long as it knows the inode. Invariant *one version, one inode*: another version of a file has
+another inode. The timeout of a reply is the rest of the TTL of the listing that it came from. Only FUSEError leaves a
 handler (`upcall`): any other exception would end the daemon.
 """
 
@@ -60,7 +60,7 @@ class Sleeper(Protocol):
 
 
 class Counted(Protocol):
-    """Handlers of requests, with the counters of these."""
+    """Handlers of requests, with what `upcall` needs."""
 
     upcalls: dict[str, int]
     barrier: Barrier
@@ -142,19 +142,19 @@ class Operations(pyfuse3.Operations):
         self._metrics.invalidations += count
 
     def _questions(self) -> int:
-        """Number of requests that a program waits for; without statfs, which monitoring sends to every mount."""
+        """Return how many requests programs have waited for; without statfs, which monitoring sends to every mount."""
         self._count_answered()
         return sum(self.upcalls.values()) - self.upcalls["forget"] - self.upcalls["statfs"]
 
     def _count_answered(self) -> None:
-        """Count the requests that the library answered."""
+        """Count the requests that the library replied to."""
         for name, now in hooks.answered().items():
             if now > self._answered.get(name, 0):
                 self.upcalls[name] += now - self._answered.get(name, 0)
                 self._answered[name] = now
 
     def _statistics(self) -> dict[str, object]:
-        """Describe the kernel's side."""
+        """Return the values of ``kernel`` for `stats`."""
         self._count_answered()
         return {"kernel": {**self._kernel.describe(), "listings_held_max": len(self.invalidations)}}
 
@@ -169,9 +169,9 @@ class Operations(pyfuse3.Operations):
         return attributes
 
     def _show_number(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """A linked file shows the inode number of its source while both are unchanged, which is checked each time. If
-        the library has no room for it, the files that were shown longest ago, some of them removed since, are dropped
-        there."""
+        """Have a linked file show the inode number of its source while both are unchanged, which is checked each time.
+        To make room in the library, the files that were shown longest ago, some of them removed since, show their own
+        numbers again."""
         number = self.fs.shown_number(entry)
         if number == entry.inode:
             if entry.inode in self._renumbered:
@@ -237,7 +237,7 @@ class Operations(pyfuse3.Operations):
 
     @upcall("copy_file_range")
     async def _copy_file_range(self, copy: hooks.CopyRequest) -> bytes:
-        """Sent as GETXATTR by dispatch.c; answers a ``struct fuse_write_out``."""
+        """Handle COPY_FILE_RANGE, which dispatch.c passes on as GETXATTR; return a ``struct fuse_write_out``."""
         copied = await self.fs.copy_range(copy.source, copy.offset, copy.target, copy.target_offset, copy.bytes)
         return WRITE_OUT.pack(copied, 0)
 
@@ -370,7 +370,7 @@ class Operations(pyfuse3.Operations):
 
     @staticmethod
     def _killed_by(others: Sequence[int]) -> int:
-        """The signal that is killing the process that closes a descriptor; 0 for none, or if one of the threads
+        """Return the signal that is killing the process that closes a descriptor; 0 for none, or if one of the threads
         ``others`` belongs to another process. Call it before the handler's first await."""
         closer = hooks.flush_pid()
         signal = hooks.killed_by(closer)
@@ -378,10 +378,10 @@ class Operations(pyfuse3.Operations):
         return 0 if any(hooks.process_of(thread) not in (0, process) for thread in others) else signal
 
     def _is_written_on(self, handle: Handle) -> bool:
-        """Whether a descriptor is closed although its writer has not finished. Call it before the handler's first
-        await. A child process closes inherited descriptors while its parent still writes; a shell opens a file for a
-        command, duplicates the descriptor and closes the first one before anything was written. Publishing then would
-        show other nodes a part of a file. The last close of all always publishes.
+        """Return whether a descriptor is closed although its writer has not finished. Call it before the handler's
+        first await. A child process closes inherited descriptors while its parent still writes; a shell opens a file
+        for a command, duplicates the descriptor and closes the first one before anything was written. Publishing then
+        would show other nodes a part of a file. The last close of all always publishes.
         """
         closer = hooks.flush_pid() if hooks.active() else 0
         if not closer:

@@ -70,7 +70,7 @@ class PageCachePush:
         """Since the mount began: what was pushed, and files that the kernel did not know."""
 
     def count_read(self, inode: int, offset: int) -> None:
-        """Count a READ that was answered; one of a file's beginning may push its block."""
+        """Count a READ that was replied to; a READ of the beginning of a file may push its block."""
         try:
             block = self._fs.block_of(inode) if offset == 0 else None
         except FileError:
@@ -82,7 +82,7 @@ class PageCachePush:
             self._request(inode, block)
 
     def is_due(self, inode: int) -> bool:
-        """Whether a READ of the beginning of a file will push its block."""
+        """Return whether a READ of the beginning of a file will push its block."""
         block = self._fs.block_of(inode)
         return block is not None and self.pays and self._counted(block)[1] < PUSHES_MAX
 

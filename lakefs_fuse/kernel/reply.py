@@ -1,4 +1,4 @@
-"""Answers that both kinds of mount share: entries as attributes, the first names of a listing, the size of a lake."""
+"""Replies that both kinds of mount share: entries as attributes, the first names of a listing, the size of a lake."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Owned(Protocol):
 
 
 def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAttributes:
-    """What stat(2) shows, valid for this many seconds."""
+    """Return the attributes that stat(2) shows for an entry, valid for this many seconds."""
     attributes = pyfuse3.EntryAttributes()
     attributes.st_ino = pyfuse3.InodeT(entry.inode)
     attributes.entry_timeout = attributes.attr_timeout = timeout_s
@@ -54,7 +54,7 @@ def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAtt
 
 
 def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
-    """The answer that there is no such name, valid for this many seconds."""
+    """Return the reply that there is no such name, valid for this many seconds."""
     absent = pyfuse3.EntryAttributes()
     absent.st_ino = pyfuse3.InodeT(0)
     absent.entry_timeout = timeout_s
@@ -62,7 +62,8 @@ def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
 
 
 def reply_dots(token: pyfuse3.ReaddirToken, start: int, inode: int, parent: int) -> int:
-    """Reply ``.`` and ``..``, the first names of a listing, beyond ``start``; return where its entries begin then.
+    """Reply those of ``.`` and ``..``, the first names of a listing, that are beyond ``start``; return the cookie after
+    which to continue with entries.
 
     Without them the listing of an empty directory has no bytes, and the kernel could never drop it: it holds listings
     as pages, and drops them page by page.
@@ -80,7 +81,7 @@ def reply_dots(token: pyfuse3.ReaddirToken, start: int, inode: int, parent: int)
 
 
 def size_reply(size: LakeSize) -> pyfuse3.StatvfsData:
-    """The answer to statfs. Its total is never 0: df(1) omits such file systems."""
+    """Return the reply to statfs. Its total is never 0, because df(1) omits such file systems."""
     used, free = -(-size.bytes // STATFS_BLOCK_BYTES), size.free_bytes // STATFS_BLOCK_BYTES
     answer = pyfuse3.StatvfsData()
     answer.f_bsize = answer.f_frsize = STATFS_BLOCK_BYTES

@@ -1,7 +1,7 @@
 """The mounted session of this process: from mount(2) until the kernel ends it.
 
 `Session.serve` runs the request loop and the invalidations beside it. Unmounting goes through the kernel (fusermount3
-or umount), never around it: it writes back dirty pages first, and the loop that receives them is still running.
+or umount), never around it: the kernel then writes back dirty pages while the loop that receives them still runs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Session:
 
     def __init__(self) -> None:
         self._unmount_requested: trio.Event | None = None
-        """While it is served."""
+        """Set while the session is served."""
 
     def request_unmount(self) -> None:
         """Make `serve` unmount and return; trio thread only. While nothing is served it does nothing."""
@@ -116,7 +116,7 @@ async def _serve(
 
 
 async def _announce(mountpoint: str, kernel: KernelFeatures, ready: Callable[[], None]) -> None:
-    """Ready means that a system call was answered."""
+    """Raise the readahead and call ``ready``, once the mount has answered a system call."""
 
     def prepare() -> tuple[int, str]:
         os.statvfs(mountpoint)
@@ -129,7 +129,8 @@ async def _announce(mountpoint: str, kernel: KernelFeatures, ready: Callable[[],
 
 
 async def _unmount_on_request(mountpoint: str, requested: trio.Event) -> None:
-    """A mount that is in use is detached: it accepts no new opens, and ends when the last file is closed."""
+    """Unmount on request. A mount that is in use is detached: it accepts no new opens, and ends when the last file is
+    closed."""
     await requested.wait()
     try:
         await _unmount(mountpoint, lazy=False)
