@@ -24,8 +24,8 @@ LISTINGS_HELD_S_MIN = 1.0
 BACKGROUND_REQUESTS_MAX = 64
 """READs of readahead and WRITEs of write-back that the kernel may have in progress; its own default is 12."""
 BACKGROUND_SHARE = 8
-"""WRITEs in progress fill at most 1 / BACKGROUND_SHARE of staging, because incomplete parts of a file cannot be
-uploaded to free space."""
+"""WRITEs in progress fill at most 1 / BACKGROUND_SHARE of staging. The reason is that incomplete parts of a file
+cannot be uploaded to free space."""
 WRITE_BYTES_MAX = 1 << 20
 BDI = Path("/sys/class/bdi")
 

@@ -18,7 +18,7 @@ from lakefs_fuse.vfs.files.open_file import READING, OpenFile
 from lakefs_fuse.vfs.filesystem import Filesystem
 
 CREATED_BEFORE = 2
-"""Files that are created in a directory before its names are leased: for a single file a lease costs more than it
+"""Files that are created in a directory before its names are leased. For a single file a lease costs more than it
 saves."""
 COUNTED_DIRECTORIES_MAX = 1024
 

@@ -147,7 +147,7 @@ class Operations(pyfuse3.Operations):
         return sum(self.upcalls.values()) - self.upcalls["forget"] - self.upcalls["statfs"]
 
     def _count_answered(self) -> None:
-        """Count the requests that the library replied to."""
+        """Count the requests that the library handled."""
         for name, now in hooks.answered().items():
             if now > self._answered.get(name, 0):
                 self.upcalls[name] += now - self._answered.get(name, 0)
@@ -370,8 +370,8 @@ class Operations(pyfuse3.Operations):
 
     @staticmethod
     def _killed_by(others: Sequence[int]) -> int:
-        """Return the signal that is killing the process that closes a descriptor; 0 for none, or if one of the threads
-        ``others`` belongs to another process. Call it before the handler's first await."""
+        """Return the signal that is killing the process that closes a descriptor; 0 for none. It is 0, too, if one of
+        the threads ``others`` belongs to another process. Call it before the handler's first await."""
         closer = hooks.flush_pid()
         signal = hooks.killed_by(closer)
         process = hooks.process_of(closer) if signal and others else 0

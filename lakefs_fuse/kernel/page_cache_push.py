@@ -1,4 +1,4 @@
-"""Pushes small files into the page cache: those in the same block of a pack as a file that is read. Reading a file
+"""Pushes small files into the page cache: those that share a pack's block with a file that is read. Reading a file
 fetches a block of 1 MiB, which contains 10 to 100 other files. The bytes of those whose inode the kernel knows are
 written into its page cache (FUSE_NOTIFY_STORE), so that reading them costs no request. For immutable mounts only, where
 an inode is always the same version: on other mounts the bytes could be older than bytes written to the page since, and

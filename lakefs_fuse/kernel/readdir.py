@@ -49,8 +49,9 @@ def begin_entries(
 
 
 def end_entries() -> tuple[int, int, bytes | None]:
-    """Return the number of entries written since `begin_entries`, the cookie of the last, and the key of the last
-    damaged row that was skipped. Raises the error of reading the rows, and ValueError if one is not a pair."""
+    """Return the number of entries written since `begin_entries`, the last one's cookie, and a key. The key is that of
+    the last damaged row that was skipped, or None. Raises the error of reading the rows, and ValueError if one is not
+    a pair."""
     library = hooks.library()
     assert library is not None
     count, cookie, damaged = library.lakefs_end_entries()

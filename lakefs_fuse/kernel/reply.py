@@ -1,4 +1,4 @@
-"""Replies that both kinds of mount share: entries as attributes, the first names of a listing, the size of a lake."""
+"""Replies that both kinds of mount share: attributes of entries, the first names of a listing, a lake's size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTOR_BYTES = 512
 STATFS_BLOCK_BYTES = 4096
 """Unit of statfs, in both of its sizes, because programs use one or the other."""
 DOT_COOKIE, DOTDOT_COOKIE = 1, (1 << 63) - 1
-"""d_off of the names ``.`` and ``..`` in a listing; those of entries begin with 2, and never get so large."""
+"""d_off of the names ``.`` and ``..`` in a listing. Those of entries begin with 2, and never get so large."""
 
 
 class Owned(Protocol):
@@ -62,8 +62,8 @@ def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
 
 
 def reply_dots(token: pyfuse3.ReaddirToken, start: int, inode: int, parent: int) -> int:
-    """Reply those of ``.`` and ``..``, the first names of a listing, that are beyond ``start``; return the cookie after
-    which to continue with entries.
+    """Reply the names ``.`` and ``..`` of a listing if they are beyond ``start``. Returns the cookie after which to
+    continue with entries.
 
     Without them the listing of an empty directory has no bytes, and the kernel could never drop it: it holds listings
     as pages, and drops them page by page.

@@ -8,8 +8,8 @@
  * the library has only its handle, which it releases without entering Python.
  *
  * Invariants. "Absent": no file is created here under a name that Python has, or may have. "In order": Python gets a
- * file before any request that could tell the difference. "No promise": a file that only this library has was
- * not acknowledged, so a crash loses no acknowledged file.
+ * file before any request that could tell the difference. "No promise": a file that only this library has was not
+ * acknowledged, so a crash loses no acknowledged file.
  *
  * `receive` is called with the GIL; nothing else here needs the GIL.
  */
@@ -215,7 +215,7 @@ static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_
 	return !(valid & FATTR_MTIME) || !file->is_mtime_chosen || is_chosen(file, valid, mtime_ns);
 }
 
-/* Return whether the thread that created a file closes it, not empty: that close is meant to publish the file. */
+/* Return whether the thread that created a file closes it, and it has bytes: that close is meant to publish it. */
 static int may_close(uint64_t inode, uint32_t pid)
 {
 	struct created *file = received(inode);

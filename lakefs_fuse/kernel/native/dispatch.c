@@ -352,7 +352,7 @@ int lakefs_is_hooked(void)
 	return hooked;
 }
 
-/* Return how many requests of a kind were replied to without entering Python; FORGET includes BATCH_FORGET. */
+/* Return how many requests of a kind were handled without entering Python; FORGET includes BATCH_FORGET. */
 int64_t lakefs_answered(uint32_t opcode)
 {
 	return answered[opcode];

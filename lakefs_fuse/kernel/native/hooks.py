@@ -46,7 +46,7 @@ OPCODES = {
     "getattr": 3, "getxattr": 22, "flush": 25, "open": 14, "release": 18, "forget": 2,
     "lookup": 1, "setattr": 4, "write": 16, "create": 35,
 }  # fmt: skip
-"""Opcodes (linux/fuse.h) of the requests that the library may reply to."""
+"""Opcodes (linux/fuse.h) of the requests that the library may handle."""
 LEASE_S_MAX = 1e6
 """Longer leases are cut to this; in ns it fits 64 bits."""
 PF_EXITING, SIGNAL_BITS = 0x4, 0x7F
@@ -120,8 +120,8 @@ def pyfuse3_extension() -> str:
 
 
 def load() -> ctypes.PyDLL | None:
-    """Return the library; None if it is turned off, if Python has no GIL, or if no build of it fits this machine, this
-    version of the program and libfuse."""
+    """Return the library, or None. There is none if it is turned off, if Python has no GIL, or if no build of it fits
+    this machine, this version of the program and libfuse."""
     if _is_turned_off() or _is_free_threaded():
         return None
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
@@ -178,8 +178,8 @@ def has_custom_io() -> bool:
 
 
 def request_features(features: Feature, background_max: int) -> None:
-    """Set the features of the next session, and how many requests its kernel may have in the background (0: the
-    kernel's default). Without the library nothing happens."""
+    """Set the features of the next session, and how many background requests its kernel may have in progress. 0 leaves
+    the kernel's default. Without the library nothing happens."""
     if _library is not None:
         _library.lakefs_request_features(int(features), background_max)
 
@@ -251,7 +251,7 @@ def revoke_open(inode: int) -> int:
 
 
 def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) -> None:
-    """Let the library reply to GETATTR of a directory with these attributes for this time; without a time, replace
+    """Let the library reply to GETATTR of a directory with these attributes for this time. Without a time, they replace
     attributes that it already has. Without the library nothing happens."""
     if _library is not None:
         _library.lakefs_cache_attributes(
@@ -272,7 +272,7 @@ def show_number(inode: int, number: int) -> bool:
 
 
 def answered() -> dict[str, int]:
-    """Return how many requests were replied to without entering Python, by name."""
+    """Return how many requests were handled without entering Python, by name."""
     if _library is None:
         return {}
     return {name: int(_library.lakefs_answered(opcode)) for name, opcode in OPCODES.items()}
@@ -291,8 +291,8 @@ def process_of(thread: int) -> int:
 
 
 def killed_by(thread: int) -> int:
-    """Return the signal that is ending a thread; 0 if it continues, exits without a signal, or its state cannot be
-    read."""
+    """Return the signal that is ending a thread, or 0. It is 0 if the thread continues, exits without a signal, or its
+    state cannot be read."""
     try:
         with open(f"/proc/{thread}/stat", "rb") as status:
             fields = status.read().rpartition(b")")[2].split()

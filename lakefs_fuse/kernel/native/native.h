@@ -44,10 +44,10 @@ static inline struct timespec timespec_of(int64_t ns)
 
 /* -- dispatch.c */
 
-/* Count, by opcode, a request that was replied to without entering Python. */
+/* Count, by opcode, a request that this library handles without entering Python. */
 void lakefs_count(uint32_t opcode);
 
-/* Return whether dispatch.c can reply to a request without entering Python, in the present state. */
+/* Return whether dispatch.c can now handle a request without entering Python. */
 int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body);
 
 /* -- request_loop.c */
@@ -65,7 +65,7 @@ int64_t lakefs_monotonic_ns(void);
 /* Set the session whose requests request_loop.c reads. */
 void lakefs_set_session(struct fuse_session *session);
 
-/* Return whether requests are being replied to without the GIL; closed files are handed over to Python afterwards. */
+/* Return whether requests are being handled without the GIL; closed files are handed over to Python afterwards. */
 int lakefs_is_without_python(void);
 
 /* -- leases.c */
@@ -126,7 +126,7 @@ size_t lakefs_add_direntry(fuse_req_t request, char *buffer, size_t room, const 
 
 void lakefs_wrap_offloaded(struct fuse_lowlevel_ops *operations);
 
-/* Return whether create_offload.c can reply to a request, with a body of `bytes`, without entering Python. */
+/* Return whether create_offload.c can now handle a request, with a body of `bytes`, without entering Python. */
 int lakefs_offload_answers(const struct fuse_in_header *head, const void *body, size_t bytes);
 
 /* Hand over to Python all files that a request may depend on, before Python gets it. NULL, for a request that is not in

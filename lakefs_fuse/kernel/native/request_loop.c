@@ -1,8 +1,8 @@
 /*
- * Reads requests, and replies to consecutive ones that need no Python without the GIL.
+ * Reads requests, and handles consecutive ones that need no Python without the GIL.
  *
  * After `lakefs_begin_reading` a read never blocks: if there is no request it returns -EINTR, whereupon pyfuse3 waits
- * for one, and `lakefs_is_drained` returns true. Requests that need no Python are replied to here, and the next one is
+ * for one, and `lakefs_is_drained` returns true. Requests that need no Python are handled here, and the next one is
  * read. Before that call a read is libfuse's own.
  *
  * A client that sends such a request often sends the next one immediately, and waking this thread costs more than
@@ -42,7 +42,7 @@ int lakefs_is_without_python(void)
 	return without_python;
 }
 
-/* Return whether the request is in memory and the wrapped operations reply to it without entering Python. */
+/* Return whether the request is in memory and the wrapped operations handle it without entering Python. */
 static int needs_no_python(const struct fuse_buf *buf)
 {
 	const struct fuse_in_header *head = buf->mem;
@@ -74,7 +74,7 @@ static int64_t followed_within_ns(const struct fuse_buf *buf)
 	return opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET ? 0 : AWAIT_NS;
 }
 
-/* Reply to the request and to those after it. Returns the size of the next request if it needs Python or the time is
+/* Handle the request and those after it. Returns the size of the next request if it needs Python or the time is
  * over, -EAGAIN if there is none, and 0 or an error if the session ends. */
 static int answer_in_a_row(struct fuse_session *se, struct fuse_buf *buf)
 {
