@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Never, cast
 
 import msgspec
 from rocksdict import (
@@ -225,6 +225,54 @@ class RocksEngines:
         Rdict.repair(str(directory), options())
 
 
+class _ClosedEngine:
+    """The engine of a database that was closed and could not be opened again. Each read tries to open it first."""
+
+    def __init__(self, open_again: Callable[[], Engine]) -> None:
+        """``open_again`` raises CacheError."""
+        self._open_again = open_again
+
+    def get(self, key: bytes, /) -> bytes | None:
+        return self._open_again().get(key)
+
+    def get_many(self, keys: list[bytes], /) -> list[bytes | None]:
+        return self._open_again().get_many(keys)
+
+    def items(self, begin: bytes, end: bytes = b"", /) -> Iterator[tuple[bytes, bytes]]:
+        return self._open_again().items(begin, end)
+
+    def write(self, _steps: Sequence[Step], *, sync: bool) -> None:
+        self._refuse()
+
+    def sync(self) -> None:
+        """Does not open the database, because a worker thread calls it."""
+        self._refuse()
+
+    def ingest(self, _paths: Sequence[Path]) -> None:
+        self._refuse()
+
+    def checkpoint(self, _directory: Path) -> None:
+        self._refuse()
+
+    def integer_property(self, _name: str) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+    def _refuse(self) -> Never:
+        raise RuntimeError("it was closed after a failed write, and could not be opened again")
+
+
+class _Cursor:
+    """The engine's iterator of a scan; None before the first row, and after the engine was closed."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        self.rows: Iterator[tuple[bytes, bytes]] | None = None
+
+
 class Database:
     """An open database. One process at a time; the cache directory's lock is the caller's."""
 
@@ -252,6 +300,9 @@ class Database:
         """The batch whose write failed last, until the database is opened again: it may be there then."""
         self._volatile: VolatileRows | None = None
         """The engine in use while it has rows that a full disk did not take: the last write has failed then."""
+        self._is_closed = False  # until it was opened again after a failed write
+        self._cursors: set[_Cursor] = set()
+        """Of the scans in progress. RocksDB does not open a database again while an iterator of it lives."""
         self._recordings: list[Recording] = []
         self._damaged: set[bytes] = set()
         self._engine, is_repaired = self._open_or_repair()
@@ -447,8 +498,8 @@ class Database:
                 self._engine = self._volatile = VolatileRows(self._engine, self._failed)
                 log.warning("the disk of %s is full: names are listed into memory until it has room", self._directory)
             self._volatile.add(steps)
-        except OSError as error:
-            raise self._no_room() from error
+        except Exception as error:
+            raise self._translate(error) from error
 
     def _end_commit(self, batch: Batch) -> None:
         for recording in self._recordings:
@@ -485,9 +536,14 @@ class Database:
         try:
             self._engine.sync()
         except Exception as error:
-            raise (self._no_room() if is_out_of_room(error) else self._broken(error)) from error
+            raise self._translate(error) from error
+
+    def _translate(self, error: Exception) -> CacheError:
+        return self._no_room() if is_out_of_room(error) else self._broken(error)
 
     def _broken(self, error: Exception) -> CacheError:
+        if isinstance(error, CacheError):  # of a closed engine
+            return type(error)(str(error))
         if _is_damage(error):
             return CacheError(
                 f"the metadata cache in {self._directory} is damaged: unmount, and when nothing is unfinished, delete "
@@ -516,19 +572,42 @@ class Database:
             raise CacheError(f"the metadata cache in {self._directory} could not be written a moment ago")
         self._failed_at = self.clock.mono_s()
         try:
-            self._check_disk()
-            self.close()
-            opened, self._failed = self._engines.open(self._directory), ()
-            self.writes += 1  # the last ones may be lost
-            if self._volatile is not None:
-                self._volatile.move_to(opened)
-            self._engine, self._volatile = opened, None
-            self.changed.load()
-            for listener in self.reopened:
-                listener()
+            if not self._is_closed:
+                self._check_disk()
+                self._close_to_reopen()
+            self._open_again()
         except Exception as error:
             raise self._unwritten(error) from error
         self._failed_at = None
+
+    def _close_to_reopen(self) -> None:
+        """Close the engine, with its iterators. If it cannot be opened again, each read tries that."""
+        for cursor in list(self._cursors):
+            cursor.rows = None
+        self.close()
+        closed = _ClosedEngine(self._reopened_engine)
+        if self._volatile is None:
+            self._engine = closed
+        else:
+            self._volatile.replace_below(closed)
+        self._is_closed = True
+
+    def _reopened_engine(self) -> Engine:
+        """The engine in use, for a read that met a closed one. Raises CacheError."""
+        if self._is_closed:
+            self._reopen()
+        return self._engine
+
+    def _open_again(self) -> None:
+        opened, self._failed = self._engines.open(self._directory), ()
+        self._is_closed = False
+        self.writes += 1  # the last ones may be lost
+        if self._volatile is not None:
+            self._volatile.move_to(opened)
+        self._engine, self._volatile = opened, None
+        self.changed.load()
+        for listener in self.reopened:
+            listener()
 
     def _check_disk(self) -> None:
         """Raise OSError if the disk accepts no bytes: a database that was closed, and cannot be opened again there,
@@ -539,25 +618,28 @@ class Database:
             self._disk.sync_data(probe.fileno())
 
     def scan(self, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen. Recently
-        deleted rows beyond the end cost nothing, although RocksDB would read over them one by one to find the next
-        row."""
+        """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen. If the
+        database is opened again in between (after a failed write), the rest is as of the next step. Recently deleted
+        rows beyond the end cost nothing, although RocksDB would read over them one by one to find the next row."""
+        cursor, key = _Cursor(), b""
+        self._cursors.add(cursor)
         try:
-            items = self._engine.items(begin, end)
+            while True:
+                if cursor.rows is None:
+                    cursor.rows = self._engine.items(key + b"\0" if key else begin, end)
+                key, value = next(cursor.rows)
+                yield key, value
+        except StopIteration:
+            return
         except Exception as error:
             raise self._broken(error) from error
-        while True:
-            try:
-                key, value = next(items)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise self._broken(error) from error
-            yield key, value
+        finally:
+            self._cursors.discard(cursor)
 
     def frozen(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
         """All present rows from a key on, for one worker thread at a time. Delete the iterator before the database is
-        closed. It shows one moment, unlike those of rocksdict's `Snapshot` (0.3), which see later writes."""
+        closed, which a commit after a failed write does, too. It shows one moment, unlike those of rocksdict's
+        `Snapshot` (0.3), which see later writes."""
         return self._engine.items(begin)
 
     def ingest(self, paths: Sequence[Path]) -> None:

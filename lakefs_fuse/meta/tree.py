@@ -294,12 +294,8 @@ class Tree:
     def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
         """Cookies below ``before`` of all that a LIST might show (plain objects, files not stored yet, directories),
         some at a time: few of a million packed names are."""
-        prefix, rows = self.rows(parent)
-        end = prefix + NUMBER.pack(before)
-        some: list[int] = []
-        for passed, (key, row) in enumerate(rows, 1):
-            if key >= end or not key.startswith(prefix):
-                break
+        prefix, some = schema.ENTRY + NUMBER.pack(parent), list[int]()
+        for passed, (key, row) in enumerate(self.database.scan(prefix, prefix + NUMBER.pack(before)), 1):
             if len(row) >= HEAD.size and (row[PLACE] == NOWHERE or row[FLAGS_LOW] & _KINDS):
                 some.append(int.from_bytes(key[9:], "big"))
             if passed % ROWS_AT_ONCE == 0:

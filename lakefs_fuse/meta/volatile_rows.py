@@ -58,10 +58,14 @@ class VolatileRows:
                 added.update(dict.fromkeys(self._keys_of([({}, begin, end)])))
         self._add(added)
 
+    def replace_below(self, below: Engine) -> None:
+        """``below`` stands for the engine below from now on."""
+        self._below = below
+
     def move_to(self, below: Engine) -> None:
         """``below`` is the engine below, opened again; it gets all volatile rows, in one batch. Raises as
         `Engine.write`; then they stay here."""
-        self._below = below
+        self.replace_below(below)
         below.write([(self._rows, b"", b"")], sync=False)
 
     def _keys_of(self, steps: Sequence[Step]) -> Iterator[bytes]:

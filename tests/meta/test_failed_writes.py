@@ -12,15 +12,17 @@ import pytest
 
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.storage_engine import Step
-from lakefs_fuse.errors import CacheFull
+from lakefs_fuse.errors import CacheError, CacheFull
 from lakefs_fuse.meta import database as module
 from lakefs_fuse.meta import sorted_tables as tables
+from lakefs_fuse.meta import tree as tree_module
 from lakefs_fuse.meta.changed_rows import Folded
 from lakefs_fuse.meta.database import Batch, Database, RocksEngine, RocksEngines
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.object_table import PACKS
 from lakefs_fuse.meta.tree import Listing, Tree
 from tests.fakes import open_database
+from tests.meta.full_disk import FullDisk
 
 
 class Refusals(RocksEngines):
@@ -155,3 +157,119 @@ def test_index_that_could_not_be_dropped_stays_the_one_that_changes_are_counted_
     assert database.changed.has_any(7)
     tables.drop_names(database)
     assert tables.folded_of(database) == Folded()
+
+
+class OpenFailures(FullDisk):
+    """Databases that cannot be opened while ``fails_open``."""
+
+    fails_open: Exception | None = None
+
+    def open(self, directory: Path) -> RocksEngine:
+        if self.fails_open is not None:
+            raise self.fails_open
+        return super().open(directory)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> OpenFailures:
+    monkeypatch.setattr(module, "REOPEN_PAUSE_S", 0.0)
+    return OpenFailures()
+
+
+def meet_full_disk(database: Database, disk: FullDisk) -> None:
+    disk.is_full = True
+    with pytest.raises(CacheFull):
+        database.commit(Batch({b"Xrefused": b""}))
+    disk.is_full = False
+
+
+@pytest.fixture
+def full(tmp_path: Path, disk: OpenFailures) -> Iterator[Database]:
+    """A database with names whose last write met a full disk, which has room again."""
+    opened = open_database(tmp_path / "meta", "lake", replace(Node.of_this_machine(), engines=disk))
+    opened.commit(Batch({b"Xa": b"", b"Xb": b"", b"Xc": b""}))
+    meet_full_disk(opened, disk)
+    yield opened
+    opened.close()
+
+
+def test_scan_goes_on_when_the_database_is_opened_again(full: Database) -> None:
+    rows = full.scan(b"X", b"Y")
+    assert next(rows) == (b"Xa", b"")
+    full.commit(Batch({b"Xb": None}))
+    assert [key for key, _ in rows] == [b"Xc"]
+
+
+def test_scan_of_volatile_rows_goes_on_when_the_database_is_opened_again(full: Database, disk: OpenFailures) -> None:
+    disk.is_full = True
+    full.commit_volatile(Batch({b"Xaa": b"", b"Xd": b""}))
+    disk.is_full = False
+    rows = full.scan(b"X", b"Y")
+    assert [next(rows)[0], next(rows)[0]] == [b"Xa", b"Xaa"]
+    full.commit(Batch({b"Xe": b""}))
+    assert [key for key, _ in rows] == [b"Xb", b"Xc", b"Xd", b"Xe"]
+
+
+def test_search_for_missing_names_goes_on_when_the_database_is_opened_again(
+    full: Database, disk: OpenFailures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_module, "ROWS_AT_ONCE", 1)
+    tree, batch = Tree(full), Batch()
+    cookies = [tree.insert(batch, ROOT_INODE, name, 0).cookie for name in (b"a", b"b", b"c")]
+    full.commit(batch)
+    found = []
+    for some in tree.needing_object(ROOT_INODE, full.inode_next):
+        found += some
+        meet_full_disk(full, disk)
+        full.commit(Batch({b"Xd": b""}))
+    assert found == cookies
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Exception("IO error: While open a file for random read: /meta/000012.sst: Too many open files"),
+        Exception("IO error: No space left on device: While appending to file: /meta/MANIFEST-000012"),
+    ],
+    ids=["no descriptor", "no space"],
+)
+def test_database_that_could_not_be_opened_again_is_opened_by_the_next_read(
+    full: Database, disk: OpenFailures, failure: Exception
+) -> None:
+    disk.fails_open = failure
+    scan = full.scan(b"X", b"Y")
+    assert next(scan)[0] == b"Xa"
+    attempts = [
+        lambda: full.commit(Batch({b"Xd": b""})),
+        lambda: full.get(b"Xa"),
+        lambda: full.get_many([b"Xa"]),
+        lambda: full.linked([(b"Xa", b"")], 0),
+        lambda: next(scan),
+        lambda: next(full.frozen(b"X")),
+        full.sync,
+    ]
+    for attempt in attempts:
+        with pytest.raises(CacheError):
+            attempt()
+    with pytest.raises(CacheError):
+        full.commit_volatile(Batch({b"Xd": b""}))
+    disk.fails_open = None
+    assert full.get(b"Xa") == b""
+    assert not full.is_failing
+    full.commit(Batch({b"Xe": b""}))
+    full.sync()
+    assert [key for key, _ in full.scan(b"X", b"Y")] == [b"Xa", b"Xb", b"Xc", b"Xe"]
+
+
+def test_volatile_rows_are_kept_while_the_database_cannot_be_opened_again(full: Database, disk: OpenFailures) -> None:
+    disk.is_full = True
+    full.commit_volatile(Batch({b"Xd": b"listed"}))
+    disk.is_full, disk.fails_open = False, Exception("IO error: Too many open files")
+    with pytest.raises(CacheError):
+        full.commit(Batch({b"Xe": b""}))
+    assert full.get(b"Xd") == b"listed"
+    with pytest.raises(CacheError):
+        full.get(b"Xa")
+    disk.fails_open = None
+    assert full.linked([(b"Xa", b"Xd"), (b"Xb", b"Xb")], 0) == (b"Xd", b"listed")
+    assert [key for key, _ in full.scan(b"X", b"Y")] == [b"Xa", b"Xb", b"Xc", b"Xd"]

@@ -42,6 +42,25 @@ async def test_names_that_were_never_listed_are_read_and_kept(tmp_path: Path, mo
         assert store.count("list") == lists, "the listing was written once the disk had room"
 
 
+async def test_names_removed_by_the_first_change_after_a_full_disk_leave_the_mount_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    for number in range(3):
+        store.give(f"d/f{number}", b"bytes of %d" % number)
+    async with lake(store, tmp_path, node=replace(node_of(clock, "full"), engines=disk), clock=clock) as m:
+        assert await m.names("d") == ["f0", "f1", "f2"]
+        disk.is_full = True
+        with pytest.raises(LakeError):
+            await m.mkdir("made")
+        disk.is_full = False
+        store.take("d/f1")
+        clock.advance(3600)
+        assert await m.names("d") == ["f0", "f2"]
+        assert await m.read("d/f0") == b"bytes of 0"
+
+
 async def test_block_cache_makes_room_for_names(tmp_path: Path) -> None:
     store, disk, clock = MemoryStore(), FullDisk(), Clock()
     store.give("model", bytes(1 << 20))
