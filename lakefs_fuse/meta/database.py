@@ -662,10 +662,11 @@ class Database:
             raise self._broken(error) from error
 
     def new_inode(self) -> int:
-        """A number that was never used in this cache directory before."""
+        """A number that no name in this cache directory ever had. Numbers reserved while the disk is full are
+        volatile, as are the names that have them: if the daemon dies, both are lost. Raises CacheError."""
         if self._inode_next >= self._inode_reserved:
             reserved = self._inode_next + INODES_RESERVED
-            self.commit(Batch({schema.SINGLE_INODE: schema.NUMBER.pack(reserved)}))
+            self.commit_volatile(Batch({schema.SINGLE_INODE: schema.NUMBER.pack(reserved)}))
             self._inode_reserved = reserved
         self._inode_next += 1
         return self._inode_next - 1

@@ -150,3 +150,22 @@ def test_rows_that_are_too_many_for_memory_are_refused_whole(
     assert rows_of(database) == {b"n1": bytes(500)}
     database.commit_volatile(Batch({b"n1": None, b"n3": bytes(500)}))
     assert rows_of(database) == {b"n3": bytes(500)}
+
+
+def test_inodes_reserved_while_the_disk_is_full_are_never_those_of_another_name_that_is_kept(
+    database: Database, disk: FullDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "INODES_RESERVED", 2)
+    disk.is_full = True
+    lost = database.new_inodes(5)
+    database.commit_volatile(Batch({b"n1": b"%d" % lost}))
+    database.close()  # as when the daemon dies
+    again = opened(tmp_path, disk)
+    assert rows_of(again) == {}
+    first = again.new_inodes(5)
+    disk.is_full = False
+    again.commit(Batch({b"n2": b"%d" % first}))
+    again.close()
+    last = opened(tmp_path, disk)
+    assert last.new_inode() >= first + 5
+    last.close()

@@ -42,6 +42,27 @@ async def test_names_that_were_never_listed_are_read_and_kept(tmp_path: Path, mo
         assert store.count("list") == lists, "the listing was written once the disk had room"
 
 
+async def test_names_that_were_never_listed_are_read_by_a_daemon_that_has_issued_no_inode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    store.give("d/below/f", b"bytes")
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with lake(store, tmp_path, node=node, clock=clock) as m:
+        assert await m.names() == ["d"]
+    async with lake(store, tmp_path, node=node, clock=clock) as m:
+        disk.is_full = True
+        assert await m.read("d/below/f") == b"bytes"
+        disk.is_full = False
+        await m.mkdir("made")
+        inodes = {(await m.getattr(path)).inode for path in ("d", "d/below", "d/below/f", "made")}
+        assert len(inodes) == 4
+    async with lake(store, tmp_path, node=node, clock=clock) as m:
+        await m.mkdir("another")
+        assert (await m.getattr("another")).inode not in inodes
+
+
 async def test_names_removed_by_the_first_change_after_a_full_disk_leave_the_mount_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
