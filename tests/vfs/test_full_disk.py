@@ -63,6 +63,32 @@ async def test_names_that_were_never_listed_are_read_by_a_daemon_that_has_issued
         assert (await m.getattr("another")).inode not in inodes
 
 
+async def test_commits_of_others_are_shown_once_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    store.give("a", b"bytes")
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with (
+        lake(store, tmp_path / "1", clock=clock) as one,
+        lake(store, tmp_path / "2", node=node, clock=clock) as m,
+    ):
+        assert await m.names() == ["a"]
+        disk.is_full = True
+        await one.rename("a", "b")
+        await one.sync()
+        clock.advance(1)
+        with pytest.raises(LakeError) as refused:
+            await m.poll()
+        assert refused.value.errno == errno.ENOSPC
+        assert await m.read("a") == b"bytes"
+        disk.is_full = False
+        await m.poll()
+        assert await m.names() == ["b"]
+        assert await m.read("b") == b"bytes"
+
+
 async def test_names_removed_by_the_first_change_after_a_full_disk_leave_the_mount_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
