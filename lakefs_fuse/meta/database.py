@@ -299,7 +299,7 @@ class Database:
         self._failed: Sequence[Step] = ()
         """The batch whose write failed last, until the database is opened again: it may be there then."""
         self._volatile: VolatileRows | None = None
-        """The engine in use while it has rows that a full disk did not take: the last write has failed then."""
+        """The engine in use while it has rows for the one below when that is opened again: the last write failed."""
         self._is_closed = False  # until it was opened again after a failed write
         self._cursors: set[_Cursor] = set()
         """Of the scans in progress. RocksDB does not open a database again while an iterator of it lives."""
@@ -313,8 +313,8 @@ class Database:
             self._engine, is_repaired = self._begin_anew(), False
         self._write_shares: Callable[[Batch], None] = lambda _: None
         self.reopened: list[Callable[[], None]] = []
-        """Called when the database was opened again after a failed write, which may have taken effect completely or not
-        at all: state in memory about rows is read again."""
+        """Called when the database was opened again after a failed write, which, if it is too large to be undone, may
+        have taken effect completely: state in memory about rows is read again."""
         self.found_full: list[Callable[[], None]] = []
         """Called for each write for which the disk has no space."""
         self.changed = ChangedRows(self.get, self.get_many, self.scan)
@@ -450,7 +450,9 @@ class Database:
             self._damaged.add(key)
 
     def commit(self, batch: Batch, *, sync: bool = False) -> None:
-        """Commit the batch. Raises CacheError, or CacheFull if the disk is full; then no part of it took effect."""
+        """Commit the batch. Raises CacheError, or CacheFull if the disk is full; then no part of it takes effect.
+        If it is in the log all the same, it is undone when the database is opened again (`volatile_rows`), unless it
+        changes more than VOLATILE_BYTES_MAX. If the process ends before, the next one may find it."""
         if not batch:
             return
         if self._failed_at is not None:
@@ -582,6 +584,7 @@ class Database:
 
     def _close_to_reopen(self) -> None:
         """Close the engine, with its iterators. If it cannot be opened again, each read tries that."""
+        self._keep_refused()
         for cursor in list(self._cursors):
             cursor.rows = None
         self.close()
@@ -591,6 +594,15 @@ class Database:
         else:
             self._volatile.replace_below(closed)
         self._is_closed = True
+
+    def _keep_refused(self) -> None:
+        """Keep the rows that the refused batch changes as they are now: it may be there later."""
+        if self._volatile is not None or not self._failed:
+            return
+        try:
+            self._engine = self._volatile = VolatileRows(self._engine, self._failed)
+        except Exception as error:  # the text alone is passed on: the traceback has an iterator
+            log.warning("%s: the last refused change may take effect: %s", self._directory, str(error))
 
     def _reopened_engine(self) -> Engine:
         """The engine in use, for a read that met a closed one. Raises CacheError."""
@@ -635,6 +647,7 @@ class Database:
             raise self._broken(error) from error
         finally:
             self._cursors.discard(cursor)
+            cursor.rows = None  # this frame may live longer, in a traceback
 
     def frozen(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
         """All present rows from a key on, for one worker thread at a time. Delete the iterator before the database is

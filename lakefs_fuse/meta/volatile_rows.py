@@ -8,7 +8,8 @@ What always holds:
 * *lost tail*: volatile rows were committed last, and no batch is written before them. A daemon that dies loses them, as
   a power cut loses the tail of the log: the store is asked again;
 * *no late batch*: a batch whose write failed may be there when the engine is opened again. The rows that it changes are
-  kept as they were before, because everything committed since was decided without it;
+  kept as they were before, whether the disk is full or not, and written over it then: its caller was told that it
+  failed, and everything committed since was decided without it;
 * *bounded memory*: keys and values take at most VOLATILE_BYTES_MAX.
 
 `meta.database` calls it, under the rules that it has for an engine.
@@ -63,10 +64,10 @@ class VolatileRows:
         self._below = below
 
     def move_to(self, below: Engine) -> None:
-        """``below`` is the engine below, opened again; it gets all volatile rows, in one batch. Raises as
-        `Engine.write`; then they stay here."""
+        """``below`` is the engine below, opened again; it gets all volatile rows, in one batch. That survives a power
+        cut, as a late batch might. Raises as `Engine.write`; then they stay here."""
         self.replace_below(below)
-        below.write([(self._rows, b"", b"")], sync=False)
+        below.write([(self._rows, b"", b"")], sync=True)
 
     def _keys_of(self, steps: Sequence[Step]) -> Iterator[bytes]:
         """Keys of all rows that some steps write or delete. Raises OSError(ENOSPC) for too many."""

@@ -139,6 +139,41 @@ def test_batch_that_was_refused_does_not_come_back_below_volatile_rows(
     }  # fmt: skip
 
 
+def refuse_and_log(database: Database, disk: FullDisk) -> None:
+    """A batch is refused that is in the log all the same. Then the disk has room."""
+    database.commit(Batch({b"n1": b"first", b"n2": b"second", b"n3": b"third"}))
+    refused = Batch({b"n1": b"refused", b"n4": b"refused"})
+    refused.delete_range(b"n2", b"n3")
+    disk.is_full = disk.logs_next = True
+    with pytest.raises(CacheFull):
+        database.commit(refused)
+    disk.is_full = False
+
+
+def test_batch_that_was_refused_does_not_take_effect_later(database: Database, disk: FullDisk, tmp_path: Path) -> None:
+    refuse_and_log(database, disk)
+    kept = {b"n1": b"first", b"n2": b"second", b"n3": b"third"}
+    assert rows_of(database) == kept
+    database.commit(Batch({b"n5": b"next"}))
+    assert rows_of(database) == {**kept, b"n5": b"next"}
+    database.close()
+    again = opened(tmp_path, disk)
+    assert rows_of(again) == {**kept, b"n5": b"next"}
+    again.close()
+
+
+def test_batch_that_was_refused_and_is_too_large_to_be_undone_does_not_stop_the_next(
+    database: Database, disk: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volatile_rows, "VOLATILE_BYTES_MAX", 10)
+    told: list[bytes | None] = []
+    database.reopened.append(lambda: told.append(database.get(b"n1")))
+    refuse_and_log(database, disk)
+    database.commit(Batch({b"n5": b"next"}))
+    assert told == [b"refused"]
+    assert rows_of(database) == {b"n1": b"refused", b"n3": b"third", b"n4": b"refused", b"n5": b"next"}
+
+
 def test_rows_that_are_too_many_for_memory_are_refused_whole(
     database: Database, disk: FullDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,32 @@ async def test_commits_of_others_are_shown_once_the_disk_has_room(
         await m.poll()
         assert await m.names() == ["b"]
         assert await m.read("b") == b"bytes"
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_change_that_was_refused_does_not_take_effect_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    """Although the database has it in its log."""
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    disk, clock = FullDisk(), Clock()
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with lake(MemoryStore(), tmp_path, node=node, clock=clock, durability=durability) as m:
+        await m.mkdir("w")
+        await m.write("w/kept", b"kept")
+        changes: list[Callable[[], Awaitable[object]]] = [
+            lambda: m.unlink("w/kept"),
+            lambda: m.write("w/new", b"new"),
+            lambda: m.mkdir("w/made"),
+        ]
+        for number, change in enumerate(changes):
+            disk.is_full = disk.logs_next = True
+            with pytest.raises(LakeError):
+                await change()
+            disk.is_full = disk.logs_next = False
+            await m.mkdir(f"next{number}")
+            assert await m.names("w") == ["kept"]
+            assert await m.read("w/kept") == b"kept"
 
 
 async def test_names_removed_by_the_first_change_after_a_full_disk_leave_the_mount_readable(
