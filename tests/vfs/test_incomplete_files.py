@@ -151,6 +151,24 @@ async def test_release_of_an_incomplete_file_leaves_the_version_before_and_an_or
 
 
 @pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("pack", ["always", "never"])
+async def test_release_of_an_incomplete_file_keeps_the_extended_attributes_of_the_version_before(
+    tmp_path: Path, pack: str, durability: str
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack=pack, durability=durability, writeback_delay_s=0.0) as m:
+        await m.write("f", b"before")
+        await m.set_xattr("f", "user.note", b"kept")
+        await m.fs.make_durable()
+        await release_in_vain(m, await incomplete(m, "f", 0))
+        assert await m.xattrs("f") == {"user.note": b"kept"}
+        await m.setattr("f", mode=0o600)  # whose commit has the extended attributes, too
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert (await other.read("f"), await other.xattrs("f")) == (b"before", {"user.note": b"kept"})
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
 async def test_release_of_an_incomplete_file_that_cannot_be_journaled_leaves_it_in_use_under_its_name(
     tmp_path: Path, durability: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -94,6 +94,15 @@ class Holes:
         return size if known is None or (known.etag, known.size) != (etag, size) else known.data_bytes
 
 
+def renew_inode(tree: Tree, batch: Batch, row: Entry) -> Entry:
+    """Give a name another inode without changing its version: the extended attributes of that stay."""
+    xattrs = tree.xattrs(row.inode) if row.flags & Flag.XATTRS else {}
+    renewed = tree.renew_inode(batch, row)
+    if xattrs:
+        tree.set_xattrs(batch, renewed.inode, xattrs)
+    return renewed
+
+
 class FileTable:
     """See the module's head."""
 
@@ -184,8 +193,8 @@ class FileTable:
 
     def renew_inode(self, batch: Batch, file: OpenFile, row: Entry) -> None:
         """Give a file without a handle another inode when the batch is committed, so that the kernel forgets the pages
-        that it has of it."""
-        batch.committed.append(partial(self._change_inode, file, row.inode, self._tree.renew_inode(batch, row).inode))
+        that it has of it. Its extended attributes stay."""
+        batch.committed.append(partial(self._change_inode, file, row.inode, renew_inode(self._tree, batch, row).inode))
 
     def _change_inode(self, file: OpenFile, before: int, after: int) -> None:
         if self._files.get(before) is file:

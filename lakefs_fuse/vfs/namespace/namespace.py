@@ -41,7 +41,7 @@ from lakefs_fuse.store.client import StoreClient, is_copy
 from lakefs_fuse.store.parallel_list import KEYS_MAX, ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.file_table import FileTable, renew_inode
 from lakefs_fuse.vfs.namespace.absent_names import Absences, AbsentNames
 from lakefs_fuse.vfs.namespace.commit_order import ANNOUNCED_NS, OrderedLists
 from lakefs_fuse.vfs.namespace.key_mapping import (
@@ -852,11 +852,8 @@ class Namespace:
     def renew_inode(self, entry: Entry) -> None:
         """Give the present version of a name a new inode, because the kernel keeps the size of an inode that it knows.
         Raises CacheError."""
-        xattrs = self.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
         batch = Batch()
-        renewed = self.tree.renew_inode(batch, entry)
-        if xattrs:
-            self.tree.set_xattrs(batch, renewed.inode, xattrs)
+        renew_inode(self.tree, batch, entry)
         self._db.commit(batch)
         self.events.announce_name(entry.parent, entry.name)
 
