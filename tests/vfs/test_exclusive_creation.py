@@ -299,6 +299,34 @@ async def test_one_of_two_takes_a_name_that_was_removed_before(tmp_path: Path, s
             assert await each.read("lock") == noise(2, size)
 
 
+@pytest.mark.parametrize("pack", ["always", "never"])
+async def test_name_that_another_client_stored_after_the_listing_in_progress_began_is_taken(
+    tmp_path: Path, pack: str
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.give("d/other", b"x")
+    async with lake(store, tmp_path / "cache", clock=clock, pack=pack) as m:
+        assert await m.names("d") == ["other"]
+        directory = (await m.found("d")).inode
+        clock.advance(TTL_S + 1)
+        assert await m.names() == ["d"]
+        store.hook = paused = Pause(lambda request: request.what == "list" and "commits" not in request.key, "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.read_directory, directory)
+            await reached(paused.reached)
+            store.give("d/lock", b"theirs")
+            nursery.start_soon(_resume_soon, paused)
+            with pytest.raises(FileError) as caught:
+                await create(m, "d/lock", b"ours")
+        assert caught.value.errno == errno.EEXIST
+        assert (await m.names("d"), await m.read("d/lock")) == (["lock", "other"], b"theirs")
+
+
+async def _resume_soon(paused: Pause) -> None:
+    await trio.sleep(0.05)
+    paused.resume()
+
+
 # -- packs of write-back
 
 

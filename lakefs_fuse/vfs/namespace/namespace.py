@@ -333,13 +333,11 @@ class Namespace:
         return self.checked_path(directory, name)
 
     async def lookup_in_store(self, directory: int, name: bytes) -> Entry | None:
-        """The entry of a name, as the store has it now. That is one request: a HEAD where this node knows of nothing,
-        else a LIST. The HEAD misses a directory that another program made since the last listing."""
-        before = self._answered(directory, name)
-        known, _ = await self.lookup(directory, name)
-        if known is None and not self._counts_on(directory):
-            if self._answered(directory, name) != before:
-                return None
+        """The entry of a name, as the store has it now. That is one request, which begins after the call: a HEAD where
+        no such name is known, by an answer that counts still, else a LIST. The HEAD misses a directory that another
+        program made since that answer."""
+        known = self.tree.child(directory, name)
+        if known is None and self.answer_fresh_s(directory, name) > 0 and not self._counts_on(directory):
             prefix = self.prefix(directory)
             try:
                 meta = await self._client.find(self.checked_key(prefix, name.decode()))
@@ -350,11 +348,6 @@ class Namespace:
             if (meta is None or self._is_removed(meta)) and not self._is_moved(directory, prefix):
                 return self.tree.child(directory, name)
         return (await self.lookup(directory, name, ask=True))[0]
-
-    def _answered(self, directory: int, name: bytes) -> tuple[int, int]:
-        """When the store was asked for a directory, and for a name; 0 where it was not, or that was forgotten."""
-        listing = self.tree.listing(directory)
-        return listing.at_ns if listing else 0, self._answers.get((directory, name), 0)
 
     def _counts_on(self, directory: int) -> bool:
         """The store is away, and the directory was listed before; a LIST goes on asking for it."""
