@@ -378,6 +378,25 @@ async def test_pack_leaves_out_a_file_whose_name_another_node_has_packed(tmp_pat
             assert await each.tree() == {"f": b"theirs", beside[0]: b"ours", "g": b"other"}
 
 
+@pytest.mark.parametrize("between", ["d/f-a", "d/other"])
+async def test_pack_leaves_out_files_whose_names_are_behind_many_keys(tmp_path: Path, between: str) -> None:
+    store, clock = MemoryStore(page_keys_max=5), Clock()
+    for number in range(12):
+        store.give(f"{between}{number:02}", b"")
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock, pack="always", delay_s=NEVER_S) as one,
+        lake(store, tmp_path / "two", clock=clock, pack="never") as two,
+    ):
+        await one.names("d")
+        names = ["d/f-z", "d/q"]
+        for name in names:
+            await one.close(await create(one, name, b"ours"))
+            await two.close(await create(two, name, b"theirs"))
+        await one.fs.make_durable()
+        assert told(one)["conflicts"] == 2
+        assert [await one.read(name) for name in names] == [store.data(name) for name in names] == [b"theirs"] * 2
+
+
 async def test_pack_of_files_created_with_o_excl_costs_one_list(tmp_path: Path) -> None:
     store = MemoryStore()
     store.give("d/other", b"x")

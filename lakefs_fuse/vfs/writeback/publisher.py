@@ -40,7 +40,6 @@ from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.meta.tombstones import NS, Tombstone, bury
 from lakefs_fuse.path_rules import PackPolicy, Rules
-from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -73,13 +72,12 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     superseded_at,
 )
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.taken_names import find_objects
 
 COPY_BYTES_MAX = 64 << 20
 """An acknowledged file up to this size is copied when it is changed before it is in the store; a larger one waits."""
 COPY_STEP_BYTES = 4 << 20
 WAIT_DURABLE_S = 1.0
-AFTER_RESERVED = RESERVED_PREFIX.removesuffix("/") + chr(ord("/") + 1)
-"""In a LIST that begins here there is no key of this program's own."""
 RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
@@ -337,17 +335,15 @@ class ObjectWriter:
         self._untold.pop(path, None)
 
     async def find_taken(self, versions: Sequence[tuple[OpenFile, Draft]]) -> set[str]:
-        """Paths of files that were created with O_EXCL and are about to be packed, of which commits told, or one page
-        of a LIST shows, that another client has them. A pack replaces whatever it finds. Raises LakeError."""
+        """Paths of files that were created with O_EXCL and are about to be packed, of which commits told, or the store
+        shows, that another client has them. A pack replaces whatever it finds. Raises LakeError."""
         exclusive = {file.key: (file, draft) for file, draft in versions if draft.target.if_absent}
         if not exclusive:
             return set()
         taken = {path for path, (file, _) in exclusive.items() if self._is_of_another_node(file)}
-        first = min(exclusive)
-        begin = AFTER_RESERVED if first[:-1] < AFTER_RESERVED < first else first[:-1]
-        page = await exclusive[first][1].uploader.client.list_page("", start_after=begin)
-        taken.update(meta.key for meta in page.objects if meta.key in exclusive and not self._is_hidden_object(meta))
-        return taken
+        _, draft = next(iter(exclusive.values()))
+        found = await find_objects(draft.uploader.client, exclusive.keys())
+        return taken.union(meta.key for meta in found if not self._is_hidden_object(meta))
 
     async def store_pack(
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
