@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.vfs import durability
 from tests.memory_store import MemoryStore, Pause, When
 from tests.upload.drafting import noise, reached
 from tests.vfs import lakes
 from tests.vfs.lakes import KIB, Lake, lake
-from tests.vfs.writing_back import REACH_S_MAX, until
+from tests.vfs.writing_back import PART, REACH_S_MAX, Outage, until
 
 MIB = KIB * KIB
 LAST = "put", "complete_multipart"
@@ -83,3 +84,21 @@ async def test_make_durable_beside_as_many_calls_as_may_run_waits_for_one_of_the
         with trio.fail_after(REACH_S_MAX):
             await m.fs.make_durable()
         await m.close(handle)
+
+
+@pytest.mark.parametrize("pack", ["never", "auto"])
+async def test_close_of_a_file_that_was_truncated_while_its_parts_wait_for_the_store_fails_in_time(
+    tmp_path: Path, pack: str
+) -> None:
+    store = MemoryStore()
+    outage = Outage(store)
+    async with lake(store, tmp_path, pack=pack, pack_threshold_bytes=16 * KIB, retry_timeout_s=0.0) as m:
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, bytes(2 * PART + 1))
+        await until(lambda: outage.refused)
+        await m.setattr("f", size=10 * KIB)
+        with trio.fail_after(10), pytest.raises(Unavailable):
+            await m.fs.flush(handle)
+        outage.away = False
+        await m.close(handle)
+        assert await m.read("f") == bytes(10 * KIB)

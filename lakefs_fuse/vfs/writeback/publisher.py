@@ -82,6 +82,8 @@ RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
 """Maximum time that `close()` waits to fetch the unchanged bytes of a small file from the version that it changes."""
+UPLOAD_CHECK_S = 0.05
+"""A part that waits for its turn is about to begin an upload, unless the file was truncated before it."""
 OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING
 """Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
@@ -268,8 +270,9 @@ class ObjectWriter:
     ) -> tuple[PublishPlan, Tombstone | None]:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
         look has just shown at the key, empty for nothing. Returns also what is gone at the path."""
-        if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
-            await draft.wait_idle()
+        while draft.uploading and not (draft.upload_intent_ns or alone or draft.size > policy.threshold_bytes):
+            with trio.move_on_after(UPLOAD_CHECK_S):  # whether an upload begins, after which it is in no pack
+                await draft.wait_idle()
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
