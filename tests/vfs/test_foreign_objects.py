@@ -14,12 +14,13 @@ from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.record import COMMITS, OWN, Operation, Put, Remove
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import CacheError, FileError, Unavailable
 from lakefs_fuse.store.client import copy_metadata
+from lakefs_fuse.vfs.namespace import foreign_objects
 from tests.commits.archives import commit_of
 from tests.commits.nodes import NS
 from tests.commits.records import record_of
-from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, held_fresh, lake, two_lakes, unheard_commits
 from tests.vfs.writing_back import LARGE, rewrite, until
@@ -54,6 +55,54 @@ async def test_object_of_another_program_is_committed_and_its_removal_leaves_no_
     del store.objects["f"]
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.names() == []
+
+
+@pytest.mark.parametrize("fails", ["head", "list", "put"])
+async def test_object_that_cannot_be_committed_at_once_is_committed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    monkeypatch.setattr(foreign_objects, "PAUSE_S_FIRST", 0.01)
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always", retry_timeout_s=0.0) as m:
+        await m.write("f", b"packed")
+        await m.sync()
+        clock.advance(5)
+        store.give("f", b"foreign")
+        clock.advance(TTL_S + 1)
+        heads = count(1)
+        failures = {
+            "head": Failures(lambda each: (each.what, each.key) == ("head", "f") and next(heads) > 1, Unavailable("")),
+            "list": Failures(lambda each: each.what == "list" and each.key.startswith(COMMITS), Unavailable("")),
+            "put": Failures(lambda each: each.what == "put", Unavailable("")),
+        }
+        failing = store.hook = failures[fails]
+        assert await m.names() == ["f"] and await m.read("f") == b"foreign"
+        await until(lambda: m.commits()["written"] == 2)
+        assert not failing.left
+    del store.objects["f"]
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.names() == []
+
+
+async def test_commit_about_own_objects_that_meets_an_unreadable_database_leaves_the_mount_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_lakes(MemoryStore(), tmp_path, pack="always") as (one, two):
+        await one.write("f", noise(1, LARGE))
+        await one.sync()
+        await one.parts.committer.flush_announcements()
+        await two.poll()
+        await rewrite(two, "f", b"packed")
+        await two.sync()
+        with monkeypatch.context() as patch:
+
+            def fails(*_: object) -> str:
+                raise CacheError("the disk cannot be read")
+
+            patch.setattr(one.parts.deletions, "stored_etag", fails)
+            await one.poll()
+            await trio.testing.wait_all_tasks_blocked(0.05)
+        assert await one.read("f") == b"packed"
 
 
 async def test_object_asked_about_while_its_file_is_written_again_does_not_count(tmp_path: Path) -> None:

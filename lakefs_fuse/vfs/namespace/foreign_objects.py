@@ -9,8 +9,8 @@ another object was put in place of it, and the same bytes are there again, it sa
 
 What always holds: a commit is made only for an object of another program (no draft token in its metadata) or of this
 node, or for one that is not there any more, of which a HEAD and then a poll of commits show that the name still means
-it, or means nothing here because a listing did not show it any more. A crash loses what waits; the name means the
-object all the same, until it is deleted. Trio thread only.
+it, or means nothing here because a listing did not show it any more. A commit that fails is tried again, once a minute
+in the end. A crash loses what waits; the name means the object all the same, until it is deleted. Trio thread only.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.meta.tombstones import NS, Tombstone, is_replaced
 from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, when_named
@@ -39,6 +40,9 @@ from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, when_named
 OBJECTS_MAX = 512
 """Maximum of objects in one commit, and of concurrent HEADs."""
 WAITING_MAX = 1 << 16
+PAUSE_S_FIRST = 1.0
+PAUSE_S_MAX = 60.0
+"""Pauses of retries."""
 log = logging.getLogger(__name__)
 
 
@@ -77,7 +81,16 @@ class ForeignObjects:
     def commit_applied(self, record: Record) -> None:
         """Another node's commit is in effect here, except for names with newer objects of this node."""
         if self._deletions.has_stored_any:
-            self._nursery.start_soon(self._add_own, record)
+            self._nursery.start_soon(self._try_add_own, record)
+
+    async def _try_add_own(self, record: Record) -> None:
+        """As `_add_own`; a database that cannot be read does not end the mount."""
+        try:
+            await self._add_own(record)
+        except LakeError as error:
+            log.error("what a commit said of objects of this node could not be completed: %s", error)
+        except Exception:
+            log.exception("what a commit said of objects of this node")
 
     async def _add_own(self, record: Record) -> None:
         for number, (each, after) in enumerate(pairwise(chain(record.operations, (None,))), 1):
@@ -153,33 +166,40 @@ class ForeignObjects:
         return builder.change()
 
     async def _run(self) -> None:
+        backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         try:
             while self._waiting:
                 batch = dict(list(self._waiting.items())[:OBJECTS_MAX])
                 for inode in batch:
                     del self._waiting[inode]
-                try:
-                    await self._commit(batch)
-                except LakeError as error:
-                    log.warning("%d replaced objects could not be committed: %s", len(batch), error)
+                failed = await self._commit(batch)
+                for inode in failed:
+                    self._waiting.setdefault(inode, batch[inode])
+                if failed:
+                    await trio.sleep(backoff.next_s())
+                else:
+                    backoff.reset()
         except Exception:
             log.exception("objects of other programs are not committed")
         finally:
             self._is_running = self._is_full = False
 
-    async def _commit(self, batch: dict[int, tuple[str, Entry]]) -> None:
+    async def _commit(self, batch: dict[int, tuple[str, Entry]]) -> list[int]:
+        """Commit those of a batch that must be; return the inodes of those that could not be."""
         found: dict[int, ObjectMeta | None] = {}
-        failed: list[LakeError] = []
+        failed: list[int] = []
 
         async def ask(inode: int, path: str, etag: str) -> None:
-            entry = self._current(inode, etag)
-            if entry is None and not self._is_forgotten(path, etag):
-                return
             try:
+                entry = self._current(inode, etag)
+                if entry is None and not self._is_forgotten(path, etag):
+                    return
                 key = path if entry is None else self._ns.key(entry)
                 meta = await self._client.find(key)
             except LakeError as error:
-                failed.append(error)
+                if not failed:
+                    log.warning("replaced objects are committed later: %s was asked for in vain: %s", path, error)
+                failed.append(inode)
                 return
             is_own = self._deletions.stored_etag(key) == etag
             if meta is None or (meta.etag == etag and (is_own or not token_of(meta))):
@@ -188,11 +208,14 @@ class ForeignObjects:
         async with trio.open_nursery() as nursery:
             for inode, (path, row) in batch.items():
                 nursery.start_soon(ask, inode, path, row.etag)
-        if failed:
-            log.warning("%d replaced objects could not be committed: %s", len(failed), failed[0])
-        if found:
-            await self._poll()
-            await self._committer.commit(lambda: self._change(batch, found))
+        try:
+            if found:
+                await self._poll()
+                await self._committer.commit(lambda: self._change(batch, found))
+        except LakeError as error:
+            log.warning("%d replaced objects are committed later: %s", len(found), error)
+            failed += found
+        return failed
 
     def _change(self, batch: dict[int, tuple[str, Entry]], found: dict[int, ObjectMeta | None]) -> Change:
         """Called when the commit's turn has come."""
