@@ -15,13 +15,14 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
 from lakefs_fuse.commits.record import COMMITS
-from lakefs_fuse.errors import CacheError, FileError, LakeError, Unavailable
-from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError, Unavailable
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.ops import rename_preparation
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, two_lakes
 from tests.vfs.writing_back import KIB, LARGE, PART, Outage, die, rewrite, stored, until, writing_back
 
 
@@ -1058,3 +1059,46 @@ async def test_directories_that_two_nodes_rename_into_each_other_keep_their_file
             for m in (one, two, fresh):
                 await m.poll()
                 assert {path: data for path, data in (await m.tree()).items() if data is not None} == expected
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_files_being_written_follow_their_directory_though_the_journal_refuses_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never", durability=durability) as (one, two):
+        await one.mkdir("d")
+        await one.write("d/before", b"x")
+        await one.fs.make_durable()
+        await two.poll()
+        handles = [await two.create(f"d/{number}") for number in range(3)]
+        for handle in handles:
+            await two.fs.write(handle, 0, b"new")
+        await one.rename("d", "e")
+        await one.fs.make_durable()
+        with monkeypatch.context() as patch:
+            fail_once_in(patch, FileTable, "moved")
+            with pytest.raises(CacheFull):
+                await two.poll()
+        await two.poll()
+        for handle in handles:
+            await two.close(handle)
+        await two.fs.make_durable()
+        assert entries_of(store) == ["d/before", "e/0", "e/1", "e/2"]
+        await two.sync()
+        assert await two.names() == ["e"] and await two.names("e") == ["0", "1", "2", "before"]
+
+
+def fail_once_in(patch: pytest.MonkeyPatch, cls: type, name: str) -> None:
+    """The first write to the database during a call of a method fails for want of room."""
+    method, commit = getattr(cls, name), Database.commit
+
+    def call(self: object, *arguments: object) -> None:
+        def fail(*_: object, **__: object) -> None:
+            patch.setattr(Database, "commit", commit)
+            raise CacheFull("the disk is full")
+
+        patch.setattr(Database, "commit", fail)
+        method(self, *arguments)
+
+    patch.setattr(cls, name, call)

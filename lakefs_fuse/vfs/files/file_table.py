@@ -320,9 +320,11 @@ class FileTable:
 
     def moved(self, inodes: Iterable[int] | None = None) -> None:
         """Directories, or files, have other names: what is being written goes there too. ``inodes`` are the files of
-        which that may be true; None: all."""
+        which that may be true; None: all. Raises CacheError where the journal does not say so of each; all of them are
+        moved then, too, and the next records of their drafts say so."""
         found = self._files.values() if inodes is None else map(self._files.get, inodes)
         directories: dict[int, list[bytes] | None] = {}
+        failed: CacheError | None = None
         for file in [each for each in found if each is not None]:
             parent = file.entry.parent
             if parent not in directories:
@@ -335,7 +337,12 @@ class FileTable:
                 continue
             batch = Batch()
             self.move(batch, file, key)
-            self._db.commit(batch, sync=file.is_acknowledged)
+            try:
+                self._db.commit(batch, sync=file.is_acknowledged)
+            except CacheError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def move(self, batch: Batch, file: OpenFile, key: str, *, is_answered: bool = False) -> None:
         """A file, all its versions, has another name when the batch is committed, which also tells the journal. A draft
