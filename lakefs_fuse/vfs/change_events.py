@@ -7,14 +7,18 @@ kernel's adapter and the write-back queue can react to changes of modules below 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.record import Record
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree_events import TreeEvents
 from lakefs_fuse.store.protocol import ObjectMeta
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -59,9 +63,13 @@ class ChangeEvents(TreeEvents):
         return [key for keys in self.keys_unlisted for key in keys()]
 
     def announce_commit(self, record: Record) -> None:
-        """Call the listeners of `commit_applied`."""
+        """Call the listeners of `commit_applied`. The commit is in effect, and is not announced again: all of them hear
+        of it, whatever one raises."""
         for listener in self.commit_applied:
-            listener(record)
+            try:
+                listener(record)
+            except LakeError as error:
+                log.error("a commit is in effect, but not all that follows from it: %s", error)
 
     def announce_metadata(self, meta: ObjectMeta) -> None:
         """Call the listeners of `metadata_read`."""

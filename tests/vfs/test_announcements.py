@@ -12,11 +12,13 @@ import trio
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key, locate, parse_commit_key, read_record
-from lakefs_fuse.commits.record import COMMITS, STORED_MAX, Operation, Remove
-from lakefs_fuse.errors import Unavailable
+from lakefs_fuse.commits.record import COMMITS, STORED_MAX, Operation, Record, Remove
+from lakefs_fuse.errors import CacheFull, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.namespace import absent_names, outdated_names
 from tests.commits.archives import commit_of
 from tests.commits.records import record_of
@@ -245,6 +247,43 @@ async def test_announcement_that_nobody_asked_about_outlives_a_restart(tmp_path:
             await announce(one, two)
         async with lake(store, tmp_path / "two") as two:
             assert await two.names() == ["f"]
+
+
+async def test_announcements_that_the_disk_refuses_to_date_are_seen_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never", foreign_s=3600.0) as (one, two):
+        assert await two.names() == []
+        await one.write("first", b"x")
+        with monkeypatch.context() as patch:
+            refuse(patch, Tree, "date_listing")
+            await announce(one, two)
+        assert await two.lookup("first") is not None
+        await one.write("second", b"x")
+        await announce(one, two)
+        assert await two.lookup("second") is not None
+        assert await two.names() == ["first", "second"]
+
+
+def refuse(patch: pytest.MonkeyPatch, cls: type, name: str) -> None:
+    """The disk is full for the calls of a method."""
+
+    def fails(*_: object) -> None:
+        raise CacheFull("the disk is full")
+
+    patch.setattr(cls, name, fails)
+
+
+def test_commit_reaches_the_listeners_behind_one_that_fails() -> None:
+    def fails(_: Record) -> None:
+        raise CacheFull("the disk is full")
+
+    events, told = ChangeEvents(), list[Record]()
+    events.commit_applied += [fails, told.append]
+    record = record_of()
+    events.announce_commit(record)
+    assert told == [record]
 
 
 async def test_more_names_than_are_kept_outdate_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ class Namespace:
         """Whether a directory was listed, and other nodes have announced nothing in it since. While the store is away,
         the listing counts on although they have."""
         listing = self.tree.listing(directory)
-        return listing is not None and (listing.at_ns > 0 or self._counts_on(directory))
+        return listing is not None and (self._whole_ns(directory, listing) > 0 or self._counts_on(directory))
 
     def check_length(self, directory: int, name: bytes) -> None:
         """Raises FileError(ENAMETOOLONG) for a name that cannot be in a directory, or have a key there."""
@@ -218,7 +218,9 @@ class Namespace:
         """How long the last listing of a directory is still valid, in seconds, the TTL at most; 0 if the store must be
         asked again. ``within_ttl``: though it may count longer, only one of the TTL does here."""
         listing = self.tree.listing(directory)
-        return 0.0 if listing is None else self._listed_fresh_s(directory, listing.at_ns, within_ttl)
+        return (
+            0.0 if listing is None else self._listed_fresh_s(directory, self._whole_ns(directory, listing), within_ttl)
+        )
 
     def answer_fresh_s(self, directory: int, name: bytes, *, within_ttl: bool = False) -> float:
         """How long the entry of a name is still valid, in seconds, by a listing or a lookup of it alone; as
@@ -229,7 +231,13 @@ class Namespace:
     def _listed_ns(self, directory: int, name: bytes) -> int:
         """When a directory was listed; 0 where that says nothing of a name."""
         listing = self.tree.listing(directory)
-        return 0 if listing is None else listing.at_ns or self._outdated.listed_ns(directory, name)
+        if listing is None:
+            return 0
+        return self._whole_ns(directory, listing) or self._outdated.listed_ns(directory, name)
+
+    def _whole_ns(self, directory: int, listing: Listing) -> int:
+        """When a directory was listed, if that counts for all of its names; else 0."""
+        return 0 if self._outdated.of(directory)[0] else listing.at_ns
 
     def _listed_fresh_s(self, directory: int, listed_ns: int, within_ttl: bool = False) -> float:
         """How long a listing of that time counts; no longer than the TTL where a flat listing costs nothing."""

@@ -1,8 +1,9 @@
 """Names that other nodes announced since their directory was listed: the store must be asked for these again.
 
 What always holds (*an outdated listing says so*): the row of the listing of a directory with outdated names is dated 0,
-so that a daemon that starts lists the directory again; what is kept here is how old the listing is for other names.
-Once each outdated name was asked for by itself the row has its date again. Names of directories that were never listed
+so that a daemon that starts lists the directory again; what is kept here is how old the listing is for other names. If
+the disk refuses that date, what is kept here counts all the same, but a daemon that starts then believes the row. Once
+each outdated name was asked for by itself the row has its date again. Names of directories that were never listed
 are not kept, as nothing is believed of them. The paths of directories are kept in either case: what was announced stays
 where it was stored when another node's commit moves the directory away, or removes it.
 
@@ -11,16 +12,19 @@ Trio thread only; what is here changes between two awaits. A crash leaves the ro
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.tree import Tree
 
 DIRECTORIES_MAX = 4096
 NAMES_MAX = 1024
 """Of each; of a directory with more, and of those announced longest ago, all names are outdated."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class OutdatedNames:
         return 0 if name in names else listed_ns
 
     def add(self, directory: int, *names: bytes) -> None:
-        """Another node has stored these. Raises CacheError."""
+        """Another node has stored these."""
         if not names or (listing := self._tree.listing(directory)) is None:
             return
         outdated = self._directories.get(directory)
@@ -71,15 +75,16 @@ class OutdatedNames:
             if not listing.at_ns:
                 return
             outdated = self._directories[directory] = _Outdated(listing.at_ns)
-            self._date(directory, 0)
         outdated.names.update(names)
+        if listing.at_ns:
+            self._date(directory, 0)
         if len(outdated.names) > NAMES_MAX:
             del self._directories[directory]
         elif len(self._directories) > DIRECTORIES_MAX:
             self._directories.popitem(last=False)
 
     def discard(self, directory: int, name: bytes) -> None:
-        """The store was asked for a name since it was announced. Raises CacheError."""
+        """The store was asked for a name since it was announced."""
         outdated = self._directories.get(directory)
         if outdated is None or name not in outdated.names:
             return
@@ -95,8 +100,8 @@ class OutdatedNames:
     def _date(self, directory: int, at_ns: int) -> None:
         self._tree.drop_mirror(directory)
         batch = Batch()
-        self._tree.date_listing(batch, directory, at_ns)
-        if at_ns:
+        try:
+            self._tree.date_listing(batch, directory, at_ns)
             self._tree.database.commit_volatile(batch)
-        else:
-            self._tree.database.commit(batch)
+        except CacheError as error:
+            log.warning("a directory of which other nodes told could not be marked as outdated on the disk: %s", error)
