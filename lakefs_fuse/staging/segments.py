@@ -197,7 +197,9 @@ class Group:
                 self._segments.sync(self._descriptor)
 
     def keep(self) -> None:
-        """Count the references of the written group."""
+        """Count the references of the written group, and give its place to no other. Call it before the journal records
+        are committed: if that fails, RocksDB may have logged them all the same. Then the segment is kept for the next
+        mount."""
         self._segments.keep(self._segment, self._end, self._count)
 
 

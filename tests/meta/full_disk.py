@@ -13,8 +13,8 @@ from lakefs_fuse.meta.database import RocksEngine, RocksEngines
 
 
 class FullDisk(RocksEngines):
-    """Opens databases that take no write while ``is_full``; with ``logs_next`` the next one is in the log all the same,
-    and is there when the database is opened again."""
+    """Opens databases that refuse writes while ``is_full``. ``logs_next`` makes the next write fail, too, but it is
+    in the log, and in the database when that is opened again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class FullDisk(RocksEngines):
 
         class Full(RocksEngine):
             def write(self, steps: Sequence[Step], *, sync: bool) -> None:
-                if not disk.is_full:
+                if not (disk.is_full or disk.logs_next):
                     super().write(steps, sync=sync)
                     return
                 if disk.logs_next:

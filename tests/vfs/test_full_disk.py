@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,13 @@ import trio
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta import database
 from lakefs_fuse.vfs.residency.residency import WarmOptions
+from lakefs_fuse.vfs.writeback import group_commit
+from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.fakes import node_of
 from tests.memory_store import MemoryStore
 from tests.meta.full_disk import FullDisk
 from tests.vfs.lakes import Clock, lake
+from tests.vfs.writing_back import Outage, die, writing_back
 
 
 async def test_names_that_were_never_listed_are_read_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,3 +151,32 @@ async def test_block_cache_makes_room_for_names(tmp_path: Path) -> None:
         with trio.fail_after(5):
             while m.parts.cache.bytes_used:
                 await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [1000, LOGGED_BYTES_MAX + 1])
+async def test_close_that_failed_and_is_in_the_log_does_not_share_its_place_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """After a crash both records are in the journal, each with a place in the segment."""
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    outage = Outage(store)
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with writing_back(store, tmp_path / "cache", clock=clock, node=node) as m:
+        failed, acknowledged = await m.create("failed"), await m.create("acknowledged")
+        await m.fs.write(failed, 0, b"f" * size)
+        await m.fs.write(acknowledged, 0, b"a" * size)
+        with monkeypatch.context() as next_batch:
+            next_batch.setattr(group_commit, "reached", lambda _: setattr(disk, "logs_next", True))
+            with pytest.raises(LakeError):
+                await m.fs.flush(failed)
+        with trio.fail_after(5):
+            while True:  # the database does not open again while another task reads it
+                with suppress(LakeError):
+                    await m.fs.flush(acknowledged)
+                    break
+                await trio.sleep(0.01)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    outage.away = False
+    async with writing_back(store, dead, clock=clock, node=node_of(clock, "next")) as m:
+        assert await m.tree() == {"failed": b"f" * size, "acknowledged": b"a" * size}

@@ -207,8 +207,8 @@ class GroupCommit:
             if closing.data is not None:  # None deletes what a sync that failed may have left
                 self._journal.put_bytes(batch, closing.draft.id, closing.data if is_logged else None)
                 closing.data = None
+        segment.keep()  # RocksDB may have logged a batch whose write fails, and its records name these places
         self._db.commit(batch)
-        segment.keep()  # whether or not the records are safe, they name it
         for closing in group:
             closing.is_journaled = True
         yield self._db.sync
