@@ -454,6 +454,7 @@ class StagedFile:
             raise self._staging.translate(error) from error
         self._leave_memory()
         self._fd, self._has_file = fd, True
+        self._staging.descriptors.add(self)
 
     def keep_on_disk(self) -> None:
         """Move bytes in memory to a staging file, which outlives this daemon. Raises StagingFull or CacheError."""

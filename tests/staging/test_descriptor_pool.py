@@ -62,6 +62,23 @@ async def test_pool_all_in_use_refuses_with_emfile(tmp_path: Path) -> None:
         file.close(unlink=True)
 
 
+async def test_pool_files_that_leave_memory_share_the_descriptors(tmp_path: Path) -> None:
+    """As small files do whose `fsync` failed."""
+    gc.collect()
+    before, staging = descriptors(), staging_in(tmp_path, 4)
+    files = [StagedFile(staging, f"draft{index}", "key") for index in range(20)]
+    for index, file in enumerate(files):
+        file.begin_with(bytes([index]) * 100)
+        file.keep_on_disk()
+        assert descriptors() <= before + 4
+    assert len(staging.descriptors) == 4
+    for index, file in enumerate(files):
+        assert await file.read(0, 100) == bytes([index]) * 100
+        file.close(unlink=True)
+    assert len(staging.descriptors) == 0
+    assert descriptors() == before
+
+
 def kept(segments: Segments, data: bytes) -> Spot:
     group = segments.group()
     spot = group.spot(len(data))
