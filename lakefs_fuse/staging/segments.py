@@ -2,10 +2,11 @@
 
 What always holds: an entry is its head (`HEAD`), the file's bytes and then its journal record, so that a segment can
 be read even where the journal is lost; before a write is acknowledged its bytes are synced, here or beside the journal
-record, from which `rewrite` restores them after a power cut; a segment is deleted with its last reference. The journal
-has the references: after a crash, segments that no record names are deleted; if the journal was lost, only those that
-could be read to their end. One group is written at a time. The segment that is being written and the most recently read
-ones are open, at most `OPEN_MAX`. Trio thread only, except `Group.write`.
+record, from which `rewrite` restores them after a power cut, but not a lost record in the segment; `restore` refuses a
+place without a head, so that no hole of a segment is read as a file's bytes; a segment is deleted with its last
+reference. The journal has the references: after a crash, segments that no record names are deleted; if the journal was
+lost, only those that could be read to their end. One group is written at a time. The segment that is being written and
+the most recently read ones are open, at most `OPEN_MAX`. Trio thread only, except `Group.write`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ class Segments:
     def rewrite(self, spot: Spot, data: bytes) -> None:
         """Write bytes again that a power cut may have lost, and create the segment if it is missing; they are safe once
         `sync_rewritten` returns. Raises OSError."""
-        pwrite_all(self._descriptor(spot.segment, os.O_CREAT), data, spot.offset)
+        descriptor = self._descriptor(spot.segment, os.O_CREAT)
+        if not _has_head(descriptor, spot):
+            pwrite_all(descriptor, HEAD.pack(MAGIC, 0, spot.length), spot.offset - HEAD.size)
+        pwrite_all(descriptor, data, spot.offset)
         self._rewritten.add(spot.segment)
 
     def sync_rewritten(self) -> None:
@@ -108,13 +112,14 @@ class Segments:
         self._rewritten.clear()
 
     def restore(self, spot: Spot) -> None:
-        """Record that the journal references this place. Raises OSError."""
-        self._descriptor(spot.segment)
+        """Record that the journal references this place. Raises OSError; FileNotFoundError if there is no entry: the
+        segment is missing, or was until `rewrite` created it for other files."""
+        if not _has_head(self._descriptor(spot.segment), spot):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{spot.segment} at {spot.offset}")
         self.add_reference(spot)
 
     def add_reference(self, spot: Spot) -> None:
-        """As `restore`, without opening the segment, which may fail: an unreadable segment is kept until
-        `release`."""
+        """As `restore`, without reading the segment, which may fail: an unreadable segment is kept until `release`."""
         self._references[spot.segment] += 1
 
     def keep_all(self) -> None:
@@ -201,6 +206,12 @@ class Group:
         are committed: if that fails, RocksDB may have logged them all the same. Then the segment is kept for the next
         mount."""
         self._segments.keep(self._segment, self._end, self._count)
+
+
+def _has_head(descriptor: int, spot: Spot) -> bool:
+    """Whether an entry of this length is at a place. Raises OSError."""
+    head = pread_all(descriptor, HEAD.size, spot.offset - HEAD.size)
+    return head.startswith(MAGIC) and len(head) == HEAD.size and HEAD.unpack(head)[2] == spot.length
 
 
 def entries(path: Path, decode: Callable[[bytes], T]) -> Iterator[tuple[T, bytes] | None]:

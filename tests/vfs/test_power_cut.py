@@ -218,6 +218,27 @@ async def test_power_cut_before_segments_are_synced_loses_nothing(
         assert await other.tree() == wanted
 
 
+@pytest.mark.parametrize("how", ["missing", "zeros"])
+async def test_file_whose_segment_is_lost_is_not_read_as_zeros_beside_one_whose_bytes_are_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """The mount writes the small one into the segment again, and that has a hole at the place of the large one."""
+    store = MemoryStore()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache", delay_s=NEVER_S) as m:
+        await m.write("large", noise(1, LOGGED_BYTES_MAX + 1))
+        await m.write("small", noise(2, 100))
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    lose_segments(dead, how)
+    outage.away = False
+    async with writing_back(store, dead) as m:
+        assert "large was acknowledged, and cannot be brought back" in caplog.text
+        await m.fs.make_durable("small")
+        assert [item.path for item in m.fs.unfinished()] == ["large"]
+        assert await m.tree() == {"small": noise(2, 100)}
+    assert "large" not in store.objects
+
+
 async def test_bytes_of_a_close_that_failed_do_not_replace_those_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
