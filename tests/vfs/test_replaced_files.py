@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import FileError, LakeError, StoreError
+from lakefs_fuse.errors import FileError, LakeError, StoreError, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
-from tests.memory_store import Failures, MemoryStore, Pause, Request
+from lakefs_fuse.upload import publish as publishing
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs import lakes
 from tests.vfs.lakes import KIB, Clock, held_fresh, lake
-from tests.vfs.writing_back import until
+from tests.vfs.writing_back import LARGE, PART, stored, told, until, writing_back
 
 MIB = KIB * KIB
 SIZE = 80 * MIB
@@ -90,3 +91,34 @@ async def test_read_of_a_replaced_file_whose_change_was_refused_is_estale(
             await m.fs.read(writer, FAR, 4096)
         assert caught.value.errno == errno.ESTALE
         await m.fs.release(writer)
+
+
+async def test_write_to_an_acknowledged_change_that_is_being_completed_keeps_all_of_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "PART_BYTES_MIN", 4 * KIB)
+    store, before = MemoryStore(), noise(1, LARGE)
+    store.give("f", before)
+    pause, is_base_away = Pause(is_completion, when="after"), True
+
+    def hook(request: Request, when: When) -> None:
+        if request.what == "get" and is_base_away:
+            raise Unavailable("away")
+        pause(request, when)
+
+    store.hook = hook
+    async with writing_back(store, tmp_path) as m:
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"A" * PART)
+        await m.fs.flush(handle)  # acknowledged, and the rest of it is in the store alone
+        assert told(m)["files"] == 1
+        is_base_away = False
+        await reached(pause.reached)
+        asked = len(store.requests)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.write, handle, PART, b"B" * KIB)
+            await until(lambda: any(request.what == "get" for request in store.requests[asked:]))
+            pause.resume()
+        await m.close(handle)
+        await stored(m)
+        assert store.data("f") == b"A" * PART + b"B" * KIB + before[PART + KIB :]

@@ -924,8 +924,9 @@ class Publisher:
     # -- changing what was acknowledged
 
     async def begin_next(self, file: OpenFile, acknowledged: Draft) -> None:
-        """The version after an acknowledged one that is not in the store yet begins: as a copy of it, or where it is
-        large, after it was published. The first of many concurrent writers does it. Raises LakeError."""
+        """Begin the version after an acknowledged one that is not in the store yet, as a copy of it. Where it is large,
+        or the store has it before it is copied, wait until it is published; then the caller begins the next version.
+        The first of many concurrent writers does it. Raises LakeError."""
         file.beginning = file.beginning or trio.Lock()
         async with file.beginning:
             if file.draft is acknowledged:
@@ -943,8 +944,10 @@ class Publisher:
             for at in range(0, acknowledged.size, COPY_STEP_BYTES):
                 await copy.write(at, await acknowledged.read(at, COPY_STEP_BYTES))
             await copy.truncate(acknowledged.size)  # zeros at its end
-        except DraftEnded:
-            pass
+        except DraftEnded:  # it is published, and what the copy lacks is read from the store
+            await self._drop_copy(copy)
+            async with file.publishing:
+                return
         except BaseException:
             await self._drop_copy(copy)
             raise
