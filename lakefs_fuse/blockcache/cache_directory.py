@@ -267,7 +267,7 @@ class CacheDirectory:
                 self._count(digest, allocated)
 
     def transfer(self, old: Version, new: Version) -> bool:
-        """Make the file of ``old`` that of ``new``; False where there is none. Raises OSError."""
+        """Make the file of ``old``, in use or not, that of ``new``; False where there is none. Raises OSError."""
         source, target = name_digest(old), name_digest(new)
         path = eviction.file_path(self._root, source)
         with self._files_lock:
@@ -284,14 +284,14 @@ class CacheDirectory:
             allocated = local_disk.allocated_bytes(self._move_in(path, target))
             with self._lock:
                 file = self._open.pop(source, None)
-                if file is not None:  # its readers and writers continue: the bytes are the same
-                    file.mark_removed()
                 if source in self._kept:
                     self._kept[target] = self._kept.pop(source)
-                self._count(source, -(file.accounted_bytes if file is not None else allocated))
+                if file is not None:  # its readers and writers continue: the bytes are the same
+                    file.rename(new, target)
+                    self._open[target] = file
+                    allocated = file.accounted_bytes  # what its writers added since is counted when they end
+                self._count(source, -allocated)
                 self._count(target, allocated)
-            if file is not None and file.is_idle:
-                file.close()
         return True
 
     def _move_in(self, path: str, digest: bytes) -> str:

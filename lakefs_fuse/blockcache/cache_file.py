@@ -14,8 +14,8 @@ What always holds:
 * the header holds a BLAKE2 digest of key and ETag, so that a file never answers for another version.
 
 All calls block and are for worker threads, except the reads that `BlockCache` names "now". Reading and writing blocks
-concurrently from several threads is safe: two writers of one block write the same bytes. ``users``, ``dead`` and
-``accounted_bytes`` belong to `cache_directory.CacheDirectory` and its lock.
+concurrently from several threads is safe: two writers of one block write the same bytes. ``version``, ``digest``,
+``users``, ``dead`` and ``accounted_bytes`` belong to `cache_directory.CacheDirectory` and its lock.
 """
 
 from __future__ import annotations
@@ -294,8 +294,12 @@ class CacheFile:
         return self.dead and not self.users
 
     def mark_removed(self) -> None:
-        """Record that the file has no name, or that of another version."""
+        """Record that the file has no name any more, so that nothing written to it is counted."""
         self.dead = True
+
+    def rename(self, version: Version, digest: bytes) -> None:
+        """Record that the file is now that of another version, which has the same bytes."""
+        self.version, self.digest = version, digest
 
     def set_allocated(self, allocated_bytes: int) -> int:
         """Count the file's disk space; returns its growth since the last count."""

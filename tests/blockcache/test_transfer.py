@@ -51,6 +51,23 @@ def test_a_reader_of_the_old_one_goes_on(tmp_path: Path) -> None:
     assert cache.files.files_open == 1
 
 
+def test_blocks_that_a_writer_of_the_old_version_adds_are_counted(tmp_path: Path) -> None:
+    """Or the removal of the file subtracts more than was added, and the cache exceeds its bound by the difference."""
+    cache, other = make_cache(tmp_path), Version("other", "etag", len(DATA))
+    for index in range(3):
+        write_block(cache, other, index, block_of(DATA, index))
+    whole = cache.bytes_used
+    with cache.files.writing(OLD) as file:
+        file.write_block(0, block_of(DATA, 0))
+        assert cache.transfer(OLD, NEW)
+        file.write_block(1, block_of(DATA, 1))
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > whole + 2 * MIB
+    write_block(cache, NEW, 2, block_of(DATA, 2))
+    assert cache.bytes_used == 2 * whole
+    assert cache.drop([(NEW, 0b111)]) == [whole]
+    assert cache.bytes_used == whole
+
+
 def test_nothing_to_transfer(tmp_path: Path) -> None:
     metrics = CacheMetrics()
     cache = make_cache(tmp_path, metrics)
