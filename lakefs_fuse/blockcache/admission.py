@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
+from enum import Enum
 
 import trio
 
@@ -29,6 +30,16 @@ REUSED_AT_ONCE_S = 1.0
 WEIGHT = 1 / 16
 """Weight of the newest time in the mean."""
 HASHES = 1 << 32
+
+
+class Evicts(Enum):
+    """Which blocks a write may evict to free space for its own."""
+
+    ANY = "any"
+    UNUSED = "unused"
+    """None in use: the write is for a random reader."""
+    NONE = "none"
+    """The write is for a prefetch."""
 
 
 class AdmissionPolicy:

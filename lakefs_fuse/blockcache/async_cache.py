@@ -12,6 +12,7 @@ The caller bounds the bytes. Trio thread only; a crash loses the writes in progr
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.blockcache.admission import AdmissionPolicy
+from lakefs_fuse.blockcache.admission import AdmissionPolicy, Evicts
 from lakefs_fuse.blockcache.cache import WRITES_AT_ONCE, BlockCache
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, BlockSet, Version
@@ -45,9 +46,10 @@ SMALL_WRITE_BYTES_MAX = BLOCK_BYTES // 2
 
 @dataclass(slots=True)
 class _Gathered:
-    is_jumping: bool
+    evicts: Evicts
     runs: list[tuple[Version, int, Sequence[memoryview]]] = field(default_factory=list)
     bytes_total: int = 0
+    has_place: bool = True
     full: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
 
@@ -61,7 +63,7 @@ class AsyncBlockCache:
         self._nursery, self._threads = nursery, threads
         self._reading = trio.CapacityLimiter(READING_THREADS_MAX)
         self._writing = trio.CapacityLimiter(WRITING_THREADS_MAX)
-        self._gathering: dict[bool, _Gathered] = {}
+        self._gathering: dict[Evicts, _Gathered] = {}
         self.admission = AdmissionPolicy()
 
     async def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
@@ -123,24 +125,24 @@ class AsyncBlockCache:
         return await self._threads.run(call, limiter=self._reading)
 
     async def write(
-        self, version: Version, first: int, blocks: Sequence[memoryview], *, is_jumping: bool = False
-    ) -> None:
-        """Write adjacent blocks; they are on the disk, or the disk refused them, when this returns. ``is_jumping``: for
-        a random reader, for which no block in use is evicted (`admission`)."""
+        self, version: Version, first: int, blocks: Sequence[memoryview], *, evicts: Evicts = Evicts.ANY
+    ) -> bool:
+        """Write adjacent blocks; they are on the disk, or the disk refused them, when this returns. False if only the
+        eviction of blocks that it may not evict could free space for them."""
         size = sum(map(len, blocks))
         if size > SMALL_WRITE_BYTES_MAX:
-            await self._write([(version, first, blocks)], is_jumping)
-            return
-        gathered = self._gathering.get(is_jumping)
+            return await self._write([(version, first, blocks)], evicts)
+        gathered = self._gathering.get(evicts)
         if gathered is None:
-            gathered = self._gathering[is_jumping] = _Gathered(is_jumping)
+            gathered = self._gathering[evicts] = _Gathered(evicts)
             self._nursery.start_soon(self._write_gathered, gathered)
         gathered.runs.append((version, first, blocks))
         gathered.bytes_total += size
         if gathered.bytes_total >= GATHER_BYTES_MAX:
-            del self._gathering[is_jumping]
+            del self._gathering[evicts]
             gathered.full.set()
         await gathered.done.wait()
+        return gathered.has_place
 
     async def _write_gathered(self, gathered: _Gathered) -> None:
         try:
@@ -148,18 +150,19 @@ class AsyncBlockCache:
                 with trio.move_on_after(GATHER_S):
                     await gathered.full.wait()
             finally:
-                if self._gathering.get(gathered.is_jumping) is gathered:
-                    del self._gathering[gathered.is_jumping]
-            await self._write(gathered.runs, gathered.is_jumping)
+                if self._gathering.get(gathered.evicts) is gathered:
+                    del self._gathering[gathered.evicts]
+            gathered.has_place = await self._write(gathered.runs, gathered.evicts)
         except Exception:  # the blocks are fetched again; an error would end the nursery, which others share
             _log.exception("writing %d files to the cache", len(gathered.runs))
         finally:
             gathered.done.set()
 
-    async def _write(self, runs: Sequence[tuple[Version, int, Sequence[memoryview]]], is_jumping: bool) -> None:
-        spared_s = self.admission.spared_s if is_jumping else 0.0
+    async def _write(self, runs: Sequence[tuple[Version, int, Sequence[memoryview]]], evicts: Evicts) -> bool:
+        spared_s = {Evicts.ANY: 0.0, Evicts.UNUSED: self.admission.spared_s, Evicts.NONE: math.inf}[evicts]
         has_place = await self._threads.run(
             partial(self.blocks.write_runs, runs, spared_s=spared_s), limiter=self._writing
         )
-        if is_jumping:
+        if evicts is Evicts.UNUSED:
             self.admission.kept(has_place=has_place)
+        return has_place

@@ -16,6 +16,7 @@ A crash leaves the files as they are; torn blocks are found by their hashes and 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -237,8 +238,8 @@ class BlockCache:
 
     def write_runs(self, runs: Sequence[tuple[Version, int, Sequence[Buffer]]], *, spared_s: float = 0) -> bool:
         """Keep runs of adjacent blocks, each from its first block on, if there is room; an error of the disk ends it.
-        With ``spared_s`` no file used in this time is evicted: False if only that could free space. Raises ValueError
-        if a length is not the block's."""
+        With ``spared_s`` no file used in this time is evicted, and none at all if it is infinite: False if only that
+        could free space. Raises ValueError if a length is not the block's."""
         if not self.writable:
             return True
         reserved = [_room(version, blocks) for version, _, blocks in runs]
@@ -261,6 +262,8 @@ class BlockCache:
         except OSError as error:
             self._health.failed(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not EFBIG, which more space does not help
+                if spared_s == math.inf:
+                    return False
                 self.evict(wanted)  # a quota, which free space does not show: make room for the next attempt
         return True
 

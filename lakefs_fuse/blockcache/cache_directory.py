@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import random
 import threading
@@ -418,9 +419,11 @@ class CacheDirectory:
 
     def reserve(self, wanted: int, *, spared_s: float = 0) -> bool:
         """Reserve space for a write until `unreserve`. It evicts if necessary, except files used in the last
-        ``spared_s``; False if that is not enough."""
+        ``spared_s``, or nothing if that is infinite; False if that is not enough."""
         if self._reserve(wanted):
             return True
+        if spared_s == math.inf:
+            return False
         with self._files_lock:
             slack = min(SLACK_BYTES_MAX, self.bytes_max // 64)
             for _ in range(EVICTIONS_MAX):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import trio
 
+from lakefs_fuse.blockcache.admission import Evicts
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.verified_get import Spans
@@ -68,7 +69,8 @@ class Load:
     """Blocks [first, stop) of a version; ``done`` is set when all of it is over, writing to disk too."""
 
     __slots__ = (
-        "blocks", "done", "first", "for_memory", "is_kept", "missed_weight", "readahead", "scope", "version",
+        "blocks", "done", "evicts", "first", "for_memory", "is_refused", "missed_weight", "readahead", "scope",
+        "version",
     )  # fmt: skip
 
     def __init__(
@@ -81,7 +83,7 @@ class Load:
         *,
         missed_weight: int | None = None,
         for_memory: bool = True,
-        is_kept: bool = True,
+        evicts: Evicts | None = Evicts.ANY,
     ) -> None:
         self.version = version
         self.first = first
@@ -95,8 +97,10 @@ class Load:
         """See `Readahead.missed_weight`; None: no jumping reader asked for it."""
         self.for_memory = for_memory
         """Whether to keep it in memory too; else it goes to the cache disk only."""
-        self.is_kept = is_kept
-        """Whether it goes to the cache disk."""
+        self.evicts = evicts
+        """What it may evict from the cache disk, to which it goes; None: it does not go there."""
+        self.is_refused = False
+        """See `refuse`."""
 
     @property
     def scattered(self) -> bool:
@@ -111,6 +115,10 @@ class Load:
     def bytes_total(self) -> int:
         """The maximum memory of the load."""
         return min(self.stop * BLOCK_BYTES, self.version.size) - self.first * BLOCK_BYTES
+
+    def refuse(self) -> None:
+        """Record that the cache disk had no place for some of the blocks, or fails."""
+        self.is_refused = True
 
     def fail(self, first: int, stop: int, error: BaseException) -> None:
         """Wake the waiters of blocks [first, stop) that have no answer yet, with an error."""

@@ -5,10 +5,11 @@ each sample costs a round trip, while the rest of the object costs a few large G
 when random readers have missed one block in `MISSED_SHARE`, one object at a time. Until a block has arrived, a small
 file in it is read alone, without caching: a GET of a whole block would take longer, and split the large GETs.
 
-What always holds: prefetch evicts nothing (an object that does not fit the free space is skipped), fetches no block
-twice, leaves half of the reader's memory to readers, and ends quietly on an error: readers fetch the blocks that they
-need themselves. Files that are read alone are at most one byte in `ALONE_SHARE` of their object: only these bytes are
-fetched twice. Trio thread only; nothing needs to survive a crash.
+What always holds: prefetch evicts nothing (an object that does not fit the free space is skipped, and a prefetch ends
+where others have used that space meanwhile), fetches no block twice, leaves half of the reader's memory to readers, and
+ends quietly on an error: readers fetch the blocks that they need themselves. Files that are read alone are at most one
+byte in `ALONE_SHARE` of their object: only these bytes are fetched twice. Trio thread only; nothing needs to survive a
+crash.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache, CacheState
 from lakefs_fuse.blockcache.object_version import Version
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.sync.nursery import for_each
 
@@ -40,15 +41,16 @@ _log = logging.getLogger(__name__)
 
 
 class ObjectPrefetch:
-    """See the module's head. ``fill(version, first, stop)`` fetches the missing ones of blocks [first, stop) into the
-    cache, and raises LakeError; it is called for ``blocks_max`` blocks, ``fetches_at_once`` times concurrently."""
+    """See the module's head. ``fill(version, first, stop)`` fetches the missing ones of blocks [first, stop) into free
+    space of the cache; it returns False if there is none, and raises LakeError. It is called for ``blocks_max`` blocks,
+    ``fetches_at_once`` times concurrently."""
 
     def __init__(
         self,
         cache: BlockCache,
         metrics: CacheMetrics,
         nursery: trio.Nursery,
-        fill: Callable[[Version, int, int], Awaitable[None]],
+        fill: Callable[[Version, int, int], Awaitable[bool]],
         blocks_max: int,
         fetches_at_once: int = FETCHES_AT_ONCE,
     ) -> None:
@@ -107,6 +109,7 @@ class ObjectPrefetch:
 
     async def _fetch(self, version: Version) -> None:
         async def fill(first: int) -> None:
-            await self._fill(version, first, min(first + self._blocks_max, version.blocks))
+            if not await self._fill(version, first, min(first + self._blocks_max, version.blocks)):
+                raise CacheError("the cache has no free space left")
 
         await for_each(range(0, version.blocks, self._blocks_max), fill, self._fetches_at_once)

@@ -23,9 +23,11 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
+from lakefs_fuse.blockcache.admission import Evicts
 from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.cache import CacheState
 from lakefs_fuse.blockcache.failed_reads import FailedReads
@@ -91,7 +93,8 @@ class BlockReader:
         """Ranges that are being read without caching."""
         self._failed = FailedReads()
         at_once = max(1, min(FETCHES_AT_ONCE, inflight_bytes_max // 2 // PIECE_BYTES))
-        self._whole = ObjectPrefetch(self._cache, metrics, nursery, self.fill, FETCH_BLOCKS_MAX, at_once)
+        fill = partial(self.fill, evicts=Evicts.NONE)
+        self._whole = ObjectPrefetch(self._cache, metrics, nursery, fill, FETCH_BLOCKS_MAX, at_once)
 
     @property
     def inflight_bytes_max(self) -> int:
@@ -239,13 +242,15 @@ class BlockReader:
                     return False
         return True
 
-    async def fill(self, version: Version, first: int, stop: int) -> None:
-        """Fetch the missing blocks of [first, stop) to the cache disk, or wait for the loads that do. A caller that is
-        cancelled ends its loads, unless others wait for them. Raises LakeError."""
+    async def fill(self, version: Version, first: int, stop: int, *, evicts: Evicts = Evicts.ANY) -> bool:
+        """Fetch the missing blocks of [first, stop) to the cache disk, or wait for the loads that do. False if the disk
+        had no place for some that this call fetched, or fails. A caller that is cancelled ends its loads, unless others
+        wait for them. Raises LakeError."""
         present = await self._disk.has_blocks(version, first, stop)
         others = [self._pending.get((version, index)) for index in range(first, stop)]
         absent = [not here and (version, index) not in self._pending for index, here in enumerate(present, first)]
-        loads = [Load(version, *run, range(0), for_memory=False) for run in runs(first, absent, FETCH_BLOCKS_MAX)]
+        missing = list(runs(first, absent, FETCH_BLOCKS_MAX))
+        loads = [Load(version, *run, range(0), for_memory=False, evicts=evicts) for run in missing]
         for load in loads:
             self._start(load, room_taken=False)
         for other in others:
@@ -263,6 +268,7 @@ class BlockReader:
             for load in loads:
                 self._abandon(load)
             raise
+        return not any(load.is_refused for load in loads)
 
     def _abandon(self, load: Load) -> None:
         """End a load that no other task waits for. The next reader of its blocks begins another."""
@@ -297,6 +303,7 @@ class BlockReader:
     ) -> list[memoryview | PendingBlock]:
         """Each block, or the pending load of it; counts hits, and starts loads of missing blocks."""
         weight = None if not scattered else 1 if readahead is None else readahead.missed_weight
+        evicts = None if not is_kept else Evicts.UNUSED if scattered else Evicts.ANY
         found: list[memoryview | PendingBlock | None] = []
         missing = False
         for index in range(first, stop):
@@ -310,7 +317,7 @@ class BlockReader:
                 self._metrics.hits += 1
         if missing:
             for run in self._missing(version, *self._span(version, first, stop, readahead)):
-                load = Load(version, *run, range(first, stop), missed_weight=weight, is_kept=is_kept)
+                load = Load(version, *run, range(first, stop), missed_weight=weight, evicts=evicts)
                 self._start(load, room_taken=False)
         return [item or self._pending[version, index] for index, item in enumerate(found, first)]
 
@@ -428,8 +435,10 @@ class BlockReader:
             block.resolve(view, wrong)
         if self._learned is not None and fetched.meta.metadata is not None:
             self._learned(fetched.meta)
-        if self._cache.writable and load.is_kept and not wrong:
-            await self._disk.write(version, first, views, is_jumping=load.scattered)
+        if load.evicts is None or wrong:
+            return
+        if not (self._cache.writable and await self._disk.write(version, first, views, evicts=load.evicts)):
+            load.refuse()
 
     # -- past the cache
 

@@ -18,7 +18,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.metrics import CacheMetrics
-from tests.blockcache.reading import MIB, MemoryStore, content, for_tasks, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, block_of, content, for_tasks, make_cache, write_block
 
 BLOCKS = 96
 ENOUGH = 6
@@ -178,6 +178,25 @@ async def test_nothing_is_evicted_for_it(tmp_path: Path) -> None:
         await lake.settled()
         assert (lake.metrics.fetched_whole, lake.metrics.evicted_bytes) == (1, 0)
         assert lake.bytes_asked == len(DATA) + ENOUGH * MIB
+
+
+async def test_prefetch_ends_when_readers_use_up_the_free_space(tmp_path: Path) -> None:
+    async with lake_at(tmp_path, (BLOCKS + 8) * MIB) as lake:
+        await lake.jump(FAR[:-1])
+        lake.store.gate = gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lake.jump, FAR[-1:])
+            while len(lake.store.gets) < ENOUGH + FETCHES_AT_ONCE:
+                await trio.sleep(0.002)
+            other = lake.store.put("other", DATA)
+            for index in range(BLOCKS - 1):
+                write_block(lake.cache, other, index, block_of(DATA, index))
+            gate.set()
+        await lake.settled()
+        assert lake.metrics.evicted_bytes == 0
+        assert lake.cache.has_blocks(other, 0, BLOCKS - 1) == [True] * (BLOCKS - 1)
+        assert lake.metrics.fetched_whole == 0
+        assert len(lake.store.gets) <= ENOUGH + 2 * FETCHES_AT_ONCE, "it goes no further"
 
 
 async def test_objects_have_their_turn_one_after_the_other(tmp_path: Path) -> None:
