@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from botocore import exceptions as boto
+from botocore.credentials import Credentials
 
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
@@ -412,6 +414,27 @@ def test_broken_connection_becomes_one_sentence_that_says_what_to_do(name: str, 
         for operation in ("get", "put", "delete", "list"):
             check(failure_of(operation, store), kind, errno.EIO, case.advice)
     check(failure_at_mount(config), Unavailable, errno.EIO, case.advice)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "sentence"),
+    [
+        (boto.UnauthorizedSSOTokenError(), AccessDenied, "log in again or check AWS_PROFILE"),
+        (boto.TokenRetrievalError(provider="sso", error_msg="403"), AccessDenied, "log in again or check AWS_PROFILE"),
+        (boto.CredentialRetrievalError(provider="x", error_msg="status code: 404"), AccessDenied, "log in again"),
+        (boto.EndpointConnectionError(endpoint_url="http://sts"), NotCarriedOut, "no connection"),
+    ],
+)
+def test_credentials_that_cannot_be_renewed_become_the_same_sentence_through_each_client(
+    error: Exception, kind: type[LakeError], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(_: Credentials) -> None:
+        raise error
+
+    with opened(config_of(9)) as store:
+        monkeypatch.setattr(Credentials, "get_frozen_credentials", ended)
+        for operation in ("get", "put", "delete", "list"):
+            check(failure_of(operation, store), kind, kind.errno, sentence)
 
 
 def test_missing_credentials_become_one_sentence_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,7 @@ _OBSTORE_KINDS: _Kinds = (
 _OBSTORE_DETAILS = "\n\nDebug source:"
 """Between what it says and the same as a data structure, in which no line break is part of a name."""
 _OBSTORE_NOT_PARTIAL = "Received non-partial response when range requested"
+_OBSTORE_PROVIDER = "External AWS credential provider"
 _OBSTORE_NO_ANSWER = re.compile(r"\bkind: \w+")
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
 _XML_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
@@ -273,10 +274,15 @@ def from_boto(what: str, error: Exception, *, signed: bool = True) -> StoreError
     return _from_table(_BOTO_KINDS, what, error)
 
 
-def from_obstore(what: str, error: Exception, path: str, *, signed: bool = True) -> StoreError:
-    """The error of an obstore call about the object at ``path``, prefix included."""
+def from_obstore(
+    what: str, error: Exception, path: str, *, signed: bool = True, credentials_error: Exception | None = None
+) -> StoreError:
+    """The error of an obstore call about the object at ``path``, prefix included. ``credentials_error`` is the last
+    exception that its credential provider raised, of which obstore passes on the text alone."""
     text = str(error)
     said = _without_path(text.rpartition(_OBSTORE_DETAILS)[0] or text, path)
+    if credentials_error is not None and _OBSTORE_PROVIDER in said:
+        return from_boto(what, credentials_error, signed=signed)
     status = _OBSTORE_STATUS.search(said)
     if status is not None:
         return from_xml(what, int(status[1]), said.encode("utf-8", "replace"), signed=signed)

@@ -56,7 +56,8 @@ class S3FastPath:
     """obstore's client of one bucket. A request that takes longer than ``timeout`` ends."""
 
     def __init__(self, access: S3Access, clock: Clock, *, timeout: timedelta = REQUEST_TIMEOUT) -> None:
-        self._clock = clock
+        self._clock, self._access = clock, access
+        self._credentials_error: Exception | None = None
         read_timeout = timedelta(seconds=access.config.read_timeout_s)
         options: dict[str, Any] = {
             "allow_http": not access.encrypted,
@@ -79,7 +80,7 @@ class S3FastPath:
             **obstore_encryption(access.config),
         }
         if not access.config.unsigned:
-            configuration["credential_provider"] = access.credentials
+            configuration["credential_provider"] = self._credentials
         self._prefix, self._signed = access.config.source.prefix, not access.config.unsigned
         self._puts = not is_told_by_environment(os.environ)
         try:
@@ -93,6 +94,14 @@ class S3FastPath:
             raise ConfigError(
                 "the HTTP client cannot be set up: check http_proxy, https_proxy and --ca-bundle"
             ) from None
+
+    def _credentials(self) -> dict[str, object]:
+        """As `S3Access.credentials`; keeps the exception for `_translated`."""
+        try:
+            return self._access.credentials()
+        except Exception as error:
+            self._credentials_error = error
+            raise
 
     def get(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
         """Bytes [start, end) of a store that answers ranges with 206; raises RangeIgnored where it does not. The caller
@@ -157,7 +166,7 @@ class S3FastPath:
         except StoreError:
             raise
         except Exception as error:
-            failure = from_obstore(what, error, path, signed=self._signed)
+            failure = from_obstore(what, error, path, signed=self._signed, credentials_error=self._credentials_error)
         raise failure
 
 
