@@ -7,6 +7,7 @@ Read from /proc/self/mountinfo (proc_pid_mountinfo(5)), because stat(2) would se
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ CONNECTIONS = Path("/sys/fs/fuse/connections")
 """One directory for each FUSE mount, named by the minor number of its device; see fuse(4) and fusectl."""
 DETACH_S_MAX = 30.0
 """Maximum time for umount(8) or fusermount3."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ def detach(point: str, *, lazy: bool) -> None:
         )
     except FileNotFoundError as error:
         raise LakeError(f"{command[0]} is missing: install the package fuse3") from error
+    except OSError as error:
+        raise LakeError(f"{command[0]} cannot be started: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise LakeError(f"`{' '.join(command)}` hangs: see the daemon's log; --lazy detaches the mount") from error
     if result.returncode == 0:
@@ -127,3 +132,22 @@ def detach(point: str, *, lazy: bool) -> None:
             f"{point} is in use: close its files and leave its directories (`fuser -vm {point}` shows who), or --lazy"
         )
     raise LakeError(f"`{' '.join(command)}` failed: {said}")
+
+
+def device_at(mountpoint: str) -> str:
+    """The device (major:minor) of the topmost mount at a real path; empty if there is none."""
+    mounted = mount_at(mountpoint)
+    return "" if mounted is None else mounted.device
+
+
+def unmount(point: str, device: str) -> None:
+    """End the mount of ``device``. One that is in use is detached: it accepts no new opens, and ends when the last file
+    is closed. One that is detached already is left to do so. Raises LakeError."""
+    if device and all(mount.device != device for mount in read_mounts()):
+        log.info("%s is detached already: its mount ends when the last file is closed", point)
+        return
+    try:
+        detach(point, lazy=False)
+    except LakeError as error:
+        log.warning("%s; detaching it", error)
+        detach(point, lazy=True)

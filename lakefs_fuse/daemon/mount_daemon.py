@@ -28,13 +28,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import trio
 
 from lakefs_fuse import __version__
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.control.mounts import detach, is_dead, mount_at
+from lakefs_fuse.control.mounts import detach, device_at, is_dead, mount_at, unmount
 from lakefs_fuse.control.runtime import server_socket_path
 from lakefs_fuse.control.server import ControlServer, FilesystemView, ServedLake, not_durable, serve_control
 from lakefs_fuse.control.supervision import Answer, read_config
@@ -150,6 +151,8 @@ class Daemon(Generic[Fs]):
         self._succession = succession or Succession()
         self._stage = Stage.STARTING
         self._stop_asked = False
+        self._end_requested = trio.Event()
+        """Set when the mount was asked to end while it served."""
         self._startup = trio.CancelScope()
         self._draining = trio.CancelScope()
 
@@ -177,9 +180,13 @@ class Daemon(Generic[Fs]):
                 elif self._stop_asked:
                     self._draining.cancel()
                 elif self._stage is Stage.SERVING:
-                    self._parts.request_unmount()
+                    self._request_unmount()
                 self._stop_asked = True
                 self._readiness.end_serving()
+
+    def _request_unmount(self) -> None:
+        self._end_requested.set()
+        self._parts.request_unmount()
 
     async def _serve_lake(self) -> int:
         path = server_socket_path(self._config.mountpoint)
@@ -188,7 +195,7 @@ class Daemon(Generic[Fs]):
                 fs,
                 self._config,
                 lake=lake,
-                request_unmount=self._parts.request_unmount,
+                request_unmount=self._request_unmount,
                 clock=time.monotonic,
                 restarts=self._succession.restarts,
                 starting=bool(self._succession.replace),
@@ -199,18 +206,41 @@ class Daemon(Generic[Fs]):
                 self._on_ready()
 
             async with serve_control(server, path), trio.open_nursery() as nursery:
+                was_cut_off = False
                 if await self._may_mount():
-                    nursery.start_soon(_run_in, mounted := trio.CancelScope(), maintain)
-                    await self._parts.serve(fs, self._config, ready=on_ready)
+                    store_closed = partial(self._store_closed_files, fs)
+                    nursery.start_soon(_run_in, mounted := trio.CancelScope(), maintain, store_closed)
+                    was_cut_off = await self._serve(fs, on_ready)
                     mounted.cancel()
                 self._stage = Stage.DRAINING
                 server.begin_draining()
                 self._readiness.end_serving()
                 log.info("unmounted")
-                error = await self._drain(fs, lake)
+                error = await self._drain(fs, lake, was_cut_off=was_cut_off)
                 await server.end(error)
         log.info("closed")
         return EXIT_FAILURE if error else 0
+
+    async def _serve(self, fs: Fs, on_ready: Callable[[], None]) -> bool:
+        """Serve until the mount ends; True where it could not be unmounted as requested, and programs may still have
+        files open, which they can no longer write."""
+        was_cut_off = False
+        try:
+            await self._parts.serve(fs, self._config, ready=on_ready)
+        except* LakeError as errors:
+            if not self._end_requested.is_set():
+                raise
+            log.error("%s; the mount ends without that", first_error(errors))
+            was_cut_off = True
+        return was_cut_off
+
+    async def _store_closed_files(self, fs: FilesystemView) -> None:
+        """Begin to store when the end is requested, because a mount in use ends when its last file is closed."""
+        await self._end_requested.wait()
+        try:
+            await fs.make_durable(only_closed=True)
+        except* LakeError as errors:
+            log.warning("%s; trying again when the mount has ended", first_error(errors))
 
     async def _may_mount(self) -> bool:
         """Detach a dead mount that is to be replaced; False if a user has unmounted it. Raises MountError."""
@@ -237,15 +267,18 @@ class Daemon(Generic[Fs]):
         log.info("%s is mounted at %s", self._config.store.source, self._config.mountpoint)
         self._readiness.report_ready()
 
-    async def _drain(self, fs: FilesystemView, lake: ServedLake) -> str:
-        """Store everything within bounds; the error, or an empty text. The log names files that are not stored."""
+    async def _drain(self, fs: FilesystemView, lake: ServedLake, *, was_cut_off: bool) -> str:
+        """Store everything within bounds; the error, or an empty text. The log names files that are not stored.
+        ``was_cut_off``: files that are open for writing are incomplete, and stay for the next mount."""
         error = f"draining took longer than {DRAIN_S_MAX:g} s, or sent nothing for {DRAIN_STALL_S_MAX:g} s"
         with self._draining:
             try:
                 with trio.fail_after(DRAIN_S_MAX):
                     async with stall_guard(fs, lake.sent_bytes):
-                        await fs.make_durable()
-                return ""
+                        await fs.make_durable(only_closed=was_cut_off)
+                if not (was_cut_off and not_durable(fs)):
+                    return ""
+                error = "programs had them open for writing"
             except* LakeError as errors:
                 error = str(first_error(errors))
             except* trio.TooSlowError:
@@ -264,9 +297,11 @@ class Daemon(Generic[Fs]):
         return f"{counted(len(left), 'file is', 'files are')} not in the store: {error}"
 
 
-async def _run_in(scope: trio.CancelScope, task: Task) -> None:
+async def _run_in(scope: trio.CancelScope, *tasks: Task) -> None:
     with scope:
-        await task()
+        async with trio.open_nursery() as nursery:
+            for task in tasks:
+                nursery.start_soon(task)
 
 
 @asynccontextmanager
@@ -299,7 +334,7 @@ def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succe
         raise LakeError(f"a library is missing ({error}): install libfuse3 and lakefs-fuse again") from error
     # Modules are loaded: relative entries of sys.path and the working directory are no longer needed.
     os.chdir("/")
-    session = Session()
+    session = Session(device_at, unmount)
     parts = Parts(open_lake, freeze_at_start(session.serve), session.request_unmount)
     return trio.run(Daemon(config, parts, readiness, succession).run)
 

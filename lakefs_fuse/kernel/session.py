@@ -6,11 +6,10 @@ or umount), never around it: the kernel then writes back dirty pages while the l
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import subprocess
 from collections.abc import Callable
+from functools import partial
 
 from lakefs_fuse.product import FILESYSTEM
 
@@ -31,7 +30,6 @@ from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 TASKS_MAX = 1024
 """Maximum of concurrent requests. Each may be waiting for the store, while the kernel queues the following ones. A busy
 task has a buffer of 1 MiB, of which only the part used by its request takes memory."""
-UNMOUNT_S_MAX = 20.0
 log = logging.getLogger(__name__)
 
 
@@ -55,7 +53,9 @@ def _options(config: MountConfig) -> set[str]:
 class Session:
     """The FUSE session of a process, served once: libfuse's state is global, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_at: Callable[[str], str], unmount: Callable[[str, str], None]) -> None:
+        """``device_at`` and ``unmount`` are those of `control.mounts`."""
+        self._device_at, self._unmount = device_at, unmount
         self._unmount_requested: trio.Event | None = None
         """Set while the session is served."""
 
@@ -67,52 +67,64 @@ class Session:
     async def serve(
         self, fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, ready: Callable[[], None]
     ) -> None:
-        """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
+        """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError, and LakeError
+        where a requested unmount fails."""
         self._unmount_requested = trio.Event()
         try:
-            await _serve(fs, config, ready, self._unmount_requested)
+            await self._serve(fs, config, ready, self._unmount_requested)
         finally:
             self._unmount_requested = None
 
+    async def _serve(
+        self,
+        fs: Filesystem | ImmutableFilesystem,
+        config: MountConfig,
+        ready: Callable[[], None],
+        unmount_requested: trio.Event,
+    ) -> None:
+        config = structs.replace(config, read_only=fs.config.read_only)  # the store may refuse writes
+        kernel = KernelFeatures(features_for(config), not config.read_only, background_max(config))
+        operations = ImmutableOperations(fs, kernel) if isinstance(fs, ImmutableFilesystem) else Operations(fs, kernel)
+        hooks.request_features(kernel.wanted, kernel.background_max)
+        try:
+            pyfuse3.init(operations, config.mountpoint, _options(config))
+        except (RuntimeError, OSError, UnicodeEncodeError) as error:
+            raise MountError(
+                f"cannot mount on {config.mountpoint}: {error} (is /dev/fuse there, and may you use it?)"
+            ) from error
+        log.info(
+            "mounted %s on %s, hooks %s", config.store.source, config.mountpoint, "on" if hooks.active() else "off"
+        )
+        end_mount = partial(self._unmount, config.mountpoint, self._device_at(config.mountpoint))
+        unmount = True
 
-async def _serve(
-    fs: Filesystem | ImmutableFilesystem, config: MountConfig, ready: Callable[[], None], unmount_requested: trio.Event
-) -> None:
-    config = structs.replace(config, read_only=fs.config.read_only)  # the store may refuse writes
-    kernel = KernelFeatures(features_for(config), not config.read_only, background_max(config))
-    operations = ImmutableOperations(fs, kernel) if isinstance(fs, ImmutableFilesystem) else Operations(fs, kernel)
-    hooks.request_features(kernel.wanted, kernel.background_max)
-    try:
-        pyfuse3.init(operations, config.mountpoint, _options(config))
-    except (RuntimeError, OSError, UnicodeEncodeError) as error:
-        raise MountError(
-            f"cannot mount on {config.mountpoint}: {error} (is /dev/fuse there, and may you use it?)"
-        ) from error
-    log.info("mounted %s on %s, hooks %s", config.store.source, config.mountpoint, "on" if hooks.active() else "off")
-    unmount = True
+        def answers() -> None:
+            nonlocal unmount
+            # If this fails from here on, the dead mount stays for the next daemon to replace: until then programs get
+            # errors, and do not see the underlying directory.
+            unmount = not config.supervise
+            ready()
 
-    def answers() -> None:
-        nonlocal unmount
-        # If this fails from here on, the dead mount stays for the next daemon to replace: until then programs get
-        # errors, and do not see the underlying directory.
-        unmount = not config.supervise
-        ready()
-
-    try:
-        async with trio.open_nursery() as nursery:
-            background = operations.invalidations if isinstance(operations, Operations) else operations.page_cache_push
-            nursery.start_soon(background.run)
-            nursery.start_soon(_announce, config.mountpoint, kernel, answers)
-            nursery.start_soon(_unmount_on_request, config.mountpoint, unmount_requested)
-            if request_loop.begin() and isinstance(operations, Operations):
-                operations.create_offload.begin()
-            await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
-            unmount = False
-            nursery.cancel_scope.cancel()
-    finally:
-        if isinstance(operations, Operations):
-            operations.create_offload.end()
-        pyfuse3.close(unmount=unmount)
+        try:
+            async with trio.open_nursery() as nursery:
+                background = (
+                    operations.invalidations if isinstance(operations, Operations) else operations.page_cache_push
+                )
+                nursery.start_soon(background.run)
+                nursery.start_soon(_announce, config.mountpoint, kernel, answers)
+                nursery.start_soon(_unmount_on_request, end_mount, unmount_requested)
+                if request_loop.begin() and isinstance(operations, Operations):
+                    operations.create_offload.begin()
+                await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
+                unmount = False
+                nursery.cancel_scope.cancel()
+        except BaseException:
+            unmount = unmount or unmount_requested.is_set()
+            raise
+        finally:
+            if isinstance(operations, Operations):
+                operations.create_offload.end()
+            pyfuse3.close(unmount=unmount)
 
 
 async def _announce(mountpoint: str, kernel: KernelFeatures, ready: Callable[[], None]) -> None:
@@ -128,26 +140,7 @@ async def _announce(mountpoint: str, kernel: KernelFeatures, ready: Callable[[],
     ready()
 
 
-async def _unmount_on_request(mountpoint: str, requested: trio.Event) -> None:
-    """Unmount on request. A mount that is in use is detached: it accepts no new opens, and ends when the last file is
-    closed."""
+async def _unmount_on_request(unmount: Callable[[], None], requested: trio.Event) -> None:
+    """The request loop ends when the kernel has unmounted: for a mount in use, when its last file is closed."""
     await requested.wait()
-    try:
-        await _unmount(mountpoint, lazy=False)
-    except MountError as error:
-        log.warning("%s; detaching it", error)
-        await _unmount(mountpoint, lazy=True)
-
-
-async def _unmount(mountpoint: str, *, lazy: bool) -> None:
-    """Ask the kernel to unmount; the request loop then ends. Raises MountError."""
-    flags = ["-z"] if lazy else []
-    command = ["umount", *(["-l"] if lazy else []), mountpoint] if os.getuid() == 0 else [
-        "fusermount3", "-u", *flags, mountpoint,
-    ]  # fmt: skip
-    with trio.move_on_after(UNMOUNT_S_MAX) as scope:
-        done = await trio.run_process(command, capture_stderr=True, stdout=subprocess.DEVNULL, check=False)
-        if done.returncode:
-            raise MountError(f"cannot unmount {mountpoint}: {done.stderr.decode(errors='replace').strip()}")
-    if scope.cancelled_caught:
-        raise MountError(f"cannot unmount {mountpoint}: {os.strerror(errno.ETIMEDOUT)}")
+    await trio.to_thread.run_sync(unmount, abandon_on_cancel=True)

@@ -74,24 +74,25 @@ class Durability:
         for listener in self._files.events.names_requested:
             listener()
 
-    async def make_durable(self, path: str = "") -> None:
+    async def make_durable(self, path: str = "", *, only_closed: bool = False) -> None:
         """Publish every file at or below ``path`` (relative to the root) that is not durable, and commit every change
-        of a name. Raises LakeError for the first that cannot be stored; the others are still published and committed,
-        except while the store is away, because then every request would wait. For the whole lake, stored objects are
-        also announced to other nodes, and objects of removed names are deleted, if that does not take long: they are
-        hidden, and the next mount deletes the rest. All of this goes on where the caller is cancelled."""
+        of a name; ``only_closed``: of a file that is open for writing only what write-back acknowledged. Raises
+        LakeError for the first that cannot be stored; the others are still published and committed, except while the
+        store is away, because then every request would wait. For the whole lake, stored objects are also announced to
+        other nodes, and objects of removed names are deleted, if that does not take long: they are hidden, and the next
+        mount deletes the rest. All of this goes on where the caller is cancelled."""
         self.request_names()
         await self._calls.acquire()
-        await run_detached(self._nursery, partial(self._make_durable, path.strip("/")))
+        await run_detached(self._nursery, partial(self._make_durable, path.strip("/"), only_closed))
 
-    async def _make_durable(self, below: str) -> None:
+    async def _make_durable(self, below: str, only_closed: bool) -> None:
         try:
-            await self._publish_and_commit(below)
+            await self._publish_and_commit(below, only_closed)
         finally:
             self._calls.release()
 
-    async def _publish_and_commit(self, below: str) -> None:
-        failed = await self._publish_below(below)
+    async def _publish_and_commit(self, below: str, only_closed: bool) -> None:
+        failed = await self._publish_below(below, only_closed=only_closed)
         for record in self._recovery.incomplete_below(below):
             if record.refused_errno == KILLED:
                 continue
@@ -110,8 +111,7 @@ class Durability:
             raise failed
 
     async def _publish_below(self, below: str, *, only_closed: bool = False) -> LakeError | None:
-        """Publish every file at or below a path, empty for the whole lake; answers the first error. ``only_closed``: of
-        one that is open for writing only what write-back acknowledged."""
+        """As `make_durable`, of files only; answers the first error."""
         failed: LakeError | None = None
         try:
             await self._writeback.drain(self._writeback.below(below))

@@ -123,9 +123,11 @@ class FakeFilesystem:
         self.looks += 1
         return [Unfinished(**vars(file)) for file in self.files]
 
-    async def make_durable(self, path: str = "") -> None:
+    async def make_durable(self, path: str = "", *, only_closed: bool = False) -> None:
+        """``only_closed`` leaves files of the state ``open``."""
         self.durable_asked.append(path)
-        while dirty := [file for file in self.files if file.state != "orphan"]:
+        left = {"orphan", "open"} if only_closed else {"orphan"}
+        while dirty := [file for file in self.files if file.state not in left]:
             if self.refuse:
                 for file in dirty:
                     file.state, file.error = "failed", self.refuse

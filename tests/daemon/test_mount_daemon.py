@@ -126,7 +126,7 @@ async def test_maintenance_runs_while_it_is_mounted_and_ends_before_it_drains() 
     seen: list[bool] = []
 
     class Draining(FakeFilesystem):
-        async def make_durable(self, path: str = "") -> None:
+        async def make_durable(self, path: str = "", *, only_closed: bool = False) -> None:
             await trio.testing.wait_all_tasks_blocked()
             seen.append(lake.is_maintained)
 
@@ -199,6 +199,75 @@ async def test_sigterm_unmounts_and_a_second_one_stops_draining(caplog: pytest.L
     daemon = Daemon(msgspec.structs.replace(mount_config("/mnt/lake"), supervise=False), parts, Readiness(None))
     assert await code_when_signalled_twice(daemon, fs, mount) == 1
     assert "a second signal ended draining" in caplog.text
+
+
+class StuckMount(FakeMount):
+    """Cannot be unmounted."""
+
+    async def serve(self, fs: FakeFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
+        await super().serve(fs, config, ready=ready)
+        raise LakeError("umount is missing")
+
+
+async def code_when_signalled(daemon: Daemon[FakeFilesystem]) -> int:
+    codes: list[int] = []
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+
+            async def run() -> None:
+                codes.append(await daemon.run())
+
+            nursery.start_soon(run)
+            while not runtime.server_socket_path("/mnt/lake").exists():
+                await trio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+    (code,) = codes
+    return code
+
+
+async def test_sigterm_where_unmounting_fails_drains(caplog: pytest.LogCaptureFixture) -> None:
+    lake = Lake(FakeFilesystem([FakeFile("1", "acknowledged")]))
+    assert await code_when_signalled(make(lake, StuckMount(), Readiness(None))) == 0
+    assert lake.fs.files == []
+    assert lake.closed
+    assert "umount is missing" in caplog.text
+
+
+async def test_sigterm_where_unmounting_fails_keeps_what_programs_still_write(caplog: pytest.LogCaptureFixture) -> None:
+    lake = Lake(FakeFilesystem([FakeFile("1", "acknowledged"), FakeFile("2", "half", state="open")]))
+    assert await code_when_signalled(make(lake, StuckMount(), Readiness(None))) == 1
+    assert [file.path for file in lake.fs.files] == ["half"]
+    assert "1 file is not in the store (programs had them open for writing)" in caplog.text
+    assert "not in the store: half (1000 bytes, open)" in caplog.text
+
+
+async def test_sigterm_of_a_mount_in_use_stores_closed_files_at_once() -> None:
+    fs = FakeFilesystem([FakeFile("1", "acknowledged"), FakeFile("2", "half", state="open")])
+    mount, codes = FakeMount(), list[int]()
+    daemon = Daemon(mount_config("/mnt/lake"), Parts(Lake(fs).open, mount.serve, lambda: None), Readiness(None))
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+
+            async def run() -> None:
+                codes.append(await daemon.run())
+
+            nursery.start_soon(run)
+            while not runtime.server_socket_path("/mnt/lake").exists():
+                await trio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            while len(fs.files) > 1:
+                await trio.sleep(0.01)
+                fs.unfinished()
+            assert [file.path for file in fs.files] == ["half"]
+            mount.gone.set()
+    assert codes == [0]
+
+
+async def test_an_error_of_serving_that_no_end_was_requested_of_is_a_failure() -> None:
+    mount = StuckMount(goes_at_once=True)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await make(Lake(FakeFilesystem()), mount, Readiness(None)).run()
+    assert str(first_error(raised.value)) == "umount is missing"
 
 
 async def test_a_signal_before_the_mount_is_ready_ends_it() -> None:

@@ -545,6 +545,40 @@ def test_torch_saves_and_loads(make_lake: LakeMaker, tmp_path: Path) -> None:
     torch_does("load", lake.path / "again.pt")
 
 
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_a_signal_stores_closed_files_of_a_mount_in_use(make_lake: LakeMaker, is_detached: bool) -> None:
+    """One that a user had detached, too: it ends when the last file is closed, and then stores that."""
+    lake = make_lake("file", *OPTIONS, "--writeback-delay", "10m").mount()
+    (lake.path / "acknowledged").write_bytes(b"first")
+    with open(lake.path / "open", "wb") as file:
+        file.write(b"second")
+        if is_detached:
+            subprocess.run(["fusermount3", "-u", "-z", str(lake.path)], check=True)
+        os.kill(lake.pid, signal.SIGTERM)
+        eventually(lambda: lake.outside.objects().keys() == {"acknowledged"}, "the closed file is stored", 30)
+        assert lake.serving()
+    eventually(lambda: not lake.serving(), "the daemon ends", 60)
+    lake.pid = 0
+    assert lake.outside.read("open") == b"second"
+    assert "Traceback" not in lake.log()
+
+
+def test_a_signal_stores_everything_where_umount_is_missing(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """As in an image without the package `mount`."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "fusermount3").symlink_to(shutil.which("fusermount3") or "")
+    lake = make_lake("file", *OPTIONS, "--writeback-delay", "10m")
+    lake.env["PATH"] = str(programs)
+    lake.mount()
+    (lake.path / "acknowledged").write_bytes(b"first")
+    os.kill(lake.pid, signal.SIGTERM)
+    eventually(lambda: not lake.serving(), "the daemon ends", 60)
+    lake.pid = 0
+    assert lake.outside.read("acknowledged") == b"first"
+    assert not os.path.ismount(lake.path)
+
+
 def test_a_signal_stores_everything_before_the_end(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs", *OPTIONS, "--writeback-delay", "10m").mount()
     write_all(lake.path, some_files())

@@ -408,7 +408,7 @@ class ImmutableFilesystem:
     def unfinished(self) -> list[Unfinished]:
         return []
 
-    async def make_durable(self, path: str = "") -> None:
+    async def make_durable(self, path: str = "", *, only_closed: bool = False) -> None:
         """Everything is."""
 
     async def finish_orphan(self, orphan_id: str, *, incomplete: bool = False) -> None:
