@@ -5,10 +5,10 @@ What always holds (*same files*): names, inodes, attributes and open handles sta
 read.
 
 Pack: objects are read at one ETag, stored in packs with a commit each (`relocation`), and deleted after a grace period
-in which mounts apply the commits (`superseded_objects`). An object in place of bytes that a commit names is left until
-a commit names it: mounts that have not listed it would not apply its relocation, and it would be lost. Killed before a
-commit: nothing happened. Between a commit and the deletions: objects that every mount hides, which a second run
-deletes. A second run completes the work.
+in which mounts apply the commits (`superseded_objects`). What mounts superseded is left to them, and to `gc`. An object
+in place of bytes that a commit names is left until a commit names it: mounts that have not listed it would not apply
+its relocation, and it would be lost. Killed before a commit: nothing happened. Between a commit and the deletions:
+objects that every mount hides, which a second run deletes. A second run completes the work.
 
 Unpack and relocate: each file is put, or its object copied by the store, as a plain object at its own key, if there is
 none; then one commit relocates many of them. Killed in between: these objects are copies that do not count (`is_copy`),
@@ -48,8 +48,8 @@ from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.namespace.attributes import describe
 
 THRESHOLD_BYTES = 1 * MIB
-GRACE_S = 30.0
-"""A few refresh intervals of a mount."""
+GRACE_S = DELETE_AFTER_S
+"""As mounts keep the objects that they supersede: within this time, one that has not seen the commit may name them."""
 CLOCK_S = 0.1
 """Maximum difference of two clocks over one grace period."""
 PUTS_AT_ONCE = 8
@@ -145,17 +145,19 @@ async def pack(
         prefix = only = path
     if dry_run:
         packed.moved = Moved(count, size)
-        await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, dry_run=True, only=only)
+        await sweep(
+            lake, prefix, packed.swept, grace_s=grace_s, removed=False, only_packed=True, dry_run=True, only=only
+        )
         return packed
     moved = await relocator.finish()
     packed.moved = replace(moved, left=moved.left + left)
     if packed.moved.packs and grace_s:
         report("waiting for the grace period", packed.moved.files, packed.moved.bytes)
         await sleep(grace_s)
-    await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, only=only)
+    await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, only_packed=True, only=only)
     if packed.swept.young:
         await sleep(packed.swept.wait_s + CLOCK_S)
-        await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, only=only)
+        await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, only_packed=True, only=only)
     await _delete_elsewhere(lake, elsewhere, packed.swept)
     return packed
 

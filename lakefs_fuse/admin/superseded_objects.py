@@ -59,6 +59,12 @@ def hidden_since(lake: LakeView, meta: ObjectMeta, *, removed: bool) -> int | No
     return max(gone, meta.mtime_ns)
 
 
+def is_packed(lake: LakeView, meta: ObjectMeta) -> bool:
+    """Whether the file of a superseded object has its very bytes in a pack: `pack` moved them there."""
+    entry = lake.entry_at(meta.key)
+    return entry is not None and entry.etag == meta.etag and lake.is_in_pack(entry)
+
+
 def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int:
     since = max(entry.stamp, meta.mtime_ns)
     row = lake.tree.objects.get(entry.place) if entry.place else None
@@ -77,9 +83,11 @@ async def sweep(
     is_due: Callable[[ObjectMeta], bool] = lambda _: True,
     dry_run: bool = False,
     only: str = "",
+    only_packed: bool = False,
 ) -> None:
-    """Delete superseded objects whose keys begin with ``prefix`` (``only``: the one with that key), and count them.
-    ``is_due`` is asked of each of them, and keeps it for a later run by answering False.
+    """Delete superseded objects whose keys begin with ``prefix`` (``only``: the one with that key; ``only_packed``:
+    those that `is_packed`), and count them. ``is_due`` is asked of each of them, and keeps it for a later run by
+    answering False.
 
     Deletes none while a commit cannot be read, because it may refer to them. Raises LakeError."""
     if not await _refresh(lake):
@@ -91,7 +99,7 @@ async def sweep(
                 if meta.key.startswith(RESERVED_PREFIX) or (only and meta.key != only):
                     continue
                 since = hidden_since(lake, meta, removed=removed)
-                if since is None:
+                if since is None or (only_packed and not is_packed(lake, meta)):
                     continue
                 left_s, is_known = grace_s - (lake.clock.wall_ns() - since) / NS, is_due(meta)
                 if grace_s and left_s > 0:

@@ -112,8 +112,8 @@ def _find_whole_lake(source: str, options: dict[str, Any]) -> Place:
 @click.command("pack", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("path", PATH_HELP)
 @option("--threshold", type=SIZE, default="1MiB", help="Maximum size of a file to pack; larger ones are left.")
-@option("--grace", type=DURATION, default="30s", help="Time between a commit and the deletion of the packed objects. "
-        "Set it to a few times the --refresh of mounts, or to 0 if the lake is not mounted.")  # fmt: skip
+@option("--grace", type=DURATION, default="5m", help="Time between a commit and the deletion of the packed objects: as "
+        "the --delete-after of mounts, or 0 if the lake is not mounted.")  # fmt: skip
 @dry_run_option
 @json_option
 @lake_option

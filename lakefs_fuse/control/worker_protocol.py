@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from lakefs_fuse.checks import CheckResult
-from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.config import DELETE_AFTER_S, StoreConfig
 from lakefs_fuse.control.protocol import encode as encode
 from lakefs_fuse.control.protocol import printable as printable
 from lakefs_fuse.errors import EXIT_FAILURE
@@ -70,7 +70,7 @@ class PackArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     back: bool = False
     threshold_bytes: int = 1 << 20
-    grace_s: float = 30.0
+    grace_s: float = DELETE_AFTER_S
     dry_run: bool = False
 
 

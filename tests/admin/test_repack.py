@@ -20,12 +20,13 @@ from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.config import DELETE_AFTER_S
+from lakefs_fuse.control.worker_protocol import PackArgs
 from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.product import RESERVED_PREFIX
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, plain, silent
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.tiers import sized
-from tests.vfs.lakes import NS, TTL_S, Clock, Lake, lake
+from tests.vfs.lakes import NS, TTL_S, Clock, Lake, held_fresh, lake
 from tests.vfs.writing_back import rewrite, until
 
 PUTS = ("put", "copy", "complete_multipart")
@@ -156,6 +157,44 @@ async def test_objects_stay_for_the_grace_period(store: MemoryStore, clock: Cloc
     assert seen[0] == len(FILES)
     assert done.swept.objects == len(FILES)
     assert plain(store) == []
+
+
+async def test_pack_leaves_objects_that_a_mount_superseded_to_it(clock: Clock, tmp_path: Path) -> None:
+    """A mount that has not seen that yet gives one another name."""
+    store = MemoryStore()
+    store.clock = clock
+    async with (
+        lake(store, tmp_path / "one", clock=clock, delete_after_s=DELETE_AFTER_S) as one,
+        lake(store, tmp_path / "two", clock=clock, delete_after_s=DELETE_AFTER_S) as two,
+    ):
+        await one.mkdir("d")
+        await one.write("d/a", b"before" * 100)
+        await one.write("d/t", b"after" * 100)
+        await one.write("d/small", b"packed")
+        await one.fs.sync_names()
+        await two.names("d")
+        clock.advance(5)
+        await two.poll()
+        await one.rename("d/t", "d/a")
+        clock.advance(1)
+        assert (await pack(store, clock, threshold_bytes=10, grace_s=30)).swept.objects == 1
+        assert plain(store) == ["d/a", "d/t"]
+        with held_fresh(two):
+            await two.rename("d/a", "d/b")
+        await two.sync()
+        assert (await fresh(store, clock, tmp_path))["d/b"] == b"before" * 100
+
+
+async def test_packed_objects_stay_as_long_as_those_that_mounts_supersede(store: MemoryStore, clock: Clock) -> None:
+    slept_s: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+        clock.advance(seconds)
+
+    async with headless(store, clock) as view:
+        await repack.pack(view, "data/0001", grace_s=PackArgs().grace_s, report=silent, sleep=sleep)
+    assert slept_s[0] == repack.GRACE_S == DELETE_AFTER_S
 
 
 async def test_what_others_replace_meanwhile_is_theirs(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
