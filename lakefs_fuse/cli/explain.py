@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -144,6 +145,8 @@ def _refusals(config: MountConfig) -> Iterator[str]:
         partial(preflight.check_overlap, config),
         partial(preflight.check_mountpoint, config.mountpoint, host),
         partial(preflight.check_fuse, config, host),
+        partial(preflight.check_cache_disk, config, host),
+        partial(preflight.require_own_cache, Path(config.cache_dir)),
         partial(preflight.check_room, config),
     )
     for check in checks:

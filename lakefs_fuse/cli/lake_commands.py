@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ import click
 from lakefs_fuse.cli.daemons import require_stored, show_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, SIZE, LocalPath, Number
+from lakefs_fuse.cli.preflight import require_cache_of_node, require_own_cache
 from lakefs_fuse.cli.store_options import (
     PATH_HELP,
     SOURCE_HELP,
@@ -208,6 +210,8 @@ def snapshot(
     if accept_loss and (name or list_all or delete):
         raise ConfigError("--accept-loss writes an index: leave out --name, --list and --delete")
     cache_dir = absolute(cache_dir)
+    if cache_dir is not None:
+        require_own_cache(Path(cache_dir))
     args = SnapshotArgs(
         cache_dir=cache_dir, name=name or "", delete=delete or "", list=list_all, accept_loss=accept_loss
     )
@@ -289,7 +293,10 @@ def fsck(
         raise click.UsageError("--rebind cannot be combined with --repair or --cache-dir")
     if dry_run and not rebind:
         raise click.UsageError("--dry-run is for --rebind: without --repair, fsck changes nothing")
-    args = FsckArgs(quick=quick, repair=repair, rebind=rebind, dry_run=dry_run, cache_dir=absolute(cache_dir))
+    cache_dir = absolute(cache_dir)
+    if cache_dir is not None:
+        require_cache_of_node(Path(cache_dir))
+    args = FsckArgs(quick=quick, repair=repair, rebind=rebind, dry_run=dry_run, cache_dir=cache_dir)
     return run_offline("fsck", _find_whole_lake(source, options), args, as_json=as_json)
 
 

@@ -151,29 +151,43 @@ def check_cache_disk(config: MountConfig, host: Host) -> None:
 def check_cache_dir(config: MountConfig) -> None:
     """Make the cache directory, and check that it can be written to and has room beyond --free-space."""
     directory = Path(config.cache_dir)
-    _require_own(directory)
+    require_own_cache(directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
-        raise CacheError(
-            f"cache directory {directory} cannot be written to ({why}): choose one with --cache-dir"
-        ) from error
+        raise _unwritable(directory, why) from error
     check_room(config)
 
 
-def _require_own(directory: Path) -> None:
-    """Raises CacheError for a directory of other files: the cache would be mixed with them, and closed to others."""
+def _unwritable(directory: Path, why: str | None) -> CacheError:
+    return CacheError(f"cache directory {directory} cannot be written to ({why}): choose one with --cache-dir")
+
+
+def require_own_cache(directory: Path) -> None:
+    """Raises CacheError for a file, and for a directory of other files: the cache would be mixed with them, and closed
+    to others."""
     try:
         names = set(os.listdir(directory)) - {"lost+found"}
+    except NotADirectoryError as error:
+        raise _unwritable(directory, error.strerror) from error
     except OSError:
         return  # it will be made, or that fails with an error later
     if names and names.isdisjoint(_OF_CACHES):
         raise CacheError(
             f"{directory} has files that do not belong to a cache: give --cache-dir a separate directory, such as "
             f"{directory / PROGRAM}"
+        )
+
+
+def require_cache_of_node(directory: Path) -> None:
+    """Raises CacheError for a directory that no mount has used as its cache directory."""
+    require_own_cache(directory)
+    if not (directory / "meta").is_dir():
+        raise CacheError(
+            f"{directory} is not the cache directory of a node: give --cache-dir one that a mount has used"
         )
 
 

@@ -115,6 +115,20 @@ def test_disk_without_room_would_refuse_the_mount(
 
 
 @pytest.mark.parametrize(
+    ("cache", "said"),
+    [("file", "cannot be written to (Not a directory)"), (".", "has files that do not belong to a cache")],
+)
+def test_cache_directory_that_cannot_be_one_would_refuse_the_mount(
+    asked: list[Diagnosis], capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: str, said: str
+) -> None:
+    (tmp_path / "mnt").mkdir()
+    (tmp_path / "file").touch()
+    arguments = ["--explain", "--cache-dir", str(tmp_path / cache)]
+    assert run(["mount", "s3://bucket/lake", str(tmp_path / "mnt"), *arguments]) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("store", "said"),
     [
         ({**STORE, "error": "no connection"}, "cannot be asked: no connection"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lakefs_fuse.cli import preflight
+from lakefs_fuse.cli import preflight, run
 from lakefs_fuse.cli.preflight import Host
 from lakefs_fuse.config import TIB, MountConfig, Source, StoreConfig
 from lakefs_fuse.control.mounts import mount_at, mount_of, read_mounts
@@ -186,6 +186,26 @@ def test_cache_directory_with_files_of_others_is_refused(config: MountConfig, ho
     shutil.rmtree(shared / "meta")
     (shared / "other").unlink()
     preflight.check(of_shared, host)  # the root of a disk of its own
+
+
+@pytest.mark.parametrize("command", ["snapshot", "fsck"])
+def test_command_refuses_a_cache_directory_with_files_of_others(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "other").touch()
+    assert run([command, f"file://{tmp_path}", "--cache-dir", str(shared)]) == 1
+    assert "has files that do not belong to a cache" in capsys.readouterr().err
+    assert (os.listdir(shared), stat.S_IMODE(shared.stat().st_mode)) == (["other"], 0o1777)
+
+
+def test_fsck_refuses_a_directory_that_no_mount_has_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run(["fsck", f"file://{tmp_path}", "--cache-dir", str(tmp_path / "empty")]) == 1
+    assert "is not the cache directory of a node" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "empty") == []
 
 
 def test_a_cache_directory_that_cannot_be_made(config: MountConfig, host: Host, tmp_path: Path) -> None:
