@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -123,6 +124,19 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null where the caller closed standard input, output or error: otherwise a file that is opened later
+    gets its number, and commands and their children read it, or write into it."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
+
+
 def main() -> None:
     """The `lakefs-fuse` program."""
+    open_standard_streams()
     sys.exit(run())

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import click
 
-from lakefs_fuse.cli import answer_errors, run
+from lakefs_fuse.cli import answer_errors, open_standard_streams, run
 from lakefs_fuse.cli.mount import config_of, mount
 from lakefs_fuse.cli.mount_options import known_only
 from lakefs_fuse.errors import EXIT_FAILURE, EXIT_USAGE
@@ -57,4 +57,5 @@ def _usage(message: str) -> int:
 
 def main() -> None:
     """The `mount.lakefs` program."""
+    open_standard_streams()
     sys.exit(helper(sys.argv[1:]))
