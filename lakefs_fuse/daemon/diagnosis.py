@@ -2,7 +2,7 @@
 
 It is a separate process because the command line does not load the libraries of the store and of the kernel. It reads
 one `Diagnosis` from the descriptor that ``--request-fd`` names and writes each result as soon as it is known. Checks
-run one after another, because they measure. SIGINT ends it with `store.checkup.Checkup.clean`.
+run one after another, because they measure. SIGINT and SIGTERM end it with `store.checkup.Checkup.clean`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import os
 import resource
+import signal
 import statistics
 import tempfile
 import time
@@ -300,6 +301,7 @@ def run(argv: Sequence[str], descriptor: int) -> int:
     answers = Answers(descriptor)
     last: protocol.Finished | protocol.Failed
     try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         release_interrupts()
         last = diagnose(request, answers, Node.of_this_machine())
     except BrokenPipeError:

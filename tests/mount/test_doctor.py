@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from lakefs_fuse.store.probe import PROBES
 from tests import servers
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Bucket, Lake, eventually, is_running
+from tests.mount.lakes import CLI, Bucket, Lake, eventually, is_running
 
 TOKEN = "cache-token-never-to-be-seen"
 SIGNED = "X-Amz-Signature=0123456789abcdef"
@@ -160,3 +161,24 @@ def test_explain_tells_what_a_mount_would_do_and_makes_none(make_lake: LakeMaker
     assert "cannot be asked: " in away.stdout
     assert "nothing listens there" in away.stdout
     assert "--cache-size" in away.stdout
+
+
+def test_doctor_whose_output_is_closed_leaves_nothing_behind(make_lake: LakeMaker) -> None:
+    """As in `lakefs-fuse doctor SOURCE | head`."""
+    lake = make_lake("file")
+    lake.mount().umount()
+    before = lake.outside.objects()
+    reading, writing = os.pipe()
+    doctor = subprocess.Popen(
+        [*CLI, "doctor", lake.source],
+        stdout=writing,
+        stderr=subprocess.DEVNULL,
+        env={**lake.env, "PYTHONUNBUFFERED": "1"},
+    )
+    os.close(writing)
+    with open(reading, "rb") as output:
+        while b"PUT" not in (line := output.readline()):
+            assert line, "doctor has ended"
+    doctor.wait(60)
+    assert lake.outside.objects() == before
+    assert lake.outside.uploads() == []
