@@ -2,13 +2,15 @@
 
 Both read the configuration from standard input and write one `Answer`, a JSON line, to an inherited pipe. Credentials
 are only in the environment. The child runs in a new session, so closing the terminal does not end it. *No stray
-daemon*: when `start` raises, the child has ended.
+daemon*: when `start` raises, the child has ended; so it has when SIGTERM or SIGHUP ends the command. After SIGKILL it
+goes on, and mounts.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -70,6 +72,7 @@ def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_
     log_file = config.log_file or os.devnull
     document, log_descriptor = memory_file(encode_document(config)), open_log(log_file)
     answer_end, daemon_end = os.pipe()
+    signals = _EndSignals()
     try:
         try:
             daemon = subprocess.Popen(
@@ -85,6 +88,7 @@ def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_
             os.close(log_descriptor)
             os.close(document)
         try:
+            signals.arm()
             deadline_s = time.monotonic() + startup_s + config.store.retry_timeout_s
             if startup_s > QUIET_S and not select.select([answer_end], [], [], QUIET_S)[0]:
                 click.echo(f"waiting for the daemon; its log is {log_file}", err=True)
@@ -101,6 +105,39 @@ def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_
         daemon.returncode = 0
     finally:
         os.close(answer_end)
+        signals.restore()
+
+
+class _EndSignals:
+    """SIGTERM and SIGHUP while a daemon starts, as from timeout(1) or systemd: the first one raises ReportedError, from
+    `arm` on, so that the daemon is ended. Ignored ones stay so."""
+
+    def __init__(self) -> None:
+        self._received, self._is_armed = 0, False
+        self._replaced = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+        for each in self._replaced:
+            signal.signal(each, self._receive)
+
+    def arm(self) -> None:
+        """From now on there is a daemon to be ended. Raises ReportedError where a signal came before."""
+        self._is_armed = True
+        if self._received:
+            self._raise()
+
+    def restore(self) -> None:
+        """Let the signals end this process again."""
+        for each in self._replaced:
+            signal.signal(each, signal.SIG_DFL)
+
+    def _receive(self, number: int, _: object) -> None:
+        self._received = self._received or number
+        if self._is_armed:
+            self._raise()
+
+    def _raise(self) -> None:
+        self._is_armed = False
+        name = signal.Signals(self._received).name
+        raise ReportedError(f"{name}: the daemon was stopped, and nothing is mounted", 128 + self._received)
 
 
 def _wait_answer(descriptor: int, deadline_s: float) -> Answer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -129,3 +130,18 @@ def test_in_the_foreground_the_process_becomes_the_daemon(config: MountConfig, t
         [sys.executable, "-c", program, document], capture_output=True, text=True, timeout=60, check=True
     )
     assert msgspec.json.decode(result.stdout, type=MountConfig) == config
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_start_that_a_signal_ends_leaves_no_daemon(config: MountConfig, tmp_path: Path, number: signal.Signals) -> None:
+    body = f"""
+        os.kill(os.getppid(), {int(number)})
+        time.sleep(0.2)
+        os.write(ready, b"{{}}\\n")  # it gets ready all the same
+        time.sleep(60)
+    """
+    with pytest.raises(ReportedError, match=f"{number.name}: the daemon was stopped") as raised:
+        spawn.start(config, command(tmp_path, body))
+    assert raised.value.exit_code == 128 + number
+    assert not is_running(tmp_path)
+    assert signal.getsignal(number) is signal.SIG_DFL
