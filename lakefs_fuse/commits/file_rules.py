@@ -1,12 +1,13 @@
-"""What each operation of a commit makes of a file's name: the rules, without the rows.
+"""The rules for what each operation of a commit makes of a file's name, without the rows.
 
-A `Step` has what is known of a name, and what the operations so far make of it; `Application` reads it, and writes what
-it became. What is newer is decided by `_is_older` for files that are put, before it by `_is_told_late` for a plain
-object that is told of, by `_is_removing` for files that go, by `_applies` and `_is_attributed_later` for changes of one
-version. Where the name has a history (`name_history`), only listed objects, and changes made here that are pending, are
-newer; without one, an operation that comes late gives way to what is known.
+A `Step` holds what is known of a name, and what the operations so far make of it; `Application` reads it, and writes
+the result. Several methods decide what is newer: `is_older` for files that are put, and before it `_is_told_late` for a
+plain object that is put at its own key; `_is_removing` for files that are removed; `_applies` and
+`_is_attributed_later` for changes of one version. If the name has a history (`name_history`), only listed objects and
+pending changes of this node can be newer; without one, an operation that comes late yields to what is known.
 
-What always holds (*nothing is written*): rules read the object table, and change steps alone. Trio thread only.
+What always holds (*nothing is written*): rules change steps alone; only `FileRules.number` adds rows, to the object
+table. Trio thread only. A crash leaves such rows at most.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Where a file's bytes are, as `Entry` has it."""
+    """The location of a file's bytes, as in `Entry`."""
 
     number: int
     offset: int
@@ -75,21 +76,22 @@ class Effect(IntEnum):
 
     NONE = 0
     NOTED = 1
-    """It is the same, and something is noted in its row."""
+    """It is the same; only a flag in its row changed."""
     UPDATED = 2
     """The same bytes have other attributes."""
     RELOCATED = 3
     """The same bytes are in another place."""
     SET = 4
-    """A commit says what it is."""
+    """It was set as a whole."""
     GONE = 5
 
 
 class Step(msgspec.Struct):
-    """An operation on its way, with what is known of its name when its turn comes.
+    """An operation being applied, with what is known of its name at that time.
 
-    ``name`` is the sort name in the directory ``parent`` (None: there is none), ``raw`` the path of its tombstone.
-    ``other``: the directory that has the name of a file that is not there, or the file that has a directory's.
+    ``name`` is the sort name in the directory ``parent``, which is None if that does not exist; ``raw`` is the path of
+    the tombstone. ``other`` is the directory with the name of a missing file, or the file with that of a missing
+    directory.
     """
 
     operation: Operation
@@ -97,33 +99,33 @@ class Step(msgspec.Struct):
     name: bytes
     raw: bytes
     is_last: bool
-    """Nothing in the record says later which bytes the name has."""
+    """No later operation of the record says which bytes the name has."""
     is_only: bool
-    """Nothing else in the commit does."""
+    """No other operation of the commit says so."""
     is_again: bool = False
-    """The record removed the name before, and named no version: what it puts is there again."""
+    """The record removed the name just before, and named no version: what it puts is there again."""
     row: Entry | None = None
-    """What is in the tree."""
+    """The row in the tree."""
     current: Entry | None = None
-    """What the name is now. A new file has no parent, cookie and inode yet."""
+    """What the name is now. A new file has no parent, cookie or inode yet."""
     buried: Tombstone | None = None
     """The tombstone that is in the tree."""
     tombstone: Tombstone | None = None
     other: Entry | None = None
     effect: Effect = Effect.NONE
     xattrs: dict[str, bytes] | None = None
-    """Those of ``current``; None: as before."""
+    """Extended attributes of ``current``; None if they are unchanged."""
     target: bytes = b""
-    """Of ``current``, if it is a new symbolic link."""
+    """The target of ``current``, if that is a new symbolic link."""
     relocated: tuple[str, str, int] | None = None
-    """Key, ETag and offset of the bytes before."""
+    """Key, ETag and offset at which the bytes were before."""
     relists: bool = False
-    """The next listing tells what lies there."""
+    """The next listing shows what is at the key."""
     uncovered: set[int] = set()
-    """Times of commits to apply again: a plain object that counted over their files by its date is gone."""
+    """Times of commits to apply again: a plain object that counted in place of their files, by its date, is gone."""
 
     def become(self, entry: Entry, effect: Effect, xattrs: dict[str, bytes] | None = None, target: bytes = b"") -> None:
-        """The name is this from now on."""
+        """Set what the name is from now on."""
         self.current, self.effect = entry, effect
         if effect == Effect.SET:
             self.xattrs, self.target = xattrs, target
@@ -131,12 +133,12 @@ class Step(msgspec.Struct):
             self.xattrs = xattrs
 
     def drop(self) -> None:
-        """The name is gone."""
+        """Remove the file from the name."""
         self.current, self.effect, self.xattrs, self.target = None, Effect.GONE, None, b""
 
 
 class FileRules:
-    """The rules, for the operations of one record."""
+    """The rules for the operations of one record."""
 
     def __init__(
         self,
@@ -148,15 +150,15 @@ class FileRules:
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
     ) -> None:
-        """As `Application`."""
+        """See `Application` for the arguments."""
         self._own, self._outdated = own, outdated
         self._paths, self._tree = paths, paths.tree
         self._record, self._this, self._stamp, self._time = record, this, stamp, record.time
         self._numbers: dict[int, int] = {}
-        """Numbers of objects by their index in the record, as they were when they were needed last."""
+        """Numbers of objects by their index in the record, as of the last call of `number` that needed them."""
 
     def number(self, operations: Iterator[Operation]) -> None:
-        """Give numbers to the objects that operations name. The other methods are for these operations."""
+        """Assign numbers to the objects that operations name; only then can these operations be applied."""
         named = {index for operation in operations for index in self._elsewhere(operation)}
         known, get = self._numbers, self._tree.objects.get
         refs = {index: self._ref(index) for index in named if index not in known or get(known[index]) is None}
@@ -165,7 +167,7 @@ class FileRules:
             known.update(zip(refs, numbers, strict=True))
 
     def apply(self, step: Step) -> None:
-        """The operation of a step, which is about a file."""
+        """Apply the operation of a step, which concerns a file."""
         match operation := step.operation:
             case Put():
                 self._put(step, operation)
@@ -182,7 +184,7 @@ class FileRules:
         return self._this if index == THIS else self._record.objects[index]
 
     def _elsewhere(self, operation: Operation) -> Iterator[int]:
-        """Indexes of objects that an operation names, and that have numbers."""
+        """Yield the indexes of objects that an operation names, and that need numbers."""
         if not isinstance(operation, Put | SetAttr | Relocate):
             return
         if not self._is_own(operation.path, operation.object, operation.offset, operation.size):
@@ -195,7 +197,7 @@ class FileRules:
                 yield before
 
     def _is_own(self, path: str, index: int, offset: int, size: int) -> bool:
-        """The bytes are the plain object at the path's own key, perhaps come back to it."""
+        """Return whether the bytes are the plain object at the path's own key, perhaps after a rename back."""
         if index == OWN:
             return True
         ref = self._ref(index)
@@ -217,7 +219,7 @@ class FileRules:
         return row is not None and (row.key, row.etag, row.size) == (path, place.etag, entry.size) and not entry.offset
 
     def is_older(self, step: Step, hides: str) -> bool:
-        """Something newer than this record is known of the name."""
+        """Return whether something newer than this record is known of the name."""
         tombstone, current = step.tombstone, step.current
         if tombstone is not None and self._is_ended(step, tombstone):
             return True
@@ -226,20 +228,21 @@ class FileRules:
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
     def _is_ended(self, step: Step, tombstone: Tombstone) -> bool:
-        """A later removal ended what the record puts."""
+        """Return whether a later removal ended what the record puts."""
         is_own = isinstance(step.operation, Put) and step.operation.object == OWN
         return (tombstone.newest if is_own else tombstone.stamp) > self._stamp
 
     def _etag_back(self, operation: Operation) -> str:
-        """Of the object at its own key to which a file is renamed back; empty where the operation is another."""
+        """Return the ETag of the own-key object to which a file is renamed back; empty for another operation."""
         if not isinstance(operation, Put) or operation.object == OWN:
             return ""
         is_own = self._is_own(operation.path, operation.object, operation.offset, operation.size)
         return self._ref(operation.object).etag if is_own else ""
 
     def _is_gone(self, step: Step, etag: str, dated_s: int) -> bool:
-        """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
-        one, where the record put it there again."""
+        """Return whether a commit ended this very plain object by name, or the file hides it, whatever the times.
+
+        If the record puts the object there again, only a removal of that version counts, not of an earlier one."""
         current, tombstone = step.current, step.tombstone
         if current is not None and is_hiding(current, etag) and not is_put_since(dated_s, current.stamp):
             return True
@@ -264,8 +267,9 @@ class FileRules:
         )
 
     def _end_unlisted(self, step: Step, hides: str, *, is_replaced: bool = True) -> None:
-        """The plain object that a listing did not show any more is not what the name means since the record, or since
-        before where that names it. Its ETag is gone if it was replaced, or if any version was removed."""
+        """End the plain object that a listing no longer showed, if the record is later or names it.
+
+        With ``is_replaced`` its ETag is gone, too: a file elsewhere replaced it, or a removal ended every version."""
         if step.tombstone is None or not step.tombstone.has_ended_unlisted(self._stamp, hides):
             return
         etag, stamp = step.tombstone.unlisted
@@ -273,13 +277,17 @@ class FileRules:
         self._bury(step, told=(etag, stamp), ended=etag if is_replaced else "", at=self._stamp)
 
     def _bury_replaced(self, step: Step, current: Entry, etag: str = "") -> None:
-        """A file elsewhere is replaced, or removed. What it hid stays hidden, but for the plain object ``etag``."""
+        """Note in the tombstone that a file elsewhere is replaced or removed.
+
+        What it hid stays hidden, except the plain object ``etag``."""
         if current.etag and current.etag != etag:
             self._bury(step, etag=current.etag, at=current.stamp if current.stamp > RELOCATED else self._stamp)
         self._bury(step, floor=current.stamp)
 
     def _note_lost(self, step: Step, place: Place, hides: str) -> None:
-        """The operation is left out as older than what is known; what it replaced stays gone all the same."""
+        """Account for an operation that is left out as older than what is known.
+
+        What it replaced stays gone all the same."""
         current, tombstone = step.current, step.tombstone
         is_elsewhere = current is not None and lies_elsewhere(current)
         if place.number or isinstance(step.operation, Symlink):
@@ -307,12 +315,14 @@ class FileRules:
                 self._drop_listed(step, current)
 
     def _drop_listed(self, step: Step, current: Entry) -> None:
-        """A plain object that was only listed had counted by its date, and is gone by its ETag."""
+        """Drop a plain object that was only listed: it counted by its date, and is gone by its ETag."""
         self._uncover(step, step.tombstone, current)
         step.drop()
 
     def _end_older(self, step: Step, stamp: int, etag: str) -> None:
-        """A plain object that was removed had replaced what was elsewhere until then, also earlier in this record."""
+        """End the older file elsewhere that a removed plain object had replaced.
+
+        That file may have been put earlier in this record."""
         current = step.current
         if current is not None and lies_elsewhere(current) and 0 < current.stamp < stamp:
             self._bury_replaced(step, current)
@@ -323,9 +333,10 @@ class FileRules:
         self._bury(step, told=(etag, stamp))
 
     def _note_not_moved(self, step: Step, etag: str, *, since: int) -> None:
-        """A plain object is not the file, because a file elsewhere took its place after ``since``, or was removed: a
-        copy of bytes which the name did not have any more, or (``since``) a version that was moved away, and replaced
-        at its key or removed later."""
+        """Mark a plain object as gone if, after ``since``, its name got another file, or one was removed there.
+
+        If ``since`` is 0, the object is a copy of bytes that the name no longer has, and only files elsewhere count;
+        otherwise it is a version that was moved away, and later replaced at its key or removed."""
         current, ended = step.current, 0
         listed = None if since or current is None or not is_only_listed(current, etag) else current
         if current is not None and (since or lies_elsewhere(current)):
@@ -338,15 +349,17 @@ class FileRules:
                 step.drop()
 
     def _uncover(self, step: Step, tombstone: Tombstone | None, current: Entry) -> None:
-        """A plain object goes that was only listed. What it hid by its date is not known here, and may be there for
-        others."""
+        """Note which commit to apply again when a plain object goes that was only listed.
+
+        The file elsewhere that it hid by its date is not known here, and other nodes may show it."""
         is_over = current.flags & Flag.OVERRIDING and not current.stamp
         if is_over and tombstone is not None and 0 < tombstone.floor < PENDING:
             step.uncovered.add(tombstone.floor)
 
     def _note_won(self, step: Step, place: Place, hides: str, *, is_again: bool) -> None:
-        """The operation says what the name is from now on. A tombstone stays for what is gone: a file elsewhere stands
-        for the rest."""
+        """Update the tombstone for an operation that says what the name is from now on.
+
+        A tombstone stays for what is gone; beside a file elsewhere, that file stands for the rest."""
         current = step.current
         if current is not None and current.flags & Flag.LOCAL:
             current = None
@@ -366,31 +379,33 @@ class FileRules:
             dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
             if step.tombstone is not None or dated_s:
                 rest = step.tombstone or Tombstone(0)
-                again = self._stamp if step.is_again else 0  # which ends no version but its own
+                again = self._stamp if step.is_again else 0  # the removal before it ends no other version
                 rest = without(rest, place.etag, again) if is_again else rest
                 is_undated = bool(self._etag_back(step.operation) or (again and not dated_s))
                 step.tombstone = bury(put_back(rest, place.etag, undated=is_undated), etag=place.etag, put_s=dated_s)
 
     def _is_covered(self, step: Step, current: Entry) -> bool:
-        """A file that is not in the store yet came over this, or over what the record says of the name further on."""
+        """Return whether a file not yet in the store replaced what this, or a later, operation of the record puts."""
         is_local = bool(current.flags & Flag.LOCAL)
         return is_local and (not step.is_last or (step.is_only and current.stamp == self._stamp))
 
     def _is_unknown(self, current: Entry, path: str, hides: str) -> bool:
-        """A plain object that the writer did not know, and not older (format.md, "Plain objects and commits")."""
+        """Return whether this is a plain object that the writer did not know, and that is not older.
+
+        See docs/format.md, "Plain objects and commits"."""
         if current.stamp or current.place or current.flags & NO_OBJECT or current.etag == hides:
             return False
-        if current.flags & Flag.ATTRIBUTED:  # by the commit that changed it
+        if current.flags & Flag.ATTRIBUTED:  # the time of the commit that changed it
             date_ns = current.ctime_ns
         elif current.is_dated_by_store or self._outdated is NOTHING:
-            date_ns = current.ctime_ns + NS  # LastModified says no more
+            date_ns = current.ctime_ns + NS  # LastModified is in whole seconds
         else:
             date_ns = self._time + 1  # dated by this node's clock, which may be wrong: the store is asked
         newer = self._stamp < PENDING and date_ns > self._time
         return newer and self._outdated.get(path) != current.etag
 
     def doubts(self) -> Iterator[Doubt | None]:
-        """What to ask the store for, before the record is applied: an answer for each operation."""
+        """Yield, for each operation, what to ask the store for before the record is applied, or None."""
         return map(self._doubt, self._record.operations)
 
     def _doubt(self, operation: Operation) -> Doubt | None:
@@ -403,7 +418,7 @@ class FileRules:
         raw = operation.path.encode()
         (current,) = self._paths.find_many([raw])
         if isinstance(operation, Remove) and current is not None and self._is_other(current, operation):
-            # No commit told of a listed object, so the removed version has not replaced it: any date is right.
+            # No commit named a listed object, so the removed version has not replaced it: any date is right.
             return Doubt(operation.path, current.etag, operation.hides, self._time if current.stamp else PENDING)
         if isinstance(operation, Put) and operation.object == OWN and current is None:
             tombstone = self._tree.tombstones.get(raw)
@@ -424,12 +439,13 @@ class FileRules:
         if isinstance(operation, SetAttr) and self._is_known_before(current):
             return Doubt(operation.path, current.etag, operation.hides, sets_attributes=True)
         if isinstance(operation, Relocate) and not current.stamp and current.flags & Flag.ATTRIBUTED:
-            return Doubt(operation.path, current.etag, "", PENDING)  # whose attributes do not say which is newer
+            return Doubt(operation.path, current.etag, "", PENDING)  # its attributes do not say which is newer
         return None
 
     def _is_other(self, current: Entry, removal: Remove) -> bool:
-        """A plain object that is known here, and that a removal of another does not name: its writer had not seen it,
-        or somebody replaced it since."""
+        """Return whether a removal names another plain object than the one that is known here.
+
+        The removal's writer had not seen that one, or another client has put it there since."""
         is_earlier = current.stamp < self._stamp and not self._own
         is_version = current.is_plain and not removal.by_date
         return is_earlier and is_version and removal.hides not in ("", current.etag)
@@ -456,24 +472,27 @@ class FileRules:
         )  # fmt: skip
 
     def _is_hidden_by(self, current: Entry | None, operation: Put) -> bool:
-        """What is known has, or hides, the plain object that is told of, and not only an earlier one of equal bytes."""
+        """Return whether the current file is, or hides, this plain object, not just an earlier one of equal bytes."""
         is_earlier = current is not None and lies_elsewhere(current) and is_put_since(operation.dated_s, current.stamp)
         return current is not None and current.etag == operation.hides and not is_earlier
 
     def _is_told_late(self, step: Step, operation: Put) -> bool:
-        """The plain object that is told of is gone. A change made here knew that when it was made, but not what other
-        nodes' commits have said since: its own commit is applied as those are."""
+        """Return whether the plain object that is put at its own key is gone.
+
+        A change made here knew that when it was made, but not what other nodes' commits have said since; therefore its
+        own commit is applied like theirs."""
         return self._is_gone(step, operation.hides, operation.dated_s)
 
     def _show_others(self, step: Step, tombstone: Tombstone, etag: str) -> None:
-        """What the record said to be there again is gone, and so ends no other version: the next listing tells what
-        lies there."""
+        """Restore other versions that the record ended, because the one that it puts there again is gone.
+
+        The next listing shows what is at the key."""
         rest = without_others(tombstone, etag, self._stamp)
         step.tombstone = msgspec.structs.replace(rest, floor=0)
         step.relists = True
 
     def _replace_version(self, step: Step, operation: Put) -> None:
-        """Other bytes for the version that a file is, if it is that one still."""
+        """Give a file other bytes, if it still is the version that the operation replaces."""
         current, before = step.current, Place(self._numbers[operation.replaces], 0, "")
         if current is None or current.is_local:
             return
@@ -487,7 +506,7 @@ class FileRules:
         )  # fmt: skip
 
     def _is_copy(self, current: Entry, source: ObjectRef) -> bool:
-        """The file's bytes were copied away from there, which the operation's writer had not seen."""
+        """Return whether the file's bytes were copied from ``source``; the operation's writer had not seen that."""
         row = self._tree.objects.get(current.place) if current.place and not current.offset else None
         return row is not None and is_copy(row.key, source)
 
@@ -503,7 +522,7 @@ class FileRules:
         self, step: Step, place: Place, hides: str, flags: int, *, size: int, mode: int, uid: int, gid: int,
         mtime_ns: int, xattrs: dict[str, bytes], target: bytes = b"", stamp: int | None = None,
     ) -> None:  # fmt: skip
-        """``stamp`` is the record's where not given."""
+        """Set the file of a name, unless something newer is known or covers it; ``stamp`` defaults to the record's."""
         current = step.current
         if self.is_older(step, hides):
             if stamp is None:
@@ -521,14 +540,16 @@ class FileRules:
         step.become(entry, Effect.SET, xattrs, target)
 
     def _remove(self, step: Step, operation: Remove) -> None:
-        """A file."""
+        """Apply the removal of a file."""
         current, before = step.current, step.tombstone
         if self._is_removing(step, operation) and current is not None:
             self._uncover(step, before, current)
             step.drop()
 
     def _is_removing(self, step: Step, operation: Remove) -> bool:
-        """Whether a file goes, if it is there; what the removal names is gone in any case."""
+        """Return whether the file goes, if there is one, and update the tombstone.
+
+        What the removal names is gone in any case."""
         current, hides, floor = step.current, operation.hides, 0
         if operation.by_date or not hides:
             floor = self._stamp
@@ -553,20 +574,23 @@ class FileRules:
         return removes
 
     def _applies(self, step: Step, place: Place) -> bool:
-        """The name is still the version at ``place``; where no name is known, this may come into sight with a listing
-        (a plain object at its own key)."""
+        """Return whether the name is still the version at ``place``, or may be.
+
+        If no file is known, a plain object at its own key may still appear with a listing."""
         current, tombstone, path = step.current, step.tombstone or Tombstone(0), step.operation.path
         is_gone = tombstone.when_gone(place.etag) > 0
         if current is not None:
             return self.is_at(current, place, path) or (not is_gone and self._may_follow(step, current, place))
         unknown = not place.number and tombstone.newest < self._stamp and not is_gone
-        if unknown and not self._own:  # the listing before did not show it
+        if unknown and not self._own:  # the last listing did not show it
             step.relists = True
         return unknown
 
     def _may_follow(self, step: Step, current: Entry, place: Place) -> bool:
-        """The plain object that the operation names is perhaps newer than the one listed here: the next question for
-        the name, which is made to come, tells. Where a commit told of that one, or changed it, the store was asked."""
+        """Return whether the plain object that the operation names may be newer than the one known here.
+
+        If that one was only listed, a new listing is made to show which it is. If a commit named or changed it, the
+        store was asked."""
         if self._own or place.number or current.place or current.flags & NO_OBJECT:
             return False
         if current.stamp or current.flags & Flag.ATTRIBUTED:
@@ -577,24 +601,27 @@ class FileRules:
         return True
 
     def _is_known_before(self, current: Entry) -> bool:
-        """An earlier commit told of the plain object that is known, or changed its attributes."""
+        """Return whether an earlier commit named the plain object that is known, or changed its attributes."""
         since = current.stamp or (current.ctime_ns if current.flags & Flag.ATTRIBUTED else 0)
         return current.is_plain and 0 < since < self._stamp
 
     def _is_replaced(self, current: Entry, before: Place) -> bool:
-        """A plain object was replaced in place, of which no commit has to tell: who relocated the one that lay there
-        had seen it."""
+        """Return whether the plain object that a commit named was replaced at its key by the one that is relocated.
+
+        No commit has to name that one; the writer of the relocation had seen it."""
         is_told = current.is_plain and 0 < current.stamp < self._stamp
         return is_told and not before.number and current.etag != before.etag
 
     def _set_attributes(self, step: Step, operation: SetAttr) -> None:
-        """The version's own stamp stays: a writer that replaces it without knowing of this wins everywhere."""
+        """Set the attributes of one version, whose stamp stays.
+
+        So a writer that replaces the version without knowing of the attributes wins everywhere."""
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         current = step.current
         if not self._applies(step, place):
             return
         if current is None or not self.is_at(current, place, operation.path):
-            if current is not None and current.stamp:  # no commit tells of this one, and a listing would not show that
+            if current is not None and current.stamp:  # no commit names the new one; a listing would not show this
                 step.tombstone = with_unlisted(step.tombstone, current.etag, current.stamp)
             self._set_file(
                 step, place, current.etag if current else operation.hides, KNOWN | Flag.ATTRIBUTED,

@@ -1,18 +1,19 @@
-"""What commits have said of a name lately, in the order of their times.
+"""Histories: what recent commits say of a contested name, in the order of commit times.
 
-Commits come in another order than that of their times where their writers had not heard of each other. A row has what
-the newest of them made of a name, so one that comes late cannot be put in front of it. The history of a name has what
-the name was before the first of them, and what each said: where one comes late, all are applied again in their order.
+Commits may arrive in another order than that of their times if their writers had not seen each other's. A row holds
+only what the newest of them made of a name, so a commit that comes late cannot be inserted before it. The history of a
+name therefore holds what the name was before the first of them, and a fact for what each said. If a commit comes late,
+all facts are applied again in order.
 
 What always holds:
 
-* *commits alone*: what a listing shows is kept apart (``listed``), and laid over what the commits come to. Where
-  something else has changed the row of the name or the tombstone since the last fact (``mark``), it starts again;
-* *no older fact*: everything that was said before ``since`` is in the base, and cannot be taken out of it.
+* *commits alone*: what a listing shows is kept apart (``listed``), and laid over the result of the commits. If
+  something else has changed the name's row or tombstone since the last fact (``mark``), the history starts again;
+* *no older fact*: everything that commits said before ``since`` is in the base, and cannot be separated from it.
 
-A name that began with one commit, and has no tombstone, has no history: its row says what that was (`begun_by`). A
-crash leaves the histories of whole batches. They go once no commit can come late any more (`Histories.forget_before`).
-An index has those of the minutes before it. Trio thread only.
+A name that one commit began, and that has no tombstone, has no history: its row shows what that commit said
+(`begun_by`). A crash leaves the histories of whole batches. `Histories.forget_before` deletes histories once no commit
+can come late any more. An index contains those of the minutes before it. Trio thread only.
 """
 
 from __future__ import annotations
@@ -50,22 +51,24 @@ from lakefs_fuse.meta.tombstones import NS, Tombstone, bury, with_unlisted
 from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
 
 FACTS_MAX = 16
-"""Facts of a name. With more its history starts again: a name that one node writes again and again is no conflict."""
+"""Facts of a name. Beyond these its history starts again: a name that one node keeps rewriting is not contested."""
 OBJECTS_MAX = 1000
-"""References in memory: the names of a record mostly have their bytes in few packs."""
+"""Object references kept in memory. The files of one record mostly have their bytes in few packs."""
 ROWS_AT_ONCE = 256
-"""Histories read between two steps: about 2 ms."""
+"""Histories that are read in one step: about 2 ms."""
 RUNS = count(1)
-"""Applications of records in this process: two that begin at the same time are different runs."""
+"""Counts applications of records in this process, so that two that begin at the same time are different runs."""
 ENCODE = msgspec.msgpack.Encoder().encode
 _MARK = struct.Struct("<QIQQI")
 _SECOND_FACT = Flag.ATTRIBUTED | Flag.RELOCATED | Flag.OVERRIDING | Flag.PUT_AGAIN | Flag.LOCAL
 
 
 class Fact(msgspec.Struct, frozen=True, array_like=True):
-    """What one commit said of a name, at ``stamp``. ``objects`` are those that the operation names, behind one that
-    stands for nothing. ``outdated`` is the ETag that did not lie at the key any more, as the store answered. ``run``
-    differs each time that a commit is applied, and is 0 for changes of this node. The rest as in `Step`."""
+    """What one commit said of a name with one operation, at ``stamp``.
+
+    ``time`` is that of the record. ``objects`` are those that the operation names, after a placeholder. ``outdated`` is
+    an ETag that was no longer at the key, as the store answered. ``run`` is different for each application of a commit,
+    and 0 for changes of this node. ``is_last`` and ``is_only`` are as in `Step`."""
 
     stamp: int
     time: int
@@ -77,11 +80,11 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
     run: int = 0
 
     def record(self) -> Record:
-        """A record that says only this."""
+        """Return a record that says only this."""
         return Record(writer="", time=self.time, objects=self.objects, operations=[self.operation])
 
     def is_of_another(self, etag: str) -> bool:
-        """Whether it sets attributes of another plain object than the one with this ETag."""
+        """Return whether it sets attributes of a plain object at the path whose ETag is not this one."""
         said = self.operation
         if not isinstance(said, SetAttr):
             return False
@@ -89,19 +92,19 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
         return ref.key == said.path and not said.offset and ref.etag != etag
 
     def tells_of(self, etags: Set[str]) -> bool:
-        """Whether it tells of a plain object with one of these ETags."""
+        """Return whether it puts the plain object at the path, with one of these ETags."""
         said = self.operation
         return isinstance(said, Put) and said.object == OWN and said.hides in etags
 
     def restamped(self, before: int, after: int) -> Fact:
-        """As `Tombstone.restamped`."""
+        """Return the fact with one stamp replaced, as in `Tombstone.restamped`, and its time too."""
         if self.stamp == before or PENDING <= self.stamp < before:
             return msgspec.structs.replace(self, stamp=after, time=after)
         return self
 
 
 class Base(msgspec.Struct, frozen=True, array_like=True):
-    """A file, as a row has it, and what is beside its row; ``object`` where its bytes are, if elsewhere."""
+    """A file: its row, and what other rows hold of it. ``object`` is where its bytes are, if elsewhere."""
 
     row: bytes
     object: ObjectRef | None = None
@@ -110,9 +113,11 @@ class Base(msgspec.Struct, frozen=True, array_like=True):
 
 
 class History(msgspec.Struct, frozen=True, array_like=True):
-    """See the module's head. ``base`` and ``buried`` are the file and the tombstone before the first fact. ``absent``
-    is the plain object of which a commit told, and that a listing did not show any more: ETag and stamp; ``outdated``
-    the last ETag that did not lie at the key any more, as the store answered."""
+    """The history of one name; see the module.
+
+    ``base`` and ``buried`` are the file and the tombstone before the first fact. ``mark`` is `mark_of` the row and the
+    tombstone after the last. ``absent`` is the ETag and stamp of a plain object that a commit named and that a later
+    listing did not show. ``outdated`` is the last ETag that was no longer at the key, as the store answered."""
 
     facts: list[Fact]
     base: Base | None = None
@@ -124,23 +129,24 @@ class History(msgspec.Struct, frozen=True, array_like=True):
     outdated: str = ""
 
     def is_behind(self, stamp: int) -> bool:
-        """Some fact is later than that."""
+        """Return whether some fact is later than this stamp."""
         return any(fact.stamp > stamp for fact in self.facts[-1:])
 
     def is_moved_by(self, operation: Operation, stamp: int) -> bool:
-        """The operation is of the place of one version, and each fact that is later is in no commit yet: it may be of
-        what they made."""
+        """Return whether the operation moves or replaces one version, and all later facts are in no commit yet.
+
+        There is at least one later fact; the operation may concern the version that these facts made."""
         if isinstance(operation, SetAttr) or not is_of_version(operation):
             return False
         later = [fact.stamp for fact in self.facts if fact.stamp > stamp]
         return bool(later) and min(later) >= PENDING
 
     def can_have(self, stamp: int) -> bool:
-        """A fact of that time goes in front of none that is in the base."""
+        """Return whether a fact of this time can be inserted: nothing in the base is later."""
         return stamp >= self.since
 
     def has_before(self, fact: Fact) -> bool:
-        """The commit of a fact was applied before, and is applied again."""
+        """Return whether the commit of a fact was applied before, and is now applied again."""
         return any(self._is_repeated(each, fact) for each in self.facts)
 
     @staticmethod
@@ -148,28 +154,30 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         return fact.run > 0 and known.stamp == fact.stamp and known.run != fact.run
 
     def tells_of(self, etag: str) -> bool:
-        """A commit tells of the plain object, so commits decide whether it counts, and not its date."""
+        """Return whether a commit puts this plain object: then commits decide whether it counts, not its date."""
         own = (fact.operation for fact in self.facts if isinstance(fact.operation, Put))
         return any(put.object == OWN and put.hides == etag for put in own)
 
     def gave_file(self, stamp: int) -> bool:
-        """A commit of that time has put a file elsewhere there."""
+        """Return whether a commit of this time put a file elsewhere at the name."""
         said = (fact.operation for fact in self.facts if fact.stamp == stamp)
         return any(isinstance(each, Symlink) or (isinstance(each, Put) and each.object != OWN) for each in said)
 
     def relocates(self, row: Entry) -> bool:
-        """A commit says that the bytes of this plain object are elsewhere, which came before it was known here."""
+        """Return whether a commit relocated this plain object's bytes, but arrived before this node knew the object."""
         said = (fact.operation for fact in self.facts if isinstance(fact.operation, Relocate))
         return row.is_plain and any(each.from_object == OWN and each.from_etag == row.etag for each in said)
 
     def with_fact(self, fact: Fact) -> History:
-        """With one more, behind those of the same time. Where its commit is applied again, what it said before goes."""
+        """Return the history with one more fact, after those of the same time.
+
+        If the commit is applied again, its facts of the earlier application are dropped."""
         facts = [each for each in self.facts if not self._is_repeated(each, fact)]
         facts.insert(bisect_right([each.stamp for each in facts], fact.stamp), fact)
         return msgspec.structs.replace(self, facts=facts)
 
     def answered(self, fact: Fact) -> History:
-        """With what the store has answered before this fact: what was listed may be gone."""
+        """Return the history with the store's answer for this fact, without the listed object if that is gone."""
         if not fact.outdated:
             return self
         listed = None if self.listed is None else unpack_entry(0, 0, self.listed.row)
@@ -177,28 +185,30 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, listed=self.listed if is_there else None, outdated=fact.outdated)
 
     def without(self, etags: Set[str]) -> History:
-        """Without what was said of plain objects with these ETags, and without a listing."""
+        """Return the history without puts of plain objects with these ETags, and without what a listing showed."""
         facts = [fact for fact in self.facts if not fact.tells_of(etags)]
         return msgspec.structs.replace(self, facts=facts, listed=None)
 
     def with_listing(self, listed: Base | None, etag: str, absent: tuple[str, int]) -> History:
-        """With what a listing has shown since, of the plain object with this ETag. Attributes of others bring nothing
-        into sight any more; perhaps no fact is left until the next."""
+        """Return the history with what a listing has shown since.
+
+        Facts that set attributes of plain objects other than ``etag`` are dropped: they can show nothing any more.
+        Perhaps no fact is left until the next one."""
         facts = [fact for fact in self.facts if not fact.is_of_another(etag)]
         return msgspec.structs.replace(self, facts=facts, listed=listed, absent=absent)
 
     def is_replaced_by(self, entry: Entry | None) -> bool:
-        """What is listed is not at the key any more, as another plain object is the file."""
+        """Return whether another plain object is the file: then the listed one is no longer at the key."""
         if self.listed is None or entry is None or not entry.is_plain:
             return False
         return unpack_entry(0, 0, self.listed.row).etag != entry.etag
 
     def answers(self) -> Mapping[str, str]:
-        """As `Application` takes them."""
+        """Return the argument ``outdated`` of `Application`."""
         return {self.facts[0].operation.path: self.outdated} if self.outdated else NOTHING
 
     def restamped(self, before: int, after: int) -> History:
-        """As `Tombstone.restamped`, in the order of the new stamps."""
+        """Return the history with one stamp replaced, as in `Tombstone.restamped`, and the facts in their new order."""
         facts = sorted((fact.restamped(before, after) for fact in self.facts), key=lambda fact: fact.stamp)
         buried = None if self.buried is None else self.buried.restamped(before, after)
         since = after if self.since == before or PENDING <= self.since < before else self.since
@@ -206,7 +216,7 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
 
 def mark_of(entry: Entry | None, tombstone: Tombstone | None) -> int:
-    """A number that changes with what a row and a tombstone say of a name, but for its attributes and inode."""
+    """Return a number that changes with what a row and a tombstone say of a name, except attributes and inode."""
     row = b""
     if entry is not None and (not entry.is_local or entry.stamp or entry.etag):
         flags = entry.flags & ~(Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT | Flag.SHADOWED | Flag.XATTRS)
@@ -215,17 +225,17 @@ def mark_of(entry: Entry | None, tombstone: Tombstone | None) -> int:
 
 
 def is_listed(entry: Entry) -> bool:
-    """A listing shows it, and no commit says anything of it."""
+    """Return whether a listing shows the file, and no commit says anything of it."""
     return not (entry.stamp or entry.place or entry.flags & (NO_OBJECT | Flag.ATTRIBUTED))
 
 
 def lay_over(listed: Entry, step: Step) -> bool:
-    """Lay an object that a listing shows over what commits come to; returns whether it counts."""
+    """Lay an object that a listing shows over the result of the commits; return whether the object counts."""
     entry, tombstone = step.current, step.tombstone
     is_told = entry is not None and entry.is_plain and entry.stamp > 0
     if tombstone is not None:
         is_gone = tombstone.when_named(listed.etag) if is_told else tombstone.when_gone(listed.etag)
-        if is_gone and not listed.is_dated_by_store:  # by this node, before it heard of that
+        if is_gone and not listed.is_dated_by_store:  # this node stored it before it knew of the removal
             return False
         if tombstone.hides(listed.etag, listed.ctime_ns, is_told=is_told):
             return False
@@ -241,12 +251,12 @@ def lay_over(listed: Entry, step: Step) -> bool:
 
 
 def is_begun(entry: Entry) -> bool:
-    """A file is nothing but what one commit said, or may be that."""
+    """Return whether a file may be what one commit said, and nothing else."""
     return entry.stamp > RELOCATED and not entry.flags & _SECOND_FACT
 
 
 def is_same(row: Entry, step: Step) -> bool:
-    """A row says already what a step came to."""
+    """Return whether a row already says what a step resulted in."""
     entry = step.current
     if entry is None or mark_of(row, None) != mark_of(entry, None):
         return False
@@ -264,7 +274,7 @@ def fact_of(
     operation: Operation, record: Record, this: ObjectRef, stamp: int, *,
     is_last: bool, is_only: bool, outdated: Mapping[str, str], run: int,
 ) -> Fact:  # fmt: skip
-    """What a record says with one of its operations."""
+    """Return the fact for one operation of a record."""
     objects: list[ObjectRef] = [ObjectRef()]
     numbers: dict[int, int] = {}
 
@@ -290,16 +300,16 @@ def fact_of(
 
 
 class Histories:
-    """Histories by path, and what they are made from. Trio thread only."""
+    """The rows of histories by path, and how histories are made from the tree. Trio thread only."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._rows = PathRows(tree.database, schema.HISTORY, History)
         self._objects: dict[int, ObjectRef] = {}
-        """By number, of those that were asked for."""
+        """By number, for those that were looked up."""
 
     def get_many(self, paths: Iterable[str]) -> list[History | None]:
-        """Of each path; None for a name that has none."""
+        """Return the history of each path; None for a name without one."""
         return self._rows.get_many(paths)
 
     def write(self, batch: Batch, histories: Mapping[str, History | None]) -> None:
@@ -307,7 +317,7 @@ class Histories:
         self._rows.write(batch, histories)
 
     def forget_before(self, time: int) -> Iterator[None]:
-        """Forget histories of which every fact is older than that, ROWS_AT_ONCE between two steps."""
+        """Delete histories whose facts are all older than ``time``, `ROWS_AT_ONCE` of them in each step."""
         names = self._rows.items()
         while some := list(islice(names, ROWS_AT_ONCE)):
             batch = Batch()
@@ -319,7 +329,7 @@ class Histories:
             yield
 
     def begin(self, path: str, row: Entry | None, buried: Tombstone | None, fact: Fact) -> History | None:
-        """The history of a name that was ``row`` and ``buried`` before this fact; None where that cannot be said."""
+        """Return the history of a name that was ``row`` and ``buried`` before this fact; None if there can be none."""
         if (unlisted := self.begun_unlisted(path, row, buried)) is not None:
             return unlisted.with_fact(fact)
         newest = 0 if buried is None else max(buried.newest, buried.unlisted[1])
@@ -336,7 +346,7 @@ class Histories:
         return History([fact], self._base_of(row), buried, max(newest, row.stamp))
 
     def found(self, history: History, row: Entry | None, tombstone: Tombstone | None) -> History | None:
-        """A history as it goes on from what the tree has; None where that is not known."""
+        """Return the history as it continues from what the tree holds now; None if that is not known."""
         if history.mark == mark_of(row, tombstone):
             return history
         absent = ("", 0) if tombstone is None else tombstone.unlisted
@@ -346,7 +356,7 @@ class Histories:
         return history.with_listing(self._base_of(row), row.etag, absent) if is_listed(row) else None
 
     def _object(self, number: int) -> ObjectRef | None:
-        """Where bytes are; None for 0, and for what is not known."""
+        """Return the object with this number; None for 0, and if it is not known."""
         ref = self._objects.get(number)
         if ref is None and number and (row := self._tree.objects.get(number)) is not None:
             if len(self._objects) >= OBJECTS_MAX:
@@ -363,7 +373,7 @@ class Histories:
         )
 
     def entry_of(self, base: Base) -> Entry:
-        """The file of a base, without parent, cookie and inode."""
+        """Return the file of a base, without parent, cookie and inode."""
         entry = msgspec.structs.replace(unpack_entry(0, 0, base.row), cookie=0, inode=0)
         if base.object is not None:
             ref = base.object
@@ -371,7 +381,7 @@ class Histories:
         return entry
 
     def lay_listing_over(self, history: History, step: Step) -> bool:
-        """What commits come to, with what a listing shows; returns whether that counts."""
+        """Lay what a listing shows over the result of the commits; return whether a listed object counts."""
         entry = step.current
         listed = None if history.listed is None else self.entry_of(history.listed)
         if entry is not None and entry.is_plain and entry.stamp and (entry.etag, entry.stamp) == history.absent:
@@ -383,8 +393,9 @@ class Histories:
         return listed is not None and not history.tells_of(listed.etag) and lay_over(listed, step)
 
     def begun_unlisted(self, path: str, row: Entry | None, buried: Tombstone | None) -> History | None:
-        """The history of a name of which one commit told a plain object that a listing did not show any more; None for
-        another."""
+        """Return the history of a name for which one commit put a plain object that a listing no longer showed.
+
+        Return None for any other name."""
         stamp = 0 if buried is None or buried != with_unlisted(None, *buried.unlisted) else buried.unlisted[1]
         if buried is None or not 0 < stamp < PENDING or not (row is None or row.is_local or is_listed(row)):
             return None
@@ -393,7 +404,7 @@ class Histories:
         return History([Fact(stamp, stamp, put, [ObjectRef()])], listed=listed, absent=buried.unlisted)
 
     def begun_by(self, path: str, entry: Entry) -> Fact | None:
-        """The fact that made a file that `is_begun`; None for another."""
+        """Return the fact that made a file that `is_begun`; None for any other."""
         if not is_begun(entry):
             return None
         xattrs = self._tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
@@ -413,25 +424,25 @@ class Histories:
 
 
 class OrderedRules:
-    """The rules, for the operations of one record, applied as if all commits had come in the order of their times."""
+    """The rules for one record's operations, applied as if all commits had arrived in the order of their times."""
 
     def __init__(
         self, paths: PathTree, record: Record, this: ObjectRef, stamp: int, *, own: bool, outdated: Mapping[str, str]
     ) -> None:
-        """As `Application`."""
+        """See `Application` for the arguments."""
         self._paths, self._record, self._this, self._stamp, self._outdated = paths, record, this, stamp, outdated
         self.rules = FileRules(paths, record, this, stamp, own=own, outdated=outdated)
         self._histories = Histories(paths.tree)
         self._run = 0 if own else paths.database.clock.boot_ns() + next(RUNS)
         self._moved, self._before = set[str](), dict[str, Entry]()
         self._left = set[str]()
-        """From where this node's change moved rows before a crash, after which it is applied again."""
+        """Paths from which a change of this node moved rows before a crash, if it is applied again after that."""
         self._known: dict[str, History] = {}
-        """Of the names that are read together."""
+        """Histories of the names that were read together, by path."""
         self._changed: list[tuple[Step, History | None]] = []
 
     def move(self, carried: Carried) -> None:
-        """Rows were moved with the record."""
+        """Register which rows moved with the record."""
         self._before.update(carried.before)
         if carried.directories:
             self._moved.update(path for pair in self._record.moves for path in pair)
@@ -439,14 +450,14 @@ class OrderedRules:
             self._left.update(old for old, _ in self._record.moves)
 
     def read(self, steps: Sequence[Step]) -> None:
-        """Read what is known of the names and the objects of steps; `apply` and `write` are for these."""
+        """Read the histories of these steps' names, and number their objects, before `apply` and `write` for them."""
         self.rules.number(step.operation for step in steps)
         files = [step.operation.path for step in steps if not step.raw.endswith(b"/")]
         histories = zip(files, self._histories.get_many(files), strict=True)
         self._known = {path: history for path, history in histories if history is not None}
 
     def apply(self, step: Step) -> None:
-        """Apply an operation on a file, and what later commits have said of the name again, as far as that is known."""
+        """Apply an operation on a file, and then again what later commits said, as far as that is known."""
         path, known = step.operation.path, self._known.get(step.operation.path)
         is_left = known is not None and step.row is None and self._is_below(path, self._left)
         is_carried = is_left or self._is_below(path, self._moved)
@@ -460,7 +471,9 @@ class OrderedRules:
             self._changed.append((step, history))
 
     def _found(self, step: Step, known: History, is_carried: bool) -> History | None:
-        """As `Histories.found`. Where rows moved with the record, what the name was before that counts."""
+        """Return the history as `Histories.found` does.
+
+        If rows moved with the record, what the name was before that counts."""
         if not is_carried:
             return self._histories.found(known, step.row, step.buried)
         before = self._before.get(step.operation.path)
@@ -469,12 +482,12 @@ class OrderedRules:
         if known.listed is None or len(self._record.operations) > MOVED_MAX:
             return known
         is_there = before is not None and not known.is_replaced_by(before)
-        if before is None and step.row is not None:  # no row came, perhaps
+        if before is None and step.row is not None:  # perhaps no row moved here
             is_there = step.row.is_plain and not known.is_replaced_by(step.row)
         return known if is_there else known.with_listing(None, known.absent[0], known.absent)
 
     def _begun_later(self, step: Step) -> History | None:
-        """The history of a name that began with one commit, which is later than the record."""
+        """Return the history of a name that began with one commit, if that is later than the record."""
         if step.buried is not None:
             later = self._histories.begun_unlisted(step.operation.path, step.row, step.buried)
             return later if later is not None and later.is_behind(self._stamp) else None
@@ -484,7 +497,9 @@ class OrderedRules:
         return None if first is None else History([first])
 
     def write(self, batch: Batch) -> None:
-        """Write the histories of the operations since the last call; steps have what has become of their names."""
+        """Write the histories for the operations applied since the last call.
+
+        The steps already hold the rows that their names got."""
         histories: dict[str, History | None] = {}
         for step, history in self._changed:
             if history is not None:
@@ -521,7 +536,9 @@ class OrderedRules:
         )  # fmt: skip
 
     def _begin(self, step: Step, is_carried: bool) -> History | None:
-        """What was before is the base. None where the row says all, or where too many names move."""
+        """Return a history whose base is what the name was before the step.
+
+        Return None if the row says all, if too many names move, or if the history cannot begin."""
         path, row = step.operation.path, step.row
         if is_carried:
             if len(self._record.operations) > MOVED_MAX:
@@ -535,7 +552,7 @@ class OrderedRules:
 
     @staticmethod
     def _is_below(path: str, moved: Set[str]) -> bool:
-        """The name, or a directory above it, is one of these."""
+        """Return whether the name, or a directory above it, is in ``moved``."""
         while path and moved:
             if path in moved:
                 return True
@@ -543,8 +560,10 @@ class OrderedRules:
         return False
 
     def find_without(self, path: str, row: Entry, buried: Tombstone | None, etags: Set[str]) -> Step | None:
-        """What commits make of a name that is ``row``, but for what they and a listing say of plain objects with these
-        ETags there; None where it has no history that goes on from what the tree has."""
+        """Return what commits make of a name if plain objects with these ETags are left out.
+
+        ``row`` is what the name is now. What a listing shows is left out, too. Return None if the name has no history
+        that continues from what the tree holds, or if no fact is left."""
         (known,) = self._histories.get_many([path])
         history = None if known is None else self._histories.found(known, row, buried)
         rest = None if history is None else history.without(etags)
@@ -554,7 +573,7 @@ class OrderedRules:
         return self._replayed(Step(rest.facts[0].operation, row.parent, row.name, raw, True, True), rest)
 
     def _replay(self, step: Step, history: History) -> None:
-        """Make of a name what its history says."""
+        """Set a step to what the history of its name results in."""
         row, again = step.row, self._replayed(step, history)
         is_listed_now = self._histories.lay_listing_over(history, again)
         step.tombstone, step.relists = again.tombstone, again.relists
@@ -570,12 +589,12 @@ class OrderedRules:
             step.relists = step.relists or is_listed_now
 
     def _replayed(self, step: Step, history: History) -> Step:
-        """What the facts of a history come to."""
+        """Return a step with the result of all facts of a history."""
         again = Step(step.operation, step.parent, step.name, step.raw, True, False, tombstone=history.buried)
         if history.base is not None:
             again.current = self._histories.entry_of(history.base)
             again.xattrs, again.target = history.base.xattrs, history.base.target
-        unnamed = 0  # when a commit removed the name last, and named no version
+        unnamed = 0  # stamp of the removal just before, if that named no version
         for fact in history.facts:
             answers, file = history.answers(), again.current
             if isinstance(fact.operation, Relocate) and file is not None and not file.stamp and file.is_plain:
