@@ -1,8 +1,8 @@
-"""The application of one record to the tree: what each operation changes in the rows. `Applier` makes one for each.
+"""The application of one record to the tree: what each operation changes in the rows.
 
-`OrderedRules` decides about files. An operation sees what those before it did. Names are read and written in one batch
-until one comes twice, or its directory is missing or goes. Trio thread only. A crash leaves whole batches; the record
-is applied again.
+`Applier` makes one for each record; `OrderedRules` decides about files. An operation sees what those before it did.
+Names are read and written in one batch until a name occurs again, or its directory is missing or may go. Trio thread
+only. A crash leaves whole batches; the record is applied again.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from lakefs_fuse.meta.entry import NO_OBJECT, UNSET, Entry, Flag
 from lakefs_fuse.meta.tombstones import Tombstone
 
 TOGETHER_MAX = 512
-"""Operations that are read together, and written in one batch."""
+"""Operations that are read together and written in one batch."""
 COUNTED_PER_OPERATION = 100
-"""So many operations are counted in the time in which one is applied."""
+"""Operations that are counted in the time in which one is applied."""
 CARRIED_PER_OPERATION = 4
-"""So many names are carried over in the time in which one operation is applied."""
+"""Names that are carried over in the time in which one operation is applied."""
 CARRIED_OVER_MAX = 1_000_000
-"""A rename of more names by another node gives them other inodes: to keep them takes 300 bytes of memory a name."""
+"""Operations. Beyond these, another node's rename gives names other inodes: to keep them takes 300 bytes a name."""
 
 
 class _Changes(msgspec.Struct):
-    """What operations change: rows for one batch, and the entries to announce afterwards."""
+    """The changes of some operations: rows for one batch, and what the watcher is notified of afterwards."""
 
     batch: Batch = msgspec.field(default_factory=Batch)
     files: list[tuple[Entry, Entry]] = []
-    """Rows of files that get other attributes, as they were and as they will be."""
+    """Rows of files that change, as they were and as they will be."""
     tombstones: dict[bytes, Tombstone | None] = {}
     updated: list[Entry] = []
     relocated: list[Relocated] = []
     names: list[tuple[int, bytes]] = []
-    """Names that the kernel may remember wrongly."""
+    """Parent and name of each name that the kernel may remember wrongly."""
     directories: dict[int, None] = {}
-    """Those in which names come or go."""
+    """Directories in which names come or go."""
     uncovered: set[int] = set()
-    """Times of commits to apply again: a plain object that counted over their files by its date is gone."""
+    """Times of commits to apply again: a plain object that counted in place of their files, by its date, is gone."""
 
 
 class Application:
-    """One record on its way into the tree."""
+    """One record that is being applied to the tree."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Application:
         outdated: Mapping[str, str] = NOTHING,
         whole: bool = False,
     ) -> None:
-        """``own``: this node made the change, and knew what it changed. ``outdated`` are ETags of plain objects that
-        were listed, and are not at these paths any more, as the store answers to `doubts`; NOTHING where it was not
+        """``own``: this node made the change, and knew what it changed. ``outdated`` maps paths to ETags of plain
+        objects that were known and are no longer there, as the store answered to `doubts`; `NOTHING` if it was not
         asked. ``whole``: the record is all that its commit says."""
         self._own, self._whole = own, whole
         self._paths, self._tree, self._watcher = paths, paths.tree, paths.watcher
@@ -82,10 +82,10 @@ class Application:
         self._changes = _Changes()
         self._carried = Carried()
         self._parent: tuple[str, int | None] | None = None
-        """The directory that was asked for last, until something is written."""
+        """The directory that was looked up last, until something is written."""
 
     def doubts(self) -> Iterator[Doubt | None]:
-        """What to ask the store for, before the record is applied: an answer for each operation."""
+        """Yield, for each operation, what to ask the store for before the record is applied, or None."""
         return self._rules.doubts()
 
     def run(self) -> None:
@@ -93,8 +93,9 @@ class Application:
             pass
 
     def steps(self, operations_max: int) -> Generator[None, None, None]:
-        """Apply so many operations at a time. Where it yields, everything so far is in the tree, and others may change
-        the tree before the next step."""
+        """Apply ``operations_max`` operations at a time, and yield after each step.
+
+        At a yield everything so far is in the tree, and other tasks may change the tree before the next step."""
         if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):
             names_max = CARRIED_PER_OPERATION * operations_max
             self._carried = yield from carry_over(self._paths, self._record, self._stamp, names_max, own=self._own)
@@ -110,7 +111,7 @@ class Application:
         some: dict[str, Step] = {}
         leaving = set[str]()  # directories that may go with removals in `some`, before other names are set there
         looked_at = set[str]()  # directories of those removals
-        unnamed = set[str]()  # names that were removed, no version named
+        unnamed = set[str]()  # names whose removal just before named no version
         for number, operation in enumerate(self._record.operations, 1):
             path = operation.path
             is_last, is_only, is_again = True, self._whole and says_what(operation), path in unnamed
@@ -151,7 +152,7 @@ class Application:
         return self._parent[1]
 
     def _is_writable(self, operation: Operation) -> bool:
-        """No directory has to be made first."""
+        """Return whether no directory has to be made first."""
         return isinstance(operation, Remove) or self._directory(operation.path.rpartition("/")[0]) is not None
 
     def _apply_all(self, some: dict[str, Step]) -> None:
@@ -164,7 +165,7 @@ class Application:
         some.clear()
 
     def _read(self, steps: list[Step]) -> None:
-        """What is known of the names, and the numbers of the objects."""
+        """Read what is known of the names, and number the objects."""
         tombstones = self._tree.tombstones.get_many([step.raw for step in steps])
         for step, tombstone in zip(steps, tombstones, strict=True):
             step.buried = step.tombstone = tombstone
@@ -202,7 +203,7 @@ class Application:
         self._order.write(changes.batch)
         if not self._own:
             self._paths.touch(changes.batch, changes.directories, self._time)
-        for time in changes.uncovered:  # with what covered their files: a crash, or an error, loses neither
+        for time in changes.uncovered:  # in one batch with what covered their files: a crash or error loses neither
             self._paths.commits.forget_with(changes.batch, time)
         self._paths.database.commit(changes.batch)
         in_use = self._watcher.in_use
@@ -220,7 +221,7 @@ class Application:
     # -- files
 
     def _change_file(self, step: Step) -> None:
-        """Write what the rules made of a file."""
+        """Add what the rules made of a file to the changes."""
         changes, row, entry = self._changes, step.row, step.current
         changes.uncovered |= step.uncovered
         if step.relists and step.parent is not None:
@@ -240,7 +241,7 @@ class Application:
                 self._finish(step, row, entry)
 
     def _drop(self, row: Entry) -> Entry | None:
-        """Returns what stays."""
+        """Remove the row of a file unless the file is being written here; return what stays."""
         left: Entry | None = row
         if not self._paths.keeps(row):
             self._tree.remove(self._changes.batch, row)
@@ -257,7 +258,7 @@ class Application:
         if parent is None:
             parent = self._paths.ensure_directory(step.operation.path.rpartition("/")[0], self._time)
         if row is not None and row.flags & Flag.XATTRS and self._paths.keeps(row):
-            step.xattrs = self._tree.xattrs(row.inode)  # set here since, perhaps; they are told with what is written
+            step.xattrs = self._tree.xattrs(row.inode)  # perhaps set here since; they go with what is written
         flags = entry.flags & ~Flag.XATTRS | (Flag.XATTRS if step.xattrs else 0)
         if row is None:
             flags |= Flag.SHADOWED if step.other else 0
@@ -299,8 +300,10 @@ class Application:
         return entry
 
     def _is_redated(self, current: Entry, entry: Entry) -> bool:
-        """The kernel may hold an older mtime of this inode, which it never updates: that of the row, or for an object
-        that was only listed LastModified."""
+        """Return whether a file needs another inode because of its mtime, which the kernel never updates.
+
+        The kernel may hold that of the row or, for an object that was only listed, LastModified. A file that is open or
+        being written here keeps its inode."""
         if self._own or entry.flags & Flag.SYMLINK:
             return False
         is_listed = not (current.stamp or current.place or current.flags & (NO_OBJECT | Flag.ATTRIBUTED))
@@ -308,7 +311,7 @@ class Application:
         return not is_known and not self._paths.keeps(current) and not self._watcher.redated(current)
 
     def _update(self, current: Entry, entry: Entry) -> Entry:
-        """The same bytes, with other attributes or in another place."""
+        """Give the same bytes other attributes or another place, and return the new row."""
         if self._is_redated(current, entry):
             return self._tree.renew_inode(self._changes.batch, entry)
         self._changes.files.append((current, entry))
@@ -364,5 +367,5 @@ class Application:
 
 
 def _shown(entry: Entry) -> tuple[int, ...]:
-    """What the kernel remembers of an inode."""
+    """Return what the kernel remembers of an inode."""
     return entry.mode, entry.uid, entry.gid, entry.size, entry.mtime_ns, entry.flags & (Flag.SYMLINK | Flag.SHADOWED)

@@ -1,8 +1,8 @@
-"""The tree by paths, as commits name it: directories made where they are missing, removed where they are empty, moved.
+"""The tree by paths, as commits name it: creates missing directories, removes empty ones, and moves rows.
 
 What always holds (*implied directories*): a directory that no commit, marker or listing names exists only while
-something is below it. Every change of a name is announced to the `Watcher` in the step in which it is made. Trio
-thread only. Inodes of paths are remembered within one `editing` block; a crash leaves the tree's rows.
+something is below it. The `Watcher` is notified of every change of a name in the step that makes it. Trio thread only.
+Inodes of paths are cached in memory until the paths may lead elsewhere; a crash leaves the tree's rows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lakefs_fuse.meta.tombstones import Tombstone, bury
 from lakefs_fuse.meta.tree import Tree
 
 MOVED_MAX = 512
-"""Operations of a record that moves rows; where one has more, names that have no history get none by it."""
+"""Operations of a record that moves rows. With more, moved names that have no history get none."""
 ROWS_MAX = 512
-"""Names that are read, or written, at once."""
+"""Names that are read, or written, together."""
 READ_PER_NAME = 32
-"""So many operations are sorted by their paths in the time in which one name is looked at."""
+"""Operations that are sorted by their paths in the time in which one name is checked."""
 
 
 class Relocated(NamedTuple):
-    """A file's bytes, which were those of a version of an object from ``offset`` on, are where its row says now."""
+    """A file whose bytes, at ``offset`` of a version of an object before, are now where ``entry`` says."""
 
     key: str
     etag: str
@@ -44,57 +44,62 @@ class Watcher:
     """A listener for what commits change; the filesystem overrides what it needs."""
 
     in_use: Container[int] = ()
-    """Inodes of the files that are open or not durable: others are not worth a call of `keeps`, `ctime_ns`, `updated`
-    and `relocated`."""
+    """Inodes of the files that are open or not durable: `keeps`, `is_new`, `ctime_ns`, `updated` and `relocated` are
+    called only for these."""
 
     def keeps(self, entry: Entry) -> bool:
-        """The file is being written here: its inode stays."""
+        """Return whether the file is being written here, and keeps its inode."""
         return False
 
     def is_new(self, entry: Entry) -> bool:
-        """The file was created here, and is not in the store: it began as no version of what has its name elsewhere."""
+        """Return whether the file was created here, and is not in the store.
+
+        So it did not begin as a version of the file that other nodes have at its name."""
         return False
 
     def redated(self, entry: Entry) -> bool:
-        """The mtime of a file changes, which the kernel ignores for an inode that it holds. Answers whether the file is
-        open here: then it keeps its inode until the last close."""
+        """Note that a file's mtime changes, and return whether the file is open here.
+
+        The kernel ignores the change for an inode that it holds. An open file keeps its inode until the last close."""
         return False
 
     def ctime_ns(self, entry: Entry) -> int:
-        """When an inode was changed here last: what this node's own commits say of it does not move that."""
+        """Return when an inode was last changed here; this node's own commits do not change that time."""
         return entry.ctime_ns
 
     def changing(self, parent: int, name: bytes) -> None:
-        """A listing under way must not undo this."""
+        """Protect a name that changes now from listings under way, which must not undo that."""
 
     def changed(self, parent: int, name: bytes) -> None:
-        """The kernel may remember the name wrongly."""
+        """Invalidate a name that the kernel may remember wrongly."""
 
     def updated(self, entries: Sequence[Entry]) -> None:
-        """The rows of files have other attributes, another place or another name."""
+        """Follow rows of files that have other attributes, another place or another name."""
 
     def relocated(self, files: Sequence[Relocated]) -> None:
-        """The same bytes are in another place."""
+        """Follow files whose bytes are the same, but in another place."""
 
     def moved(self) -> None:
-        """Directories moved: paths of files in use may be others."""
+        """Follow directories that moved: files in use may have other paths."""
 
     def root_changed(self) -> None:
-        """Names come or go in the root, which has no row."""
+        """Follow names that come or go in the root, which has no row."""
 
 
 class PathTree:
-    """See the module's head."""
+    """The tree by paths; see the module."""
 
     def __init__(self, database: Database, tree: Tree, watcher: Watcher, commits: CommitRows) -> None:
         self.database, self.tree, self.watcher, self.commits = database, tree, watcher, commits
         self._directories: dict[str, int] = {}
-        """Inodes by path; while something is edited, 0 for a directory that is not there."""
+        """Inodes by path; within `editing`, 0 for a directory that does not exist."""
         self._is_editing = self._is_quiet = False
 
     @contextmanager
     def editing(self, *, quiet: bool = False) -> Iterator[None]:
-        """Paths are looked up again inside, and after it. ``quiet``: the kernel of this node made the change itself."""
+        """Edit the tree; cached paths are forgotten before and after.
+
+        ``quiet``: this node's kernel made the change itself, so nothing is invalidated."""
         self._is_editing, self._is_quiet = True, quiet
         self._directories.clear()
         try:
@@ -104,11 +109,11 @@ class PathTree:
             self._directories.clear()
 
     def forget_paths(self) -> None:
-        """Paths lead elsewhere now, or other tasks ran."""
+        """Forget cached paths, because they lead elsewhere now, or other tasks ran."""
         self._directories.clear()
 
     def find_many(self, paths: Sequence[bytes]) -> list[Entry | None]:
-        """The directory of each path that ends in a slash, the file of each other."""
+        """Return, for each path, the directory if it ends in a slash, otherwise the file."""
         names = []
         for path in paths:
             above, _, name = path.removesuffix(b"/").rpartition(b"/")
@@ -116,17 +121,17 @@ class PathTree:
         return self.tree.named_many(names)
 
     def child(self, path: str) -> Entry | None:
-        """The directory of a path, else the file."""
+        """Return the directory of a path, or else the file."""
         above, _, name = path.rpartition("/")
         parent = self.directory(above)
         return None if parent is None else self.tree.child(parent, name.encode())
 
     def keeps(self, entry: Entry) -> bool:
-        """See `Watcher.keeps`."""
+        """Return whether the file is in use, and its inode stays (`Watcher.keeps`)."""
         return entry.inode in self.watcher.in_use and self.watcher.keeps(entry)
 
     def directory(self, path: str) -> int | None:
-        """Inode of a directory by its path ("" is the root); None where there is none."""
+        """Return the inode of a directory by its path ("" is the root); None if there is none."""
         if not path:
             return ROOT_INODE
         known = self._directories.get(path)
@@ -140,7 +145,7 @@ class PathTree:
         return known or None
 
     def ensure_directory(self, path: str, time: int) -> int:
-        """As `directory`, made where it is missing: it is there because something below it is."""
+        """Return the inode of a directory; create it if it is missing, because something is below it."""
         found = self.directory(path)
         if found is not None:
             return found
@@ -157,7 +162,7 @@ class PathTree:
     def insert_directory(
         self, batch: Batch, parent: int, path: str, flags: int, file: Entry | None, **attributes: int
     ) -> Entry:
-        """A directory that is not there; ``file`` has its name. `notify` is the caller's."""
+        """Insert a missing directory, whose name ``file`` may have; the caller calls `notify`."""
         if file is not None and (file.stamp or self.keeps(file)):
             self.tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
         elif file is not None:
@@ -168,14 +173,14 @@ class PathTree:
         return entry
 
     def show_file(self, batch: Batch, directory: Entry) -> None:
-        """A directory goes: a file of the same name comes into sight."""
+        """Show the file of the same name that a directory hid, because the directory goes."""
         is_dir = directory.flags & Flag.DIRECTORY
         file = self.tree.named(directory.parent, directory.name) if is_dir else None
         if file is not None and file.flags & Flag.SHADOWED:
             self.tree.update(batch, msgspec.structs.replace(file, flags=file.flags & ~Flag.SHADOWED))
 
     def prune(self, inode: int) -> None:
-        """Directories that were there only because of what was below them go when nothing is."""
+        """Remove a directory, and those above it, while they are implied and empty."""
         while inode != ROOT_INODE:
             entry = self.tree.entry(inode)
             if entry is None or not _is_implied(entry) or self.tree.has_children(inode):
@@ -189,7 +194,7 @@ class PathTree:
             inode = entry.parent
 
     def implied_above(self, path: str) -> list[str]:
-        """Directories that may go with the last name in the one at ``path``: it, and those above it."""
+        """Return the directories, ``path`` and those above it, that may go with the last name in ``path``."""
         found: list[str] = []
         while path and (inode := self.directory(path)) is not None:
             entry = self.tree.entry(inode)
@@ -200,8 +205,9 @@ class PathTree:
         return found
 
     def touch(self, batch: Batch, directories: Iterable[int], time: int) -> None:
-        """Names came or went at this ``time``: the times of the directories move, unless the same commit, or a
-        later one, has set them."""
+        """Set the times of directories in which names came or went at ``time``.
+
+        A directory keeps its times if the same commit, or a later one, has set them."""
         for inode in directories:
             if inode == ROOT_INODE:
                 self.watcher.root_changed()
@@ -212,48 +218,51 @@ class PathTree:
                 self.tree.update(batch, msgspec.structs.replace(entry, mtime_ns=time, ctime_ns=time))
 
     def notify(self, parent: int, name: bytes) -> None:
-        """A name is something else now."""
+        """Notify the watcher that a name is something else now."""
         self.watcher.changing(parent, name)
         if not self._is_quiet:
             self.watcher.changed(parent, name)
 
 
-# -- moves: renames keep identity. The rows of what a commit moved move too, before its operations are applied to them.
+# -- moves: renames keep identity. The rows of what a commit moved move before its operations are applied to them.
 #
-# Only a hint, and followed only where nothing is lost by it: everything known below the source is named by an operation
-# of the record (or not in the store yet), nothing newer is known of either name, and no directory with something in it
-# is in the way. Otherwise the operations alone make the same names, with other inodes.
+# A move is only a hint, and followed only if nothing is lost by it: an operation of the record names everything that is
+# known below the source (unless it is not in the store yet), nothing newer is known of either name, and no directory
+# with something in it is in the way. Otherwise the operations alone make the same names, with other inodes.
 
 Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
-"""What a record says of a path, which ends in a slash for a directory."""
+"""What a record says of each path; the path of a directory ends in a slash."""
 
 
 class Carried(NamedTuple):
-    """What `carry_over` did: the directories that rows left, none where nothing moved; and the files that had the names
-    which rows left or came to, unless the record has more than MOVED_MAX operations."""
+    """The result of `carry_over`.
+
+    ``directories`` are those that rows left, none if nothing moved. ``before`` has, by path, the files that were at the
+    targets of moves, and, unless the record has more than `MOVED_MAX` operations, those at the names that rows left."""
 
     directories: Sequence[int] = ()
     before: Mapping[str, Entry] = MappingProxyType({})
 
 
 def lies_elsewhere(entry: Entry) -> bool:
-    """A file whose bytes are not at its own key."""
+    """Return whether a file is elsewhere: its bytes are not at its own key."""
     return bool(entry.place or entry.flags & Flag.SYMLINK) and not entry.flags & Flag.LOCAL
 
 
 def is_hiding(entry: Entry, etag: str) -> bool:
-    """A commit put a file elsewhere in place of the plain object with this ETag."""
+    """Return whether a commit put this file, which is elsewhere, in place of the plain object with this ETag."""
     return lies_elsewhere(entry) and entry.stamp > 0 and entry.etag == etag
 
 
 def other_name(sort_name: bytes) -> bytes:
-    """The sort name that a file has for a directory of the same name, or a directory for a file."""
+    """Return the sort name of the directory with a file's name, or of the file with a directory's name."""
     return sort_name[:-1] if sort_name.endswith(b"/") else sort_name + b"/"
 
 
 def when_replaced(known: Entry | None, tombstone: Tombstone | None) -> int:
-    """When the newest file elsewhere that is known came to a name, and ended those before it: the one that is there, or
-    that a listed object counts over. 0: none is known."""
+    """Return the stamp of the newest file elsewhere that is known of a name; 0 if none is known.
+
+    It is the file that is there, or over which a listed object counts, and it ended those before it."""
     if known is None or known.flags & Flag.LOCAL:
         return 0
     if known.place or known.flags & Flag.SYMLINK:
@@ -264,14 +273,15 @@ def when_replaced(known: Entry | None, tombstone: Tombstone | None) -> int:
 def carry_over(
     paths: PathTree, record: Record, stamp: int, names_max: int, *, own: bool = False
 ) -> Generator[None, None, Carried]:
-    """Move the rows of a record's ``moves``. It yields when so many names were looked at; others may change the tree
-    then, and what they changed is looked at again in the step in which the rows move. ``own``: this node made the
-    change."""
+    """Move the rows of a record's ``moves``, in steps of some ``names_max`` names.
+
+    Other tasks may change the tree between steps; what they changed is checked again in the step that moves the rows.
+    ``own``: this node made the change."""
     return (yield from _CarryOver(paths, record, stamp, min(ROWS_MAX, names_max), own).steps())
 
 
 class _CarryOver:
-    """See `carry_over`."""
+    """One call of `carry_over`."""
 
     def __init__(self, paths: PathTree, record: Record, stamp: int, names_max: int, own: bool) -> None:
         self._paths, self._tree, self._record, self._stamp = paths, paths.tree, record, stamp
@@ -282,7 +292,7 @@ class _CarryOver:
         self._before: dict[str, Entry] = {}
         self._keeps_files = len(record.operations) <= MOVED_MAX
         self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
-        """Directories that were read, by inode: their path, and the move that they belong to."""
+        """Directories that were read, by inode: their path, and the move to which they belong."""
 
     def steps(self) -> Generator[None, None, Carried]:
         for number, operation in enumerate(self._record.operations, 1):
@@ -292,7 +302,7 @@ class _CarryOver:
                 self._gone[operation.path.encode() + b"/" * operation.directory] = operation
             if not number % (READ_PER_NAME * self._names_max):
                 yield
-        if self._names_max > len(self._record.operations):  # its caller takes all steps at once
+        if self._names_max > len(self._record.operations):  # the caller runs all steps without a pause
             tops = [self._movable(move) for move in self._record.moves] if self._is_each_another() else [None]
             if not all(tops):
                 return Carried()
@@ -301,7 +311,7 @@ class _CarryOver:
                 if not self._is_covered(names, move):
                     return Carried()
                 below.append((move, names))
-            # What one move frees may lie below another, which reads its row again.
+            # A row that one move frees may lie below another move, which reads it again.
             for move, names in below if len(self._record.moves) == 1 else self._all_below():
                 self._free_from_keys(names, move)
             return self._switch()
@@ -318,7 +328,7 @@ class _CarryOver:
                 self._free_from_keys(names, move)
                 for _, entry in names:
                     self._paths.watcher.changing(entry.parent, entry.name)
-                changed.take()  # what that wrote
+                changed.take()  # the rows just written here
                 yield
             late = self._tree.changed_entries(others | changed.take())
         is_movable = self._is_each_another() and all(map(self._movable, self._record.moves))
@@ -327,19 +337,22 @@ class _CarryOver:
     def _all_below(
         self, tops: Sequence[Entry | None] = ()
     ) -> Iterator[tuple[tuple[str, str], list[tuple[str, Entry]]]]:
-        """See `_below`, of each move; ``tops`` are the sources, where they were read in this step."""
+        """Yield each move with names of `_below`; ``tops`` are the sources, if they were read in this step."""
         moves = zip_longest(self._record.moves, tops)
         return ((move, names) for move, top in moves for names in self._below(move, top))
 
     def _is_each_another(self) -> bool:
-        """Not several renames in one commit: of one name again, once another had it."""
+        """Return whether all moves have different sources.
+
+        A commit of several renames may rename one name again, once another file has it."""
         moves = self._record.moves
         sources = map(self._paths.child, self._sources) if len(moves) > 1 else ()
         return len({None if entry is None else entry.inode for entry in sources}) in (0, len(moves))
 
     def _below(self, move: tuple[str, str], top: Entry | None) -> Iterator[list[tuple[str, Entry]]]:
-        """The source (``top``, where it is known), and all that is below it, with its path; some at a time, as they are
-        when they are answered."""
+        """Yield the source and all that is below it, with paths, some names at a time.
+
+        ``top`` is the source, if it is known. Entries are as they are when they are yielded."""
         source, _ = move
         top = top or self._paths.child(source)
         if top is None:
@@ -364,8 +377,9 @@ class _CarryOver:
             yield some
 
     def _is_late_covered(self, late: Iterable[tuple[int, int]]) -> bool:
-        """As `_is_covered`, of the sources and of what was changed since it was looked at, which then is free from its
-        key as well."""
+        """Return whether the record covers the sources, and what has changed since it was checked.
+
+        These names are then freed from their keys, too."""
         by_move: dict[tuple[str, str], list[tuple[str, Entry]]] = {}
         for move in self._record.moves:
             top = self._paths.child(move[0])
@@ -387,7 +401,7 @@ class _CarryOver:
         return True
 
     def _movable(self, move: tuple[str, str]) -> Entry | None:
-        """The source, where it is what the record renamed, and nothing is in the way."""
+        """Return the source if it is what the record renamed, and nothing is in the way; otherwise None."""
         paths, (source, target) = self._paths, move
         entry, operation = paths.child(source), self._made.get(target.encode())
         if entry is None:
@@ -400,8 +414,10 @@ class _CarryOver:
         return entry if is_free else None
 
     def _is_covered(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> bool:
-        """The record says of everything in sight where it is now, and what has its earlier name, and is the newest to
-        speak of it."""
+        """Return whether the record says where all names are now, and what has their earlier names.
+
+        It must be the newest that is known of them. Files that a directory hides, or that are not in the store yet,
+        need no operation."""
         source, target = move
         sources = [path.encode() + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in names]
         keys = [target.encode() + raw[len(source.encode()) :] for raw in sources]
@@ -426,10 +442,11 @@ class _CarryOver:
         return True
 
     def _free_from_keys(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> None:
-        """Plain objects stay at their keys when their names move: from now on the rows say so. Nothing hides at its new
-        path what it hid before; that stays gone under the old one, also where the record does not name it. What is not
-        in the store yet replaces nothing there, whatever it replaced before; but a file goes along with another node's
-        rename of what it replaces."""
+        """Change the rows to say that plain objects stay at their keys when their names move.
+
+        A file does not hide at its new path what it hid before; that stays gone at the old one, even if the record does
+        not name it. A file that is not in the store yet replaces nothing at its new path, whatever it replaced before;
+        but if another node renamed the file that it replaces, it goes along with that."""
         tree, watcher = self._tree, self._paths.watcher
         plain = [(path, found) for path, found in names if not found.place and not found.flags & NO_OBJECT]
         numbers = tree.objects.numbers([(path, found.etag, found.size) for path, found in plain]) if plain else []
@@ -468,7 +485,7 @@ class _CarryOver:
             watcher.relocated(relocated)
 
     def _switch(self) -> Carried:
-        """Each source is at its target from now on."""
+        """Move each source to its target."""
         paths, moves = self._paths, self._record.moves
         moving = [(found, target) for source, target in moves if (found := paths.child(source)) is not None]
         batch = Batch()
@@ -480,7 +497,7 @@ class _CarryOver:
             paths.notify(found.parent, found.name)
         paths.forget_paths()
         for found, target in moving:
-            if self._own and found.flags & (Flag.DIRECTORY | Flag.SYMLINK):  # the kernel keeps that of a file
+            if self._own and found.flags & (Flag.DIRECTORY | Flag.SYMLINK):  # the kernel keeps the ctime of a file
                 found = msgspec.structs.replace(found, ctime_ns=self._record.time)
             file = _attach(paths, found, target, self._record.time, self._stamp)
             if file is not None:
@@ -491,8 +508,10 @@ class _CarryOver:
 def _is_free(
     paths: PathTree, entry: Entry, target: str, operation: Put | Symlink | Mkdir | None, stamp: int, own: bool
 ) -> bool:
-    """What is at the target, if anything, is what the record replaces: not what is being written here meanwhile, nor a
-    plain object of which its writer did not know, and that is perhaps newer."""
+    """Return whether the target is free, or has only what the record replaces.
+
+    That is neither a file that is being written here, nor a plain object that the record's writer did not know, and
+    that may be newer."""
     raw = target.encode()
     file, directory = paths.find_many([raw, raw + b"/"])
     there, other = (directory, file) if entry.flags & Flag.DIRECTORY else (file, directory)
@@ -506,8 +525,9 @@ def _is_free(
 
 
 def _is_renamed_version(paths: PathTree, entry: Entry, operation: Put | Symlink | Mkdir | None, record: Record) -> bool:
-    """A file elsewhere is what another node renamed, in this or another version, and no other file that came to the
-    name."""
+    """Return whether a file is what another node renamed, in this or another version.
+
+    It is not if another file elsewhere has come to the name."""
     if not isinstance(operation, Put) or operation.object <= THIS or not entry.place or entry.is_local:
         return True
     row = paths.tree.objects.get(entry.place)
@@ -515,8 +535,10 @@ def _is_renamed_version(paths: PathTree, entry: Entry, operation: Put | Symlink 
 
 
 def is_removing(tree: Tree, removal: Remove, found: Entry) -> bool:
-    """Whether a removal of a file is of one elsewhere: not where its writer had seen the plain object which that has
-    replaced. The row of a file that is on its way to another path (`_free_from_keys`) is that object."""
+    """Return whether a removal ends this file, if the file is elsewhere.
+
+    It does not if its writer had seen the plain object that this file has replaced. But a file that is on its way to
+    another path (`_free_from_keys`) has the bytes of that object."""
     is_elsewhere = bool(found.place or found.flags & Flag.SYMLINK)
     if not is_elsewhere or removal.by_date or not removal.hides:
         return True
@@ -527,23 +549,28 @@ def is_removing(tree: Tree, removal: Remove, found: Entry) -> bool:
 
 
 def is_only_listed(entry: Entry, etag: str) -> bool:
-    """It is the plain object with this ETag, of which no commit told, and for which no file elsewhere was forgotten."""
+    """Return whether the entry is the plain object with this ETag, and no commit named it.
+
+    It must not be in place of a file elsewhere, either."""
     return entry.is_plain and not entry.stamp and entry.etag == etag and not entry.flags & Flag.OVERRIDING
 
 
 def _is_over_another(known: Entry) -> bool:
-    """A plain object that was only listed counts by its date over a file elsewhere, which may come into sight again
-    where another node removes the object (`FileRules._uncover`)."""
+    """Return whether a plain object that was only listed counts by its date over a file elsewhere.
+
+    That file may appear again if another node removes the object (`FileRules._uncover`)."""
     return bool(known.flags & Flag.OVERRIDING) and not known.stamp
 
 
 def _is_implied(directory: Entry) -> bool:
-    """It is there only because of what is below it."""
+    """Return whether a directory exists only because of what is below it."""
     return not directory.stamp and not directory.flags & (Flag.MARKER | Flag.LISTED)
 
 
 def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record: Record) -> bool:
-    """A plain object carries no commit's time: the one under the name may be newer than what was renamed."""
+    """Return whether a file is what was renamed.
+
+    A plain object has no commit's time, so the one at the path may be newer than what was renamed."""
     if found.place or found.flags & NO_OBJECT:
         return True
     if not isinstance(operation, Put) or operation.object <= THIS:
@@ -553,7 +580,7 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
 
 
 def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -> Entry | None:
-    """Returns the file that was there."""
+    """Attach an entry at its target, and return the file that was there."""
     file: Entry | None = None
     above, _, last = target.rpartition("/")
     parent, name = paths.ensure_directory(above, time), last.encode()
@@ -564,7 +591,7 @@ def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -
         if there is not None:
             paths.tree.remove(batch, there)
             file = file if there.is_dir else there
-            if there.is_dir:  # of what others have announced there the listing from elsewhere does not know
+            if there.is_dir:  # the moved directory's listing lacks what others announced there
                 paths.tree.forget_listing(batch, entry.inode)
             if there.stamp and there.etag and not (there.is_local or is_back):
                 raw = target.encode()
