@@ -1,21 +1,21 @@
-"""Commits merged into the tree: for each path the operation with the newest commit time wins.
+"""Applies commits to the tree: for each path the operation with the newest commit time wins.
 
 What always holds:
 
-* a record is applied between two awaits, so other tasks see all of it or nothing; one of many operations is applied in
-  steps (`Applier.apply_in_steps`), and requests about its names wait at the tree's `Barrier` until it is whole;
-  the note that it was applied is written last, so after a crash half-way it is applied again, before anybody is
-  served, which changes nothing that was done already;
+* a record is applied between two awaits, so other tasks see all of it or nothing. One of many operations is applied in
+  steps (`Applier.apply_in_steps`), and requests about its names wait at the tree's `Barrier` until all of it is
+  applied. The row that says so is written last: after a crash half-way the record is applied again before any request
+  is served, which changes nothing that was done already;
 * the order in which commits arrive does not matter: one that comes late is put in its place among what is known of
-  its names (`name_history`), or where that is not known, compared with the times in their rows and tombstones;
-* a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
-  second, because somebody outside put it there since; where what is known here leaves a doubt, the store is asked for
-  the object before the commit is applied (`Applier.doubts`), as it may be older, or replaced or removed since;
-* the same bytes keep their inode; other bytes under the name get another, unless the file is being written here; a
-  file whose mtime another node changed gets another, unless it is open here.
+  its names (`name_history`) or, if that is not known, compared with the times in their rows and tombstones;
+* a plain object that the writer of a commit did not know wins if its LastModified is not before the commit's second,
+  because another client has put it there since. If what is known here leaves a doubt, the store is asked for the
+  object before the commit is applied (`Applier.doubts`): it may be older, or have been replaced or removed since;
+* the same bytes keep their inode; other bytes under the name get another inode, unless the file is being written here;
+  a file whose mtime another node changed gets another inode, unless it is open here.
 
-A change made here is applied at once under a `PENDING` stamp, which is newer than any commit, and gets the commit's
-time (`restamp`) when it has one. Trio thread only.
+A change made here is applied at once under a `PENDING` stamp, which is newer than any commit, and gets the time of its
+commit (`restamp`) once there is one. Trio thread only.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from lakefs_fuse.sync.steps import Pace
 
 NS = 1_000_000_000
 STEP_OPERATIONS = 32
-"""Applied in one go where a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
+"""Operations in one step, if a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
 BARRIER_PER_OPERATION = 8
-"""This many names are looked up in the time in which one operation is applied."""
+"""Names that are looked up in the time in which one operation is applied."""
 
 
 class Applier:
-    """See the module's head."""
+    """Applies commits, and changes made here, to one tree; see the module."""
 
     def __init__(
         self, database: Database, tree: Tree, metrics: CommitMetrics, watcher: Watcher, *, clock_ns: Callable[[], int]
@@ -71,28 +71,30 @@ class Applier:
         self.paths = PathTree(database, tree, watcher, self.commits)
 
     def forget_histories(self, before: int) -> Iterator[None]:
-        """Forget what commits said of names, where the last of them is older than that. In steps of some ms."""
+        """Delete histories whose newest fact is older than ``before``, in steps of some ms."""
         return self._histories.forget_before(before)
 
     def find_without(self, path: str, row: Entry, etags: Set[str]) -> Step | None:
-        """As `OrderedRules.find_without`, of a file in the tree."""
+        """Return the result of `OrderedRules.find_without` for a file in the tree."""
         order = OrderedRules(self.paths, Record(writer="", time=0), ObjectRef(), 0, own=True, outdated=NOTHING)
         return order.find_without(path, row, self._tree.tombstones.get(path.encode(*schema.PATH)), etags)
 
     def gave_file(self, path: str, time: int) -> bool:
-        """A commit of this time, not long ago, has put a file elsewhere at a path."""
+        """Return whether a commit of this time, not long ago, put a file elsewhere at a path."""
         (history,) = self._histories.get_many([path])
         return history is not None and history.gave_file(time)
 
     # -- applying
 
     def is_of_renamed(self, meta: ObjectMeta) -> bool:
-        """As the function of this name, by the tree."""
+        """Return the result of the function of this name for the tree."""
         return is_of_renamed(self._tree, meta)
 
     def doubts(self, record: Record) -> Iterator[Doubt | None]:
-        """Plain objects that the record's writer did not know of, and that may be newer: one answer for each operation.
-        A caller that awaits in between calls `forget_paths`."""
+        """Yield, for each operation, what to ask the store for before the record is applied, or None.
+
+        These are mostly plain objects that the record's writer did not know, and that may be newer. A caller that
+        awaits in between calls `PathTree.forget_paths`."""
         self.paths.forget_paths()
         return Application(self.paths, record, ObjectRef(), record.time, outdated={}).doubts()
 
@@ -105,9 +107,11 @@ class Applier:
         outdated: Mapping[str, str] = NOTHING,
         whole: bool = True,
     ) -> None:
-        """Merge a commit into the tree. ``this`` is the archive as the store has it. ``own``: this node's kernel knows
-        of the change already. ``outdated``: the answer to `doubts`, paths and the ETags that are not there any more.
-        ``whole``: the record is all that its commit says."""
+        """Apply a commit to the tree.
+
+        ``this`` is the archive as the store has it. ``own``: this node's kernel knows of the change already.
+        ``outdated``: the answer to `doubts`, as paths and the ETags that are no longer there. ``whole``: the record is
+        all that its commit says."""
         self._run(record, this, record.time, own, outdated, whole=whole)
         self._end(record)
 
@@ -117,12 +121,13 @@ class Applier:
         self._metrics.operations_applied += len(record.operations)
 
     async def wait_whole(self) -> None:
-        """Until no record is being applied in steps: the next may build on all of it."""
+        """Wait until no record is being applied in steps, because the next may build on all of it."""
         await self._tree.barrier.wait_lowered()
 
     async def apply_in_steps(self, record: Record, this: ObjectRef, *, outdated: Mapping[str, str] = NOTHING) -> None:
-        """As `apply`, of another node's whole record: other tasks run after every STEP_OPERATIONS, and requests about
-        its names wait for the end."""
+        """Apply another node's whole record in steps of `STEP_OPERATIONS`, with the result of `apply`.
+
+        Other tasks run between steps, and requests about the record's names wait for the end."""
         await self._tree.barrier.wait_lowered()
         try:
             await self._raise_barrier(record)
@@ -139,7 +144,7 @@ class Applier:
         outdated: Mapping[str, str] = NOTHING,
         whole: bool = True,
     ) -> None:
-        """As `apply`, in steps; the caller has raised the barrier before all names of the record."""
+        """Apply a record as `apply` does, but in steps; the caller has added all its names to the barrier."""
         application = Application(self.paths, record, this, record.time, own=own, outdated=outdated, whole=whole)
         steps, pace = application.steps(STEP_OPERATIONS), Pace()
         while True:
@@ -151,7 +156,7 @@ class Applier:
         self._end(record)
 
     async def _raise_barrier(self, record: Record) -> None:
-        """Add every name that the record changes, or the directory's where that is missing, to the barrier."""
+        """Add every name that the record changes to the barrier, or the name of a missing directory above it."""
         self.paths.forget_paths()
         for number, operation in enumerate(record.operations, 1):
             above, _, name = operation.path.rpartition("/")
@@ -163,8 +168,9 @@ class Applier:
                 self.paths.forget_paths()
 
     def apply_pending(self, change: Change, stamp: int, *, quiet: bool = True) -> None:
-        """Merge a change made here that is in no commit yet: its time is now. ``quiet``: this node's kernel knows of it
-        already."""
+        """Apply a change made here that is in no commit yet; its time is now.
+
+        ``quiet``: this node's kernel knows of it already."""
         self._run(merged([change], "", self._clock_ns()), ObjectRef(), stamp, own=True, quiet=quiet)
 
     def _run(
@@ -183,22 +189,24 @@ class Applier:
             application.run()
 
     def restamp(self, pending: Sequence[tuple[Change, int]], time: int) -> None:
-        """Give what `apply_pending` merged, each change under its stamp, and is unchanged, the time of the commit that
-        has it."""
+        """Give what `apply_pending` applied the time of the commit that contains it.
+
+        ``pending`` are the changes with their stamps. What has got another stamp since keeps that."""
         names: list[tuple[bytes, int]] = []
         for change, stamp in pending:
             attributes = [operation for operation in change.operations if isinstance(operation, SetAttr)]
             names += ((_row_path(operation), stamp) for operation in change.operations)
             if attributes:
-                self._restamp(names, time)  # or attributes would not count beside what is newer than any commit
+                self._restamp(names, time)  # otherwise the attributes would not count beside pending stamps
                 names = []
                 said = msgspec.structs.replace(change, operations=attributes, moves=[])
                 self._run(merged([said], "", time), ObjectRef(), time, own=True)
         self._restamp(names, time)
 
     def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
-        """Give what a commit changed the time of the commit that repeats it; what that left out is as old as the
-        commit."""
+        """Give what a commit changed the time of the commit that repeats it.
+
+        What that left out gets the time at which the original was made."""
         numbers = {id(each) for each in kept}
         left = [each for each in original.record.operations if id(each) not in numbers]
         self._restamp([(_row_path(each), original.record.time) for each in kept], time)
@@ -206,12 +214,12 @@ class Applier:
         attributed = [operation.path.encode() for operation in kept if isinstance(operation, SetAttr)]
         batch = Batch()
         for entry in self.paths.find_many(attributed):
-            if entry is not None and entry.ctime_ns > time:  # else nobody's later attributes would count here
+            if entry is not None and entry.ctime_ns > time:  # otherwise no node's later attributes would count here
                 self._tree.update(batch, msgspec.structs.replace(entry, ctime_ns=time))
         self._db.commit(batch)
 
     def _restamp(self, names: Sequence[tuple[bytes, int]], time: int) -> None:
-        """Replace a stamp of each name, which was set or removed under it, by another."""
+        """Replace the stamp under which each name was set or removed by ``time``."""
         for first in range(0, len(names), TOGETHER_MAX):
             stamps: dict[bytes, list[int]] = {}
             for path, stamp in names[first : first + TOGETHER_MAX]:
@@ -243,13 +251,14 @@ class Applier:
 
 
 def is_of_renamed(tree: Tree, meta: ObjectMeta) -> bool:
-    """The object is a later version of a file that is at another name by now: its writer had not heard of that, and it
-    is not the file of the name at whose key it lies."""
+    """Return whether the object is a later version of a file that has another name by now.
+
+    Its writer had not seen the rename, and the object is not the file of the name whose key it has."""
     row = tree.objects.used(meta.key)
     return row is not None and row.etag != meta.etag and is_successor(meta, row.etag)
 
 
 def _row_path(operation: Operation) -> bytes:
-    """The path of a name's tombstone: that of a directory ends in a slash."""
+    """Return the path of a name's tombstone; that of a directory ends in a slash."""
     is_directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
     return operation.path.encode() + (b"/" if is_directory else b"")

@@ -2,10 +2,10 @@
 
 A record is msgpack of `Record`, an ordered list of operations on paths. Paths are relative to the lake, UTF-8, without
 leading or trailing slash. What always holds after `decode`: every path is one that a file system can have, every object
-index exists, every number is in bounds. Records come from the store and are hostile until then.
+index exists, every number is in bounds. Before that, a record from the store counts as hostile.
 
-For each path the operation with the newest commit time wins (see `apply`). `SetAttr` and `Relocate` are conditional:
-they change a file that is still the version they name, and nothing else.
+For each path the operation with the newest commit time wins (see `applier`). `SetAttr` and `Relocate` are conditional:
+they change a file only if it is still the version that they name.
 
 A large record is kept as its bytes (`Operations`): as objects its operations would take four times as much memory.
 """
@@ -31,16 +31,16 @@ from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
 from lakefs_fuse.store.protocol import Buffer
 
 FORMATS = (1, 2)
-"""Records that this program reads. They differ in the number only, which programs older than the lake record refuse."""
+"""Formats that this program reads. They differ only in the number: programs older than the lake record refuse 2."""
 SIZE_MAX = 1 << 47
-"""140 TB: more than a store holds in one object (S3: 50 TB), and a set of its blocks (`BlockSet`) is 16 MiB."""
+"""140 TB: more than a store holds in one object (S3: 50 TB). A set of its blocks (`BlockSet`) is 16 MiB."""
 OPERATIONS_MAX = 20_000_000
 STORED_MAX = 1024
-"""Paths of `Record.stored`: a reader takes them up between two awaits, in some 20 ms."""
+"""Paths of `Record.stored`: a reader handles them between two awaits, in some 20 ms."""
 LAZY_BYTES_MIN = 1 << 20
 """Records from this size on keep their operations as bytes."""
 ENCODED_AT_ONCE = 4096
-"""Operations; 2 ms. More are encoded this many at a time, so that a thread which does that lets the others run."""
+"""Operations that are encoded at a time, in 2 ms, so that other threads run in between."""
 KEY_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 TARGET_BYTES_MAX = 4095
@@ -52,15 +52,15 @@ TIME_NS_MAX = 1 << 62
 """Latest time of a commit, and of an index."""
 DATED_S_MAX = 1 << 33
 COMMITS = f"{RESERVED_PREFIX}commits/"
-"""Where commits lie."""
+"""The prefix of the keys of commits."""
 OBJECTS = f"{RESERVED_PREFIX}objects/"
-"""Where plain objects lie whose own key other bytes occupy. A record may point into no other place under
-``.lakefs``."""
+"""The prefix of the keys of plain objects whose own key other bytes occupy. Below ``.lakefs``, a record may refer only
+to these and to commits."""
 UNSET = 0xFFFF_FFFF
 """A mode, uid or gid that was never set."""
 
 WRITER = re.compile(r"[0-9a-f]{8}")
-"""What a daemon calls itself in its commits: random, new at each start."""
+"""The id of a daemon in its commits: random, new at each start."""
 
 _ETAG = re.compile(rf"[ -~]{{0,{ETAG_BYTES_MAX}}}")
 
@@ -69,12 +69,14 @@ OWN = -1
 THIS = 0
 """Object index: the archive that this record is in."""
 ANY = -2
-"""No object index: whatever has the name."""
+"""No object index: the put replaces whatever has the name."""
 
 
 class ObjectRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An object that operations point into. ``key`` relative to the lake, ``size`` of the whole object in bytes.
-    Entry 0 of a record's table is the archive itself and has none of them."""
+    """An object to which operations refer.
+
+    ``key`` is relative to the lake, ``size`` is that of the whole object in bytes. Entry 0 of a record's table is the
+    archive itself, and has none of these."""
 
     key: str = ""
     etag: str = ""
@@ -82,12 +84,12 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def key_of_copy(unique: str, source: ObjectRef) -> str:
-    """A key below `OBJECTS` for a copy of one object, which tells of what it is a copy."""
+    """Return a key below `OBJECTS` for a copy of an object; the key identifies that object."""
     return f"{OBJECTS}{unique}-{_mark_of(source)}"
 
 
 def is_copy(key: str, source: ObjectRef) -> bool:
-    """A key is that of a copy of this object."""
+    """Return whether a key is that of a copy of this object."""
     return key.startswith(OBJECTS) and key.endswith(f"-{_mark_of(source)}")
 
 
@@ -96,11 +98,12 @@ def _mark_of(source: ObjectRef) -> str:
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="put"):
-    """A file: ``size`` bytes of ``objects[object]`` from ``offset`` on. ``hides`` is the ETag of the plain object at
-    the path itself that this file replaces (or is, for OWN); empty where there is none. ``replaces``, if not ANY, is
-    the object which is the file before, or which was copied from that: then this applies to that version alone, and the
-    name keeps its time.
-    ``dated_s`` (OWN only): the store dates this version not earlier, in seconds since 1970; 0 where unknown."""
+    """A file: ``size`` bytes of ``objects[object]`` from ``offset`` on.
+
+    ``hides`` is the ETag of the plain object at the path itself that this file replaces (or is, for OWN); empty if
+    there is none. ``replaces``, if not ANY, is the object whose bytes the file had before, or from which these were
+    copied: then the put applies to that version alone, and the name keeps its time. ``dated_s`` (OWN only): the store
+    dates this version no earlier, in seconds since 1970; 0 if unknown."""
 
     path: str
     object: int
@@ -117,7 +120,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="put"):
 
 
 class Mkdir(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="mkdir"):
-    """A directory with its attributes, made or changed; it stays even where nothing is in it."""
+    """A directory with its attributes, made or changed; it stays even if it is empty."""
 
     path: str
     mode: int
@@ -140,10 +143,11 @@ class Symlink(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="symli
 
 
 class Remove(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="remove"):
-    """The removal of a file or symbolic link, or (``directory``) of a directory, which is shown for as long as
-    something is below it. ``hides`` as in `Put`. ``by_date``: older plain objects at the path are hidden too, as they
-    were while the file was there, whose bytes are elsewhere. ``dated_s``: the store's date of the version with the ETag
-    ``hides``, in seconds since 1970; 0 where unknown."""
+    """The removal of a file or symbolic link or, with ``directory``, of a directory.
+
+    A removed directory is shown for as long as something is below it. ``hides`` is as in `Put`. ``by_date``: the file
+    was elsewhere and hid older plain objects at the path, which stay hidden. ``dated_s``: the store's date of the
+    version with the ETag ``hides``, in seconds since 1970; 0 if unknown."""
 
     path: str
     directory: bool = False
@@ -153,7 +157,7 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="remove
 
 
 class SetAttr(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="setattr"):
-    """New attributes of the file of ``size`` bytes that is at ``objects[object]``, ``offset`` (OWN: whose ETag is
+    """New attributes of the file of ``size`` bytes at ``objects[object]``, ``offset`` (OWN: with the ETag
     ``hides``)."""
 
     path: str
@@ -169,9 +173,10 @@ class SetAttr(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="setat
 
 
 class Relocate(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="relocate"):
-    """The new place of a file's bytes. Applies to the file that is at ``from_object``, ``from_offset`` (OWN: whose
-    ETag is ``from_etag``); it keeps its attributes and its commit time where it has them already. ``hides`` as in
-    `Put`."""
+    """The new place of a file's bytes.
+
+    It applies to the file at ``from_object``, ``from_offset`` (OWN: with the ETag ``from_etag``), which keeps the
+    attributes and the commit time that it already has. ``hides`` is as in `Put`."""
 
     path: str
     from_object: int
@@ -188,25 +193,27 @@ class Relocate(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="relo
 
 
 def is_of_version(operation: Operation) -> bool:
-    """It applies to one version of a file, and leaves the time of the name as it is."""
+    """Return whether the operation applies to one version of a file, and keeps the time of the name."""
     return isinstance(operation, SetAttr | Relocate) or (isinstance(operation, Put) and operation.replaces != ANY)
 
 
 def says_what(operation: Operation) -> bool:
-    """Of a file's name: which bytes it has, or that it is gone."""
+    """Return whether the operation says which bytes a file's name has, or that it is gone."""
     return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
 
 
 def removes_unnamed(operation: Operation) -> bool:
-    """A removal of a file that names no version: in front of a put in the same record it says that what is put there
-    is there again."""
+    """Return whether the operation removes a file, and names no version.
+
+    Before a put in the same record it says that what is put there is there again."""
     return isinstance(operation, Remove) and not (operation.directory or operation.hides or operation.by_date)
 
 
 def count_repeated(operations: Sequence[Operation], said: Counter[str], per_step: int) -> Iterator[None]:
-    """Count operations that say what a name is by path in ``said``, for paths that occur more than once; it yields
-    after each ``per_step``. A bitmap of eight bits for each operation finds the candidates in the first pass; a few
-    others pass it, too."""
+    """Count in ``said``, by path, the operations that say what a name is, if there are several.
+
+    It yields after each ``per_step`` operations. In the first pass a bitmap of eight bits for each operation finds the
+    candidates; a few other paths pass it, too."""
     bits, again = bytearray(len(operations)), set[int]()
     for number, operation in enumerate(operations, 1):
         if says_what(operation):
@@ -224,7 +231,7 @@ def count_repeated(operations: Sequence[Operation], said: Counter[str], per_step
 
 
 def _bit(path: str, length: int) -> int:
-    """Which bit of so many bytes a path has."""
+    """Return which bit a path has in a bitmap of ``length`` bytes."""
     return zlib.crc32(path.encode()) % (8 * length)
 
 
@@ -232,14 +239,16 @@ Operation: TypeAlias = Put | Mkdir | Symlink | Remove | SetAttr | Relocate
 
 
 class Operations(Sequence[Operation]):
-    """Operations as their bytes, each decoded whenever it is asked for: two answers are equal, and not the same object.
-    Costs 8 bytes an operation besides ``raw``."""
+    """Operations kept as bytes, and decoded at each access.
+
+    Two results for one index are equal, but not the same object. It takes 8 bytes an operation besides ``raw``."""
 
     __slots__ = ("_ends", "_raw")
 
     def __init__(self, raw: Buffer) -> None:
-        """``raw`` is an array in msgpack. Raises msgspec.DecodeError for anything else; whether its elements are
-        operations comes out when they are asked for."""
+        """Keep ``raw``, an array in msgpack. Raises msgspec.DecodeError for anything else.
+
+        Elements that are not operations are found only at their access."""
         view = memoryview(raw)
         lengths = [memoryview(each).nbytes for each in _ARRAY.decode(view)]
         self._raw = view[view.nbytes - sum(lengths) :]
@@ -276,9 +285,11 @@ _OPERATION: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operati
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """``time`` as in the commit's name. ``moves`` are pairs of paths that a rename moved: the operations say all that
-    changed, the pairs only say that a directory or file kept its identity (an exchange has two pairs). ``stored`` are
-    paths where the writer has stored plain objects that no operation names: a hint to ask the store for them."""
+    """What one commit changes.
+
+    ``time`` is that in the commit's name. ``moves`` are pairs of paths that a rename moved: the operations say all that
+    changed, the pairs only that a directory or file kept its identity (an exchange has two pairs). ``stored`` are paths
+    at which the writer has stored plain objects that no operation names: a hint to ask the store for them."""
 
     format: int = 1
     writer: str
@@ -296,7 +307,7 @@ class _Outline(Record, frozen=True, kw_only=True):
 
 
 class _Written(Record, frozen=True, kw_only=True):
-    """A record as it is stored: with the newest format that its writer's program reads."""
+    """A record as it is stored, with the newest format that its writer's program reads."""
 
     reads: int = FORMATS[-1]
 
@@ -308,8 +319,10 @@ class _Reads(msgspec.Struct):
 
 
 def encode(record: Record, format: int = 1) -> bytes:
-    """The bytes of a record in the ``format`` of its lake (`StoreClient.commit_format`), with the nearest times that
-    readers take: a commit that they refused for one file would be lost with all others in it."""
+    """Return the bytes of a record in the ``format`` of its lake (`StoreClient.commit_format`).
+
+    Times become the nearest ones that readers accept: if they refused a commit for one file, they would lose all its
+    other files, too."""
     count = len(record.operations)
     operations: list[Operation] | msgspec.Raw = list(map(_within_limits, record.operations))
     if count > ENCODED_AT_ONCE:
@@ -324,7 +337,9 @@ def encode(record: Record, format: int = 1) -> bytes:
 
 
 def _within_limits(operation: Operation) -> Operation:
-    """The operation with times that readers take. Programs choose any mtime, and stores date objects as they like."""
+    """Return the operation with times that readers accept.
+
+    Programs choose any mtime, and stores date objects as they like."""
     mtime_ns, dated_s = getattr(operation, "mtime_ns", 0), getattr(operation, "dated_s", 0)
     if not MTIME_NS_MIN <= mtime_ns <= MTIME_NS_MAX:
         operation = msgspec.structs.replace(operation, mtime_ns=kept_ns(mtime_ns))
@@ -334,7 +349,7 @@ def _within_limits(operation: Operation) -> Operation:
 
 
 def newest_read(raw: Buffer) -> int:
-    """The newest format that the program reads which wrote this record. Raises DamagedCommit."""
+    """Return the newest format that the program of this record's writer reads. Raises DamagedCommit."""
     try:
         return msgspec.msgpack.decode(raw, type=_Reads).reads
     except MALFORMED as error:
@@ -342,7 +357,7 @@ def newest_read(raw: Buffer) -> int:
 
 
 def decode(raw: Buffer) -> Record:
-    """The checked record of some bytes; large ones are kept and must not be changed. Raises DamagedCommit."""
+    """Return the checked record of some bytes; large ones are kept and must not be changed. Raises DamagedCommit."""
     try:
         record = msgspec.msgpack.decode(raw, type=Record) if len(raw) < LAZY_BYTES_MIN else _decode_lazily(raw)
         if record.format not in FORMATS:
@@ -367,7 +382,7 @@ class _Format(msgspec.Struct):
 
 
 def _check_format(raw: Buffer) -> None:
-    """Raise DamagedCommit that names the format where a record has another one."""
+    """Raise DamagedCommit, with the format, if a record has one that this program does not read."""
     try:
         found = msgspec.msgpack.decode(raw, type=_Format).format
     except MALFORMED:
@@ -381,7 +396,7 @@ def _other_format(found: int) -> DamagedCommit:
 
 
 def check(record: Record) -> None:
-    """Raises DamagedCommit unless every field can be used as it stands."""
+    """Check that every field can be used as it stands; raises DamagedCommit otherwise."""
     if not 0 <= record.time <= TIME_NS_MAX or not WRITER.fullmatch(record.writer):
         raise DamagedCommit(f"a change record of time {record.time} by {record.writer[:80]!r}")
     if len(record.operations) > OPERATIONS_MAX:
@@ -406,7 +421,7 @@ def check(record: Record) -> None:
 
 
 def check_path(path: str) -> None:
-    """Raises DamagedCommit unless every component could be a file name."""
+    """Check that every component of a path could be a file name; raises DamagedCommit otherwise."""
     if not path or len(_encoded(path)) > KEY_BYTES_MAX:
         raise DamagedCommit(f"path {path[:80]!r}")
     for component in path.split("/"):
@@ -424,7 +439,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _check_etag(etag: str) -> None:
-    """Raises DamagedCommit unless an ETag can be a header field, and fits into a row."""
+    """Check that an ETag can be a header field, and fits into a row; raises DamagedCommit otherwise."""
     if not _ETAG.fullmatch(etag):
         raise DamagedCommit(f"ETag {etag[:80]!r} of {len(etag)} characters")
 
@@ -473,7 +488,7 @@ def _check_attributes(operation: Put | Mkdir | Symlink | SetAttr | Relocate) -> 
 
 
 def _check_xattrs(path: str, xattrs: dict[str, bytes]) -> None:
-    """Raises DamagedCommit for extended attributes that `setxattr` on a mount, or the kernel, would refuse."""
+    """Raise DamagedCommit for extended attributes that `setxattr` on a mount, or the kernel, would refuse."""
     length = 0
     for name, value in xattrs.items():
         raw = _encoded(name)
