@@ -1,10 +1,11 @@
-"""Tombstones: what commits have removed at a name, so that what still lies there, or is told of later, stays away.
+"""Tombstones: what commits removed at a name, so that objects still there, or named later, stay hidden.
 
-What always holds (*in any order*): a tombstone says the same whatever the order in which `bury` was told of its parts,
-as long as they are no more than `GONE_MAX`, and `TOLD_MAX` of ``told``. One part is told in its turn: the date of a put
-(``put_s``) keeps away only earlier namings of its ETag that are told after it; its caller forgets those from before. A
-row that cannot be decoded is left out and counted (`Database.note_damaged`). Trio thread only; nothing here survives a
-crash but the rows of whole batches.
+What always holds (*in any order*): a tombstone says the same whatever the order in which `bury` added its parts, as
+long as they are no more than `GONE_MAX`, and `TOLD_MAX` of ``told``. One part depends on the order: the date of a put
+(``put_s``) keeps out only earlier namings of its ETag that are added after it; the caller removes those from before.
+
+A row that cannot be decoded is left out and counted (`Database.note_damaged`). Trio thread only; a crash leaves the
+rows of whole batches.
 """
 
 from __future__ import annotations
@@ -20,43 +21,45 @@ from lakefs_fuse.meta.schema import NUMBER
 
 NS = 1_000_000_000
 SAME_VERSION_NS = 2 * NS
-"""An object dated so much later than its removal was put again, even with the same bytes (stores date to the
+"""An object dated this long after its removal was put again, even with the same bytes (stores date to the
 second)."""
 BY_DATE = b"\1"
-"""In the row of a tombstone, before the ETag: ``floor`` is ``stamp``. No ETag begins with it."""
+"""In a tombstone's row, before the ETag: ``floor`` is ``stamp``. No ETag begins with it."""
 DATED = "\2"
-"""In a text of the row of a tombstone, between a date in seconds and the ETag that it is of. No ETag begins with it."""
+"""In a text of a tombstone's row, between a date in seconds and its ETag in ``dated``. No ETag begins with it."""
 UNLISTED = "\3"
 """As `DATED`, between the stamp and the ETag of ``unlisted``."""
 AGAIN = "\4"
-"""A text of rows that an earlier version of the program wrote, which says nothing. No ETag is this."""
+"""A text without meaning in rows that an earlier version of the program wrote. No ETag is this."""
 ENDED = "\5"
 """As `DATED`, between the stamp and an ETag of ``ended``."""
 PUT = "\6"
-"""As `DATED`, of ``put``."""
+"""As `DATED`, for ``put``."""
 TOLD = "\7"
 """As `DATED`, between the stamp and an ETag of ``told``."""
 GONE_MAX = 8
-"""ETags that a tombstone knows. Only what may still lie at the key matters, or what a late commit may tell of."""
+"""ETags in each field of a tombstone. Only what may still be at the key, or what a late commit may name, matters."""
 TOLD_MAX = 4
 """ETags in ``told``. A file elsewhere hides one at most, so the newest two decide; each of the others stands in for one
-that a late commit names. The row has 50 bytes for each."""
+that a late commit names. Each takes 50 bytes of the row."""
 
 
 class Tombstone(msgspec.Struct, frozen=True, gc=False):
-    """What commits have removed, or replaced by a file elsewhere, at a name; it stays where the name is something else
-    since. Stamps as in `Entry`.
+    """What commits removed at a name, or replaced by a file elsewhere.
+
+    It stays if the name is something else since. Stamps are as in `Entry`.
 
     ``stamp``: files elsewhere that are older count as removed. ``floor`` is the newest removal of a file elsewhere, if
-    no plain object was told of since: every older plain object counts as removed. ``gone`` are the ETags of plain
+    no commit has put a plain object since: every older plain object counts as removed. ``gone`` are the ETags of plain
     objects that commits named when they removed or replaced them, with the newest stamp of each, newest first: these
-    versions count as removed whatever the times. ``ended`` are ETags as in ``gone`` that no commit named: what ended
-    them was unaware of them, so who tells of one later puts it there again.
-    ``dated`` are ETags with the newest date, in seconds, of a version with those bytes that was removed, ``put`` those
-    of one that was put there again after another was. ``told`` are ETags of plain objects that count no more, with the
-    newest stamp of a commit that told of each: the same bytes that come back are another version.
-    ``unlisted`` is the plain object of which the newest commit told, and that a listing did not show any more, or in
-    whose place a later commit changed the attributes of another: its ETag, and the stamp of who told of it, or 0.
+    versions count as removed whatever the times. ``ended`` are ETags as in ``gone``, but the commits that ended them
+    did not name them, because their writers did not know them: a later commit that names one puts it there again.
+
+    ``dated`` are ETags with the newest date, in seconds, of a version with those bytes that was removed; ``put`` are
+    those of a version that was put there again after another was removed. ``told`` are ETags of plain objects that no
+    longer count, with the newest stamp of a commit that named each: the same bytes that come back are another version.
+    ``unlisted`` is the plain object that the newest commit named, and that a later listing did not show, or in whose
+    place a later commit changed the attributes of another: its ETag, and the stamp of the commit that named it, or 0.
     """
 
     stamp: int
@@ -70,68 +73,72 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def all_gone(self) -> tuple[tuple[str, int], ...]:
-        """``gone`` and ``ended``."""
+        """The pairs of ``gone`` and ``ended``."""
         return self.gone + self.ended
 
     @property
     def etag(self) -> str:
-        """Of the plain object that was removed last; empty where none is known."""
+        """The ETag of the plain object that was removed last; empty if none is known."""
         return max(self.all_gone, key=lambda each: each[1], default=("", 0))[0]
 
     @property
     def newest(self) -> int:
-        """When a version went last."""
+        """The stamp of the last removal or replacement of a version."""
         return max([self.stamp, *(at for _, at in self.all_gone)])
 
     def has(self, stamp: int) -> bool:
-        """Something went then."""
+        """Return whether the tombstone has something of this stamp."""
         return stamp in (self.stamp, self.floor) or any(at == stamp for _, at in self.all_gone + self.told)
 
     def when_gone(self, etag: str) -> int:
-        """When the plain object with this ETag was removed or replaced; 0 if it was not."""
+        """Return when the plain object with this ETag was removed or replaced; 0 if it was not."""
         return max(_find(self.gone, etag), _find(self.ended, etag))
 
     def when_named(self, etag: str) -> int:
-        """As `when_gone`, by a commit that named it."""
+        """Return when a commit that named the plain object removed or replaced it; 0 if none did."""
         return _find(self.gone, etag)
 
     def when_dated(self, etag: str) -> int:
-        """The date, in seconds, of the newest version with this ETag that was removed or put again; 0 if unknown."""
+        """Return the date, in seconds, of the newest version with this ETag removed or put again; 0 if unknown."""
         return max(_find(self.dated, etag), _find(self.put, etag))
 
     def when_told(self, etag: str) -> int:
-        """When a commit told last of a plain object with this ETag that counts no more; 0 if unknown."""
+        """Return when a commit last named a plain object with this ETag that no longer counts; 0 if unknown."""
         return _find(self.told, etag)
 
     def when_removed(self, etag: str) -> int:
-        """The date, in seconds, of the newest version with this ETag that was removed; 0 if unknown."""
+        """Return the date, in seconds, of the newest version with this ETag that was removed; 0 if unknown."""
         return _find(self.dated, etag)
 
     def when_put(self, etag: str) -> int:
-        """The date, in seconds, of the newest version with this ETag that was put there again; 0 if unknown."""
+        """Return the date, in seconds, of the newest version with this ETag that was put there again; 0 if unknown."""
         return _find(self.put, etag)
 
     def is_put_again_since(self, etag: str, at: int, dated_s: int = 0) -> bool:
-        """A commit ``at`` a time, which dates what it names ``dated_s``, names an earlier version with this ETag than
-        the one that was put there again."""
+        """Return whether a commit names an earlier version with this ETag than the one that was put there again.
+
+        The commit is of the time ``at``, and dates what it names ``dated_s``."""
         return dated_s < self.when_put(etag) and is_put_since(self.when_put(etag), at)
 
     def has_ended_unlisted(self, stamp: int, hides: str) -> bool:
-        """A commit of this stamp, which names ``hides``, is later than what told of ``unlisted``, or ended that."""
+        """Return whether a commit of this stamp, which names ``hides``, ended ``unlisted``.
+
+        It did if it is later than the commit that named that object, or names the object itself."""
         etag, told = self.unlisted
         is_named = etag == hides and not self.is_put_again_since(etag, stamp)
         return bool(told) and (told < stamp or is_named)
 
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True, is_told: bool = False) -> bool:
-        """The plain object of this ETag and LastModified counts as removed; without ``by_date`` only where it went by
-        its ETag, and where a commit has told of an object here since (``is_told``), only where a commit named it. One
-        that was put there again is like any other."""
+        """Return whether the plain object of this ETag and LastModified counts as removed.
+
+        Without ``by_date``, only a removal of its ETag counts; if a commit has named an object here since
+        (``is_told``), only one that named it. An object that was put there again is like any other."""
         stamp = self.when_named(etag) if is_told else self.when_gone(etag)
         is_named = bool(stamp) and mtime_ns < stamp + SAME_VERSION_NS
         return is_named or (by_date and not is_told and mtime_ns + NS <= self.floor)
 
     def restamped(self, before: int, after: int) -> Tombstone:
-        """With one stamp in place of another, and of earlier changes that are pending with it."""
+        """Return the tombstone with ``after`` in place of ``before``, and of the stamps of earlier pending changes."""
 
         def replaced(stamp: int) -> int:
             return after if stamp == before or PENDING <= stamp < before else stamp
@@ -145,13 +152,16 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
 
 
 def is_replaced(stamp: int, dated_s: int) -> bool:
-    """A plain object that the store dates ``dated_s`` counts in place of a file elsewhere of this stamp, which does not
-    hide it."""
+    """Return whether a plain object that the store dates ``dated_s`` counts in place of a file elsewhere.
+
+    The file is of this stamp, and does not hide the object."""
     return bool(dated_s) and stamp < (dated_s + 1) * NS
 
 
 def is_put_since(dated_s: int, stamp: int) -> bool:
-    """A plain object that the store dates ``dated_s`` (0: unknown) was put where it is after a commit of this stamp."""
+    """Return whether a plain object was put where it is after a commit of this stamp.
+
+    The store dates the object ``dated_s``; 0 if that is unknown."""
     return bool(dated_s) and dated_s * NS >= stamp + SAME_VERSION_NS
 
 
@@ -160,9 +170,11 @@ def bury(
     floor: int = 0, etag: str = "", ended: str = "", at: int = 0, dated_s: int = 0, put_s: int = 0,
     told: tuple[str, int] = ("", 0),
 ) -> Tombstone:  # fmt: skip
-    """A tombstone that also knows of a removal at ``stamp`` and a ``floor``, of ``etag`` as gone and of ``ended`` as
-    ended ``at`` a time, and of a version of ``etag`` that the store dates ``dated_s``, or of one that was put there
-    again and that it dates ``put_s``, and of one as ``told``."""
+    """Return a tombstone with additions: a removal at ``stamp``, a ``floor``, and ETags with times or dates.
+
+    ``etag`` is gone, and ``ended`` is ended, ``at`` a time. The store dates the version of ``etag`` that was removed
+    ``dated_s``, or the one that was put there again ``put_s``. ``told`` is an ETag and a stamp for the field of that
+    name."""
     known = tombstone or Tombstone(0)
     etag = "" if known.is_put_again_since(etag, at, dated_s) else etag
     return Tombstone(
@@ -173,20 +185,21 @@ def bury(
 
 
 def beside_file(tombstone: Tombstone, stamp: int, hides: str) -> Tombstone | None:
-    """What a tombstone has to say beside a file elsewhere of this stamp, which hides the plain object ``hides``; None:
-    nothing."""
+    """Return what remains of a tombstone beside a file elsewhere of this stamp; None if nothing does.
+
+    The file hides the plain object ``hides``."""
     rest = without(tombstone, hides) if tombstone.when_gone(hides) <= stamp else tombstone
     rest = msgspec.structs.replace(rest, told=tuple(each for each in rest.told if each[1] > stamp))
     return rest if rest.all_gone or rest.dated or rest.put or rest.told else None
 
 
 def without(tombstone: Tombstone, etag: str, at: int = 0) -> Tombstone:
-    """A tombstone that does not know of ``etag`` as gone, nor of what went ``at`` a time."""
+    """Return a tombstone without ``etag`` as gone, and without what went ``at`` a time."""
     return _filter_gone(tombstone, lambda each: each[0] != etag and each[1] != at)
 
 
 def without_others(tombstone: Tombstone, etag: str, at: int) -> Tombstone:
-    """A tombstone that does not know of what went ``at`` a time, but for ``etag``."""
+    """Return a tombstone without what went ``at`` a time, except ``etag``."""
     return _filter_gone(tombstone, lambda each: each[0] == etag or each[1] != at)
 
 
@@ -196,8 +209,9 @@ def _filter_gone(tombstone: Tombstone, keeps: Callable[[tuple[str, int]], bool])
 
 
 def put_back(tombstone: Tombstone, etag: str, *, undated: bool) -> Tombstone:
-    """A tombstone of a name that means the plain object with this ETag. ``undated``: no date says whether an earlier
-    removal is of that."""
+    """Return the tombstone of a name that now is the plain object with this ETag.
+
+    ``undated``: no date says whether an earlier removal concerns that object."""
     ended = tuple(each for each in tombstone.ended if each[0] != etag)
     dated, put = (
         tuple(each for each in pairs if not undated or each[0] != etag) for pairs in (tombstone.dated, tombstone.put)
@@ -206,7 +220,7 @@ def put_back(tombstone: Tombstone, etag: str, *, undated: bool) -> Tombstone:
 
 
 def with_unlisted(tombstone: Tombstone | None, etag: str = "", stamp: int = 0) -> Tombstone:
-    """A tombstone that knows of this plain object as ``unlisted``; without an ETag, of none."""
+    """Return a tombstone with this plain object as ``unlisted``; without an ETag, with none."""
     return msgspec.structs.replace(tombstone or Tombstone(0), unlisted=(etag, stamp))
 
 
@@ -227,7 +241,7 @@ def _newest_first(pairs: Iterable[tuple[str, int]], pairs_max: int = GONE_MAX) -
 
 
 def pack_tombstone(tombstone: Tombstone) -> bytes:
-    """The row of a tombstone: ``stamp``, and the ETag that went with it; then what else there is to know."""
+    """Return the row of a tombstone: ``stamp`` and the ETag that went with it, then everything else."""
     stamp, floor, gone = tombstone.stamp, tombstone.floor, list(tombstone.gone)
     others_of = {DATED: tombstone.dated, ENDED: tombstone.ended, PUT: tombstone.put, TOLD: tombstone.told}
     first = gone.pop(0)[0] if gone and gone[0][1] == stamp else ""
@@ -241,7 +255,7 @@ def pack_tombstone(tombstone: Tombstone) -> bytes:
 
 
 def unpack_tombstone(raw: bytes) -> Tombstone:
-    """Raises ValueError for a row that is none."""
+    """Return the tombstone of a row; raises ValueError if it is not one."""
     if len(raw) < NUMBER.size:
         raise ValueError(f"a tombstone of {len(raw)} bytes")
     (stamp,) = NUMBER.unpack_from(raw)
@@ -260,7 +274,7 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
 
 
 class Tombstones:
-    """Tombstones by path, because a removed directory has no inode. Paths end in a slash for directories."""
+    """Tombstones by path, because a removed directory has no inode. Paths of directories end in a slash."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -270,7 +284,7 @@ class Tombstones:
         return self._read(key, self._db.get(key))
 
     def get_many(self, paths: Iterable[bytes]) -> list[Tombstone | None]:
-        """As `get`, of each path."""
+        """Return the tombstone of each path; None for a path without one."""
         keys = [schema.TOMBSTONE + path for path in paths]
         return [self._read(key, raw) for key, raw in zip(keys, self._db.get_many(keys), strict=True)]
 
@@ -287,7 +301,7 @@ class Tombstones:
             batch.rows[schema.TOMBSTONE + path] = None if tombstone is None else pack_tombstone(tombstone)
 
     def below(self, prefix: bytes) -> Iterator[tuple[bytes, Tombstone]]:
-        """Paths that begin with ``prefix`` (empty, or ending in a slash), in order."""
+        """Yield paths that begin with ``prefix`` (empty, or ending in a slash), in order, with their tombstones."""
         end = schema.TOMBSTONE + prefix[:-1] + b"0" if prefix else schema.end_of(schema.TOMBSTONE)
         for key, raw in self._db.scan(schema.TOMBSTONE + prefix, end):
             tombstone = self._read(key, raw)

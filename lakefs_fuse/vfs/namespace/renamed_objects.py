@@ -1,19 +1,20 @@
-"""Plain objects that stay at the key of an earlier name after a rename: what becomes of them when that key is written.
+"""Plain objects at the key of an earlier name after a rename, and what happens if that key is written.
 
 A rename is a commit and moves no bytes, so the bytes of a name may be at the key of a name that no longer exists. Nodes
-that know that store elsewhere. A node that has not seen the rename replaces the object there, as if it still were the
-file of that name: its write counts as earlier than the rename, and the renamed file is that version now. It commits
-this when it sees the rename (`commit_applied`). Where it was lost before, who reads the renamed file finds out
-(`adopt`). A node that has removed that file and created another there did not replace it, which its object's metadata
-show: then both are files, and the bytes of the renamed one are lost.
+that know this store new bytes elsewhere. A node that has not seen the rename replaces the object there, as if it still
+were the file of that name. Its write counts as earlier than the rename, and the renamed file then is that version. The
+node commits this when it sees the rename (`commit_applied`). If it was lost before that, a node that reads the renamed
+file finds out (`adopt`). A node that has removed the file and created another one there did not replace it, as its
+object's metadata show: then both are files, and the bytes of the renamed one are lost.
 
 The name at whose key the object lies may have got another file in the same commit, as in an exchange. What was written
-there counts in place of that, for a commit that is later tells of it: the name's history says what it is but for the
-object, and a commit as of that one repeats it (`hide`).
+there counts in place of that file, because a later commit names it. The name's history tells what the name is without
+the object, and a commit dated right after the exchange repeats that (`hide`).
 
-What always holds: a name is given to another version only after a HEAD that showed it at the key, only while the name
-still means the version that is gone, and not where its own key has a newer one; no object is deleted here. What this
-node wrote is remembered in memory alone: after a crash, `adopt` does the same for who reads. Trio thread only.
+What always holds: a name gets another version only after a HEAD showed that version at the key, only while the name
+still means the version that is gone, and not if its own key has a newer one; no object is deleted here. What this node
+stored is remembered in memory alone: after a crash, `adopt` does the same on nodes that read the file. Trio thread
+only.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, Rows, RowSnapsho
 
 NS = 1_000_000_000
 ADOPT_S_MAX = 10.0
-"""A HEAD and a commit take less, unless the store is away."""
+"""A HEAD and a commit take less, unless the store is unavailable."""
 NAMES_PER_STEP = 512
-"""5 ms."""
+"""Names that are checked in one step: 5 ms."""
 log = logging.getLogger(__name__)
 
 
 class RenamedObjects:
-    """See the module's head."""
+    """Gives renamed files what was stored at the keys of their earlier names; see the module."""
 
     def __init__(
         self,
@@ -67,15 +68,16 @@ class RenamedObjects:
         *,
         read_only: bool,
     ) -> None:
-        """``new_id`` makes names of hidden objects; ``moved`` is told that the bytes of one version are another now."""
+        """``new_id`` makes ids for hidden objects; ``moved`` is called with the old and new version of copied bytes."""
         self._ns, self._client, self._committer, self._nursery = namespace, client, committer, nursery
         self._deletions, self._new_id, self._moved, self._is_read_only = deletions, new_id, moved, read_only
         self.adopting, self._adopted = 0, Wakeup()
-        """Names that are about to get the version which this node stored, and the end of that."""
+        """How many adoptions are under way, and the wakeup at the end of each."""
 
     def commit_applied(self, record: Record | Change) -> None:
-        """Another node's commit, or a rename that this node committed, is in effect here. Names that it gives to
-        objects which this node has replaced get the version that is there now, soon."""
+        """Start adoptions after another node's commit, or a rename of this node, has taken effect here.
+
+        Names that it gives to objects that this node has replaced soon get the version that is there now."""
         replaced = {
             number
             for number, ref in enumerate(record.objects)
@@ -88,14 +90,15 @@ class RenamedObjects:
             self._start_adopting(next(iter(named)), partial(self._adopt_replaced, named, time))
 
     async def _adopt_replaced(self, named: Mapping[str, ObjectRef], time: int) -> None:
-        """Names that a commit of this ``time`` gives to objects, which this node has replaced, get the version that is
-        there now, soon. A name at such a key may have got another file, which is not in sight until it hides that
-        version. Raises LakeError."""
+        """Start adoptions for names that a commit of this ``time`` gives to objects that this node has replaced.
+
+        The name at such a key may have got another file, which is not visible until it hides the version that is there
+        now. Raises LakeError."""
         try:
             for ref in named.values():
                 there = self._ns.at(ref.key)
                 if there is not None and there.is_plain and there.etag == self._deletions.stored_etag(ref.key):
-                    await self._committer.flush()  # what it has said of its own objects is in a commit
+                    await self._committer.flush()  # then what this node has said of its objects is in a commit
                     meta = await self._client.find(ref.key)
                     if meta is not None and is_successor(meta, ref.etag):
                         await self._hide_versions(ref.etag, meta, time)
@@ -104,14 +107,15 @@ class RenamedObjects:
                 self._start_adopting(path, partial(self._adopt_renamed, path, ref.key, ref.etag))
 
     def stored(self, path: str, key: str, etag: str) -> None:
-        """This node has stored an object at ``key`` for the file at ``path``. Names that others gave meanwhile to what
-        lay there get it, too, soon."""
+        """Start adoptions after this node has stored an object at ``key`` for the file at ``path``.
+
+        Names that other nodes have given meanwhile to the object that was there soon get the new one, too."""
         row = self._ns.tree.objects.used(key)
         if row is not None and row.etag != etag:
             self._start_adopting(path, partial(self._adopt_others, path, row))
 
     async def _adopt_others(self, path: str, row: ObjectRow) -> None:
-        """Other files than the one at ``path`` that have their bytes in an object get what is at its key now, soon."""
+        """Start adoptions for all files with bytes in an object that was replaced at its key, except ``path``."""
         for named, _ in self._named(row, await self._find_named(row)):
             if named != path:
                 self._start_adopting(named, partial(self._adopt_renamed, named, row.key, row.etag))
@@ -132,7 +136,9 @@ class RenamedObjects:
             self._adopted.wake_all()
 
     async def _adopt_renamed(self, path: str, key: str, etag: str) -> None:
-        """As `adopt`, also where this node renames the file once more meanwhile. Raises LakeError."""
+        """Call `adopt`, for other names too if this node has renamed the file once more meanwhile.
+
+        Raises LakeError."""
         await self.adopt(path)
         row = self._ns.tree.objects.used(key)
         if row is not None and row.etag == etag and self._renamed(path)[1] != row:
@@ -140,20 +146,22 @@ class RenamedObjects:
                 await self.adopt(named)
 
     async def _hide_versions(self, etag: str, meta: ObjectMeta, time: int) -> None:
-        """As `hide`, of the object and its versions since the one with this ETag."""
+        """Call `hide` for the object and its versions since the one with this ETag."""
         self._deletions.note_adopted(meta.key, meta.etag)
         await self.hide(meta.key, [*replaced_since(meta, etag), meta.etag], time)
 
     async def hide(self, key: str, etags: Sequence[str], time: int = 0) -> None:
-        """Have the file elsewhere that the name ``key`` got by a commit hide these objects, oldest first, which were
-        stored there for another name: what others have put there since stands. Where one of them has come in place of
-        that file, this is done if the commit is of that ``time``, at which it gave away what they replaced: what their
-        writer itself had put there before stays replaced. Raises LakeError."""
+        """Commit that the file elsewhere which a commit put at the name ``key`` hides these objects.
+
+        They were stored there for another name, and are given oldest first; what others have put there since stands. If
+        one of them has come in place of that file, this is done only if the file's commit is of this ``time``, at which
+        it gave away what they replaced: a file that their writer itself had put there before stays replaced. Raises
+        LakeError."""
         if self._file_elsewhere(key, etags, time) is not None:
             await self._committer.commit_as_of(lambda: self._hiding(key, etags, time))
 
     def _hiding(self, key: str, etags: Sequence[str], time: int) -> tuple[Change, int]:
-        """Called when the commit's turn has come: the change, and the time of the commit that it belongs to."""
+        """Return, at the commit's turn, the change and the time of the commit to which it belongs."""
         found = self._file_elsewhere(key, etags, time)
         if found is None:
             return Change(), 0
@@ -163,8 +171,9 @@ class RenamedObjects:
         return builder.change(), entry.stamp
 
     def _file_elsewhere(self, key: str, etags: Sequence[str], time: int) -> tuple[Entry, Rows] | None:
-        """As `hide`: the file that the name ``key`` is, or would be but for these objects; None where it hides the
-        newest of them already."""
+        """Return the file elsewhere that the name ``key`` is, or would be without these objects; see `hide`.
+
+        Return None if there is none to be repeated, or if it hides the newest of these objects already."""
         entry = self._ns.at(key)
         rows: Rows = self._ns.tree
         if entry is not None and entry.is_plain and entry.etag in etags:
@@ -180,15 +189,18 @@ class RenamedObjects:
         return (entry, rows) if 0 < entry.stamp < PENDING else None
 
     async def wait_adopted(self) -> None:
-        """Until names that others gave to objects which this node has replaced mean what it stored, or for ADOPT_S_MAX:
-        before another name is given to one of them."""
+        """Wait until names that others gave to objects which this node has replaced mean what it stored.
+
+        It waits for `ADOPT_S_MAX` at most; callers are about to give one of these objects another name."""
         with trio.move_on_after(ADOPT_S_MAX):
             while self.adopting:
                 await self._adopted.wait()
 
     async def adopt(self, path: str) -> bool:
-        """Give a renamed file the version that is at the key of its earlier name now, where a node of this lake stored
-        that, or another program before the rename. Whether it did: never on a read-only mount. Raises LakeError."""
+        """Give a renamed file the version that is at the key of its earlier name now; return whether it did.
+
+        A node of this lake must have stored that version, or another program before the rename. A read-only mount does
+        nothing. Raises LakeError."""
         entry, row = self._renamed(path)
         if entry is None or row is None or self._is_read_only:
             return False
@@ -218,16 +230,19 @@ class RenamedObjects:
         return True
 
     def _is_put_since(self, path: str, there: ObjectMeta, entry: Entry) -> bool:
-        """The object at a renamed file's own key is of the second of the rename or later, and no commit that is known
-        has removed or replaced it."""
+        """Return whether the object at a renamed file's own key may be newer than the rename.
+
+        Its date is the second of the rename or later, and no commit that is known has removed or replaced it."""
         tombstone = self._ns.tree.tombstones.get(path.encode(*schema.PATH))
         is_gone = tombstone is not None and tombstone.hides(there.etag, there.mtime_ns, by_date=False)
         return there.etag != entry.etag and not is_gone and there.mtime_ns + NS > entry.stamp
 
     def _adoption(self, path: str, row: ObjectRow, meta: ObjectMeta) -> Change:
-        """Called when no commit is on its way. New bytes at the key came before the rename, and the old name hides
-        them; those of another program only where the store dates them before the rename. A new file that its writer
-        made there, unaware of the one that was renamed, stays what the old name means, too."""
+        """Return the change that gives a renamed file the new bytes; called while no commit is on its way.
+
+        The new bytes at the key count as earlier than the rename, and the old name hides them; those of another program
+        only if the store dates them before the rename. A new file that its writer created there, unaware of the renamed
+        one, also stays the file of the old name."""
         builder = ChangeBuilder(self._ns.tree)
         entry, now = self._renamed(path)
         if entry is not None and now is not None and now.number == row.number:  # its other names may have been removed
@@ -240,19 +255,21 @@ class RenamedObjects:
         return builder.change()
 
     def _is_given(self, key: str, etag: str, time: int) -> bool:
-        """The name at whose key a renamed object lies got another file by a commit of that ``time``, and is nothing by
-        now, or this object: it has come in place of that file, or was stored when that was removed."""
+        """Return whether the name ``key`` got another file at ``time``, and now is this object or nothing.
+
+        Then the object, in place of a renamed one, has come in place of that file, or was stored when that had been
+        removed."""
         there = self._ns.at(key)
         is_free = there is None or (there.is_plain and there.etag == etag)
         return is_free and self._committer.gave_file(key, time)
 
     def _precedes_rename(self, row: ObjectRow, meta: ObjectMeta) -> bool:
-        """The rename that took an object's name away is later than what another program put there."""
+        """Return whether the rename that took an object's name is later than what another program put there."""
         tombstone = self._ns.tree.tombstones.get(row.key.encode(*schema.PATH))
         return tombstone is not None and meta.mtime_ns + NS <= tombstone.when_gone(row.etag)
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
-        """The file at a path, if its bytes are a plain object elsewhere."""
+        """Return the file at a path and its object, if that is a plain object at another key; otherwise None twice."""
         above, _, name = path.rpartition("/")
         directory = self._ns.directory(above)
         entry = None if directory is None else self._ns.tree.named(directory, name.encode())
@@ -262,15 +279,16 @@ class RenamedObjects:
         return entry, row
 
     async def free(self, key: str) -> None:
-        """Have the store copy the bytes of other names away from a key that is about to be replaced, and commit where
-        they are. Raises LakeError."""
+        """Move the bytes of other names away from a key whose object is about to be replaced.
+
+        The store copies them, and a commit tells where they are. Raises LakeError."""
         row = self._ns.tree.objects.used(key)
         if row is None:
             return
         target = key_of_copy(self._new_id(), ObjectRef(row.key, row.etag, row.size))
         try:
             copied = await copy_object(self._client, row.key, row.etag, row.size, target)
-        except PreconditionFailed:  # it was replaced there, perhaps by this node, which died before it could say so
+        except PreconditionFailed:  # already replaced, perhaps by this node, which died before it committed that
             for path, _ in self._named(row, await self._find_named(row)):
                 await self.adopt(path)
             if self._ns.tree.objects.used(key) == row:
@@ -282,7 +300,9 @@ class RenamedObjects:
         await self._moved(Version(row.key, row.etag, row.size), Version(copied.key, copied.etag, row.size))
 
     def _move(self, row: ObjectRow, copied: ObjectMeta, found: Iterable[int]) -> Change:
-        """Called when the commit's turn has come. A file whose rename is held is elsewhere for other nodes."""
+        """Return, at the commit's turn, the change that relocates the files of an object to its copy.
+
+        For other nodes, a file whose rename is held still has its earlier names."""
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size), ObjectRef(copied.key, copied.etag, row.size)]
         moved = [
             Relocate(
@@ -295,7 +315,7 @@ class RenamedObjects:
         return Change(operations=list(moved), objects=objects)
 
     async def _find_named(self, row: ObjectRow) -> list[int]:
-        """Inodes of files that have their bytes in an object, found with other tasks in between."""
+        """Return the inodes of files with bytes in an object; other tasks run during the search."""
         found, names = dict[int, None](), self._ns.tree.below(ROOT_INODE, "")
         while len(found) < row.entries and (some := list(islice(names, NAMES_PER_STEP))):
             found |= dict.fromkeys(entry.inode for _, entry in some if entry.place == row.number)
@@ -303,8 +323,10 @@ class RenamedObjects:
         return list(found)
 
     def _named(self, row: ObjectRow, found: Iterable[int]) -> list[tuple[str, Entry]]:
-        """Files that have their bytes in an object now, with their paths; ``found`` by `_find_named` just before. Where
-        others have come since, which its count of entries tells, all names are looked at again in one step."""
+        """Return the files that have their bytes in an object now, with their paths.
+
+        ``found`` is what `_find_named` returned just before. If the object's count of entries shows that others have
+        come since, all names are searched again in one step."""
         tree = self._ns.tree
         entries = [entry for inode in found if (entry := tree.entry(inode)) is not None and entry.place == row.number]
         now = tree.objects.get(row.number)
