@@ -219,7 +219,7 @@ class Applier:
         self._db.commit(batch)
 
     def _restamp(self, names: Sequence[tuple[bytes, int]], time: int) -> None:
-        """Replace the stamp under which each name was set or removed by ``time``."""
+        """Give each name that was set or removed under its given stamp the stamp ``time``."""
         for first in range(0, len(names), TOGETHER_MAX):
             stamps: dict[bytes, list[int]] = {}
             for path, stamp in names[first : first + TOGETHER_MAX]:

@@ -37,7 +37,7 @@ COUNTED_PER_OPERATION = 100
 CARRIED_PER_OPERATION = 4
 """Names that are carried over in the time in which one operation is applied."""
 CARRIED_OVER_MAX = 1_000_000
-"""Operations. Beyond these, another node's rename gives names other inodes: to keep them takes 300 bytes a name."""
+"""Operations. Beyond these, another node's rename changes inodes: keeping them takes 300 bytes of memory a name."""
 
 
 class _Changes(msgspec.Struct):

@@ -277,7 +277,7 @@ class FileRules:
         self._bury(step, told=(etag, stamp), ended=etag if is_replaced else "", at=self._stamp)
 
     def _bury_replaced(self, step: Step, current: Entry, etag: str = "") -> None:
-        """Note in the tombstone that a file elsewhere is replaced or removed.
+        """Record in the tombstone that a file elsewhere is replaced or removed.
 
         What it hid stays hidden, except the plain object ``etag``."""
         if current.etag and current.etag != etag:
@@ -349,7 +349,7 @@ class FileRules:
                 step.drop()
 
     def _uncover(self, step: Step, tombstone: Tombstone | None, current: Entry) -> None:
-        """Note which commit to apply again when a plain object goes that was only listed.
+        """Record which commit to apply again when a plain object goes that was only listed.
 
         The file elsewhere that it hid by its date is not known here, and other nodes may show it."""
         is_over = current.flags & Flag.OVERRIDING and not current.stamp
@@ -379,7 +379,7 @@ class FileRules:
             dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
             if step.tombstone is not None or dated_s:
                 rest = step.tombstone or Tombstone(0)
-                again = self._stamp if step.is_again else 0  # the removal before it ends no other version
+                again = self._stamp if step.is_again else 0  # the removal before the put ends no other version
                 rest = without(rest, place.etag, again) if is_again else rest
                 is_undated = bool(self._etag_back(step.operation) or (again and not dated_s))
                 step.tombstone = bury(put_back(rest, place.etag, undated=is_undated), etag=place.etag, put_s=dated_s)

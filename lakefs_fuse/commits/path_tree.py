@@ -58,7 +58,7 @@ class Watcher:
         return False
 
     def redated(self, entry: Entry) -> bool:
-        """Note that a file's mtime changes, and return whether the file is open here.
+        """Record that a file's mtime changes, and return whether the file is open here.
 
         The kernel ignores the change for an inode that it holds. An open file keeps its inode until the last close."""
         return False
@@ -162,7 +162,7 @@ class PathTree:
     def insert_directory(
         self, batch: Batch, parent: int, path: str, flags: int, file: Entry | None, **attributes: int
     ) -> Entry:
-        """Insert a missing directory, whose name ``file`` may have; the caller calls `notify`."""
+        """Insert a missing directory; ``file`` is the file with its name, if any. The caller calls `notify`."""
         if file is not None and (file.stamp or self.keeps(file)):
             self.tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
         elif file is not None:
@@ -414,7 +414,7 @@ class _CarryOver:
         return entry if is_free else None
 
     def _is_covered(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> bool:
-        """Return whether the record says where all names are now, and what has their earlier names.
+        """Return whether the record says where all names are now, and what now has their earlier names.
 
         It must be the newest that is known of them. Files that a directory hides, or that are not in the store yet,
         need no operation."""

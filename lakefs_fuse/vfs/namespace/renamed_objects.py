@@ -269,7 +269,7 @@ class RenamedObjects:
         return tombstone is not None and meta.mtime_ns + NS <= tombstone.when_gone(row.etag)
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
-        """Return the file at a path and its object, if that is a plain object at another key; otherwise None twice."""
+        """Return the file at a path, and the plain object at another key with its bytes; else None twice."""
         above, _, name = path.rpartition("/")
         directory = self._ns.directory(above)
         entry = None if directory is None else self._ns.tree.named(directory, name.encode())
