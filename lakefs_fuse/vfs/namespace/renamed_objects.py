@@ -9,7 +9,7 @@ object's metadata show: then both are files, and the bytes of the renamed one ar
 
 The name at whose key the object lies may have got another file in the same commit, as in an exchange. What was written
 there counts in place of that file, because a later commit names it. The name's history tells what the name is without
-the object, and a commit dated right after the exchange repeats that (`hide`).
+the object, and an addition to the commit that gave the name that file repeats it (`hide`).
 
 What always holds: a name gets another version only after a HEAD showed that version at the key, only while the name
 still means the version that is gone, and not if its own key has a newer one; no object is deleted here. What this node
@@ -151,7 +151,7 @@ class RenamedObjects:
         await self.hide(meta.key, [*replaced_since(meta, etag), meta.etag], time)
 
     async def hide(self, key: str, etags: Sequence[str], time: int = 0) -> None:
-        """Commit that the file elsewhere which a commit put at the name ``key`` hides these objects.
+        """Commit that the file elsewhere, which a commit put at the name ``key``, hides these objects.
 
         They were stored there for another name, and are given oldest first; what others have put there since stands. If
         one of them has come in place of that file, this is done only if the file's commit is of this ``time``, at which
@@ -257,7 +257,7 @@ class RenamedObjects:
     def _is_given(self, key: str, etag: str, time: int) -> bool:
         """Return whether the name ``key`` got another file at ``time``, and now is this object or nothing.
 
-        Then the object, in place of a renamed one, has come in place of that file, or was stored when that had been
+        A renamed object lay at this key. This one has come in place of that file, or was stored when that had been
         removed."""
         there = self._ns.at(key)
         is_free = there is None or (there.is_plain and there.etag == etag)
