@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -27,19 +28,19 @@ OLD, NEWER = noise("old", 800), noise("newer", 900)
 @contextmanager
 def failing_commit(*, after: int = 0) -> Iterator[None]:
     """A write to the metadata cache in the block, ``after`` so many others, fails for want of room."""
-    commit, count = Database.commit, 0
+    commit, writes = Database.commit, 0
 
     def fail_once(database: Database, *arguments: object, **named: object) -> None:
-        nonlocal count
-        count += 1
-        if count == after + 1:
+        nonlocal writes
+        writes += 1
+        if writes == after + 1:
             raise CacheFull("the disk is full")
         commit(database, *arguments, **named)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Database, "commit", fail_once)
         yield
-        assert count > after, "the call wrote too little"
+        assert writes > after, "the call wrote too little"
 
 
 async def open_emptied(m: Lake, path: str) -> None:
@@ -297,3 +298,51 @@ async def test_change_of_a_name_that_is_journaled_when_the_disk_fails_is_made_on
         for m in (one, two):
             assert await m.lookup("f") is None
             assert (await m.lookup("g") is not None) == (change == "rename")
+
+
+async def _names_of(m: Lake) -> set[str]:
+    found = set(await m.names())
+    return found.union(*[{f"{above}/{name}" for name in await m.names(above)} for above in found])
+
+
+CHANGES_OF_NAMES: dict[str, tuple[Callable[[Lake], Awaitable[object]], set[str]]] = {
+    "mkdir": (lambda m: m.mkdir("d/new"), {"d", "e", "d/f", "d/g", "d/new"}),
+    "rmdir": (lambda m: m.rmdir("e"), {"d", "d/f", "d/g"}),
+    "symlink": (lambda m: m.symlink("d/new", "f"), {"d", "e", "d/f", "d/g", "d/new"}),
+    "unlink": (lambda m: m.unlink("d/f"), {"d", "e", "d/g"}),
+    "rename": (lambda m: m.rename("d/f", "d/h"), {"d", "e", "d/h", "d/g"}),
+    "rename over a file": (lambda m: m.rename("d/f", "d/g"), {"d", "e", "d/g"}),
+    "rename of a directory": (lambda m: m.rename("d", "e"), {"e", "e/f", "e/g"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "durability"), [*((each, "close") for each in CHANGES_OF_NAMES), ("unlink", "writeback")]
+)
+async def test_change_of_names_that_is_in_effect_succeeds(tmp_path: Path, change: str, durability: str) -> None:
+    """Whichever of its writes fails: what a call that raises was asked for is not done."""
+    make, after = CHANGES_OF_NAMES[change]
+    for writes in count():
+        async with lake(MemoryStore(), tmp_path / f"{writes}", pack="never", durability=durability) as m:
+            for directory in "de":
+                await m.mkdir(directory)
+            for name in "fg":
+                await m.write(f"d/{name}", OLD)
+            await m.fs.make_durable()
+            if durability == "writeback":
+                await m.write("d/f", NEWER)
+            handles = [await m.open(f"d/{name}", os.O_RDWR) for name in "fg"]
+            before, is_raised = await _names_of(m), False
+            try:
+                with failing_commit(after=writes):
+                    try:
+                        await make(m)
+                    except LakeError:
+                        is_raised = True
+            except AssertionError:  # it makes fewer writes
+                return
+            if not is_raised:
+                await m.fs.sync_names()  # what was journaled when the disk failed is in effect afterwards
+            assert await _names_of(m) == (before if is_raised else after), f"write {writes + 1} failed"
+            for handle in handles:
+                await m.close(handle)

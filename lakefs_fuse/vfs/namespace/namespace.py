@@ -869,7 +869,7 @@ class Namespace:
             self._db.commit_volatile(batch)
 
     def touch(self, directory: int, batch: Batch | None = None, at_ns: int = 0) -> None:
-        """Set the times of a directory whose names change, immediately or with ``batch``."""
+        """Set the times of a directory whose names change, immediately, as `record_beside` does, or with ``batch``."""
         if directory == ROOT_INODE:
             now = self._clock_ns()
             self.root = msgspec.structs.replace(self.root, mtime_ns=now, ctime_ns=now)
@@ -882,7 +882,7 @@ class Namespace:
             now = at_ns or self._clock_ns()
             self.tree.update(now_or_later, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
             if batch is None:
-                self._db.commit(now_or_later)
+                self.record_beside(now_or_later)
 
     def _renew_redated(self, entry: Entry) -> None:
         try:
@@ -904,9 +904,20 @@ class Namespace:
         gone = tombstone.when_gone(entry.etag)
         return bool(gone) and (gone > entry.stamp or not entry.flags & Flag.PUT_AGAIN)
 
-    def made(self, batch: Batch, directory: Entry) -> None:
-        """This node has just made a directory: it is known to be there, and to hold nothing."""
+    def record_beside(self, batch: Batch) -> None:
+        """Record what only accompanies a change of names that is in effect: the call succeeds although this fails."""
+        try:
+            self._db.commit(batch)
+        except CacheError as error:
+            log.warning("a change of names is in effect, but not what accompanies it, such as times: %s", error)
+
+    def made(self, directory: Entry) -> None:
+        """This node has just made a directory: it is known to be there, and to hold nothing. The times of the directory
+        that it is in are now."""
+        batch = Batch()
         self.tree.set_listing(batch, directory.inode, Listing(self._clock_ns(), 0))
+        self.touch(directory.parent, batch)
+        self.record_beside(batch)
         self._remember_answer(directory.parent, directory.name, self._clock_ns())
 
     @property

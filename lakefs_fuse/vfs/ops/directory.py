@@ -62,10 +62,7 @@ class Directories:
         builder.operations.append(Mkdir(path, mode & PERMISSIONS, uid, gid, self._clock.wall_ns()))
         self._names.enqueue_all(builder)
         entry = self._made(parent, name + b"/")
-        batch = Batch()
-        self._ns.made(batch, entry)
-        self._ns.database.commit(batch)
-        self._ns.touch(parent)
+        self._ns.made(entry)
         return entry
 
     def _made(self, parent: int, sort_name: bytes) -> Entry:

@@ -105,4 +105,4 @@ class NameChanges:
         if entry is not None and entry.flags & (Flag.DIRECTORY | Flag.SYMLINK):
             batch = Batch()
             self._ns.tree.update(batch, msgspec.structs.replace(entry, ctime_ns=self._clock.wall_ns()))
-            self._ns.database.commit(batch)
+            self._ns.record_beside(batch)

@@ -14,6 +14,7 @@ only.
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ import msgspec
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.environment.failpoints import reached
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import CacheError, FileError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Deletion
@@ -58,6 +59,7 @@ NAMES_PER_STEP = 96
 """Names that are planned between two turns of other tasks: 5 ms."""
 PLANS_MAX = 3
 """Attempts to plan in steps while other tasks keep changing the facts; then the plan is made in one step."""
+log = logging.getLogger(__name__)
 
 
 class _Request(NamedTuple):
@@ -207,7 +209,10 @@ class Renames:
                 await execute()
             if done.target is not None and not exchange:
                 self._unlinker.forget_name(done.target)
-            self._files.moved(None if exchange or source.flags & Flag.DIRECTORY else [source.inode])
+            try:
+                self._files.moved(None if exchange or source.flags & Flag.DIRECTORY else [source.inode])
+            except CacheError as error:
+                log.error("%s is %s now, which the journal does not say of all files: %s", ends.old, ends.new, error)
             for listener in self._ns.events.path_renamed:
                 listener(ends.old, ends.new)
         return is_held

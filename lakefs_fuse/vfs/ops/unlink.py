@@ -13,7 +13,8 @@ read, if the cache could keep the bytes. A crash after the change of a name leav
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import trio
@@ -21,7 +22,7 @@ import trio
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Journal
@@ -74,7 +75,7 @@ class Unlinker:
     async def unlink(self, file: OpenFile, delete: Callable[[Entry, Sequence[ObjectMeta]], Awaitable[None]]) -> None:
         """Have ``delete`` remove the name of a file in use; its handles stay. ``delete`` gets the file's entry, and the
         objects at its key other than the version of its row. No version of the file is published meanwhile, so none
-        can bring the name back. If ``delete`` fails, the file stays linked."""
+        can bring the name back. If ``delete`` fails, the file stays linked; nothing that fails later is raised."""
         try:
             async with file.publishing:
                 file.unlink()  # not earlier: a version that is being published keeps its name until then
@@ -92,10 +93,11 @@ class Unlinker:
         await self._drop_acknowledged(file, newest)
         if file.draft is not None:
             file.draft.unlink()
-            if file.handles:
-                file.draft.save(sync=True)
-            else:
-                await self._drafts.discard(file)
+            with _in_effect(file.key):
+                if file.handles:
+                    file.draft.save(sync=True)
+                else:
+                    await self._drafts.discard(file)
         self._files.forget_if_idle(file)
 
     async def _keep_for_handles(self, file: OpenFile) -> bool:
@@ -144,8 +146,10 @@ class Unlinker:
         if not gone:
             return
         since = min(draft.sequence for draft in gone)
-        self._committer.withhold(file.key, since, self._writeback.sequence, newest)
-        self._db.commit(batch, sync=True)
+        with _in_effect(file.key):
+            self._committer.withhold(file.key, since, self._writeback.sequence, newest)
+        with _in_effect(file.key):
+            self._db.commit(batch, sync=True)
         file.behind.clear()
         for draft in gone:
             if draft is not file.draft or not file.handles:
@@ -175,3 +179,12 @@ class Unlinker:
         for draft in [each.draft for each in file.versions] if file is not None else []:
             if draft is not None and draft.sequence:
                 self._journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), unlinked=True)))
+
+
+@contextmanager
+def _in_effect(path: str) -> Iterator[None]:
+    """The name is removed, and a write to the journal that fails does not change that: log it."""
+    try:
+        yield
+    except CacheError as error:
+        log.error("%s is removed, which the journal does not say of all its versions: %s", path, error)
