@@ -424,12 +424,16 @@ class ControlServer:
 
         A file that left the list counts as stored."""
         sizes: dict[str, int] = {}
+        """Of the files in the list."""
+        stored = 0
 
         def measure() -> protocol.Progress:
+            nonlocal sizes, stored
             files = not_durable(self._fs, path)
-            sizes.update((file.id, file.bytes) for file in files)
+            before, sizes = sizes, {file.id: file.bytes for file in files}
+            stored += sum(size for id, size in before.items() if id not in sizes)
             left = sum(max(0, file.bytes - file.bytes_done) for file in files)
-            total = sum(sizes.values())
+            total = stored + sum(sizes.values())
             return protocol.Progress(bytes_done=total - left, bytes_total=total, files_left=len(files))
 
         return measure

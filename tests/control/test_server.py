@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -128,6 +129,21 @@ async def test_make_durable_reports_progress_up_to_done(socket_path: Path, monke
     assert done == sorted(done)
     assert done[-1] > 1000
     assert all(isinstance(reply, protocol.Progress) and reply.bytes_total == 4000 for reply in progress)
+
+
+async def test_meter_holds_nothing_of_files_that_left() -> None:
+    fs = FakeFilesystem()
+    measure = make_server(fs)._meter("")  # noqa: SLF001
+    tracemalloc.start()
+    try:
+        for turn in range(20):
+            fs.files = [FakeFile(f"{turn}-{number}", "d/f", bytes=10) for number in range(1000)]
+            measure()
+        fs.files = []
+        assert measure() == protocol.Progress(bytes_done=200_000, bytes_total=200_000, files_left=0)
+        assert tracemalloc.get_traced_memory()[0] < 300_000
+    finally:
+        tracemalloc.stop()
 
 
 async def test_make_durable_that_fails_names_the_files_and_not_the_orphans(socket_path: Path) -> None:
