@@ -186,7 +186,8 @@ class Relocator:
         if not pack.moved:
             return
         record = RelocationBuilder().add_all(pack.moved, THIS).record(lake, time_ns)
-        size = await self._lake.node.threads.run(lambda: pack.builder.finish(lake.log.encode(record)))
+        with _building(lake):
+            size = await lake.node.threads.run(lambda: pack.builder.finish(lake.log.encode(record)))
         meta = await lake.log.put(lake.log.key(time_ns), FileSlice(pack.file.fileno(), 0, size))
         while lake.clock.wall_ns() - time_ns > LATE_NS:
             time_ns = await self._commit_again(pack, ObjectRef(meta.key, meta.etag, size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import zipfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import trio
 from lakefs_fuse.admin import repack
 from lakefs_fuse.admin.repack import Packed, Unpacked
 from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.commits.archive import ArchiveBuilder
 from lakefs_fuse.commits.committer import LATE_NS
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
@@ -195,6 +197,17 @@ async def test_packed_objects_stay_as_long_as_those_that_mounts_supersede(store:
     async with headless(store, clock) as view:
         await repack.pack(view, "data/0001", grace_s=PackArgs().grace_s, report=silent, sleep=sleep)
     assert slept_s[0] == repack.GRACE_S == DELETE_AFTER_S
+
+
+async def test_full_disk_while_a_pack_is_finished_names_the_remedy(
+    store: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(self: ArchiveBuilder, record: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ArchiveBuilder, "finish", finish)
+    with pytest.raises(LakeError, match="TMPDIR"):
+        await pack(store, clock)
 
 
 async def test_what_others_replace_meanwhile_is_theirs(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
