@@ -201,6 +201,7 @@ class MaintenanceLease:
             if etag != ("" if there is None else there.etag):
                 raise PreconditionFailed(f"{KEY} is another version")
             meta = await self._client.put(KEY, body)
+            self._etag = meta.etag  # so that a command that is cancelled meanwhile releases the lease
             if is_contended:
                 await self._sleep(CONFIRM_S)
                 if (await self._client.head(KEY)).etag != meta.etag:

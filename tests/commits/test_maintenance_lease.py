@@ -20,6 +20,7 @@ from lakefs_fuse.commits.maintenance_lease import (
     VALID_S_MAX,
     LeaseRecord,
     MaintenanceLease,
+    find_holder,
 )
 from lakefs_fuse.errors import EXIT_BUSY, LeaseHeld, NotCarriedOut, StoreError, Unavailable
 from lakefs_fuse.store.client import StoreClient, Transport
@@ -318,6 +319,22 @@ async def test_late_renewal_without_conditions_is_confirmed(tmp_path: Path) -> N
     late = True
     with pytest.raises(LeaseHeld):
         await lease.confirm()
+
+
+async def test_lease_that_was_cancelled_while_it_was_confirmed_is_released() -> None:
+    able = Capabilities(name="memory", put_if_absent=False, delete_if_match=True)
+    store, clock = UnconditionalStore(able), FakeClock()
+    store.clock = clock.wall_ns
+    lake = Lake(store, able, clock)
+
+    async def sleep(seconds: float) -> None:
+        await trio.sleep_forever()
+
+    holder = lake.lease("gc", sleep=sleep)
+    with trio.move_on_after(0.05):
+        async with holder.held():
+            pass
+    assert await find_holder(lake.client(), lake.clock) == ""
 
 
 @pytest.mark.parametrize("clock", ["boot", "wall"])
