@@ -110,9 +110,9 @@ def progress_bar(*, remaining: bool = False) -> Iterator[Bar]:
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.fields[files]}"),
+        TextColumn("{task.fields[files]}", markup=False),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn() if remaining else TimeElapsedColumn(),

@@ -276,3 +276,9 @@ def test_note_is_one_line_without_what_a_terminal_obeys(
     """
     assert run(tmp_path, body) == 0
     assert "lakefs-fuse: left: a\\x1b]0;title\\x07\\nsecond\n" in capfd.readouterr().err
+
+
+def test_bar_shows_paths_as_they_are(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(terminal, "is_watched", lambda: True)
+    with terminal.progress_bar() as bar:
+        bar.update("d/[/b]", 1, 2, "[/red] files")
