@@ -78,6 +78,8 @@ def unit(config: MountConfig, context: click.Context, *, uid: int, program: tupl
     source, point = str(context.params["source"]), config.mountpoint
     if config.store.source.scheme == "file":
         source = str(config.store.source)
+    elif "://" not in source:  # a directory in a mount
+        source = os.path.abspath(source)
     start = [*program, "mount", source, point, "--cache-dir", config.cache_dir, *_given(context), "--foreground"]
     directories = dict.fromkeys((os.path.dirname(config.cache_dir), os.path.dirname(point)))
     if config.store.source.scheme == "file":

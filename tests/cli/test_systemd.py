@@ -13,6 +13,8 @@ import pytest
 
 from lakefs_fuse.cli import run, spawn, systemd
 from lakefs_fuse.cli.mount import build_config, config_of, mount
+from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.control.worker_protocol import Place
 from lakefs_fuse.daemon import sd_notify as notify
 
 PROGRAM = ("/opt/lakefs/bin/lakefs-fuse",)
@@ -105,6 +107,14 @@ def test_relative_paths_and_files_of_rules(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir("/")
     assert config_of(words(unit["ExecStart"][0])[2:]) == wanted
     assert "/data" in unit["RequiresMountsFor"][0].split()
+
+
+def test_directory_in_a_mount_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(store=StoreConfig(source=Source.parse("s3://bucket/lake")), path="ckpt")
+    monkeypatch.setattr("lakefs_fuse.cli.mount.find_place", lambda path, options: place)
+    monkeypatch.chdir(tmp_path)
+    unit = parse(unit_of(["--immutable", "mnt/ckpt", "frozen"]))
+    assert words(unit["ExecStart"][0])[2:4] == [f"{tmp_path}/mnt/ckpt", f"{tmp_path}/frozen"]
 
 
 def test_credentials_come_from_a_file_and_users_have_units_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
