@@ -15,13 +15,15 @@ import click
 from lakefs_fuse.cli import answer_errors, open_standard_streams, run
 from lakefs_fuse.cli.mount import config_of, mount
 from lakefs_fuse.cli.mount_options import known_only
-from lakefs_fuse.errors import EXIT_FAILURE, EXIT_USAGE
+from lakefs_fuse.errors import EXIT_USAGE
 
 USAGE = "usage: mount.lakefs SOURCE MOUNTPOINT [-sfnv] [-o options]   (lakefs-fuse mount --help lists them)"
 
 EXIT_MOUNT_USAGE, EXIT_MOUNT_INTERRUPTED, EXIT_MOUNT_FAILED = 1, 8, 32
 """Of mount(8)."""
-_CODES = {0: 0, EXIT_USAGE: EXIT_MOUNT_USAGE, EXIT_FAILURE: EXIT_MOUNT_FAILED}
+_CODES = {0: 0, EXIT_USAGE: EXIT_MOUNT_USAGE}
+_SIGNAL_CODE_MIN = 128
+"""Codes from here on stand for signals, as in a shell."""
 
 
 def helper(args: Sequence[str]) -> int:
@@ -47,7 +49,7 @@ def helper(args: Sequence[str]) -> int:
     if "-v" in options:
         click.echo(f"mount.lakefs: {source} on {mountpoint}" + (f" ({text})" if text else ""))
     code = answer_errors(lambda: config_of(arguments)) if "-f" in options else run(["mount", *arguments])
-    return _CODES.get(code, EXIT_MOUNT_INTERRUPTED)
+    return _CODES.get(code, EXIT_MOUNT_INTERRUPTED if code >= _SIGNAL_CODE_MIN else EXIT_MOUNT_FAILED)
 
 
 def _usage(message: str) -> int:

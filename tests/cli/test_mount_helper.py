@@ -85,6 +85,12 @@ def test_failing_is_told_as_mount8_does(tmp_path: Path, capsys: pytest.CaptureFi
     assert "does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (2, 1), (1, 32), (70, 32), (75, 32), (130, 8), (143, 8)])
+def test_exit_codes_are_those_of_mount8(monkeypatch: pytest.MonkeyPatch, code: int, told: int) -> None:
+    monkeypatch.setattr("lakefs_fuse.cli.mount_helper.run", lambda args: code)
+    assert helper(["file:///data", "/mnt/lake"]) == told
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert helper(["-h"]) == 0
     assert "SOURCE MOUNTPOINT" in capsys.readouterr().out
