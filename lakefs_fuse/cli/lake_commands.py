@@ -15,7 +15,7 @@ import click
 
 from lakefs_fuse.cli.daemons import require_stored, show_changes
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.parameters import DURATION, SIZE, LocalPath, Number
+from lakefs_fuse.cli.parameters import DURATION, SIZE, LocalPath, Number, Percent
 from lakefs_fuse.cli.preflight import require_cache_of_node, require_own_cache
 from lakefs_fuse.cli.store_options import (
     PATH_HELP,
@@ -223,7 +223,7 @@ def snapshot(
 
 @click.command("gc", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("source", SOURCE_HELP)
-@option("--live-below", type=click.FloatRange(0, 100), default=75, metavar="PERCENT", help="Rewrite a pack when less "
+@option("--live-below", type=Percent(), default=75, metavar="PERCENT", help="Rewrite a pack when less "
         "than this percentage of its bytes is referenced. Raise it to reclaim more, at more traffic.")  # fmt: skip
 @option("--grace", type=DURATION, default="1h", help="Minimum time between finding an object unreferenced and deleting "
         "it; 0 if the lake is not mounted.")  # fmt: skip

@@ -5,6 +5,7 @@ A bare unit letter is binary (500M is 500 MiB), as in mount(8) and dd; KB, MB, G
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -52,6 +53,19 @@ class Number(click.IntRange):
     """A whole number within bounds, and called so where it is none."""
 
     name = "whole number"
+
+
+class Percent(click.FloatRange):
+    """A number from 0 to 100."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 100)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):  # within every range
+            self.fail(f"{value!r} is not a number from 0 to 100", param, ctx)
+        return number
 
 
 def parse_foreign(text: str) -> float | None:

@@ -7,6 +7,7 @@ import os
 import click
 import pytest
 
+from lakefs_fuse.cli import run
 from lakefs_fuse.cli.parameters import (
     DURATION,
     OCTAL_MODE,
@@ -119,3 +120,9 @@ def test_what_people_read() -> None:
 )
 def test_defaults_in_the_help_text(name: str, value: object, expected: str) -> None:
     assert default_text(name, value) == f"[default: {expected}]"
+
+
+@pytest.mark.parametrize("text", ["nan", "-1", "101"])
+def test_percent_outside_its_range_is_a_usage_error(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["gc", "file:///nowhere", "--live-below", text]) == 2
+    assert "--live-below" in capsys.readouterr().err
