@@ -322,7 +322,7 @@ class Histories:
         while some := list(islice(names, ROWS_AT_ONCE)):
             batch = Batch()
             for path, history in some:
-                if history.facts[-1].stamp < time:
+                if not history.is_behind(time - 1):
                     self._rows.delete(batch, path)
             self._tree.database.commit(batch)
             names = self._rows.items(after=some[-1][0])

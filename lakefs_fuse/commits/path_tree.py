@@ -124,7 +124,7 @@ class PathTree:
         """Return the directory of a path, or else the file."""
         above, _, name = path.rpartition("/")
         parent = self.directory(above)
-        return None if parent is None else self.tree.child(parent, name.encode())
+        return None if parent is None else self.tree.child(parent, name.encode(*schema.PATH))
 
     def keeps(self, entry: Entry) -> bool:
         """Return whether the file is in use, and its inode stays (`Watcher.keeps`)."""
@@ -138,7 +138,7 @@ class PathTree:
         if known is None:
             above, _, name = path.rpartition("/")
             parent = self.directory(above)
-            entry = None if parent is None else self.tree.named(parent, name.encode() + b"/")
+            entry = None if parent is None else self.tree.named(parent, name.encode(*schema.PATH) + b"/")
             if entry is None and not self._is_editing:
                 return None
             known = self._directories[path] = 0 if entry is None else entry.inode
@@ -151,7 +151,7 @@ class PathTree:
             return found
         above, _, name = path.rpartition("/")
         parent = self.ensure_directory(above, time)
-        batch, raw = Batch(), name.encode()
+        batch, raw = Batch(), name.encode(*schema.PATH)
         entry = self.insert_directory(
             batch, parent, path, Flag.DIRECTORY, self.tree.named(parent, raw), mtime_ns=time, ctime_ns=time
         )
@@ -168,7 +168,7 @@ class PathTree:
         elif file is not None:
             self.tree.remove(batch, file)
             self.tree.forget_listing(batch, parent)
-        entry = self.tree.insert(batch, parent, path.rpartition("/")[2].encode(), flags, **attributes)
+        entry = self.tree.insert(batch, parent, path.rpartition("/")[2].encode(*schema.PATH), flags, **attributes)
         self._directories[path] = entry.inode
         return entry
 
@@ -297,9 +297,11 @@ class _CarryOver:
     def steps(self) -> Generator[None, None, Carried]:
         for number, operation in enumerate(self._record.operations, 1):
             if isinstance(operation, Put | Symlink | Mkdir):
-                self._made[operation.path.encode() + (b"/" if isinstance(operation, Mkdir) else b"")] = operation
+                self._made[operation.path.encode(*schema.PATH) + (b"/" if isinstance(operation, Mkdir) else b"")] = (
+                    operation
+                )
             elif isinstance(operation, Remove):
-                self._gone[operation.path.encode() + b"/" * operation.directory] = operation
+                self._gone[operation.path.encode(*schema.PATH) + b"/" * operation.directory] = operation
             if not number % (READ_PER_NAME * self._names_max):
                 yield
         if self._names_max > len(self._record.operations):  # the caller runs all steps without a pause
@@ -403,7 +405,7 @@ class _CarryOver:
     def _movable(self, move: tuple[str, str]) -> Entry | None:
         """Return the source if it is what the record renamed, and nothing is in the way; otherwise None."""
         paths, (source, target) = self._paths, move
-        entry, operation = paths.child(source), self._made.get(target.encode())
+        entry, operation = paths.child(source), self._made.get(target.encode(*schema.PATH))
         if entry is None:
             return None
         if not self._own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
@@ -419,8 +421,8 @@ class _CarryOver:
         It must be the newest that is known of them. Files that a directory hides, or that are not in the store yet,
         need no operation."""
         source, target = move
-        sources = [path.encode() + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in names]
-        keys = [target.encode() + raw[len(source.encode()) :] for raw in sources]
+        sources = [path.encode(*schema.PATH) + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in names]
+        keys = [target.encode(*schema.PATH) + raw[len(source.encode(*schema.PATH)) :] for raw in sources]
         tombstones = self._tree.tombstones.get_many(keys)
         for (before, found), raw, key, tombstone in zip(names, sources, keys, tombstones, strict=True):
             if found.stamp > self._stamp:
@@ -460,7 +462,7 @@ class _CarryOver:
             if freed.inode in watcher.in_use
         ]
         hiding = [
-            (path.encode(), found)
+            (path.encode(*schema.PATH), found)
             for path, found in names
             if found.etag and (found.place or found.flags & Flag.SYMLINK) and not found.is_local
         ]
@@ -512,7 +514,7 @@ def _is_free(
 
     That is neither a file that is being written here, nor a plain object that the record's writer did not know, and
     that may be newer."""
-    raw = target.encode()
+    raw = target.encode(*schema.PATH)
     file, directory = paths.find_many([raw, raw + b"/"])
     there, other = (directory, file) if entry.flags & Flag.DIRECTORY else (file, directory)
     if other is not None:
@@ -583,7 +585,7 @@ def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -
     """Attach an entry at its target, and return the file that was there."""
     file: Entry | None = None
     above, _, last = target.rpartition("/")
-    parent, name = paths.ensure_directory(above, time), last.encode()
+    parent, name = paths.ensure_directory(above, time), last.encode(*schema.PATH)
     row = paths.tree.objects.get(entry.place) if entry.place else None
     is_back = row is not None and row.key == target  # what lies there is the file, whatever its ETag
     batch = Batch()
@@ -594,7 +596,7 @@ def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -
             if there.is_dir:  # the moved directory's listing lacks what others announced there
                 paths.tree.forget_listing(batch, entry.inode)
             if there.stamp and there.etag and not (there.is_local or is_back):
-                raw = target.encode()
+                raw = target.encode(*schema.PATH)
                 tombstone = bury(paths.tree.tombstones.get(raw), etag=there.etag, at=stamp)
                 paths.tree.tombstones.write(batch, {raw: tombstone})
     moved = paths.tree.attach(batch, entry, parent, name)

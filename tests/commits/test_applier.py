@@ -915,6 +915,14 @@ def test_object_that_a_file_hid_stays_gone_where_a_rename_that_does_not_name_it_
         assert n.find("d/f") is None
 
 
+def test_directory_with_a_listed_name_that_is_no_text_is_moved_by_another_node(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"))
+        n.list(plain("d/\ud800", "e1", 0), directory="d")
+        n.commit(2, change=Change(operations=[mkdir("e"), Remove("d", directory=True)], moves=[("d", "e")]))
+        assert n.found("e").is_dir
+
+
 def test_a_name_that_is_renamed_twice_in_one_commit_is_two_things(tmp_path: Path) -> None:
     """What came to have the name after the first rename goes into what had it before."""
     with node(tmp_path) as n:
