@@ -83,7 +83,7 @@ class FilesystemView(Protocol):
     @property
     def residency(self) -> CacheView: ...
     def statistics(self) -> dict[str, object]: ...
-    def unfinished(self) -> Sequence[Unfinished]: ...
+    async def list_unfinished(self, rows_max: int | None = None) -> Sequence[Unfinished]: ...
     async def make_durable(self, path: str = "", *, only_closed: bool = False) -> None: ...
     async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None: ...
     async def abort_orphan(self, id: str) -> None: ...
@@ -110,9 +110,14 @@ def below(path: str, root: str) -> bool:
     return not root or path == root or path.startswith(root + "/")
 
 
-def not_durable(fs: FilesystemView, path: str = "") -> list[Unfinished]:
+async def not_durable(fs: FilesystemView, path: str = "") -> list[Unfinished]:
     """Files to be uploaded, and orphans with failed writes; other orphans wait for a decision of the user."""
-    return [file for file in fs.unfinished() if (file.state != "orphan" or file.missing) and below(file.path, path)]
+    files = await fs.list_unfinished()
+    return [file for file in files if (file.state != "orphan" or file.missing) and below(file.path, path)]
+
+
+async def _measure_nothing() -> protocol.Progress:
+    return protocol.NOTHING
 
 
 class ControlServer:
@@ -246,12 +251,12 @@ class ControlServer:
     async def _reply(self, request: protocol.Request) -> protocol.Reply:
         match request:
             case protocol.Stats():
-                return protocol.Statistics(self.statistics())
+                return protocol.Statistics(await self.statistics())
             case protocol.GetStore():
                 config = self._config
                 return protocol.StoreOf(config.store, config.immutable, config.dataset, self._lake.id)
             case protocol.ListUnfinished(orphans, skip):
-                files = [file for file in self._fs.unfinished() if file.state == "orphan" or not orphans]
+                files = [file for file in await self._fs.list_unfinished() if file.state == "orphan" or not orphans]
                 return protocol.UnfinishedFiles(wire_files(files[max(0, skip) :]), len(files))
             case protocol.StopWarming():
                 return protocol.Statistics({"stopped": self._fs.residency.stop()})
@@ -271,8 +276,9 @@ class ControlServer:
                 )
         return protocol.Done()
 
-    def statistics(self) -> dict[str, object]:
+    async def statistics(self) -> dict[str, object]:
         """The values of ``stats --json``: those of the filesystem with memory, mount, daemon and files added."""
+        unfinished = wire_files(await self._fs.list_unfinished(protocol.FILES_MAX))
         values, config = self._fs.statistics(), self._config
         memory = values.get("memory")
         return {
@@ -293,7 +299,7 @@ class ControlServer:
                 "read_only": config.read_only,
             },
             "capabilities": self._lake.capabilities,
-            "unfinished": [msgspec.to_builtins(file) for file in wire_files(self._fs.unfinished())],
+            "unfinished": [msgspec.to_builtins(file) for file in unfinished],
         }
 
     async def _refresh(self, stream: trio.SocketStream, request: protocol.Refresh) -> None:
@@ -302,7 +308,7 @@ class ControlServer:
         async def work() -> protocol.Reply:
             return protocol.Statistics(await self._fs.refresh(request.path.strip("/"), recursive=request.recursive))
 
-        await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))
+        await self._send(stream, await self._work(stream, request, work, _measure_nothing))
 
     async def _ask_cache(self, stream: trio.SocketStream, request: protocol.CacheRequest, paths: Paths) -> None:
         """A client that disconnects cancels it."""
@@ -311,7 +317,7 @@ class ControlServer:
         async def work() -> protocol.Reply:
             return protocol.Statistics(await self._answer_about_cache(request, paths, progress))
 
-        def measure() -> protocol.Progress:
+        async def measure() -> protocol.Progress:
             return protocol.Progress(
                 bytes_done=progress.fetch_bytes_done,
                 bytes_total=progress.fetch_bytes_total,
@@ -346,7 +352,7 @@ class ControlServer:
             await self._fs.clone(request.source.strip("/"), request.target.strip("/"), force=request.force)
             return protocol.Done()
 
-        await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))
+        await self._send(stream, await self._work(stream, request, work, _measure_nothing))
 
     async def _resolve_orphan(
         self, stream: trio.SocketStream, request: protocol.FinishOrphan | protocol.AbortOrphan
@@ -361,7 +367,7 @@ class ControlServer:
                     await self._fs.abort_orphan(id)
             return protocol.Done()
 
-        await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))
+        await self._send(stream, await self._work(stream, request, work, _measure_nothing))
 
     async def _wait_path(self, stream: trio.SocketStream, request: protocol.WaitPath) -> None:
         """Wait for a name; a client that disconnects, and the end of the mount, cancel it."""
@@ -381,7 +387,7 @@ class ControlServer:
         self._leave_place()
         self._waits.append(scope)
         try:
-            reply = await self._work(stream, request, work, lambda: protocol.NOTHING, WAIT_INTERVAL_S)
+            reply = await self._work(stream, request, work, _measure_nothing, WAIT_INTERVAL_S)
         finally:
             self._waits.remove(scope)
             self._clients += 1
@@ -396,7 +402,7 @@ class ControlServer:
 
         reply = await self._work(stream, protocol.MakeDurable(path), work, self._meter(path))
         if isinstance(reply, protocol.Failed):
-            reply = structs.replace(reply, files=wire_files(not_durable(self._fs, path)))
+            reply = structs.replace(reply, files=wire_files(await not_durable(self._fs, path)))
         await self._send(stream, reply)
 
     async def _work(
@@ -404,7 +410,7 @@ class ControlServer:
         stream: trio.SocketStream,
         request: protocol.Request,
         work: Callable[[], Awaitable[protocol.Reply]],
-        measure: Callable[[], protocol.Progress],
+        measure: Callable[[], Awaitable[protocol.Progress]],
         interval_s: float | None = None,
     ) -> protocol.Reply:
         """Send `Progress` until ``work`` has ended; its reply."""
@@ -419,7 +425,7 @@ class ControlServer:
             await self._send_progress(stream, measure, finished, interval_s)
         return replies[0]
 
-    def _meter(self, path: str) -> Callable[[], protocol.Progress]:
+    def _meter(self, path: str) -> Callable[[], Awaitable[protocol.Progress]]:
         """Measures the bytes below ``path`` that are stored and to be stored, over a changing list of files.
 
         A file that left the list counts as stored."""
@@ -427,9 +433,9 @@ class ControlServer:
         """Of the files in the list."""
         stored = 0
 
-        def measure() -> protocol.Progress:
+        async def measure() -> protocol.Progress:
             nonlocal sizes, stored
-            files = not_durable(self._fs, path)
+            files = await not_durable(self._fs, path)
             before, sizes = sizes, {file.id: file.bytes for file in files}
             stored += sum(size for id, size in before.items() if id not in sizes)
             left = sum(max(0, file.bytes - file.bytes_done) for file in files)
@@ -441,13 +447,13 @@ class ControlServer:
     async def _send_progress(
         self,
         stream: trio.SocketStream,
-        measure: Callable[[], protocol.Progress],
+        measure: Callable[[], Awaitable[protocol.Progress]],
         finished: trio.Event,
         interval_s: float | None = None,
     ) -> None:
         while not finished.is_set():
             began_s = self._clock()
-            progress = measure()
+            progress = await measure()
             pause_s = max(interval_s or PROGRESS_INTERVAL_S, PAUSE_SHARE * (self._clock() - began_s))
             await self._send(stream, progress)
             with trio.move_on_after(pause_s):
@@ -466,7 +472,7 @@ class ControlServer:
     async def end(self, error: str = "") -> None:
         """Send the result of draining to the clients that wait for it, for at most SEND_S_MAX. Called once."""
         if error:
-            self._ending = protocol.Failed(message=error, files=wire_files(not_durable(self._fs)))
+            self._ending = protocol.Failed(message=error, files=wire_files(await not_durable(self._fs)))
         self._nobody_waits = trio.Event()
         self._over.set()
         if self.waiting:

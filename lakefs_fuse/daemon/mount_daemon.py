@@ -37,7 +37,14 @@ from lakefs_fuse import __version__
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.mounts import detach, device_at, is_dead, mount_at, unmount
 from lakefs_fuse.control.runtime import server_socket_path
-from lakefs_fuse.control.server import ControlServer, FilesystemView, ServedLake, not_durable, serve_control
+from lakefs_fuse.control.server import (
+    PAUSE_SHARE,
+    ControlServer,
+    FilesystemView,
+    ServedLake,
+    not_durable,
+    serve_control,
+)
 from lakefs_fuse.control.supervision import Answer, read_config
 from lakefs_fuse.daemon import sd_notify as notify
 from lakefs_fuse.daemon.logs import open_logs
@@ -276,7 +283,7 @@ class Daemon(Generic[Fs]):
                 with trio.fail_after(DRAIN_S_MAX):
                     async with stall_guard(fs, lake.sent_bytes):
                         await fs.make_durable(only_closed=was_cut_off)
-                if not (was_cut_off and not_durable(fs)):
+                if not (was_cut_off and await not_durable(fs)):
                     return ""
                 error = "programs had them open for writing"
             except* LakeError as errors:
@@ -285,7 +292,7 @@ class Daemon(Generic[Fs]):
                 pass
         if self._draining.cancelled_caught:
             error = "a second signal ended draining"
-        left = not_durable(fs)
+        left = await not_durable(fs)
         log.error(
             "%s not in the store (%s); the bytes stay in %s: mount again to store them",
             counted(len(left), "file is", "files are"),
@@ -311,12 +318,14 @@ async def stall_guard(fs: FilesystemView, sent_bytes: Callable[[], int]) -> Asyn
     async def watch() -> None:
         last, since = (-1, -1), trio.current_time()
         while True:
-            progress = sum(file.bytes - file.bytes_done + 1 for file in not_durable(fs)), sent_bytes()
+            began = trio.current_time()
+            progress = sum(file.bytes - file.bytes_done + 1 for file in await not_durable(fs)), sent_bytes()
+            pause_s = max(DRAIN_CHECK_S, PAUSE_SHARE * (trio.current_time() - began))
             if progress != last:
                 last, since = progress, trio.current_time()
             elif trio.current_time() - since > DRAIN_STALL_S_MAX:
                 raise trio.TooSlowError
-            await trio.sleep(DRAIN_CHECK_S)
+            await trio.sleep(pause_s)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch)

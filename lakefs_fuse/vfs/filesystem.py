@@ -16,6 +16,7 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import pack_entry
 from lakefs_fuse.metrics import Unfinished
+from lakefs_fuse.sync.steps import finish, finish_paced
 from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.lake_size import LakeSize
@@ -187,8 +188,14 @@ class Filesystem:
         return {key: value for each in (self._status.statistics(), *added) for key, value in each.items()}
 
     def unfinished(self) -> list[Unfinished]:
+        """As `list_unfinished`, in one step."""
         self._durability.request_names()
-        return self._status.unfinished()
+        return finish(self._status.list_unfinished(None))
+
+    async def list_unfinished(self, rows_max: int | None = None) -> list[Unfinished]:
+        """Files being written and orphans, oldest first, and no more than ``rows_max``."""
+        self._durability.request_names()
+        return await finish_paced(self._status.list_unfinished(rows_max))
 
     async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]:
         """Show the state of the store at the call, for the path and the directory there. With ``recursive``, also for

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from operator import itemgetter
 
 import msgspec
 
@@ -24,6 +25,9 @@ from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 NS = 1_000_000_000
+FILES_A_STEP, ROWS_A_STEP = 2000, 200
+"""A row takes about 10 µs, and a file without one 1 µs."""
+ENDED = frozenset({DraftState.PUBLISHED, DraftState.DISCARDED})
 
 
 class Status:
@@ -61,17 +65,30 @@ class Status:
             "files": {"in_use": len(self._files)},
         }
 
-    def unfinished(self) -> list[Unfinished]:
-        """Files being written and orphans, oldest first."""
-        now = self._clock.wall_ns()
-        of_drafts = [self._of_draft(draft, now) for draft in self._drafts()]
-        of_names = []
+    def list_unfinished(self, rows_max: int | None) -> Generator[None, None, list[Unfinished]]:
+        """Files being written and orphans, oldest first, in steps; ``rows_max``: no more than these. What ends between
+        two steps is left out."""
+        found: list[tuple[int, Draft | DraftRecord]] = []
+        for number, file in enumerate(list(self._files.in_use()), 1):
+            found += [(each.draft.created_ns, each.draft) for each in file.versions if each.draft is not None]
+            if not number % FILES_A_STEP:
+                yield
+        found += [(record.created_ns, record) for record in self._recovery.orphans.values()]
+        yield
+        found.sort(key=itemgetter(0))
+        now, rows = self._clock.wall_ns(), list[Unfinished]()
+        for number, (_, each) in enumerate(found[:rows_max], 1):
+            if isinstance(each, DraftRecord):
+                rows.append(self._of_orphan(each, now))
+            elif each.state not in ENDED:
+                rows.append(self._of_draft(each, now))
+            if not number % ROWS_A_STEP:
+                yield
         if self._committer.journal.operations:
             error = str(self._committer.error or "")
             what = counted(self._committer.journal.operations, "change of names", "changes of names")
-            of_names = [Unfinished("names", what, 0, "journaled", 0.0, error, 0, 0)]
-        of_orphans = [self._of_orphan(record, now) for record in self._recovery.orphans.values()]
-        return sorted(of_drafts + of_names + of_orphans, key=lambda item: -item.age_s)
+            rows.append(Unfinished("names", what, 0, "journaled", 0.0, error, 0, 0))
+        return rows[:rows_max]
 
     def _drafts(self) -> list[Draft]:
         """Versions behind others included."""

@@ -123,6 +123,9 @@ class FakeFilesystem:
         self.looks += 1
         return [Unfinished(**vars(file)) for file in self.files]
 
+    async def list_unfinished(self, rows_max: int | None = None) -> list[Unfinished]:
+        return self.unfinished()[:rows_max]
+
     async def make_durable(self, path: str = "", *, only_closed: bool = False) -> None:
         """``only_closed`` leaves files of the state ``open``."""
         self.durable_asked.append(path)

@@ -138,9 +138,9 @@ async def test_meter_holds_nothing_of_files_that_left() -> None:
     try:
         for turn in range(20):
             fs.files = [FakeFile(f"{turn}-{number}", "d/f", bytes=10) for number in range(1000)]
-            measure()
+            await measure()
         fs.files = []
-        assert measure() == protocol.Progress(bytes_done=200_000, bytes_total=200_000, files_left=0)
+        assert await measure() == protocol.Progress(bytes_done=200_000, bytes_total=200_000, files_left=0)
         assert tracemalloc.get_traced_memory()[0] < 300_000
     finally:
         tracemalloc.stop()

@@ -405,7 +405,7 @@ class ImmutableFilesystem:
             counters.update(listener())
         return counters
 
-    def unfinished(self) -> list[Unfinished]:
+    async def list_unfinished(self, rows_max: int | None = None) -> list[Unfinished]:
         return []
 
     async def make_durable(self, path: str = "", *, only_closed: bool = False) -> None:

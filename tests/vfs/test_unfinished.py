@@ -1,0 +1,57 @@
+"""The list of files that are not in the store: its order, and what it costs where there are many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.metrics import Unfinished
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.vfs import status
+from lakefs_fuse.vfs.status import Status
+from tests.memory_store import MemoryStore
+from tests.vfs.lakes import Clock, Lake, lake
+
+FILES = 50
+
+
+async def write_files(m: Lake, clock: Clock) -> None:
+    for number in range(FILES):
+        await m.write(f"{number}", b"x")
+        clock.advance(1)
+
+
+async def test_first_rows_of_many_files_are_the_only_ones_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    async with lake(
+        MemoryStore(), tmp_path, clock=clock, durability="writeback", writeback_delay_s=1e6, pack="always"
+    ) as m:
+        await write_files(m, clock)
+        everything = m.fs.unfinished()
+        built: list[Draft] = []
+        build = Status._of_draft  # noqa: SLF001
+
+        def count(self: Status, draft: Draft, now: int) -> Unfinished:
+            built.append(draft)
+            return build(self, draft, now)
+
+        monkeypatch.setattr(Status, "_of_draft", count)
+        first = await m.fs.list_unfinished(5)
+        assert [file.path for file in first] == [file.path for file in everything[:5]] == ["0", "1", "2", "3", "4"]
+        assert len(built) == 5
+
+
+async def test_list_of_many_files_is_built_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(status, "ROWS_A_STEP", 10)
+    monkeypatch.setattr(status, "FILES_A_STEP", 10)
+    async with lake(
+        MemoryStore(), tmp_path, clock=clock, durability="writeback", writeback_delay_s=1e6, pack="always"
+    ) as m:
+        await write_files(m, clock)
+        steps = m.fs._status.list_unfinished(None)  # noqa: SLF001
+        assert sum(1 for _ in steps) >= 2 * FILES // 10
+        assert len(await m.fs.list_unfinished()) == len(m.fs.unfinished()) >= FILES
