@@ -146,6 +146,7 @@ async def test_a_small_memory_is_left_to_readers(tmp_path: Path) -> None:
         disk = for_tasks(lake.cache, lake.nursery)
         lake.reader = BlockReader(lake.store, disk, lake.metrics, lake.nursery, inflight_bytes_max=32 * MIB)
         await lake.jump(FAR[:-1])
+        await lake.settled()
         lake.store.gate = gate = trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lake.jump, FAR[-1:])

@@ -28,6 +28,7 @@ from tests.mount.lakes import CLI, MIB, Lake, eventually, noise
 from tests.servers import Server, free_port
 
 DELAY_S = 0.3
+WATCHED_S_MAX = 30.0
 UNKNOWN_YET = "backlog_commits", "last_fold_timestamp_seconds", "last_collection_timestamp_seconds"
 """Of maintenance, before the first look."""
 RULES = """
@@ -90,12 +91,20 @@ def test_waiting_times_by_source_and_rule(
 
 
 def watched(lake: Lake) -> str:
-    """What `stats --watch` shows after an interval."""
+    """What `stats --watch` shows until it has the column of rates, which needs an interval, or the deadline has
+    passed. Until then, Ctrl-C could meet a command that is not ready for it."""
     command = [*CLI, "stats", "--watch", "--interval", "0.1s", str(lake.path)]
     with subprocess.Popen(command, env=lake.env, stdout=subprocess.PIPE, text=True) as watching:
-        time.sleep(2)
+        deadline = threading.Timer(WATCHED_S_MAX, watching.kill)
+        deadline.start()
+        assert watching.stdout is not None
+        shown = ""
+        while "waiting now" not in shown and (line := watching.stdout.readline()):
+            shown += line
         watching.send_signal(signal.SIGINT)
-        return watching.communicate(timeout=10)[0]
+        shown += watching.stdout.read()
+        deadline.cancel()
+        return shown
 
 
 def test_file_that_is_being_written_is_read_from_the_disk(make_lake: LakeMaker) -> None:

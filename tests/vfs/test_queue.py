@@ -464,16 +464,17 @@ async def test_a_marker_is_not_seen_before_the_pack(tmp_path: Path) -> None:
     pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/"))
     store.hook = pause
     rules = (Rule(path="marker", pack="never"),)
-    async with writing_back(store, tmp_path, pack="auto", rules=rules, delay_s=0.1) as m:
+    async with writing_back(store, tmp_path, pack="auto", rules=rules, delay_s=NEVER_S) as m, trio.open_nursery() as n:
         for name in ("one", "two"):
             await m.write(name, name.encode())
         await m.write("marker", b"done")
+        n.start_soon(m.fs.make_durable)
         await reached(pause.reached)
         await trio.sleep(0.05)
         assert store.objects == {}
         pause.resume()
         await stored(m)
-        assert made_visible(store)[-1] == "marker"
+        assert made_visible(store).index("marker") == 1
 
 
 # -- asking for it
