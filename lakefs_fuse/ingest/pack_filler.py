@@ -132,8 +132,9 @@ Step = Full | File | CopyOf | NeedsStored
 
 
 class Places:
-    """The places of the files of this run, for hard links: a temporary database, because their number has no bound.
-    Raises sqlite3.Error where the disk of temporary files fails."""
+    """The places of the files of this run, for hard links, and the plain objects at the keys of its large files: a
+    temporary database, because their number has no bound. Raises sqlite3.Error where the disk of temporary files
+    fails."""
 
     def __init__(self) -> None:
         # The empty name is a database that SQLite keeps in memory while it is small, and removes itself.
@@ -142,7 +143,17 @@ class Places:
         self._db.execute(
             "CREATE TABLE places (path TEXT PRIMARY KEY, pack INT, offset INT, size INT, text TEXT) WITHOUT ROWID"
         )
+        self._db.execute("CREATE TABLE plain (path TEXT PRIMARY KEY, etag TEXT) WITHOUT ROWID")
         self._db.execute("BEGIN")
+
+    def put_plain(self, path: str, etag: str) -> None:
+        """Set the ETag of the plain object at ``path``, which files of that name hide from now on."""
+        self._db.execute("INSERT OR REPLACE INTO plain VALUES (?, ?)", (path, etag))
+
+    def plain(self, path: str) -> str:
+        """The ETag that `put_plain` set, or nothing."""
+        row: tuple[str] | None = self._db.execute("SELECT etag FROM plain WHERE path = ?", (path,)).fetchone()
+        return "" if row is None else row[0]
 
     def put(self, path: str, pack: int | None, offset: int, size: int, text: str) -> None:
         """``pack`` is None for a symbolic link, whose target is ``text``; for LARGE ``text`` is the ETag."""
@@ -177,11 +188,9 @@ class Packer:
         self._path = path
         self._prefix_bytes = prefix_bytes
         self._disk, self._directory = disk, directory
-        self._places = Places() if source.links else None
+        self._places = Places()
         self._stored: dict[int, ObjectRef] = {}
-        """By number: packs, for hard links, and objects that are not at their own keys."""
-        self._plain: dict[str, str] = {}
-        """ETags of plain objects at the keys of large files of this run, which later files of the same name hide."""
+        """By number, if the source has hard links: packs, and objects that are not at their own keys."""
         self._pack: Pack | None = None
         self._packs = 0
         self.refused: list[Refused] = []
@@ -190,8 +199,7 @@ class Packer:
     def close(self) -> None:
         if self._pack is not None:
             self._pack.file.close()
-        if self._places is not None:
-            self._places.close()
+        self._places.close()
 
     # -- worker threads
 
@@ -228,9 +236,11 @@ class Packer:
             hides = ref.etag
         else:
             number, self._packs = self._packs, self._packs + 1
-            self._stored[number] = ref
-            index = self._index(pack, number)
-        self._plain[step.path] = hides
+            if self.source.links:
+                self._stored[number] = ref
+            index = self._index(pack, number, ref)
+        with self._building():
+            self._places.put_plain(step.path, hides)
         pack.operations.append(
             Put(step.path, index, 0, ref.size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
         )
@@ -238,7 +248,7 @@ class Packer:
 
     def set_stored(self, pack: Pack, ref: ObjectRef) -> None:
         """Record that the store holds a pack. Any time."""
-        if self._places is not None:
+        if self.source.links:
             self._stored[pack.number] = ref
 
     # -- one item
@@ -310,7 +320,7 @@ class Packer:
         size = len(whole)
         with self._building():
             offset = pack.builder.add(Member(path, whole, size, about.mode, about.mtime_ns, about.uid, about.gid))
-        hides = self._plain.get(path, "")
+        hides = self._hidden_by(path)
         pack.operations.append(
             Put(path, THIS, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
         )
@@ -319,7 +329,7 @@ class Packer:
         self._remember(path, pack.number, offset, size, "")
 
     def _add_link(self, pack: Pack, path: str, about: Attributes, target: str) -> None:
-        hides = self._plain.get(path, "")
+        hides = self._hidden_by(path)
         pack.operations.append(Symlink(path, target, about.uid, about.gid, about.mtime_ns, hides=hides))
         pack.totals.links += 1
         self._remember(path, None, 0, 0, target)
@@ -327,7 +337,7 @@ class Packer:
     def _add_hard_link(self, pack: Pack, path: str, item: HardLink) -> Step | None:
         target = "/".join(part for part in (self._path, item.target) if part)
         with self._building():
-            place = self._places.get(target) if self._places is not None else None
+            place = self._places.get(target)
         if place is None:
             self.refused.append(Refused(item.path, f"a hard link to {item.target}, which did not come before it"))
             return None
@@ -344,8 +354,8 @@ class Packer:
             if number not in self._stored:
                 self._held = item
                 return NeedsStored()
-            index = self._index(pack, number)
-        hides = self._plain.get(path, "")
+            index = self._index(pack, number, self._stored[number])
+        hides = self._hidden_by(path)
         pack.operations.append(
             Put(path, index, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
         )
@@ -353,15 +363,20 @@ class Packer:
         self._remember(path, number, offset, size, "")
         return None
 
-    def _index(self, pack: Pack, number: int) -> int:
+    def _index(self, pack: Pack, number: int, ref: ObjectRef) -> int:
         """The index of another object in the record of a pack."""
         if number not in pack.indexes:
             pack.indexes[number] = len(pack.objects)
-            pack.objects.append(self._stored[number])
+            pack.objects.append(ref)
         return pack.indexes[number]
 
+    def _hidden_by(self, path: str) -> str:
+        """The ETag of the plain object that a file of this name hides; empty without one."""
+        with self._building():
+            return self._places.plain(path)
+
     def _remember(self, path: str, pack: int | None, offset: int, size: int, text: str) -> None:
-        if self._places is not None:
+        if self.source.links:
             with self._building():
                 self._places.put(path, pack, offset, size, text)
 

@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import tracemalloc
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -28,7 +29,7 @@ import pytest
 import trio
 
 from lakefs_fuse.commits.archive import build, commit_key
-from lakefs_fuse.commits.record import OWN, THIS, Mkdir, Put, Record, Symlink, decode, encode
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Put, Record, Symlink, decode, encode
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.disk import LocalDisk
@@ -863,6 +864,30 @@ async def test_packs_need_room_and_say_where(local: Lake, tmp_path: Path, monkey
     with pytest.raises(LakeError, match=r"/somewhere.*No space left.*64 MiB.*TMPDIR"):
         packer.fill()
     packer.close()
+
+
+async def test_large_files_that_were_stored_take_no_memory() -> None:
+    disk, about = LocalDisk(random.Random(1), WorkerThreads()), attributes(0o644, 1, 0, 0)
+    packer = Packer(Synthetic(0, 0), disk, path="", prefix_bytes=0, directory=tempfile.gettempdir())
+
+    def store(numbers: range) -> None:
+        for number in numbers:
+            key = f"{number}".rjust(200, "n")
+            at = key if number % 2 else f".lakefs/objects/{key}"
+            packer.add_object(File(key, about, Bytes(b"")), ObjectRef(at, f"etag {number}", 1), f"etag {number}")
+        pack = packer.take()
+        assert pack is not None
+        pack.file.close()
+
+    tracemalloc.start()
+    try:
+        store(range(100))
+        before = tracemalloc.get_traced_memory()[0]
+        store(range(100, 2100))
+        assert tracemalloc.get_traced_memory()[0] - before < 50_000
+    finally:
+        tracemalloc.stop()
+        packer.close()
 
 
 async def test_places_of_hard_links_need_room_and_say_where(monkeypatch: pytest.MonkeyPatch) -> None:
