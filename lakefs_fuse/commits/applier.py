@@ -44,7 +44,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
@@ -168,9 +168,10 @@ class Applier:
                 self.paths.forget_paths()
 
     def apply_pending(self, change: Change, stamp: int, *, quiet: bool = True) -> None:
-        """Apply a change made here that is in no commit yet; its time is now.
+        """Apply a journaled change that is in no commit yet; its time is now.
 
-        ``quiet``: this node's kernel knows of it already."""
+        While the disk is full its rows stay in memory (`PathTree.editing`). ``quiet``: this node's kernel knows of it
+        already. Raises CacheError."""
         self._run(merged([change], "", self._clock_ns()), ObjectRef(), stamp, own=True, quiet=quiet)
 
     def _run(
@@ -185,7 +186,7 @@ class Applier:
         quiet: bool = True,
     ) -> None:
         application = Application(self.paths, record, this, stamp, own=own, outdated=outdated, whole=whole)
-        with self.paths.editing(quiet=own and quiet):
+        with self.paths.editing(quiet=own and quiet, journaled=stamp >= PENDING):
             application.run()
 
     def restamp(self, pending: Sequence[tuple[Change, int]], time: int) -> None:

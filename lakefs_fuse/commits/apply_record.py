@@ -205,7 +205,7 @@ class Application:
             self._paths.touch(changes.batch, changes.directories, self._time)
         for time in changes.uncovered:  # in one batch with what covered their files: a crash or error loses neither
             self._paths.commits.forget_with(changes.batch, time)
-        self._paths.database.commit(changes.batch)
+        self._paths.commit(changes.batch)
         in_use = self._watcher.in_use
         if updated := [entry for entry in changes.updated if entry.inode in in_use]:
             self._watcher.updated(updated)

@@ -101,9 +101,10 @@ class ChangeJournal:
         return sequence
 
     def end_applying(self) -> None:
-        """Record that all journaled changes are in effect. Raises CacheError."""
+        """Record that all journaled changes are in effect: in memory, as their rows, while the disk is full. Raises
+        CacheError."""
         if self.unapplied:
-            self.database.commit(Batch({schema.SINGLE_UNAPPLIED: None}))
+            self.database.commit_volatile(Batch({schema.SINGLE_UNAPPLIED: None}))
             self.unapplied = 0
 
     def _add(self, sequence: int, change: Change) -> None:

@@ -9,8 +9,9 @@ What always holds:
   change that a caller commits (`commit`) goes into the last of these, with what was journaled meanwhile;
 * *in effect*: a journaled change (`enqueue`) takes effect here at once and survives a crash of the daemon. Unless it is
   held, it is sent after at most ``delay_s``, or by `flush`. A committed change (`commit`) is in effect here and visible
-  to all nodes when the call returns, or nowhere. If the disk fails after a change was journaled and before it took
-  effect, it takes effect before it is sent, and before another change is planned;
+  to all nodes when the call returns, or nowhere. If the disk gets full after a change was journaled, its rows stay in
+  memory (`Database.commit_volatile`). If that is not possible (memory is used up, an object needs a number, the disk
+  fails in another way), the change takes effect before it is sent, and before another change is planned;
 * *with the pack*: while files wait for a pack, changes that only make directories or set their attributes wait for it
   as well, `WITH_PACK_S_MAX` at most (not if hints are used): see ADR 0166;
 * *never twice*: if the answer to a PUT is lost, the store is asked for that commit before any change is sent again;
@@ -324,7 +325,7 @@ class Committer:
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
         """Journal a change in one write with ``batch``, apply it here at once, and have `run` send it.
 
-        If the disk fails after the change was journaled, it takes effect later: see *in effect*. The next call then
+        If the disk fails after the change was journaled, it may take effect later: see *in effect*. The next call then
         raises the same error, because its change may have been planned before this one took effect. Raises CacheError;
         then nothing happened."""
         if self.journal.unapplied:

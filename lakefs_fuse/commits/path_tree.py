@@ -7,7 +7,7 @@ Inodes of paths are cached in memory until the paths may lead elsewhere; a crash
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, zip_longest
 from types import MappingProxyType
@@ -94,18 +94,24 @@ class PathTree:
         self._directories: dict[str, int] = {}
         """Inodes by path; within `editing`, 0 for a directory that does not exist."""
         self._is_editing = self._is_quiet = False
+        self.commit: Callable[[Batch], None] = database.commit
+        """Commits rows of what is edited. Raises CacheError."""
 
     @contextmanager
-    def editing(self, *, quiet: bool = False) -> Iterator[None]:
+    def editing(self, *, quiet: bool = False, journaled: bool = False) -> Iterator[None]:
         """Edit the tree; cached paths are forgotten before and after.
 
-        ``quiet``: this node's kernel made the change itself, so nothing is invalidated."""
+        ``quiet``: this node's kernel made the change itself, so nothing is invalidated. ``journaled``: the journal has
+        the change, so its rows stay in memory while the disk is full. If the daemon dies, the next one applies it
+        again."""
         self._is_editing, self._is_quiet = True, quiet
+        self.commit = self.database.commit_volatile if journaled else self.database.commit
         self._directories.clear()
         try:
             yield
         finally:
             self._is_editing = self._is_quiet = False
+            self.commit = self.database.commit
             self._directories.clear()
 
     def forget_paths(self) -> None:
@@ -155,7 +161,7 @@ class PathTree:
         entry = self.insert_directory(
             batch, parent, path, Flag.DIRECTORY, self.tree.named(parent, raw), mtime_ns=time, ctime_ns=time
         )
-        self.database.commit(batch)
+        self.commit(batch)
         self.notify(parent, raw)
         return entry.inode
 
@@ -188,7 +194,7 @@ class PathTree:
             batch = Batch()
             self.tree.remove(batch, entry)
             self.show_file(batch, entry)
-            self.database.commit(batch)
+            self.commit(batch)
             self._directories.clear()
             self.notify(entry.parent, entry.name)
             inode = entry.parent
@@ -482,7 +488,7 @@ class _CarryOver:
             tombstones = zip(hiding, tree.tombstones.get_many([path for path, _ in hiding]), strict=True)
             buried = {path: bury(known, etag=found.etag, at=found.stamp) for (path, found), known in tombstones}
             tree.tombstones.write(batch, buried)
-        self._paths.database.commit(batch)
+        self._paths.commit(batch)
         if relocated:
             watcher.relocated(relocated)
 
@@ -494,7 +500,7 @@ class _CarryOver:
         for found, _ in moving:
             paths.tree.detach(batch, found)
             paths.show_file(batch, found)
-        paths.database.commit(batch)
+        paths.commit(batch)
         for found, _ in moving:
             paths.notify(found.parent, found.name)
         paths.forget_paths()
@@ -600,7 +606,7 @@ def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -
                 tombstone = bury(paths.tree.tombstones.get(raw), etag=there.etag, at=stamp)
                 paths.tree.tombstones.write(batch, {raw: tombstone})
     moved = paths.tree.attach(batch, entry, parent, name)
-    paths.database.commit(batch)
+    paths.commit(batch)
     paths.forget_paths()
     if moved.inode in paths.watcher.in_use:
         paths.watcher.updated([moved])

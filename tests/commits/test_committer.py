@@ -755,6 +755,7 @@ async def test_file_that_was_moved_when_the_machine_died_counts_beside_a_late_co
 
         with monkeypatch.context() as patched:
             patched.setattr(a.database, "commit", fail_fifth)
+            patched.setattr(a.database, "commit_volatile", fail_fifth)
             moved = Put("g", 1, 0, 1, 0o644, 0, 0, 0)
             objects = [ObjectRef(), ObjectRef("f", "e2", 1)]
             a.committer.enqueue(
@@ -940,6 +941,7 @@ async def test_change_that_is_journaled_when_the_disk_fails_is_in_effect_before_
             commit(batch, sync=sync)
 
         monkeypatch.setattr(a.database, "commit", fail_second)
+        monkeypatch.setattr(a.database, "commit_volatile", fail_second)
         a.enqueue(Remove("l"))
         assert list(a.shown()) == ["l"]
         a.watcher.told.clear()

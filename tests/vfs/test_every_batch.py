@@ -118,20 +118,20 @@ class Deaths:
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        commit = Database.commit
+        with self._monkeypatch.context() as patched:
+            for name in ("commit", "commit_volatile"):
+                patched.setattr(Database, name, self._followed(getattr(Database, name)))
+            yield
 
-        def committed(database: Database, batch: Batch, *, sync: bool = False) -> None:
+    def _followed(self, commit: Callable[..., None]) -> Callable[..., None]:
+        def committed(database: Database, batch: Batch, **how: bool) -> None:
             is_empty = not batch
-            commit(database, batch, sync=sync)
+            commit(database, batch, **how)
             if not is_empty:
                 dead = die(self._cache, self._cache.with_name(f"{self._cache.name}.{len(self.left)}"))
                 self.left.append((dead, as_left(self._store)))
 
-        self._monkeypatch.setattr(Database, "commit", committed)
-        try:
-            yield
-        finally:
-            self._monkeypatch.setattr(Database, "commit", commit)
+        return committed
 
 
 async def check(clock: Clock, pack: str, dead: Path, store: MemoryStore, outcomes: list[Model]) -> None:

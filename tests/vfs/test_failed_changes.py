@@ -27,20 +27,24 @@ OLD, NEWER = noise("old", 800), noise("newer", 900)
 
 @contextmanager
 def failing_commit(*, after: int = 0) -> Iterator[None]:
-    """A write to the metadata cache in the block, ``after`` so many others, fails for want of room."""
-    commit, writes = Database.commit, 0
+    """A write to the metadata cache in the block, ``after`` so many others, fails: no memory is left for it either."""
+    count = 0
 
-    def fail_once(database: Database, *arguments: object, **named: object) -> None:
-        nonlocal writes
-        writes += 1
-        if writes == after + 1:
-            raise CacheFull("the disk is full")
-        commit(database, *arguments, **named)  # type: ignore[arg-type]
+    def failing_once(commit: Callable[..., None]) -> Callable[..., None]:
+        def fail_once(database: Database, *arguments: object, **named: object) -> None:
+            nonlocal count
+            count += 1
+            if count == after + 1:
+                raise CacheFull("the disk is full")
+            commit(database, *arguments, **named)
+
+        return fail_once
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Database, "commit", fail_once)
+        for name in ("commit", "commit_volatile"):
+            patch.setattr(Database, name, failing_once(getattr(Database, name)))
         yield
-        assert writes > after, "the call wrote too little"
+        assert count > after, "the call wrote too little"
 
 
 async def open_emptied(m: Lake, path: str) -> None:

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta import database
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.writeback import group_commit
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
@@ -180,3 +183,41 @@ async def test_close_that_failed_and_is_in_the_log_does_not_share_its_place_with
     outage.away = False
     async with writing_back(store, dead, clock=clock, node=node_of(clock, "next")) as m:
         assert await m.tree() == {"failed": b"f" * size, "acknowledged": b"a" * size}
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_rename_of_which_only_the_journal_has_room_is_in_effect_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """Otherwise a program that writes to the old name next writes to the file that is about to move."""
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock, append = MemoryStore(), FullDisk(), Clock(), ChangeJournal.append
+
+    def append_last(journal: ChangeJournal, change: Change, batch: Batch) -> int:
+        sequence = append(journal, change, batch)
+        disk.is_full = True
+        return sequence
+
+    wanted: dict[str, object] = {"step-1": b"first"}
+    cache, node = tmp_path / "cache", replace(node_of(clock, "full"), engines=disk)
+    async with writing_back(store, cache, clock=clock, node=node, pack="always") as m:
+        await m.write("latest", b"first")
+        await m.fs.make_durable()
+        with monkeypatch.context() as journaling:
+            journaling.setattr(ChangeJournal, "append", append_last)
+            await m.rename("latest", "step-1")
+        assert await m.tree() == wanted
+        if is_killed:
+            cache = die(cache, tmp_path / "dead")
+        disk.is_full = False
+        if not is_killed:
+            await m.write("latest", b"second")
+            wanted["latest"] = b"second"
+            await m.fs.make_durable()
+            assert await m.tree() == wanted
+    async with writing_back(store, cache, clock=clock, node=node_of(clock, "next")) as m:
+        assert await m.tree() == wanted
+        await m.fs.make_durable()
+        await m.sync()
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == wanted
