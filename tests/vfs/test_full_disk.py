@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,17 +14,19 @@ import trio
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.change_journal import ChangeJournal
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import CacheFull, LakeError
 from lakefs_fuse.meta import database
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.writeback import group_commit
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
+from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
 from tests.fakes import node_of
-from tests.memory_store import MemoryStore
+from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.meta.full_disk import FullDisk
-from tests.vfs.lakes import Clock, lake
-from tests.vfs.writing_back import Outage, die, writing_back
+from tests.upload.drafting import reached
+from tests.vfs.lakes import Clock, Lake, lake
+from tests.vfs.writing_back import Outage, die, rewrite, stored, told, writing_back
 
 
 async def test_names_that_were_never_listed_are_read_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,3 +224,118 @@ async def test_rename_of_which_only_the_journal_has_room_is_in_effect_at_once(
         await m.sync()
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.tree() == wanted
+
+
+def give_room(m: Lake, disk: FullDisk) -> None:
+    """Also open the database again, while no task reads rows."""
+    disk.is_full = False
+    m.parts.namespace.tree.database.commit(Batch({b"absent": None}))
+
+
+def is_pack(request: Request) -> bool:
+    return request.what == "put" and request.key.startswith(".lakefs/commits/")
+
+
+def fills_when_stored(store: MemoryStore, disk: FullDisk) -> Callable[[Request, When], None]:
+    """A hook: the disk is full once an object or pack of a file is in the store."""
+
+    def hook(request: Request, when: When) -> None:
+        if when == "after" and (is_pack(request) or (request.what, request.key) == ("put", "d/f")):
+            disk.is_full = True
+
+    return hook
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_close_while_the_disk_fills_records_the_version_for_the_next_append(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    for number in range(1500):  # too many to be listed again for one of them
+        store.give(f"d/other{number}", b"other")
+    if not is_new:
+        store.give("d/f", b"old bytes")
+    async with lake(store, tmp_path, node=replace(node_of(clock, "full"), engines=disk), clock=clock) as m:
+        assert is_new or await m.read("d/f") == b"old bytes"
+        assert len(await m.names("d")) == 1500 + (not is_new)
+        store.hook = fills_when_stored(store, disk)
+        await (m.write("d/f", b"new bytes") if is_new else rewrite(m, "d/f", b"new bytes"))
+        assert disk.is_full
+        assert await m.read("d/f") == b"new bytes"
+        store.hook = lambda *_: None
+        give_room(m, disk)
+        handle = await m.open("d/f", os.O_RDWR)
+        await m.fs.write(handle, len(b"new bytes"), b" and more")
+        await m.close(handle)
+        assert store.data("d/f") == await m.read("d/f") == b"new bytes and more"
+
+
+async def test_file_that_was_closed_while_the_disk_filled_is_renamed_with_its_new_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    store.give("d/f", b"old bytes")
+    async with lake(store, tmp_path / "c", node=replace(node_of(clock, "full"), engines=disk), clock=clock) as m:
+        store.hook = fills_when_stored(store, disk)
+        await rewrite(m, "d/f", b"new bytes")
+        store.hook = lambda *_: None
+        give_room(m, disk)
+        await m.rename("d/f", "d/renamed")
+        await m.sync()
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert await m.tree() == await other.tree() == {"d": None, "d/renamed": b"new bytes"}
+
+
+async def test_acknowledged_file_that_is_stored_while_the_disk_fills_does_not_come_back_once_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with writing_back(store, tmp_path, node=node, clock=clock) as m:
+        await m.mkdir("d")
+        await m.sync()
+        store.hook = fills_when_stored(store, disk)
+        await m.write("d/f", b"removed")
+        await stored(m)
+        assert disk.is_full
+        store.hook = lambda *_: None
+        give_room(m, disk)
+        await m.unlink("d/f")
+        await m.sync()
+    async with writing_back(store, tmp_path, node=node, clock=clock) as m:
+        assert told(m)["replayed"] == 0
+        assert await m.names("d") == []
+
+
+async def test_close_whose_attributes_cannot_be_journaled_raises_and_records_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+
+    def refuse(*_: object) -> None:
+        raise CacheFull("the disk is full")
+
+    monkeypatch.setattr(ObjectWriter, "set_attributes", refuse)
+    async with lake(store, tmp_path, pack="always") as m:
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, b"bytes")
+        pause = store.hook = Pause(is_pack, when="after")
+        errors: list[int | None] = []
+
+        async def close() -> None:
+            try:
+                await m.close(handle)
+            except LakeError as error:
+                errors.append(error.errno)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(close)
+            await reached(pause.reached)
+            await m.set_xattr("f", "user.step", b"7")
+            pause.resume()
+        assert errors == [errno.ENOSPC]
+        assert await m.read("f") == b"bytes"
+        assert not m.fs.unfinished()

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from lakefs_fuse.commits import committer
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.writeback import publisher
@@ -81,11 +82,11 @@ async def test_of_two_the_later_stays_though_it_was_held_when_the_earlier_was_se
     slow.advance(-1000)  # the store's dates are all later than what this node does
     record = Publisher._record  # noqa: SLF001  # no failpoint has both sides of it
 
-    def dying(self: Publisher, published: Sequence[Publication]) -> list[Draft]:
-        older = record(self, published) if when == "after" else None
+    def dying(self: Publisher, published: Sequence[Publication]) -> tuple[list[Draft], LakeError | None]:
+        recorded = record(self, published) if when == "after" else None
         if not left.exists():
             die(tmp_path / "cache", left)
-        return record(self, published) if older is None else older
+        return recorded or record(self, published)
 
     pause = Pause(lambda request: request.what == "upload_part")
     async with writing_back(store, tmp_path / "cache", pack="always", delay_s=NEVER_S, clock=slow) as m:

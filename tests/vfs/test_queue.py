@@ -24,6 +24,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.staging import staging_area as staging
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.vfs.files import drafts as drafts_module
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback import packer, publisher, scheduler
@@ -708,7 +709,7 @@ async def test_copy_of_an_acknowledged_version_is_sent_to_the_name_that_its_file
     store, intents = MemoryStore(), list[int]()
     outage, begin = Outage(store), Drafts.begin
     monkeypatch.setattr(Staging, "is_half_full", property(lambda area: True))
-    monkeypatch.setattr(publisher, "COPY_STEP_BYTES", PART)
+    monkeypatch.setattr(drafts_module, "COPY_STEP_BYTES", PART)
 
     def noted(drafts: Drafts, file: OpenFile, draft: Draft) -> None:
         intents.append(draft.upload_intent_ns)

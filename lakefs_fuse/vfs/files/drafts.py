@@ -14,13 +14,15 @@ from collections.abc import Callable
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.staging.staging_area import MEMORY_BYTES_MAX, StagedFile
-from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
 from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
+COPY_STEP_BYTES = 4 << 20
+"""So much of an acknowledged version is in memory while it is copied."""
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +70,33 @@ class Drafts:
         base = None if is_emptied or has_earlier else file.extent
         return Draft(self.services, draft_id, target, base=base, file=self._staged_in_memory(draft_id, file.key))
 
+    async def begin_copy(self, file: OpenFile, acknowledged: Draft) -> None:
+        """Begin the version after an acknowledged one as a copy of it. Where that is published before it is copied,
+        wait until the file has the published version, and begin none. Raises LakeError."""
+        copy = self.new_copy(file, acknowledged.size)
+        try:
+            for at in range(0, acknowledged.size, COPY_STEP_BYTES):
+                await copy.write(at, await acknowledged.read(at, COPY_STEP_BYTES))
+            await copy.truncate(acknowledged.size)  # zeros at its end
+        except DraftEnded:  # the copy is incomplete
+            await self._drop_copy(copy)
+            async with file.publishing:
+                return
+        except BaseException:
+            await self._drop_copy(copy)
+            raise
+        if file.draft is not acknowledged:  # it was published in the meantime, or another writer began
+            await self._drop_copy(copy)
+            return
+        # Meanwhile a version before may have been stored, or the file renamed.
+        before = acknowledged.target
+        copy.retarget(DraftTarget(file.key, file.describe, replaces=before.replaces, copied_from=before.copied_from))
+        try:
+            self.begin(file, copy)
+        except BaseException:
+            await self._drop_copy(copy)
+            raise
+
     def new_copy(self, file: OpenFile, size: int) -> Draft:
         """A draft for a copy of ``size`` bytes of the file's acknowledged version; for `begin`. Raises StagingFull,
         CacheError and FileError(EMFILE)."""
@@ -76,6 +105,13 @@ class Drafts:
         draft = Draft(self.services, draft_id, target, file=small, deferred=True)
         draft.unlink()  # until it begins: nothing is sent to a key that may not be its file's by then
         return draft
+
+    async def _drop_copy(self, copy: Draft) -> None:
+        """Its record too, which a refused write or an upload has made: the next mount would list an orphan."""
+        try:
+            await self.drop(copy)
+        except LakeError as error:  # the journal: the next mount throws it away
+            log.warning("the record of a copy of %s stays: %s", copy.target.key, error)
 
     def _staged_in_memory(self, draft_id: str, key: str) -> StagedFile | None:
         """For a file that may be acknowledged; None where it is to have a staging file from the beginning."""

@@ -20,6 +20,7 @@ import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import msgspec
 import trio
@@ -43,7 +44,7 @@ from lakefs_fuse.path_rules import PackPolicy, Rules
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
+from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.upload.publish import (
     Published,
     find_late_object,
@@ -76,7 +77,6 @@ from lakefs_fuse.vfs.writeback.taken_names import find_objects
 
 COPY_BYTES_MAX = 64 << 20
 """An acknowledged file up to this size is copied when it is changed before it is in the store; a larger one waits."""
-COPY_STEP_BYTES = 4 << 20
 WAIT_DURABLE_S = 1.0
 RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
@@ -763,9 +763,8 @@ class Publisher:
                 stored = await self._writer.store(owner, draft, alone=item is not None, is_synced=is_synced)
                 reached("publish.sent")
                 published = [Publication(file, draft, stored)]
-                older = self._record(published)
+                older, untold = self._record(published)
             reached("publish.noted")
-            untold: LakeError | None = None
             try:
                 await self._writer.commit_location(owner.key)
             except LakeError as error:
@@ -827,16 +826,16 @@ class Publisher:
                 for item, owner in taken[at : at + RECORDED_AT_ONCE]
             ]
             published += now
-            older += self._record(now)
+            older += self._record(now)[0]
             await trio.lowlevel.checkpoint()
         await self._finish(published, older)
 
     # -- what is recorded
 
-    def _record(self, published: Sequence[Publication]) -> list[Draft]:
+    def _record(self, published: Sequence[Publication]) -> tuple[list[Draft], LakeError | None]:
         """Make versions in the store those of their files, in one batch: rows, the ends of journal records, and what
-        was set meanwhile. Returns the drafts that they supersede. Where the batch fails the bytes are durable all the
-        same; the next listing, or the next mount, finds out."""
+        was set meanwhile. While the disk is full, memory keeps it. Returns the drafts that they supersede, and what
+        could not be written: the bytes are durable all the same, and the next lookup, or the next mount, finds out."""
         batch, older, late = Batch(), list[Draft](), list[LateAttributes]()
         for each in published:
             if each.file.behind:
@@ -847,14 +846,26 @@ class Publisher:
             self._files.holes.note_stored(each.stored.entry, each.draft)
             each.draft.file.mark_ended()
             self._journal.delete(batch, each.draft.id)
+        return older, self._commit_record(batch, late)
+
+    def _commit_record(self, batch: Batch, late: list[LateAttributes]) -> LakeError | None:
+        """Commit what `_record` made, with ``late``, or a death between would lose them. Where these cannot be
+        journaled, the versions are recorded without them. Returns the error."""
+        failed: LakeError | None = None
+        if late:
+            without = Batch(batch.rows.copy(), batch.shares.copy(), batch.ranges.copy(), batch.committed.copy())
+            try:
+                self._writer.set_attributes(late, batch)
+                return None
+            except CacheError as error:
+                log.error("attributes that were set while a file was stored are lost: %s", error)
+                batch, failed = without, error
         try:
-            if late:
-                self._writer.set_attributes(late, batch)  # with the records, or a death between would lose them
-            else:
-                self._db.commit(batch)
+            self._db.commit_volatile(batch)
         except CacheError as error:
             log.error(UNRECORDED, error)
-        return older
+            failed = error
+        return failed
 
     def _end_older(self, batch: Batch, file: OpenFile, draft: Draft) -> list[Draft]:
         """Older versions that did not come before this one, because they were refused or a pack passed them, end:
@@ -877,7 +888,9 @@ class Publisher:
         entry, published = stored.entry, stored.published
         is_shown = stored.row is not None and not stored.is_removed
         is_stored = is_shown and published is not None and not published.is_superseded
-        self._ns.changing(entry.parent, entry.name, is_stored=is_stored)
+        self._ns.changing(entry.parent, entry.name)
+        if is_stored:
+            batch.committed.append(partial(self._ns.changing, entry.parent, entry.name, is_stored=True))
         if stored.row is None:  # another version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
         elif stored.is_removed:
@@ -939,36 +952,7 @@ class Publisher:
             if file.draft is acknowledged and not file.unlinked:
                 raise StagingFull(f"{file.key} waits for the store, and cannot be changed before it is there")
             return
-        copy = self._drafts.new_copy(file, acknowledged.size)
-        try:
-            for at in range(0, acknowledged.size, COPY_STEP_BYTES):
-                await copy.write(at, await acknowledged.read(at, COPY_STEP_BYTES))
-            await copy.truncate(acknowledged.size)  # zeros at its end
-        except DraftEnded:  # it is published, and what the copy lacks is read from the store
-            await self._drop_copy(copy)
-            async with file.publishing:
-                return
-        except BaseException:
-            await self._drop_copy(copy)
-            raise
-        if file.draft is not acknowledged:  # it was published in the meantime, or another writer began
-            await self._drop_copy(copy)
-            return
-        # Meanwhile a version before may have been stored, or the file renamed.
-        before = acknowledged.target
-        copy.retarget(DraftTarget(file.key, file.describe, replaces=before.replaces, copied_from=before.copied_from))
-        try:
-            self._drafts.begin(file, copy)
-        except BaseException:
-            await self._drop_copy(copy)
-            raise
-
-    async def _drop_copy(self, copy: Draft) -> None:
-        """Its record too, which a refused write or an upload has made: the next mount would list an orphan."""
-        try:
-            await self._drafts.drop(copy)
-        except LakeError as error:  # the journal: the next mount throws it away
-            log.warning("the record of a copy of %s stays: %s", copy.target.key, error)
+        await self._drafts.begin_copy(file, acknowledged)
 
     async def _wait_durable(self, file: OpenFile, acknowledged: Draft) -> None:
         while file.draft is acknowledged and not file.unlinked:
