@@ -25,7 +25,8 @@ class DraftState(StrEnum):
     failed       staged bytes, of which the writer knows that they are not durable, or (acknowledged) which the next
                  mount tries again
     published    the object; the record goes with the row that names its version, then the staging file, which was
-                 marked as ended before
+                 marked as ended before. Where that could not be recorded, the next attempt records it; after a crash
+                 or an unmount it is restored as publishing
     discarded    at most a staging file and an unfinished upload; listed as an orphan
     ============ ==============================================================================================
     """

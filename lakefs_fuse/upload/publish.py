@@ -156,8 +156,8 @@ async def find_own_object(draft: Draft) -> ObjectMeta | None:
 
 
 def may_be_stored(draft: Draft) -> bool:
-    """Whether an attempt to store the draft may have had no response, so that the object may exist."""
-    return draft.recheck or draft.state is DraftState.FAILED
+    """Whether the object may exist: an attempt to store the draft had no response, or could not be recorded."""
+    return draft.recheck or draft.state in (DraftState.FAILED, DraftState.PUBLISHED)
 
 
 async def find_late_object(draft: Draft) -> ObjectMeta | None:

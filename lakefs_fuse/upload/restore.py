@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 
+import msgspec
+
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.errors import CacheError
-from lakefs_fuse.staging.draft_record import DraftRecord
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.part_layout import PAGE_BYTES, PartLayout
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.upload.draft import Describe, Draft, DraftTarget
@@ -47,6 +49,8 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
     except OSError as error:
         raise staging.translate(error) from error
     draft = Draft(uploader, record.id, target, base=base, file=file, layout=layout)
+    if record.state is DraftState.PUBLISHED:  # which was not recorded: the next attempt asks the store
+        record = msgspec.structs.replace(record, state=DraftState.PUBLISHING)
     try:
         draft.load(record, staged_bytes)
     except Exception:

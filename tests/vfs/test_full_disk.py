@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from lakefs_fuse.errors import CacheFull, LakeError
 from lakefs_fuse.meta import database
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.vfs.residency.residency import WarmOptions
-from lakefs_fuse.vfs.writeback import group_commit
+from lakefs_fuse.vfs.writeback import group_commit, queue
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
 from tests.fakes import node_of
@@ -26,7 +27,7 @@ from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.meta.full_disk import FullDisk
 from tests.upload.drafting import reached
 from tests.vfs.lakes import Clock, Lake, lake
-from tests.vfs.writing_back import Outage, die, rewrite, stored, told, writing_back
+from tests.vfs.writing_back import Outage, die, rewrite, stored, told, until, writing_back
 
 
 async def test_names_that_were_never_listed_are_read_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +237,12 @@ def is_pack(request: Request) -> bool:
     return request.what == "put" and request.key.startswith(".lakefs/commits/")
 
 
+def files_packed(m: Lake) -> int:
+    commits = m.fs.statistics()["commits"]
+    assert isinstance(commits, dict)
+    return int(commits["files_packed"])
+
+
 def fills_when_stored(store: MemoryStore, disk: FullDisk) -> Callable[[Request, When], None]:
     """A hook: the disk is full once an object or pack of a file is in the store."""
 
@@ -339,3 +346,162 @@ async def test_close_whose_attributes_cannot_be_journaled_raises_and_records_the
         assert errors == [errno.ENOSPC]
         assert await m.read("f") == b"bytes"
         assert not m.fs.unfinished()
+
+
+Mount = Callable[..., AbstractAsyncContextManager[Lake]]
+DATED_NS = 1_600_000_000_000_000_000
+
+
+async def close_unrecorded(m: Lake, store: MemoryStore, disk: FullDisk, data: bytes = b"bytes") -> int:
+    """Store a file whose time needs a commit, which cannot be journaled. Returns the handle, which is open."""
+    store.hook = fills_when_stored(store, disk)
+    handle = await m.create("d/f")
+    await m.fs.write(handle, 0, data)
+    await m.setattr("d/f", mtime_ns=DATED_NS)
+    with pytest.raises(LakeError) as refused:
+        await m.fs.flush(handle)
+    assert refused.value.errno == errno.ENOSPC
+    assert store.data("d/f") == data
+    store.hook = lambda *_: None
+    return handle
+
+
+async def test_next_close_records_what_the_store_has_without_sending_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with lake(store, tmp_path / "c", node=node, clock=clock, pack="never") as m:
+        await m.mkdir("d")
+        handle = await close_unrecorded(m, store, disk)
+        assert await m.read_handle(handle) == b"bytes"
+        give_room(m, disk)
+        await m.close(handle)
+        assert store.count("put", "d/f") == 1
+        assert (await m.getattr("d/f")).mtime_ns == DATED_NS
+        await m.sync()
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert await other.read("d/f") == b"bytes"
+            assert (await other.getattr("d/f")).mtime_ns == DATED_NS
+
+
+async def test_write_after_a_close_that_could_not_be_recorded_begins_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    async with lake(
+        store, tmp_path, node=replace(node_of(clock, "full"), engines=disk), clock=clock, pack="never"
+    ) as m:
+        await m.mkdir("d")
+        handle = await close_unrecorded(m, store, disk)
+        with trio.fail_after(10), pytest.raises(LakeError) as refused:
+            await m.fs.write(handle, 5, b" more")
+        assert refused.value.errno == errno.ENOSPC
+        give_room(m, disk)
+        with trio.fail_after(10):
+            await m.fs.write(handle, 5, b" more")
+        await m.close(handle)
+        assert store.data("d/f") == await m.read("d/f") == b"bytes more"
+
+
+async def test_removed_file_that_could_not_be_recorded_is_gone_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    async with lake(
+        store, tmp_path / "c", node=replace(node_of(clock, "full"), engines=disk), clock=clock, pack="never"
+    ) as m:
+        await m.mkdir("d")
+        handle = await close_unrecorded(m, store, disk)
+        await m.fs.release(handle)
+        give_room(m, disk)
+        await m.unlink("d/f")
+        await m.sync()
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert await m.tree() == await other.tree() == {"d": None}
+
+
+async def test_version_of_another_client_stays_where_one_before_it_could_not_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    async with lake(
+        store, tmp_path, node=replace(node_of(clock, "full"), engines=disk), clock=clock, pack="never"
+    ) as m:
+        await m.mkdir("d")
+        handle = await close_unrecorded(m, store, disk)
+        store.give("d/f", b"another's")
+        give_room(m, disk)
+        await m.close(handle)
+        assert await m.read("d/f") == store.data("d/f") == b"another's"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("mount", [lake, partial(writing_back, delay_s=0.1)], ids=["close", "writeback"])
+async def test_packed_files_that_could_not_be_recorded_are_once_the_disk_has_room(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mount: Callable[..., AbstractAsyncContextManager[Lake]],
+    is_new: bool,
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    monkeypatch.setattr(queue, "PAUSE_S_FIRST", 0.01)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    node, names = replace(node_of(clock, "full"), engines=disk), ("x", "y")
+    async with mount(store, tmp_path / "c", pack="always", node=node, clock=clock) as m:
+        for name in () if is_new else names:
+            await m.write(name, b"old")
+        await m.fs.make_durable()
+        before, store.hook = files_packed(m), fills_when_stored(store, disk)
+
+        async def write(name: str) -> None:
+            with suppress(LakeError):
+                await (m.write if is_new else partial(rewrite, m))(name, name.encode())
+
+        async with trio.open_nursery() as nursery:
+            for name in names:
+                nursery.start_soon(write, name)
+        await until(lambda: disk.is_full and not any(each.state == "publishing" for each in m.fs.unfinished()))
+        assert {name: await m.read(name) for name in names} == {name: name.encode() for name in names}
+        store.hook = lambda *_: None
+        give_room(m, disk)
+        with trio.fail_after(10):
+            await m.fs.make_durable()
+        assert files_packed(m) == before + len(names)
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert await m.tree() == await other.tree() == {name: name.encode() for name in names}
+        await rewrite(m, "x", b"again")
+        assert await m.read("x") == b"again"
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+async def test_pack_whose_only_file_is_removed_while_it_waits_lets_others_be_stored(
+    tmp_path: Path, is_sent: bool
+) -> None:
+    """``is_sent``: the packer has begun with it, and waits for another commit."""
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="always") as m:
+        await m.write("before", b"before")
+        pause = store.hook = Pause(is_pack)
+        async with trio.open_nursery() as nursery:
+            if is_sent:
+                await m.mkdir("d")
+                nursery.start_soon(m.sync)
+            else:
+                nursery.start_soon(m.write, "first", b"first")
+            await reached(pause.reached)
+            handle = await m.create("removed")
+            await m.fs.write(handle, 0, b"removed")
+            with trio.move_on_after(0.2):  # the kernel interrupts the close of a program that is killed
+                await m.fs.flush(handle)
+            await m.fs.release(handle)
+            await m.unlink("removed")
+            pause.resume()
+        await m.write("later", b"later")
+        await m.sync()
+        made = {"d": None} if is_sent else {"first": b"first"}
+        assert await m.tree() == {"before": b"before", "later": b"later", **made}

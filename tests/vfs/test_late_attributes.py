@@ -16,7 +16,8 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import MTIME_NS_MAX, MTIME_NS_MIN
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.writeback import publisher
-from lakefs_fuse.vfs.writeback.publisher import Publication, Publisher
+from lakefs_fuse.vfs.writeback.publisher import Publisher
+from lakefs_fuse.vfs.writeback.stored_version import Publication
 from tests.memory_store import MemoryStore, Pause, Request
 from tests.upload.drafting import reached
 from tests.vfs.lakes import Clock, lake, permissions, two_lakes

@@ -20,6 +20,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.metrics import ReadMetrics
+from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace import attributes
@@ -273,6 +274,14 @@ class OpenFile:
     def owner_of(self, draft: Draft) -> OpenFile | None:
         """This, or the version behind it, whose draft it is; None where it has ended."""
         return next((each for each in self.versions if each.draft is draft), None)
+
+    def stored_after(self, draft: Draft) -> Draft | None:
+        """The draft of a later version that the store has already, although this could not be recorded. The caller
+        holds ``publishing``, or nobody does."""
+        later = (each.draft for each in self.behind if each.draft is not None)
+        every = [*later, *([] if self.draft is None else [self.draft])]
+        stored = [each for each in every if each.state is DraftState.PUBLISHED and each.sequence > draft.sequence]
+        return stored[-1] if stored else None
 
     def leave_behind(self) -> OpenFile:
         """Make the acknowledged draft a separate version, with its present attributes; another draft may begin."""

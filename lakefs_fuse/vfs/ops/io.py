@@ -93,7 +93,9 @@ class FileIO:
                 data = await file.draft.read(offset, length)
             except DraftEnded:
                 async with file.publishing:
-                    continue
+                    pass
+                await self._record_published(file)
+                continue
             reads.waited_disk_s += trio.current_time() - began_s
             reads.bytes_of_disk += len(data)
             return data
@@ -144,7 +146,7 @@ class FileIO:
                 draft = await self._draft_to_change(file)
             except Exception as error:
                 end, draft_now = offset + len(data), file.draft
-                if draft_now is None or draft_now.sequence:
+                if draft_now is None or draft_now.sequence or draft_now.state is DraftState.PUBLISHED:
                     file.refused.add(offset, end, error)
                 else:
                     draft_now.refuse(offset, end, error)
@@ -194,7 +196,17 @@ class FileIO:
     async def _draft_to_change(self, file: OpenFile) -> Draft:
         if file.draft is not None and file.draft.sequence:
             await self._publisher.begin_next(file, file.draft)
+        await self._record_published(file)
         return self._drafts.draft(file)
+
+    async def _record_published(self, file: OpenFile) -> None:
+        """Record a version that the store has, where that has failed, so that the next can begin. Raises LakeError."""
+        draft = file.draft
+        if draft is None or draft.state is not DraftState.PUBLISHED or file.publishing.locked():
+            return
+        await self._publisher.record(file)
+        if file.draft is draft and not file.publishing.locked():  # its name is removed
+            raise FileError(errno.ESTALE, f"{file.key} was stored, and removed before that could be recorded")
 
     async def truncate(self, file: OpenFile, size: int) -> None:
         """Truncate or extend the file to ``size`` bytes. Raises LakeError; then the file is unchanged."""
@@ -202,6 +214,7 @@ class FileIO:
             if size and file.draft is not None and file.draft.sequence:
                 self._check_size(size)
                 await self._publisher.begin_next(file, file.draft)
+            await self._record_published(file)
             try:
                 async with self._changing(file, size, is_emptied=size == 0) as draft:
                     await draft.truncate(size)

@@ -21,6 +21,7 @@ import trio
 from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
@@ -85,8 +86,11 @@ class RenamePreparation:
                 await self._drain_below(self._ns.path_of(entry))
 
     async def is_stored_late(self, file: OpenFile) -> bool:
-        """Return whether the store has the newest version at the file's key, from an attempt that had no answer. It
-        would stay there, or be shown in place of the file that gets that name. Raises LakeError."""
+        """Return whether the store has the newest version, from an attempt that had no answer, at the file's key, or
+        from one that could not be recorded. It would stay there, or be shown in place of the file that gets that name.
+        Raises LakeError."""
+        if file.draft is not None and file.draft.state is DraftState.PUBLISHED:
+            return True
         meta = None if file.draft is None else await self._writeback.find_late_object(file.draft)
         return meta is not None and meta.key == file.key
 

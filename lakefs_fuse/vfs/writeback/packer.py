@@ -29,7 +29,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.staging.draft_record import encode
+from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
@@ -131,7 +131,12 @@ class Packer:
         if not self._working:
             self._working = True
             self._nursery.start_soon(self._work, threshold_bytes)
-        await waiting.done.wait()
+        try:
+            await waiting.done.wait()
+        except trio.Cancelled:  # its file may be removed before its turn comes
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            raise
         if waiting.error is not None:
             raise waiting.error
         return waiting.packed
@@ -219,6 +224,8 @@ class Packer:
             made = await self._committer.commit(
                 partial(self._change, batch), members, before_put=partial(self._note, drafts)
             )
+            if not made.ref.key:
+                raise FileError(errno.ENOENT, "every file of a pack was removed before it was sent")
         except BaseException as error:
             for waiting in batch:
                 self._failed(waiting, error)
@@ -271,6 +278,10 @@ class Packer:
     @staticmethod
     def _failed(waiting: Waiting, error: BaseException) -> None:
         draft = waiting.draft
+        if draft.state is DraftState.DISCARDED:  # its close was cancelled, and its file removed
+            waiting.error = FileError(errno.ENOENT, f"{waiting.file.key} was removed")
+            waiting.done.set()
+            return
         waiting.error = draft.fail_publish(error, "committing")
         try:
             draft.save(sync=not draft.sequence)

@@ -6,7 +6,8 @@ through `publish_version` and `publish_pack`.
 What always holds (*one at a time*): one version of a file is published at a time (``OpenFile.publishing``), and not
 while its name is renamed or removed; writers continue during this if the version was acknowledged. The new version in
 the tree and the end of its journal record are one batch. A crash before that leaves the record, which the next mount
-compares with the store. Trio thread only.
+compares with the store. Where the disk fails before it, the draft stays PUBLISHED, and the next attempt goes on from
+there without sending it again. Trio thread only.
 
 A plain object is stored at the file's own path if that key is free. It is not where a name that was renamed away still
 has its bytes there, and where the upload began before the file itself was renamed; then a commit says which object the
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import msgspec
 import trio
@@ -73,6 +75,7 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     superseded_at,
 )
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.stored_version import PlainObject, Publication, StoredVersion, Unrecorded
 from lakefs_fuse.vfs.writeback.taken_names import find_objects
 
 COPY_BYTES_MAX = 64 << 20
@@ -108,32 +111,6 @@ class LateAttributes(msgspec.Struct, frozen=True):
         return cls(path, msgspec.structs.replace(row, **attributes_now), xattrs)
 
 
-class StoredVersion(msgspec.Struct, frozen=True):
-    """A version that the store has, and what the tree says of it at the same moment."""
-
-    entry: Entry
-    """Its future row."""
-    row: Entry | None
-    """Of its inode; None where the name has another version here."""
-    is_removed: bool
-    """Another node saw these bytes, and removed or renamed them, before their writer heard that they are there."""
-    extent: Extent
-    described: Mapping[str, str]
-    """The attributes that the store was given."""
-    published: Published | None
-    """None for a file in a pack."""
-    needs_sync: bool = False
-    """Commits hide it until they tell of it: the journaled change that does is synced before its user is answered."""
-
-
-class Publication(msgspec.Struct, frozen=True):
-    """A version of a file that is in the store, and not recorded here yet."""
-
-    file: OpenFile
-    draft: Draft
-    stored: StoredVersion
-
-
 class ObjectWriter:
     """Puts versions into the store, in a pack with others or as plain objects, and commits what a listing lacks."""
 
@@ -157,6 +134,8 @@ class ObjectWriter:
         """Files that are being stored as plain objects: files that close at the same time are not alone."""
         self._untold: dict[str, int] = {}
         """Paths of stored versions that others do not find without a commit, and the journaled changes that it has."""
+        self._unrecorded = WeakKeyDictionary[Draft, Unrecorded]()
+        """Drafts that the store has. Where one could not be recorded, the next attempt begins here."""
 
     @property
     def are_names_held(self) -> bool:
@@ -186,6 +165,8 @@ class ObjectWriter:
         if self._committer.error is not None:
             for path in list(self._untold):  # which comes before this version
                 await self.commit_location(path)
+        if draft in self._unrecorded:
+            return await self._resume(file, draft)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy, is_exclusive = self._rules.pack_for(file.key), draft.target.if_absent
         if is_exclusive and self._is_packed_by_another(file, draft):
@@ -195,12 +176,15 @@ class ObjectWriter:
         if plan.form is not Form.PLAIN:
             plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
-                return self._retire(before, self._packed(file, draft))
+                self._end_pack(draft, before)
+                return await self._resume(file, draft)
             plan, removed = await self._plan(file, draft, policy, alone=True)
         refusals, there = 0, None  # refusals of a key at which a look found nothing
         for _ in range(OVERTAKEN_MAX):
             try:
-                return self._retire(before, await self._plain(file, draft, plan, removed, there))
+                sent = await self._send_plain(draft, plan, removed, there)
+                self._unrecorded[draft] = Unrecorded(before, sent)
+                return self._retire(before, await self._describe_plain(file, draft, sent))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
                 refusals += not plan.expected
@@ -226,6 +210,25 @@ class ObjectWriter:
             etag = "" if there is None else there.etag
             plan, removed = await self._plan(file, draft, policy, alone=True, there=etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
+
+    async def _resume(self, file: OpenFile, draft: Draft) -> StoredVersion:
+        """Describe a draft that the store has. Raises LakeError; then it can be tried again."""
+        unrecorded = self._unrecorded[draft]
+        if unrecorded.plain is None:
+            await self._committer.reconcile()  # so that the commit is in effect
+            return self._retire(unrecorded.before, self._packed(file, draft))
+        plain, meta = unrecorded.plain, unrecorded.plain.published.meta
+        found = await draft.uploader.client.find(meta.key)
+        if found is None or found.etag != meta.etag:
+            meta = msgspec.structs.replace(meta, etag=draft.token)
+            published = msgspec.structs.replace(plain.published, meta=meta, is_superseded=True)
+            plain = msgspec.structs.replace(plain, published=published)
+        return self._retire(unrecorded.before, await self._describe_plain(file, draft, plain))
+
+    def _end_pack(self, draft: Draft, before: ObjectRow | None) -> None:
+        """The store has the draft in a pack."""
+        draft.end_publish()
+        self._unrecorded[draft] = Unrecorded(before, None)
 
     async def _is_free(self, draft: Draft, plan: PublishPlan) -> bool:
         """Nothing lies at the key of a file that was created with O_EXCL, or what counts as removed by its date, so
@@ -352,21 +355,25 @@ class ObjectWriter:
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
     ) -> Callable[[OpenFile, Draft], StoredVersion]:
         """As `store`, of small files, in one pack; what is returned answers for each what became of it. ``passed`` are
-        earlier versions of some, which stay out of it."""
+        earlier versions of some, which stay out of it, as does what the store has already."""
         await self._committer.reconcile()
         objects = self._ns.tree.objects
-        before = {draft.id: objects.get(file.entry.place) if file.entry.place else None for file, draft in files}
-        await self._packer.commit_pack(files, passed)
+        unsent = [(file, draft) for file, draft in files if draft not in self._unrecorded]
+        before = [objects.get(file.entry.place) if file.entry.place else None for file, _ in unsent]
+        if unsent:
+            await self._packer.commit_pack(unsent, passed)
+        for (_, draft), replaced in zip(unsent, before, strict=True):
+            self._end_pack(draft, replaced)
+        await self._committer.reconcile()  # so that the commit is in effect
 
         def stored(file: OpenFile, draft: Draft) -> StoredVersion:
-            return self._retire(before[draft.id], self._packed(file, draft))
+            return self._retire(self._unrecorded[draft].before, self._packed(file, draft))
 
         return stored
 
     # -- in a pack
 
     def _packed(self, file: OpenFile, draft: Draft) -> StoredVersion:
-        draft.end_publish()
         assert draft.packed is not None, "its commit is in the store"
         row = entry = self._ns.tree.entry(file.entry.inode)
         extent = self._ns.extent(entry) if entry is not None else None
@@ -382,9 +389,9 @@ class ObjectWriter:
 
     # -- as a plain object
 
-    async def _plain(
-        self, file: OpenFile, draft: Draft, plan: PublishPlan, removed: Tombstone | None, there: ObjectMeta | None
-    ) -> StoredVersion:
+    async def _send_plain(
+        self, draft: Draft, plan: PublishPlan, removed: Tombstone | None, there: ObjectMeta | None
+    ) -> PlainObject:
         """``removed`` is what was gone at the path when the version was planned, ``there`` what a look has shown at the
         key before."""
         key, removed = plan.key, None if draft.target.unsure else removed
@@ -395,15 +402,19 @@ class ObjectWriter:
                     await self._renamed.free(key)
                 if plan.commits_first:
                     await self._committer.flush()
-                published = await publish(draft)
+                return PlainObject(await publish(draft), plan, removed, there)
         finally:
             self._storing_plain -= 1
+
+    async def _describe_plain(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
+        """Journal what others need to find the object. Raises CacheError; then it can be tried again."""
+        published = plain.published
         key = published.meta.key  # a rename that began before the draft may have moved it since the plan
         is_at_another_name = key != file.key and not key.startswith(OBJECTS)
         if is_at_another_name and not published.is_superseded and not file.unlinked:
             with suppress(LakeError):  # else the commit of the location says it
                 await self._renamed.hide(key, [published.meta.etag])
-        replaced = self._replaced_untold(file.key, draft, plan, published.meta)
+        replaced = self._replaced_untold(file.key, draft, plain.plan, published.meta)
         has_tombstone = self._has_tombstone(file.key)
         may_be_hidden = published.is_back or bool(replaced)  # who put that may have replaced the same bytes
         row, dated_s = self._ns.tree.entry(file.entry.inode), 0
@@ -413,7 +424,7 @@ class ObjectWriter:
         path, meta = file.key, published.meta
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
-        now = (_owner(file, draft) or file).entry  # not ``file`` if another version has begun in the meantime
+        now = (file.owner_of(draft) or file).entry  # not ``file`` if another version has begun in the meantime
         entry = msgspec.structs.replace(
             now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
             place=0, offset=0,
@@ -425,13 +436,13 @@ class ObjectWriter:
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = commits or is_again or published.is_back or bool(replaced)
         commits = commits and not file.unlinked and not published.is_superseded
-        if commits and self.was_seen_and_removed(path, meta, dated_s, removed):
+        if commits and self.was_seen_and_removed(path, meta, dated_s, plain.removed):
             commits = False
             if row is not None and is_hiding(row, meta.etag):
                 self.leave_to_others(row)
                 row = None
         elif commits:  # journaled, so that it will be made even if this fails
-            dated_s, before = self._date_again(meta, dated_s), self._removal(path, replaced, there)
+            dated_s, before = self._date_again(meta, dated_s), self._removal(path, replaced, plain.there)
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=before)
             if key != path or replaced:  # or who replaces this next does not hear of what it has replaced
                 self._untold[path] = self._committer.journal.newest
@@ -640,7 +651,10 @@ class ObjectWriter:
         if stored.published is not None and stored.published.is_superseded:
             return stored  # what the name means is for the other writer to say
         if before is not None and not before.is_pack and before.number != stored.entry.place:
-            self._committer.retire(Deletion(before.key, before.etag))
+            try:
+                self._committer.retire(Deletion(before.key, before.etag))
+            except CacheError as error:
+                log.warning("%s is superseded, and left to `gc`: %s", before.key, error)
         return stored
 
     def set_attributes(self, late_attributes: Iterable[LateAttributes], batch: Batch | None = None) -> None:
@@ -698,7 +712,9 @@ class Publisher:
             file.check_publishable()
         if draft is None or file.state is not OpenState.WRITING:
             return
-        if not self._queue.is_for(file.key) or draft.copies:  # acknowledged bytes do not depend on another file's
+        is_published = draft.state is DraftState.PUBLISHED
+        # Acknowledged bytes do not depend on another file's.
+        if not self._queue.is_for(file.key) or draft.copies or is_published:
             await self._publish_newest(file, is_synced=False)
             return
         async with draft.gate:
@@ -731,6 +747,10 @@ class Publisher:
             file.check_publishable()
         await self._publish_newest(file, is_synced=True)
 
+    async def record(self, file: OpenFile) -> None:
+        """Record the version of a file that the store has, after that failed. Raises LakeError."""
+        await self._publish_newest(file, is_synced=False)
+
     async def _publish_newest(self, file: OpenFile, *, is_synced: bool) -> None:
         if self._queue.versions:
             await self._drain_before(file)
@@ -747,7 +767,7 @@ class Publisher:
         self, file: OpenFile, draft: Draft, item: AcknowledgedVersion | None = None, *, is_synced: bool = False
     ) -> None:
         async with file.publishing:
-            owner = _owner(file, draft)
+            owner = file.owner_of(draft)
             if owner is None or file.state is OpenState.UNLINKED:
                 if draft.sequence:
                     self._queue.end(draft)
@@ -756,6 +776,8 @@ class Publisher:
                 if item.state is VersionState.SUPERSEDED:
                     return
                 item.begin_publishing()
+            if (later := file.stored_after(draft)) is not None:  # which ends this one
+                draft, owner = later, file.owner_of(later) or owner
             async with draft.gate:
                 if draft.refused.ranges:
                     draft.refused.check(owner.key)
@@ -784,8 +806,10 @@ class Publisher:
         passed: list[Draft] = []
         with ExitStack() as held:
             for item in items:
-                owner, file = _owner(item.file, item.draft), id(item.file)
+                owner, file = item.file.owner_of(item.draft), id(item.file)
                 is_locked = item.file.publishing.locked() and file not in taken
+                if not is_locked and item.file.stored_after(item.draft) is not None:
+                    item.is_contested = True
                 if owner is not None and (is_locked or item.is_contested):
                     break  # what comes after it in the order waits for the next pack
                 if owner is None or item.file.unlinked:
@@ -810,7 +834,7 @@ class Publisher:
         return True
 
     async def _find_contested(self, items: list[AcknowledgedVersion]) -> None:
-        owners = [(owner, item.draft) for item in items if (owner := _owner(item.file, item.draft)) is not None]
+        owners = [(owner, item.draft) for item in items if (owner := item.file.owner_of(item.draft)) is not None]
         taken = await self._writer.find_taken(owners)
         for item in items if taken else ():
             item.is_contested = item.draft.target.if_absent and item.file.key in taken
@@ -967,8 +991,3 @@ class Publisher:
         """What write-back acknowledged of the file, and before it in its directory, is durable. Raises LakeError."""
         held = self._writer.are_names_held
         await self._queue.drain(self._queue.before(file.key, are_names_held=held))
-
-
-def _owner(file: OpenFile, draft: Draft) -> OpenFile | None:
-    """The file, or the version behind it, whose draft it is; None where it has ended."""
-    return file if file.draft is draft else file.owner_of(draft)

@@ -109,7 +109,8 @@ class AcknowledgedVersion:
     is_unreconciled: bool = False
     """It came back at mount, and the store was not asked yet whether it has the bytes."""
     is_contested: bool = False
-    """It was created with O_EXCL, and another client has the name: it is stored alone, so that the store refuses it."""
+    """It is published alone: it was created with O_EXCL, and another client has the name, so that the store refuses it,
+    or the store has a later version already, which is recorded in its place."""
     error: LakeError | None = None
 
     @property
