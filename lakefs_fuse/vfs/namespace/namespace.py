@@ -237,7 +237,7 @@ class Namespace:
 
     def _whole_ns(self, directory: int, listing: Listing) -> int:
         """When a directory was listed, if that counts for all of its names; else 0."""
-        return 0 if self._outdated.of(directory)[0] else listing.at_ns
+        return 0 if directory in self._outdated.directories else listing.at_ns
 
     def _listed_fresh_s(self, directory: int, listed_ns: int, within_ttl: bool = False) -> float:
         """How long a listing of that time counts; no longer than the TTL where a flat listing costs nothing."""

@@ -40,7 +40,8 @@ class OutdatedNames:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._directories: OrderedDict[int, _Outdated] = OrderedDict()
+        self.directories: OrderedDict[int, _Outdated] = OrderedDict()
+        """By inode, each with one outdated name at least. For readers."""
         self._announced: OrderedDict[str, None] = OrderedDict()
 
     def note_announced(self, path: str) -> None:
@@ -58,7 +59,7 @@ class OutdatedNames:
 
     def of(self, directory: int) -> tuple[Collection[bytes], int]:
         """The outdated names of a directory, and when it was listed; none where all of it is outdated."""
-        outdated = self._directories.get(directory)
+        outdated = self.directories.get(directory)
         return ((), 0) if outdated is None else (outdated.names, outdated.listed_ns)
 
     def listed_ns(self, directory: int, name: bytes) -> int:
@@ -70,32 +71,32 @@ class OutdatedNames:
         """Another node has stored these."""
         if not names or (listing := self._tree.listing(directory)) is None:
             return
-        outdated = self._directories.get(directory)
+        outdated = self.directories.get(directory)
         if outdated is None:
             if not listing.at_ns:
                 return
-            outdated = self._directories[directory] = _Outdated(listing.at_ns)
+            outdated = self.directories[directory] = _Outdated(listing.at_ns)
         outdated.names.update(names)
         if listing.at_ns:
             self._date(directory, 0)
         if len(outdated.names) > NAMES_MAX:
-            del self._directories[directory]
-        elif len(self._directories) > DIRECTORIES_MAX:
-            self._directories.popitem(last=False)
+            del self.directories[directory]
+        elif len(self.directories) > DIRECTORIES_MAX:
+            self.directories.popitem(last=False)
 
     def discard(self, directory: int, name: bytes) -> None:
         """The store was asked for a name since it was announced."""
-        outdated = self._directories.get(directory)
+        outdated = self.directories.get(directory)
         if outdated is None or name not in outdated.names:
             return
         outdated.names.discard(name)
         if not outdated.names:
-            del self._directories[directory]
+            del self.directories[directory]
             self._date(directory, outdated.listed_ns)
 
     def forget(self, directory: int) -> None:
         """Record that a directory was listed again, or must be."""
-        self._directories.pop(directory, None)
+        self.directories.pop(directory, None)
 
     def _date(self, directory: int, at_ns: int) -> None:
         self._tree.drop_mirror(directory)

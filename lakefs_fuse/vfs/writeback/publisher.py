@@ -86,7 +86,6 @@ RECORDED_AT_ONCE = 32
 STAGE_WHOLE_S_MAX = 2.0
 """Maximum time that `close()` waits to fetch the unchanged bytes of a small file from the version that it changes."""
 UPLOAD_CHECK_S = 0.05
-"""A part that waits for its turn is about to begin an upload, unless the file was truncated before it."""
 OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING
 """Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
@@ -273,9 +272,8 @@ class ObjectWriter:
     ) -> tuple[PublishPlan, Tombstone | None]:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
         look has just shown at the key, empty for nothing. Returns also what is gone at the path."""
-        while draft.uploading and not (draft.upload_intent_ns or alone or draft.size > policy.threshold_bytes):
-            with trio.move_on_after(UPLOAD_CHECK_S):  # whether an upload begins, after which it is in no pack
-                await draft.wait_idle()
+        if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
+            await _wait_begun(draft)
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
@@ -424,7 +422,7 @@ class ObjectWriter:
         path, meta = file.key, published.meta
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
-        now = (file.owner_of(draft) or file).entry  # not ``file`` if another version has begun in the meantime
+        now = (_owner(file, draft) or file).entry  # not ``file`` if another version has begun in the meantime
         entry = msgspec.structs.replace(
             now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
             place=0, offset=0,
@@ -767,7 +765,7 @@ class Publisher:
         self, file: OpenFile, draft: Draft, item: AcknowledgedVersion | None = None, *, is_synced: bool = False
     ) -> None:
         async with file.publishing:
-            owner = file.owner_of(draft)
+            owner = _owner(file, draft)
             if owner is None or file.state is OpenState.UNLINKED:
                 if draft.sequence:
                     self._queue.end(draft)
@@ -776,7 +774,7 @@ class Publisher:
                 if item.state is VersionState.SUPERSEDED:
                     return
                 item.begin_publishing()
-            if (later := file.stored_after(draft)) is not None:  # which ends this one
+            if file.behind and (later := file.stored_after(draft)) is not None:  # which ends this one
                 draft, owner = later, file.owner_of(later) or owner
             async with draft.gate:
                 if draft.refused.ranges:
@@ -808,7 +806,7 @@ class Publisher:
             for item in items:
                 owner, file = item.file.owner_of(item.draft), id(item.file)
                 is_locked = item.file.publishing.locked() and file not in taken
-                if not is_locked and item.file.stored_after(item.draft) is not None:
+                if item.file.behind and not is_locked and item.file.stored_after(item.draft) is not None:
                     item.is_contested = True
                 if owner is not None and (is_locked or item.is_contested):
                     break  # what comes after it in the order waits for the next pack
@@ -991,3 +989,15 @@ class Publisher:
         """What write-back acknowledged of the file, and before it in its directory, is durable. Raises LakeError."""
         held = self._writer.are_names_held
         await self._queue.drain(self._queue.before(file.key, are_names_held=held))
+
+
+def _owner(file: OpenFile, draft: Draft) -> OpenFile | None:
+    """The file, or the version behind it, whose draft it is; None where it has ended."""
+    return file if file.draft is draft else file.owner_of(draft)
+
+
+async def _wait_begun(draft: Draft) -> None:
+    """Wait until an upload of the draft has begun, after which it is in no pack, or none is about to begin."""
+    while draft.uploading and not draft.upload_intent_ns:
+        with trio.move_on_after(UPLOAD_CHECK_S):
+            await draft.wait_idle()
