@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice
 
 import msgspec
+import trio
 
 from lakefs_fuse.blockcache.cache_file import block_hash, hash_blocks, hash_zeros
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
@@ -51,6 +52,7 @@ APPEND_BYTES_MAX = SPANS[0][0] * SPANS[0][1]
 STORED_MAX = 4096
 """Maximum of keys whose object history is kept in memory."""
 ORIGIN = DRAFT_METADATA, REPLACES_METADATA
+UPLOAD_CHECK_S = 0.05
 LOST = errno.EEXIST, errno.ESTALE
 """Errors after which an attempt cannot succeed: another client has the name, or the version to change no longer
 exists."""
@@ -153,6 +155,13 @@ async def find_own_object(draft: Draft) -> ObjectMeta | None:
     LakeError."""
     meta = await draft.uploader.client.find(draft.target.key)
     return meta if meta is not None and is_own_object(draft, meta) else None
+
+
+async def wait_upload_begun(draft: Draft) -> None:
+    """Wait until an upload of the draft has begun, after which it is in no pack, or none is about to begin."""
+    while draft.uploading and not draft.upload_intent_ns:
+        with trio.move_on_after(UPLOAD_CHECK_S):
+            await draft.wait_idle()
 
 
 def may_be_stored(draft: Draft) -> bool:

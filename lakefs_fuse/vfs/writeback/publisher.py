@@ -54,6 +54,7 @@ from lakefs_fuse.upload.publish import (
     is_own_object,
     publish,
     refuse_name,
+    wait_upload_begun,
 )
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
@@ -85,7 +86,6 @@ RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
 """Maximum time that `close()` waits to fetch the unchanged bytes of a small file from the version that it changes."""
-UPLOAD_CHECK_S = 0.05
 OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING
 """Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
@@ -273,7 +273,7 @@ class ObjectWriter:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
         look has just shown at the key, empty for nothing. Returns also what is gone at the path."""
         if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
-            await _wait_begun(draft)
+            await wait_upload_begun(draft)
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
@@ -994,10 +994,3 @@ class Publisher:
 def _owner(file: OpenFile, draft: Draft) -> OpenFile | None:
     """The file, or the version behind it, whose draft it is; None where it has ended."""
     return file if file.draft is draft else file.owner_of(draft)
-
-
-async def _wait_begun(draft: Draft) -> None:
-    """Wait until an upload of the draft has begun, after which it is in no pack, or none is about to begin."""
-    while draft.uploading and not draft.upload_intent_ns:
-        with trio.move_on_after(UPLOAD_CHECK_S):
-            await draft.wait_idle()
