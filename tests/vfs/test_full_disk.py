@@ -505,3 +505,53 @@ async def test_pack_whose_only_file_is_removed_while_it_waits_lets_others_be_sto
         await m.sync()
         made = {"d": None} if is_sent else {"first": b"first"}
         assert await m.tree() == {"before": b"before", "later": b"later", **made}
+
+
+async def test_version_stored_while_the_next_is_written_leaves_no_older_record_as_the_disk_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    monkeypatch.setattr(queue, "PAUSE_S_FIRST", 0.01)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with writing_back(store, tmp_path, node=node, clock=clock) as m:
+        pause = store.hook = Pause(lambda request: request.what == "put" and request.key == "f", when="after")
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, b"version 1")
+        await m.fs.flush(handle)
+        await reached(pause.reached)
+        await m.fs.write(handle, 0, b"VERSION 2")
+        disk.is_full = True
+        pause.resume()
+        await until(lambda: told(m)["files"] == 0)
+        give_room(m, disk)
+        await m.close(handle)
+        await stored(m)
+        assert store.data("f") == b"VERSION 2"
+        assert m.parts.staging.bytes_used == 0
+    async with writing_back(store, tmp_path, node=node, clock=clock) as m:
+        await m.fs.make_durable()
+        assert told(m)["replayed"] == told(m)["conflicts"] == 0
+        assert await m.tree() == {"f": b"VERSION 2"}
+
+
+async def test_older_version_does_not_come_over_the_one_that_a_pack_has_and_that_could_not_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    monkeypatch.setattr(queue, "PAUSE_S_FIRST", 0.01)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with writing_back(store, tmp_path / "c", pack="always", delay_s=0.2, node=node, clock=clock) as m:
+        store.hook = fills_when_stored(store, disk)
+        await m.write("f", b"version 1")
+        await m.write("marker", b"waits for version 1")
+        await rewrite(m, "f", b"version 2")
+        assert told(m)["files"] == 3
+        await until(lambda: disk.is_full and told(m)["failures"])
+        store.hook = lambda *_: None
+        give_room(m, disk)
+        await stored(m)
+        assert files_packed(m) == 2
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert await m.tree() == await other.tree() == {"f": b"version 2", "marker": b"waits for version 1"}

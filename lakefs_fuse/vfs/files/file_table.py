@@ -21,7 +21,7 @@ import msgspec
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.path_tree import Relocated
-from lakefs_fuse.errors import CacheError
+from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Journal
@@ -358,6 +358,14 @@ class FileTable:
             else:
                 self.aim(each, draft.id, draft.target)
             self._journal.put(batch, draft.id, encode(draft.prepare_record()))
+
+    def journal_drafts(self, batch: Batch, file: OpenFile) -> None:
+        """Write to the batch, which records a version in the store, what the drafts of later versions replace now."""
+        for draft in [each.draft for each in file.versions if each.draft is not None]:
+            try:
+                self._journal.put(batch, draft.id, encode(draft.prepare_record()))
+            except LakeError as error:  # its bytes cannot be kept: the journal has it as it was
+                log.error("what %s replaces could not be journaled: %s", file.key, error)
 
     def replaces(self, entry: Entry, copied_from: str) -> None:
         """A file not stored yet will replace the plain object with its row's ETag (empty: none), which may be a copy of

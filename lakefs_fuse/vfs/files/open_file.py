@@ -171,6 +171,7 @@ class OpenFile:
         self, draft: Draft, entry: Entry, extent: Extent, described: Mapping[str, str]
     ) -> tuple[Entry, dict[str, bytes] | None] | None:
         """The bytes of a draft are the file's version in the store, whatever was written since: ``entry`` is its row.
+        The caller journals the drafts of later versions, which are to replace this one.
         Returns what was set since the store was told what it ``described``: the attributes, and the extended ones where
         those were set; None for nothing."""
         owner = self.owner_of(draft) or self
@@ -194,7 +195,7 @@ class OpenFile:
             self.behind.remove(owner)
 
     def replace_stored(self, entry: Entry, extent: Extent) -> None:
-        """This version is to replace one that was stored since it began."""
+        """This version is to replace one that was stored since it began. The caller journals its draft."""
         flags = int(self.entry.flags & ~Flag.LOCAL)
         self.entry = msgspec.structs.replace(
             self.entry, flags=flags, etag=entry.etag, stamp=entry.stamp, place=entry.place, offset=entry.offset
@@ -202,7 +203,6 @@ class OpenFile:
         self.extent, self.if_absent = extent, False
         if self.draft is not None:
             self.draft.target.replaces, self.draft.target.if_absent = extent.version.etag, False
-            self.draft.save()
 
     @property
     def is_new(self) -> bool:

@@ -864,6 +864,8 @@ class Publisher:
                 older += self._end_older(batch, each.file, each.draft)
             if (attributes_set := self._install(each)) is not None:
                 late.append(attributes_set)
+            if each.file.draft is not None or each.file.behind:
+                self._files.journal_drafts(batch, each.file)
             self._record_row(batch, each.stored)
             self._files.holes.note_stored(each.stored.entry, each.draft)
             each.draft.file.mark_ended()

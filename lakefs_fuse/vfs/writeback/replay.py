@@ -254,12 +254,8 @@ class Replay:
                 return False
             tell()
             draft.file.mark_ended()
-            self._files.forget_record(draft.id)  # before the file can be renamed: it would come back under this name
+            self._end_record(file, draft, etag)  # before the file can be renamed: it would come back under this name
             file.end_version(draft)
-            for later in file.versions:
-                if later.draft is not None:
-                    later.draft.target.replaces = etag
-                    later.draft.save()
             row = self._ns.tree.entry(file.entry.inode)
             if row is not None and not row.is_local:
                 extent = self._ns.extent(row)
@@ -273,6 +269,17 @@ class Replay:
             log.warning("an upload of %s that is not needed is left to `gc`: %s", draft.target.key, draft.error)
         self._files.forget_if_idle(file)
         return True
+
+    def _end_record(self, file: OpenFile, draft: Draft, etag: str) -> None:
+        """Delete the record of a draft, and journal, in one batch, that later versions replace the object with this
+        ETag. Raises CacheError."""
+        batch = Batch()
+        for later in [each.draft for each in file.versions if each.draft is not None]:
+            if later is not draft:
+                later.target.replaces = etag
+        self._files.journal_drafts(batch, file)
+        self._journal.delete(batch, draft.id)
+        self._db.commit(batch)
 
     async def rename_conflict(self, item: AcknowledgedVersion, key: str) -> bool:
         """Give the acknowledged bytes a name beside ``key``, which has another client's version, unless they already
