@@ -50,8 +50,8 @@ _SIZES = struct.Struct("<QH12xQ")
 _LISTING = struct.Struct("<qQIIII")
 COOKIE_BYTES = 8
 _DOTS = b".", b".."
-ROWS_AT_ONCE = 20_000
-"""Rows read without interruption: about 10 ms."""
+ROWS_AT_ONCE = 1024
+"""Rows read, and mostly passed over, without interruption: about 1 ms."""
 CHILDREN_AT_ONCE = 512
 """Entries of a step of a walk: about 5 ms."""
 ROWS_COUNTED = 1000
