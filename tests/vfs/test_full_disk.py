@@ -456,15 +456,19 @@ async def test_packed_files_that_could_not_be_recorded_are_once_the_disk_has_roo
         for name in () if is_new else names:
             await m.write(name, b"old")
         await m.fs.make_durable()
-        before, store.hook = files_packed(m), fills_when_stored(store, disk)
+        before, handles = files_packed(m), list[int]()
+        for name in names:  # a file that is made once the disk is full is none
+            handles.append(await (m.create(name) if is_new else m.open(name, os.O_RDWR | os.O_TRUNC)))
+            await m.fs.write(handles[-1], 0, name.encode())
+        store.hook = fills_when_stored(store, disk)
 
-        async def write(name: str) -> None:
+        async def close(handle: int) -> None:
             with suppress(LakeError):
-                await (m.write if is_new else partial(rewrite, m))(name, name.encode())
+                await m.close(handle)
 
         async with trio.open_nursery() as nursery:
-            for name in names:
-                nursery.start_soon(write, name)
+            for handle in handles:
+                nursery.start_soon(close, handle)
         await until(lambda: disk.is_full and not any(each.state == "publishing" for each in m.fs.unfinished()))
         assert {name: await m.read(name) for name in names} == {name: name.encode() for name in names}
         store.hook = lambda *_: None
