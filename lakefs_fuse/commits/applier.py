@@ -44,7 +44,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import PENDING, Entry
+from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
@@ -148,7 +148,7 @@ class Applier:
         application = Application(self.paths, record, this, record.time, own=own, outdated=outdated, whole=whole)
         steps, pace = application.steps(STEP_OPERATIONS), Pace()
         while True:
-            with self.paths.editing(quiet=own):
+            with self.paths.editing(quiet=own, own=own):
                 if next(steps, self) is self:
                     break
             failpoints.reached("apply.step")
@@ -186,7 +186,7 @@ class Applier:
         quiet: bool = True,
     ) -> None:
         application = Application(self.paths, record, this, stamp, own=own, outdated=outdated, whole=whole)
-        with self.paths.editing(quiet=own and quiet, journaled=stamp >= PENDING):
+        with self.paths.editing(quiet=own and quiet, own=own):
             application.run()
 
     def restamp(self, pending: Sequence[tuple[Change, int]], time: int) -> None:
@@ -248,7 +248,7 @@ class Applier:
                 mark = mark_of(entry, restamped.get(path, tombstones[path])) if is_right else 0
                 changed[path.decode(*schema.PATH)] = msgspec.structs.replace(history, mark=mark)
             self._histories.write(batch, changed)
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
 
 
 def is_of_renamed(tree: Tree, meta: ObjectMeta) -> bool:

@@ -63,9 +63,10 @@ class ChangeJournal:
         self.sending = sending
 
     def end_sending(self) -> None:
-        """Record that the outcome of the commit on its way is known here. Raises CacheError."""
+        """Record that the outcome of the commit on its way is known here, in memory while the disk is full. Raises
+        CacheError."""
         if self.sending is not None:
-            self._sending_row.set(None)
+            self.database.commit_volatile(Batch({schema.SINGLE_SENDING: None}))
             self.sending = None
 
     def pass_over_sending(self) -> None:

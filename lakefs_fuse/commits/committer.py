@@ -10,8 +10,9 @@ What always holds:
 * *in effect*: a journaled change (`enqueue`) takes effect here at once and survives a crash of the daemon. Unless it is
   held, it is sent after at most ``delay_s``, or by `flush`. A committed change (`commit`) is in effect here and visible
   to all nodes when the call returns, or nowhere. If the disk gets full after a change was journaled, its rows stay in
-  memory (`Database.commit_volatile`). If that is not possible (memory is used up, an object needs a number, the disk
-  fails in another way), the change takes effect before it is sent, and before another change is planned;
+  memory (`Database.commit_volatile`), and so do those of a change that was committed. If that is not possible (memory
+  is used up, the disk fails in another way), the change takes effect before another is planned; a journaled one also
+  before it is sent;
 * *with the pack*: while files wait for a pack, changes that only make directories or set their attributes wait for it
   as well, `WITH_PACK_S_MAX` at most (not if hints are used): see ADR 0166;
 * *never twice*: if the answer to a PUT is lost, the store is asked for that commit before any change is sent again;
@@ -421,7 +422,7 @@ class Committer:
                 if change is not None and not places.keys().isdisjoint(change.objects):
                     objects = [places.get(ref, ref) for ref in change.objects]
                     self.journal.replace(batch, sequence, replace(change, objects=objects))
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
@@ -790,7 +791,7 @@ class Committer:
                 batch = Batch()
                 for each in doomed:
                     self._deletions.add(batch, each)
-                self._db.commit(batch)
+                self._db.commit_volatile(batch)
         except CacheError as error:
             self.unsure = Unsure(record, doomed)
             logger.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
@@ -824,7 +825,7 @@ class Committer:
         for sequence, change in journaled.items():
             for doomed in self.journal.changes.get(sequence, change).doomed:  # some were waived since, perhaps
                 self._deletions.add(batch, doomed)
-        self._db.commit(batch)
+        self._db.commit_volatile(batch)
         self.journal.forget(journaled)
 
     async def _reconcile_sending(self) -> None:

@@ -98,14 +98,14 @@ class PathTree:
         """Commits rows of what is edited. Raises CacheError."""
 
     @contextmanager
-    def editing(self, *, quiet: bool = False, journaled: bool = False) -> Iterator[None]:
+    def editing(self, *, quiet: bool = False, own: bool = False) -> Iterator[None]:
         """Edit the tree; cached paths are forgotten before and after.
 
-        ``quiet``: this node's kernel made the change itself, so nothing is invalidated. ``journaled``: the journal has
-        the change, so its rows stay in memory while the disk is full. If the daemon dies, the next one applies it
-        again."""
+        ``quiet``: this node's kernel made the change itself, so nothing is invalidated. ``own``: the journal or a
+        stored commit of this node contains the change, so its rows stay in memory while the disk is full. If the
+        daemon dies, the next one applies it again."""
         self._is_editing, self._is_quiet = True, quiet
-        self.commit = self.database.commit_volatile if journaled else self.database.commit
+        self.commit = self.database.commit_volatile if own else self.database.commit
         self._directories.clear()
         try:
             yield

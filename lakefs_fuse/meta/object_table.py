@@ -177,7 +177,7 @@ class Objects:
             for row, (name, _) in zip(rows, added, strict=True):
                 self._put(batch, row)
                 numbers[name] = row.number
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
             for row in rows:
                 self._count(row, 1)
             self._note_named(row.key for row in rows if not row.is_pack)

@@ -282,7 +282,7 @@ class CommitRows:
         batch = Batch({_commit_key(schema.APPLIED, time, writer): b"", _commit_key(schema.REFUSED, time, writer): None})
         if time > self.newest():
             batch.rows[schema.SINGLE_NEWEST] = schema.NUMBER.pack(time)
-        self._db.commit(batch)
+        self._db.commit_volatile(batch)
         self._kept_since = min(time, self._kept_since)
 
     def record_refused(self, time: int, writer: str) -> None:
@@ -314,7 +314,7 @@ class CommitRows:
             if since < self.polled():
                 batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(since)
         if batch:
-            self._db.commit(batch)
+            self._db.commit_volatile(batch)
 
     def forget_all(self) -> None:
         """Have the next poll apply every commit again, which does not change newer names."""

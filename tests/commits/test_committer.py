@@ -679,6 +679,7 @@ async def test_commit_that_the_disk_does_not_record_is_recorded_before_the_next(
         site.store.hook = sent
         with monkeypatch.context() as patched:
             patched.setattr(a.database, "commit", fail)
+            patched.setattr(a.database, "commit_volatile", fail)
             await a.committer.commit(Change(operations=[link("m")], doomed=[second]))
         site.store.hook = no_fault
         await a.committer.reconcile()

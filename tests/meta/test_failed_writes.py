@@ -120,9 +120,6 @@ def test_sums_are_those_of_the_rows_after_any_write_that_fails(
     tree = Tree(database)
     kept = file_elsewhere(tree, b"kept", key)
 
-    def number() -> None:
-        tree.objects.number(f"{key}2", "etag", 5)
-
     def list_root() -> None:
         batch = Batch()
         tree.set_listing(batch, ROOT_INODE, Listing(1, 1, hidden_nul=3))
@@ -134,7 +131,7 @@ def test_sums_are_those_of_the_rows_after_any_write_that_fails(
         tree.forget_listing(batch, ROOT_INODE)
         database.commit(batch)
 
-    for change in (number, list_root, forget_root, list_root, lambda: remove(tree, kept)):
+    for change in (list_root, forget_root, list_root, lambda: remove(tree, kept)):
         refusals.refuse(is_made=is_made)
         with pytest.raises(CacheFull):
             change()
@@ -143,6 +140,17 @@ def test_sums_are_those_of_the_rows_after_any_write_that_fails(
         if not is_made:
             change()
             assert sums(tree) == sums_of_rows(tree)
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_number_of_an_object_stays_when_its_write_fails(database: Database, refusals: Refusals, is_made: bool) -> None:
+    tree = Tree(database)
+    refusals.refuse(is_made=is_made)
+    number = tree.objects.number(f"{PACKS}pack.zip", "etag", 5)
+    assert sums(tree) == sums_of_rows(tree)
+    database.commit(Batch({b"Xopened": b"again"}))
+    assert tree.objects.number(f"{PACKS}pack.zip", "etag", 5) == number
+    assert sums(tree) == sums_of_rows(tree) == (1, 5, 0, 0, 0, 0, 0, 0)
 
 
 def test_index_that_could_not_be_dropped_stays_the_one_that_changes_are_counted_from(

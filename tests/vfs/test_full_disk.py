@@ -16,7 +16,7 @@ import trio
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.errors import CacheFull, LakeError
-from lakefs_fuse.meta import database
+from lakefs_fuse.meta import database, volatile_rows
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.writeback import group_commit, queue
@@ -189,9 +189,10 @@ async def test_close_that_failed_and_is_in_the_log_does_not_share_its_place_with
         assert {"failed": b"f" * size} | await m.tree() == {"failed": b"f" * size, "acknowledged": b"a" * size}
 
 
+@pytest.mark.parametrize("pack", ["never", "always"])
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_rename_of_which_only_the_journal_has_room_is_in_effect_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, is_killed: bool
 ) -> None:
     """Otherwise a program that writes to the old name next writes to the file that is about to move."""
     monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
@@ -204,7 +205,7 @@ async def test_rename_of_which_only_the_journal_has_room_is_in_effect_at_once(
 
     wanted: dict[str, object] = {"step-1": b"first"}
     cache, node = tmp_path / "cache", replace(node_of(clock, "full"), engines=disk)
-    async with writing_back(store, cache, clock=clock, node=node, pack="always") as m:
+    async with writing_back(store, cache, clock=clock, node=node, pack=pack) as m:
         await m.write("latest", b"first")
         await m.fs.make_durable()
         with monkeypatch.context() as journaling:
@@ -222,6 +223,42 @@ async def test_rename_of_which_only_the_journal_has_room_is_in_effect_at_once(
     async with writing_back(store, cache, clock=clock, node=node_of(clock, "next")) as m:
         assert await m.tree() == wanted
         await m.fs.make_durable()
+        await m.sync()
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == wanted
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_rename_that_is_committed_when_the_disk_gets_full_is_in_effect_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, is_killed: bool
+) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+
+    def fill(request: Request, when: When) -> None:
+        disk.is_full = disk.is_full or (when == "after" and request.what == "put")
+
+    wanted: dict[str, object] = {"step-1": b"first"}
+    cache, node = tmp_path / "cache", replace(node_of(clock, "full"), engines=disk)
+    async with lake(store, cache, clock=clock, node=node, pack=pack) as m:
+        await m.write("latest", b"first")
+        await m.sync()
+        store.hook = fill
+        await m.rename("latest", "step-1")
+        store.hook = lambda _request, _when: None
+        assert disk.is_full
+        assert await m.tree() == wanted
+        if is_killed:
+            cache = die(cache, tmp_path / "dead")
+        disk.is_full = False
+        if not is_killed:
+            await m.write("latest", b"second")
+            wanted["latest"] = b"second"
+            assert await m.tree() == wanted
+    async with lake(store, cache, clock=clock, node=node_of(clock, "next"), pack=pack) as m:
+        await m.poll()
+        assert await m.tree() == wanted
         await m.sync()
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.tree() == wanted
@@ -441,15 +478,19 @@ async def test_version_of_another_client_stays_where_one_before_it_could_not_be_
 
 
 @pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("is_memory_full", [True, False])
 @pytest.mark.parametrize("mount", [lake, partial(writing_back, delay_s=0.1)], ids=["close", "writeback"])
 async def test_packed_files_that_could_not_be_recorded_are_once_the_disk_has_room(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     mount: Callable[..., AbstractAsyncContextManager[Lake]],
+    is_memory_full: bool,
     is_new: bool,
 ) -> None:
     monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
     monkeypatch.setattr(queue, "PAUSE_S_FIRST", 0.01)
+    if is_memory_full:
+        monkeypatch.setattr(volatile_rows, "VOLATILE_BYTES_MAX", 0)
     store, disk, clock = MemoryStore(), FullDisk(), Clock()
     node, names = replace(node_of(clock, "full"), engines=disk), ("x", "y")
     async with mount(store, tmp_path / "c", pack="always", node=node, clock=clock) as m:
@@ -542,6 +583,7 @@ async def test_version_stored_while_the_next_is_written_leaves_no_older_record_a
 async def test_older_version_does_not_come_over_the_one_that_a_pack_has_and_that_could_not_be_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(volatile_rows, "VOLATILE_BYTES_MAX", 0)
     monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
     monkeypatch.setattr(queue, "PAUSE_S_FIRST", 0.01)
     store, disk, clock = MemoryStore(), FullDisk(), Clock()
