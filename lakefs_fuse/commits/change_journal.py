@@ -116,8 +116,9 @@ class ChangeJournal:
             self._reserved |= dict.fromkeys(keys, sequence)
 
     def replace(self, batch: Batch, sequence: int, change: Change) -> None:
-        self._set(sequence, change)
+        """Put a change in the place of the one with that number, once ``batch`` is committed."""
         self._rows.put(batch, sequence, change)
+        batch.committed.append(partial(self._set, sequence, change))
 
     def _set(self, sequence: int, change: Change) -> None:
         self.changes[sequence], self.mentioned[sequence] = change, change.mentioned()
@@ -140,6 +141,4 @@ class ChangeJournal:
         for sequence, change in self.changes.items():
             kept = [doomed for doomed in change.doomed if doomed.key != key or doomed.etag not in etags]
             if len(kept) < len(change.doomed):
-                waived = replace(change, doomed=kept)
-                self._rows.put(batch, sequence, waived)
-                batch.committed.append(partial(self._set, sequence, waived))
+                self.replace(batch, sequence, replace(change, doomed=kept))

@@ -416,6 +416,8 @@ class Committer:
         if sending.passed:
             batch = Batch()
             self._supersede(batch, set(sending.paths), sending.passed, sending.time - 1)
+            self._db.commit_volatile(batch)
+            batch = Batch()
             places = relocations(_own_part(record, sending))
             for sequence in sending.passed if places else ():
                 change = self.journal.changes.get(sequence)

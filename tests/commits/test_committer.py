@@ -853,6 +853,27 @@ async def test_directories_do_not_wait_for_a_pack_for_ever(tmp_path: Path, monke
         await until(lambda: len(site.commits()) == 1)
 
 
+async def test_change_ahead_of_held_ones_that_the_disk_refuses_leaves_these_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise CacheError("no room")
+
+    with site.daemon("a") as a:
+        a.acknowledged.durable_up_to = 0
+        a.committer.enqueue(Change(operations=[link("l")], after=1))
+        with monkeypatch.context() as patched:
+            patched.setattr(a.database, "commit", fail)
+            with pytest.raises(CacheError):
+                a.committer.enqueue(Change(operations=[link("l", "newer")], ahead=True))
+        a.acknowledged.durable_up_to = 1
+        await a.committer.flush()
+        assert list(a.shown()) == ["l"]
+        assert await seen_by_others(site) == a.shown()
+
+
 async def test_attributes_set_again_behind_what_is_held(tmp_path: Path) -> None:
     """The first are sent without the second, which are newer here all the while."""
     site = Site(tmp_path)
