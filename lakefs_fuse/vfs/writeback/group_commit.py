@@ -1,14 +1,18 @@
-"""Group commit of closed files to the local disk: their bytes and their journal records, with one sync, or one of each.
+"""Group commit of closed files to the local disk: one sync for their bytes and journal records, or one for each.
 
 What always holds (*acknowledged is durable here*): a file is acknowledged (its `close()` answers 0) only after its
-staged bytes and its journal record survive a crash of the machine; staged bytes whose sync failed are refused until
-they are written again. Bytes of a group of no more than `LOGGED_BYTES_MAX` are in the batch of the records, so that one
-sync makes both durable or neither; they are written to the segment, too, and read there, but not synced. Those of a
-larger group are synced in the segment before there are records. Syncing a new file makes its name in the staging
-directory durable too on ext4, XFS and Btrfs. A group of no more than `INLINE_BYTES_MAX` is synced on the trio thread
-while the disk is prompt, which takes less than waking a thread for it; while another is being synced in a thread the
-next gathers. A crash before the record is there leaves an orphan, after it an acknowledged file, whether or not its
-writer was answered. Trio thread only, except such syncs.
+staged bytes and its journal record survive a crash of the machine. Staged bytes whose sync failed are refused until
+they are written again.
+
+The bytes of a group of at most `LOGGED_BYTES_MAX` are in the same batch as the records, so one sync makes both durable,
+or neither. They are written to the segment as well, from which they are read, but the segment is not synced. The bytes
+of a larger group are synced in the segment before the records are written. On ext4, XFS and Btrfs, syncing a new file
+also makes its name in the staging directory durable.
+
+A group of at most `INLINE_BYTES_MAX` is synced on the trio thread while the disk is prompt, because that takes less
+time than waking a thread. While one group is being synced in a thread, the next gathers. A crash before the record is
+written leaves an orphan; a crash after it leaves an acknowledged file, whether or not its writer was answered. Trio
+thread only, except syncs in a thread.
 """
 
 from __future__ import annotations
@@ -34,16 +38,18 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 LOGGED_BYTES_MAX = 32 << 10
-"""Of a group whose bytes are synced with the records. Writing 50 KB twice takes as long as a second sync (ADR 0172)."""
+"""Maximum bytes of a group that are synced with the records. Writing 50 KB twice takes as long as a second sync: see
+ADR 0172."""
 INLINE_BYTES_MAX = 4 << 20
+"""Maximum bytes of a group that is synced on the trio thread."""
 PROMPT_S = 0.004
-"""A sync on the average; a thread makes a group wait longer than this where there is much to do."""
+"""Mean duration of a sync up to which the disk is prompt. On a busy node a group waits longer for a thread."""
 log = logging.getLogger(__name__)
 
 
 class Closing(msgspec.Struct, eq=False):
-    """A file whose `close()` waits. ``done`` is called once, with the error, if any; until then the draft is held
-    alone."""
+    """A file whose `close()` waits. ``done`` is called once, with the error or None; until then no other task uses the
+    draft."""
 
     file: OpenFile
     draft: Draft
@@ -51,7 +57,7 @@ class Closing(msgspec.Struct, eq=False):
     sequence: int = 0
     spot: Spot | None = None
     data: bytes | None = None
-    """All of its bytes, where they are in memory; until they are synced."""
+    """All bytes of the file if they are in memory; None once they are written."""
     raw: bytes = b""
     saves: int = 0
     is_journaled: bool = False
@@ -84,8 +90,9 @@ class GroupCommit:
         self._disk = Promptness(clock, PROMPT_S)
 
     async def acknowledge(self, file: OpenFile, draft: Draft) -> None:
-        """The draft's bytes are durable here when this returns. The caller holds it alone. Raises LakeError; then the
-        draft is unchanged, except for bytes that the disk may have lost, which are refused."""
+        """Make a draft's bytes and record durable on the local disk. The caller has exclusive use of the draft.
+
+        Raises LakeError; then the draft is unchanged, except that bytes which the disk may have lost are refused."""
         if not draft.file.is_in_memory:
             await self._sync_staged(draft)
         ended = trio.Event()
@@ -101,8 +108,9 @@ class GroupCommit:
 
     @staticmethod
     async def _sync_staged(draft: Draft) -> None:
-        """Sync a staging file. Linux reports a failed write-out once, and then treats the pages as written: a later
-        sync proves nothing about these bytes until they were written again. Raises LakeError."""
+        """Sync a staging file. Raises LakeError; then its staged bytes are refused until they are written again.
+
+        Linux reports a failed write-out once, and then treats the pages as written: a later sync proves nothing."""
         with draft.file.held():
             assert draft.file.fd >= 0, "opened before the sync: where that fails nothing is lost"
             try:
@@ -116,17 +124,18 @@ class GroupCommit:
                 raise
 
     def submit(self, closings: Sequence[Closing], rows: Batch | None = None) -> None:
-        """Acknowledge files with the next group; where the disk is prompt, new ones before this returns.
+        """Acknowledge files with the next group, or, new files on a prompt disk, before this returns.
 
-        ``rows`` are of new files, all in memory, that the journal has no records of: committed with those when this
-        returns. Raises CacheError where they are not; then there is nothing of the files, and none is ``done``."""
+        ``rows`` are the rows of new files, all in memory, that have no journal records yet. They are committed with
+        these records when this returns. Raises CacheError if they cannot be; then nothing of the files is written, and
+        no ``done`` is called."""
         if rows is not None:
             if closings and not self._working and self._is_quick(closings):
                 self._commit_now(closings, rows)
                 return
             self._journal_drafts(closings, rows)
         self._closing += closings
-        if self._closing and not self._working:  # others come before it runs
+        if self._closing and not self._working:  # others join before the task runs
             self._working = True
             self._nursery.start_soon(self._work)
 
@@ -169,7 +178,7 @@ class GroupCommit:
             for write in self._steps(group, rows):
                 with self._disk.timed():
                     write()
-        except OSError as error:  # of the bytes: the files are there, and their drafts as they were
+        except OSError as error:  # of the bytes: the files exist all the same, and their drafts are unchanged
             self._journal_drafts(group, rows)
             failure = group[0].draft.uploader.staging.translate(error)
         except CacheError as error:
@@ -184,7 +193,7 @@ class GroupCommit:
         return self._disk.is_prompt and sum(closing.draft.size for closing in group) <= INLINE_BYTES_MAX
 
     def _journal_drafts(self, closings: Sequence[Closing], rows: Batch) -> None:
-        """As being written."""
+        """Commit ``rows`` with the records of drafts that are still being written. Raises CacheError."""
         for closing in closings:
             self._journal.put(rows, closing.draft.id, encode(closing.draft.prepare_record()))
         self._db.commit(rows)
@@ -192,8 +201,10 @@ class GroupCommit:
     # -- what is done to all of a group
 
     def _steps(self, group: Sequence[Closing], batch: Batch) -> Iterator[Callable[[], None]]:
-        """What is written to the disk for a group, one after the other; the rest is done before each and at the end.
-        The records go with ``batch``."""
+        """Yield the writes to the disk that a group needs, in order; the caller makes each before it asks for the next.
+
+        ``batch`` gets the records, and is committed between the two writes. The rest is done around them. Raises
+        CacheError."""
         for closing in group:
             closing.data = closing.draft.file.memory()
         is_logged = sum(len(closing.data or b"") for closing in group) <= LOGGED_BYTES_MAX
@@ -204,7 +215,7 @@ class GroupCommit:
         reached("accept.synced")
         for index, closing in enumerate(group):
             self._journal_one(closing, group[:index], batch)
-            if closing.data is not None:  # None deletes what a sync that failed may have left
+            if closing.data is not None:  # putting None deletes bytes that a failed sync may have left
                 self._journal.put_bytes(batch, closing.draft.id, closing.data if is_logged else None)
                 closing.data = None
         segment.keep()  # RocksDB may have logged a batch whose write fails, and its records name these places
@@ -223,7 +234,7 @@ class GroupCommit:
         closing.saves = draft.saves
 
     def _reserve(self, closing: Closing, segment: Group) -> None:
-        """Choose where the bytes will be; the record beside them is for the day when the journal is lost."""
+        """Choose the place of the bytes. The record beside them is for recovery after the journal is lost."""
         closing.sequence = self.queue.next_sequence()
         if closing.data is not None:
             closing.spot = segment.spot(len(closing.data))
@@ -232,8 +243,10 @@ class GroupCommit:
             segment.add(closing.data, closing.raw)
 
     def _journal_one(self, closing: Closing, before: Sequence[Closing], batch: Batch) -> None:
-        """The record as things are now: while the bytes were written, a version before may have been stored, or the
-        file renamed. ``before`` are of the same group, with lower numbers."""
+        """Put a file's record into the batch. ``before`` are the files of the group with lower numbers.
+
+        While the bytes were written, an older version may have been stored or the file renamed: then the record is
+        encoded again."""
         superseded: list[Draft] = []
         if closing.file.behind:
             held = bool(self._committer.held_until)
@@ -254,7 +267,7 @@ class GroupCommit:
         if draft.saves != closing.saves:  # it was renamed in the meantime, or its attributes changed
             try:
                 draft.save(sync=True)
-            except CacheError as error:  # on its way all the same, but not safe from a crash
+            except CacheError as error:  # it is published all the same, but does not survive a crash
                 closing.error = error
         if not closing.file.unlinked:
             self.queue.add(closing.file, draft)

@@ -1,14 +1,14 @@
-"""Orphans: files that a daemon that died was writing, kept until they are finished or aborted.
+"""Orphans: files that an earlier daemon was writing when it died, kept until they are finished or aborted.
 
-At mount, names that were there only because the dead daemon wrote the file go (nobody else ever saw them, or another
-node removed them meanwhile), a draft that had reached the store after all is recognised by its id in the object's
-metadata, and the rest is kept as it is: staged bytes, uploaded parts, record. `finish` makes an orphan the newest
-version of its key, unless that key was replaced since; `abort` deletes its upload, its bytes and its record. Both may
-be repeated after a crash.
+At mount, three things happen. Names that existed only because the dead daemon was writing the file are removed: no
+other node ever saw them, or another node has removed them. A draft that reached the store after all is recognised by
+its id in the object's metadata, and ends. Everything else is kept as it is: staged bytes, uploaded parts, records.
+`finish` makes an orphan the newest version of its key, unless another version has replaced the one that it was opened
+on; `abort` deletes its upload, bytes and record. Both may be repeated after a crash.
 
-What always holds (*nothing unread is deleted*): a journal record that cannot be read, as one of a later version, stays
-until its orphan is aborted, and so do its bytes: its staging file, the bytes beside it, and every segment that the
-mount found, as it may name any.
+What always holds (*nothing unread is deleted*): a journal record that cannot be read, for example one of a later
+version, stays until its orphan is aborted. So do its bytes: its staging file, the bytes beside it in the journal, and
+every segment that the mount found, because the record may refer to any of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lakefs_fuse.vfs.writeback.replay import Replay
 
 UNKNOWN_PREFIX = "unrecorded "
 DAMAGED_PREFIX = "damaged-"
-"""Of the second name of a segment that could not be read to its end."""
+"""Prefix of the second name of a segment that could not be read to its end."""
 log = logging.getLogger(__name__)
 
 
@@ -63,7 +63,7 @@ class Recovery:
         read_only: bool,
         in_use: Callable[[int], bool],
     ) -> None:
-        """The records that ``replay`` restored belong to write-back; names of files ``in_use`` are not dropped."""
+        """Records that ``replay`` restored are left to write-back, and names of files ``in_use`` are kept."""
         self._stored_versions, self._replayed, self._in_use = replay.stored_versions, replay.records, in_use
         self._db, self._ns, self._services = database, namespace, services
         self._writer, self._queue, self._read_only = writer, queue, read_only
@@ -72,15 +72,16 @@ class Recovery:
         self._room: dict[str, int] = {}
         self._busy: set[str] = set()
         self._recorded: set[str] = set()
-        """Drafts with a journal record at the mount."""
+        """Ids of drafts that had a journal record at mount."""
         self._unreadable: dict[str, str] = {}
-        """Those whose record cannot be read, with their paths, empty where even these cannot."""
+        """Paths of drafts whose record cannot be read, by id; empty if the path cannot be read either."""
         self.uncovered = False
-        """Whether a removed name had been renamed over a name of a commit, so that commits must be read again."""
+        """Set if a removed name stood for one that a commit had set, so that commits must be read again."""
 
     def drop_names(self) -> None:
-        """Names that were there only because a dead daemon wrote the file go, before another node's rename of their
-        directory takes them along. Called once, before commits are applied."""
+        """Remove names that exist only because a dead daemon was writing the file. Raises CacheError.
+
+        Called once, before commits are applied: another node's rename of their directory would take them along."""
         if self._read_only:
             self._keep_xattrs()
         for draft_id, raw in list(self._journal.records()):
@@ -90,7 +91,10 @@ class Recovery:
                 self._drop_kept_name(path_of(decode(raw)))
 
     def _keep_xattrs(self) -> None:
-        """Acknowledged files, whose names go until a mount that writes brings them back, have them in their records."""
+        """Copy extended attributes of acknowledged files into their records, because their rows are removed. Raises
+        CacheError.
+
+        The next mount that may write restores the names, with these attributes."""
         for draft_id, raw in list(self._journal.records()):
             batch = Batch()
             with suppress(ValueError):
@@ -102,8 +106,9 @@ class Recovery:
             self._db.commit(batch)
 
     async def load(self) -> None:
-        """Read the journal and the staging directory; called once, before the mount answers. A read-only mount lists
-        what it finds, and leaves all of it to the next that may write."""
+        """Find the orphans in the journal and the staging directory. Called once, before the mount answers requests.
+
+        A read-only mount lists the orphans, and leaves them to the next mount that may write."""
         for draft_id, raw in list(self._journal.records()):
             self._recorded.add(draft_id)
             if draft_id in self._replayed:
@@ -141,26 +146,28 @@ class Recovery:
         self._services.staging.bytes_used += sum(self._room.values())
 
     def _with_mark(self, record: DraftRecord) -> DraftRecord:
-        """Writes were refused when there was no room for a record that says which."""
+        """Return the record with all bytes refused if the staging file is marked as incomplete.
+
+        The mark is set when a write was refused and there was no room for a record that says which."""
         if record.refused or not self._services.staging.is_incomplete(record.id):
             return record
         size = max(record.size, self._path(record.id).stat().st_size, 1)
         return msgspec.structs.replace(record, refused=[(0, size)], refused_errno=errno.ENOSPC, refused_why=UNKNOWN)
 
     def _with_upload(self, record: DraftRecord) -> DraftRecord:
-        """The record may be older than the staging file's own mark, where the database was repaired."""
+        """Return the record with the staging file's upload id: a repaired database may have an older record."""
         if record.upload_id or not record.upload_intent_ns:
             return record
         return msgspec.structs.replace(record, upload_id=_attribute(str(self._path(record.id)), UPLOAD_XATTR))
 
     def adopt(self, record: DraftRecord) -> None:
-        """A file of this daemon without open handles that cannot be published as it is."""
+        """Add a file of this daemon that has no open handles and cannot be published as it is."""
         self.orphans[record.id] = record
         self._room[record.id] = self._staged(record.id)
         self._services.staging.bytes_used += self._room[record.id]
 
     def incomplete_below(self, path: str) -> list[DraftRecord]:
-        """Orphans with refused writes at or below ``path`` (empty: everywhere)."""
+        """Return the orphans with refused writes at or below ``path``; empty means the whole lake."""
         return [
             record
             for record in self.orphans.values()
@@ -168,8 +175,7 @@ class Recovery:
         ]
 
     async def _forsake(self, record: DraftRecord) -> None:
-        """The bytes are superseded, and an attempt to store them may have worked. Where a newer version is on its way,
-        that replaces them."""
+        """Delete the object of a superseded draft if an attempt stored it, unless a newer version will replace it."""
         entry = self._ns.at(path_of(record))
         if entry is not None and self._in_use(entry.inode):
             return
@@ -187,8 +193,9 @@ class Recovery:
             return 0
 
     async def _find_unrecorded(self) -> None:
-        """Staged bytes whose record is lost, because the metadata cache was, or cannot be read: told, never deleted
-        unasked. Those of files that were published and recorded just before the daemon died are in the store."""
+        """List staged bytes whose record is lost with the metadata cache, or cannot be read, as orphans.
+
+        Bytes are deleted only if the store has them, or if there are none. Raises LakeError."""
         if not self._read_only:
             self._unpack_logged()
             self._unpack_segments()
@@ -226,7 +233,7 @@ class Recovery:
         )
 
     async def _is_unneeded(self, entry: os.DirEntry[str], key: str, upload_id: str) -> bool:
-        """Whether a staging file without a record can be deleted: its bytes are in the store, or there are none."""
+        """Return whether a staging file without a record can be deleted: the store has its bytes, or there are none."""
         if self._read_only or entry.name in self._unreadable:
             return False
         size = entry.stat().st_size
@@ -246,14 +253,16 @@ class Recovery:
             return False
 
     def _unpack_logged(self) -> None:
-        """Bytes beside records that cannot be read."""
+        """Copy the bytes beside records that cannot be read to staging files. Raises CacheError, StagingFull."""
         for draft_id, data in self._journal.bytes_beside() if self._unreadable else ():
             if draft_id in self._unreadable:
                 _unpack(self._services.staging, draft_id, self._unreadable[draft_id], data)
 
     def _unpack_segments(self) -> None:
-        """Segments that no record names hold what is in the store, unless records were lost or cannot be read. One that
-        may hold more than could be read of it is an orphan itself. Raises CacheError, StagingFull."""
+        """Delete segments to which no record refers. Raises CacheError, StagingFull.
+
+        The store has their files, unless records were lost or cannot be read: then files without a readable record are
+        first copied to staging files, and a segment that cannot be read to its end is kept as an orphan."""
         staging, lost = self._services.staging, self._db.lost_rows
         unreferenced = staging.segments.unreferenced()
         for path in staging.segments.paths() if lost or self._unreadable else unreferenced:
@@ -271,7 +280,8 @@ class Recovery:
                     path.unlink(missing_ok=True)
 
     def _unpack_segment(self, path: Path) -> bool:
-        """Copy its files without a readable record to staging files; returns whether all of it could be read."""
+        """Copy the files of a segment that have no readable record to staging files. Returns whether the segment could
+        be read to its end."""
         is_whole = True
         for entry in entries(path, decode_outline):
             if entry is None:
@@ -311,7 +321,7 @@ class Recovery:
         self._journal.remove(draft_id, sync=True)
 
     def _drop(self, record: DraftRecord) -> None:
-        """Its bytes are in the store, or superseded."""
+        """End an orphan whose bytes are in the store, superseded or aborted. Raises CacheError."""
         self.orphans.pop(record.id, None)
         self._services.staging.release(self._room.pop(record.id, 0))
         self._services.staging.path(record.id).unlink(missing_ok=True)
@@ -340,7 +350,7 @@ class Recovery:
         return record
 
     async def resolve_all(self, how: str) -> None:
-        """``finish`` or ``abort`` every orphan; one that cannot be is logged and stays."""
+        """Call ``finish`` or ``abort`` for every orphan. Failures are logged, and these orphans stay."""
         for orphan_id in list(self.orphans):
             try:
                 await (self.finish(orphan_id) if how == "finish" else self.abort(orphan_id))
@@ -350,8 +360,9 @@ class Recovery:
                 log.exception("orphan %s stays", orphan_id)
 
     async def finish(self, orphan_id: str, *, incomplete: bool = False) -> None:
-        """Publish an orphan; one with refused writes only if ``incomplete``. Raises FileError(EEXIST) where its key has
-        another version now; both are kept then."""
+        """Publish an orphan; one with refused writes only if ``incomplete``. Raises LakeError.
+
+        Raises FileError(EEXIST) if its key has another version by now; then both are kept."""
         record = self._orphan(orphan_id)
         if record.refused and not incomplete:
             why = RefusedRanges(record.refused, why=record.refused_why).describe()
@@ -394,8 +405,9 @@ class Recovery:
         self._drop(record)
 
     async def _check_replaceable(self, record: DraftRecord) -> None:
-        """Raises FileError where the name has another version than the record replaces: EBUSY for one that is not in
-        the store yet, else EEXIST; LakeError."""
+        """Check that the name still has the version that the record replaces. Raises LakeError.
+
+        Raises FileError if it has another version: EBUSY if the store does not have that yet, otherwise EEXIST."""
         entry = self._ns.at(path_of(record))
         if entry is not None and entry.is_local and self._in_use(entry.inode):
             raise FileError(
@@ -415,7 +427,7 @@ class Recovery:
         )
 
     async def abort(self, orphan_id: str) -> None:
-        """Take an orphan's upload, bytes and record away."""
+        """Delete an orphan's upload, bytes and record. Raises LakeError."""
         record = self._orphan(orphan_id)
         self._busy.add(orphan_id)
         try:
@@ -432,8 +444,8 @@ class Recovery:
 
 
 def _unpack(staging: Staging, draft_id: str, path: str, data: bytes) -> None:
-    """Give a small acknowledged file a separate staging file, durably, which replaces a copy that an attempt to store
-    it, or an earlier crash, has left. Raises CacheError, StagingFull."""
+    """Write a small acknowledged file durably to a staging file of its own, over any copy that an attempt to store it
+    or an earlier crash left there. Raises CacheError, StagingFull."""
     staging.path(draft_id).unlink(missing_ok=True)
     with os.fdopen(staging.create(draft_id, path), "wb") as target, staging.translating():
         target.write(data)
@@ -442,7 +454,7 @@ def _unpack(staging: Staging, draft_id: str, path: str, data: bytes) -> None:
 
 
 def _path_in(raw: bytes) -> str:
-    """The path of a record that cannot be read, empty where that cannot be either."""
+    """Return the path of a record that cannot be read; empty if the path cannot be read either."""
     with suppress(ValueError):
         outline = decode_outline(raw)
         return outline.path or outline.key
@@ -450,7 +462,7 @@ def _path_in(raw: bytes) -> str:
 
 
 def _attribute(path: str, name: str) -> str:
-    """An extended attribute of a staging file, empty where there is none."""
+    """Return an extended attribute of a staging file; empty if it has none."""
     try:
         return os.getxattr(path, name).decode(errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
-"""Small files that close together become one object.
+"""Packs small files that are closed at the same time into one object.
 
-A file that closes alone becomes a plain object, which every S3 tool can read. Files that close while others close, or
-are about to, wait for each other, `GATHER_S_MAX` at most, and are committed with one PUT: while one commit is on its
-way the next gathers, and it waits for as many as were seen at work at once. Trio thread only.
+A file that is closed alone becomes a plain object, which every S3 tool can read. A file that is closed while others are
+closed or written waits `GATHER_S_MAX` at most for them, and all are committed with one PUT. While one pack is being
+sent, the next gathers; it waits for as many files as were seen to close at the same time. Trio thread only.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from lakefs_fuse.vfs.files.open_file import OpenFile
 
 GATHER_S_MAX = 0.05
-"""No close is held back longer than this for others to join."""
+"""The longest that a close waits for others to join."""
 PACK_FILES_MAX = OPERATIONS_AT_ONCE
 FILES_BETWEEN_PAUSES = 32
 CACHED_BYTES_MAX = 64 << 20
-"""No more packs go to the cache while so many bytes wait for its disk: what is read of them is fetched."""
+"""Packs are not written to the cache while this many bytes wait for its disk; reads then fetch them from the store."""
 ERRNOS_OF_NODE = errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENXIO
-"""Of descriptors, room on the cache disk, and the bucket: whichever file is read meets the same."""
+"""Errors of the node, not of one file: no descriptors, no room on the cache disk, no bucket."""
 log = logging.getLogger(__name__)
 
 
 class UnreadableDrafts(LakeError):
-    """Bytes of acknowledged files of a pack cannot be read, so that nothing was committed. ``errors`` has an error for
-    each of their drafts, by its id."""
+    """The bytes of some acknowledged files of a pack cannot be read, so nothing was committed. ``errors`` has an error
+    for each of their drafts, by its id."""
 
     def __init__(self, errors: dict[str, LakeError]) -> None:
         super().__init__(f"{len(errors)} files of a pack cannot be read")
@@ -60,21 +60,21 @@ class UnreadableDrafts(LakeError):
 
 @dataclass(slots=True)
 class Waiting:
-    """A file that closed. ``packed`` says what became of it, ``error`` why that failed."""
+    """A file that waits for a pack. ``packed``: it is in one; ``error``: why it could not be stored."""
 
     file: OpenFile
     draft: Draft
     data: bytes
     alone_is_plain: bool
     path: str = ""
-    """Under which the commit has it."""
+    """The file's path in the commit; empty before the commit is made."""
     packed: bool = False
     error: BaseException | None = None
     done: trio.Event = field(default_factory=trio.Event)
 
     @property
     def entry(self) -> Entry:
-        """Of the version that closed: another may have begun since."""
+        """The row of the version that waits: a newer one may have begun since."""
         return (self.file.owner_of(self.draft) or self.file).entry
 
 
@@ -92,7 +92,7 @@ class Packer:
         threads: Threads,
         being_written: Callable[[int], int],
     ) -> None:
-        """``being_written(bytes_max)`` counts files no larger that are open and written to, and do not close yet."""
+        """``being_written(bytes_max)`` counts files up to that size that are being written and not closed yet."""
         self._db, self._journal = database, Journal(database)
         self._committer, self._ns, self._cache, self._metrics = committer, namespace, cache, metrics
         self._nursery, self._threads = nursery, threads
@@ -110,17 +110,18 @@ class Packer:
         return self._committer.pack_bytes_max
 
     def are_others_closing(self, threshold_bytes: int, plain: int) -> bool:
-        """Other small files close now, or are being written: one that closes can share a commit with them. ``plain``
-        are being stored as plain objects."""
+        """Return whether other small files are being closed or written, so that one that closes can share a commit.
+
+        ``plain`` is the number of files that are being stored as plain objects."""
         return bool(self._waiting or self._in_flight or plain) or self._others_write(threshold_bytes)
 
     async def submit(
         self, file: OpenFile, draft: Draft, threshold_bytes: int, plain: int, *, alone_is_plain: bool
     ) -> bool:
-        """Commit a small file with others; False if none joined and it must be a plain object. ``plain`` others are
-        being stored as such.
+        """Commit a small file together with others.
 
-        The caller holds ``draft.gate``. Raises LakeError.
+        Returns False if no other joined and the file must be a plain object. ``plain`` is the number of other files
+        that are being stored as plain objects. The caller holds ``draft.gate``. Raises LakeError.
         """
         others = len(self._waiting) + self._in_flight + plain
         await draft.fill(0, draft.size)
@@ -133,7 +134,7 @@ class Packer:
             self._nursery.start_soon(self._work, threshold_bytes)
         try:
             await waiting.done.wait()
-        except trio.Cancelled:  # its file may be removed before its turn comes
+        except trio.Cancelled:  # the file may be removed before its turn comes
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
             raise
@@ -142,8 +143,10 @@ class Packer:
         return waiting.packed
 
     async def commit_pack(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> None:
-        """Acknowledged files become one commit, which ends versions that are ``passed``, too. Raises LakeError, and
-        UnreadableDrafts where the others can be committed without some; then none is in it."""
+        """Store acknowledged files in one commit, which also supersedes the versions in ``passed``.
+
+        Raises LakeError; UnreadableDrafts if some files cannot be read, without which the others can be committed. Then
+        nothing was committed."""
         batch, unreadable = list[Waiting](), dict[str, LakeError]()
         for number, (file, draft) in enumerate(files, 1):
             waiting = Waiting(file, draft, b"", False)
@@ -200,7 +203,7 @@ class Packer:
                 self._idle = self._being_written(threshold)
 
     def _others_write(self, threshold: int) -> bool:
-        """Another writer may be about to close a small file. Files that stay open, as logs do, are waited for once."""
+        """Return whether another writer may soon close a small file. Files that stay open, as logs do, count once."""
         writing = self._being_written(threshold)
         self._idle = min(self._idle, writing)
         return writing > self._idle
@@ -244,7 +247,7 @@ class Packer:
             waiting.packed = True
         try:
             self._move_along(batch)
-        except CacheError as error:  # the bytes are in the store all the same
+        except CacheError as error:  # the store has the bytes all the same
             log.error("files of %s may be seen under earlier names, too: remove these (%s)", version.key, error)
         for waiting in batch:
             waiting.done.set()
@@ -257,14 +260,15 @@ class Packer:
         blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
         try:
             await self._threads.run(self._cache.write_runs, [(version, 0, blocks)])
-        except Exception:  # the blocks are fetched again; an error would end the nursery, which others share
+        except Exception:  # reads fetch the blocks again; an error would end the nursery, which others share
             log.exception("writing %s to the cache", version.key)
         finally:
             self._bytes_to_cache -= version.size
 
     async def _note(self, drafts: list[Draft], key: str) -> None:
-        """So that they are recognised in the commit, should this daemon die; acknowledged ones even if the machine
-        does. Raises CacheError."""
+        """Journal the key of the commit that will contain these drafts: the next daemon finds them by it in the store.
+
+        The records of acknowledged drafts are synced, so that they survive a power cut. Raises CacheError."""
         for at in range(0, len(drafts), FILES_BETWEEN_PAUSES):
             batch = Batch()
             for draft in drafts[at : at + FILES_BETWEEN_PAUSES]:
@@ -278,7 +282,7 @@ class Packer:
     @staticmethod
     def _failed(waiting: Waiting, error: BaseException) -> None:
         draft = waiting.draft
-        if draft.state is DraftState.DISCARDED:  # its close was cancelled, and its file removed
+        if draft.state is DraftState.DISCARDED:  # its close was cancelled and the file removed
             waiting.error = FileError(errno.ENOENT, f"{waiting.file.key} was removed")
             waiting.done.set()
             return
@@ -297,7 +301,8 @@ class Packer:
         )
 
     def _change(self, batch: list[Waiting]) -> Change:
-        """Called when the commit's turn has come: names may have moved until now."""
+        """Return the change that names the files. Called when the commit's turn has come, because names may move until
+        then."""
         operations: list[Operation] = []
         doomed: list[Deletion] = []
         for index, waiting in enumerate(batch):
@@ -317,8 +322,9 @@ class Packer:
         return Change(operations=operations, doomed=doomed)
 
     def _move_along(self, batch: list[Waiting]) -> None:
-        """While the commit was on its way, another node's rename that it did not know moved files that are in it: what
-        it says of their earlier names goes along."""
+        """Enqueue a change for files that another node's rename moved while the commit was being sent.
+
+        The commit names them by their earlier paths; the change gives these bytes the new names. Raises CacheError."""
         builder, doomed = ChangeBuilder(self._ns.tree), list[Deletion]()
         for waiting in batch:
             path = waiting.file.key

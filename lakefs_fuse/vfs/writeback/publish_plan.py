@@ -1,8 +1,8 @@
-"""Decides how a version gets into the store: its key, pack or plain object, what comes first, and what a commit adds.
+"""Plans the publication of a version: its key, pack or plain object, and what is to be done before and after.
 
-What always holds (*plans are pure*): the functions here read the facts that they are given and nothing else, so the
-same facts give the same plan. `ObjectWriter` gathers the facts between two awaits, and carries the plan out. Callable
-from any thread; nothing here survives a crash.
+What always holds (*plans are pure*): the functions here read only the facts that they are given, so the same facts give
+the same plan. `ObjectWriter` gathers the facts between two awaits, and executes the plan. Callable from any thread;
+nothing here survives a crash.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ from lakefs_fuse.path_rules import PackPolicy
 
 
 class Form(StrEnum):
-    """What holds the bytes of a version."""
+    """The kind of object that contains the bytes of a version."""
 
     PLAIN = "plain"
     """A plain object."""
     PACK = "pack"
-    """A commit, with others or alone."""
+    """A pack: a commit that contains the bytes, with other files or alone."""
     PACK_WITH_OTHERS = "pack-with-others"
-    """A commit, if others join while it gathers; else the version is planned again, as a plain object."""
+    """A pack if other files join while it gathers; otherwise the version is planned again as a plain object."""
 
 
 class VersionFacts(msgspec.Struct, frozen=True):
-    """A version that is about to be published, and what this node knows of its name and of the keys it may get."""
+    """A version that is about to be published, and what this node knows of its name and of its possible keys."""
 
     path: str
     draft_id: str
     size: int
     policy: PackPolicy
     upload_key: str = ""
-    """Of the upload that began already; empty where none did."""
+    """The key of an upload that has begun; empty if none has."""
     is_key_taken: bool = False
-    """Bytes that belong to another name are, or will be, at the file's own key, or others still look for them there, or
-    the store refuses it."""
+    """True if the file's own key cannot be used: it has or will have bytes of another name, other nodes still look for
+    such bytes there, or the store refuses the key."""
     is_alone: bool = False
-    """No other file is waited for."""
+    """True if the version does not wait for other files."""
     are_others_closing: bool = False
-    """Other small files close now, or are being written."""
+    """True if other small files are being closed or written."""
     if_absent: bool = False
-    """The name was created: nothing may be there."""
+    """True if the file was created with O_EXCL, so that nothing may be at its name."""
     own_etag: str = ""
-    """Of the plain object that is known to lie at the file's own key, seen or hidden."""
+    """ETag of the plain object that is known to be at the file's own key, hidden or not; empty if none is."""
     etag_in_place: str = ""
-    """Of the object at its own key on which the file was opened; empty where its bytes were elsewhere."""
+    """ETag of the object at the file's own key that it was opened on; empty if its bytes were elsewhere."""
     superseded_etag: str = ""
-    """Of the object at the file's own key that this node is to delete."""
+    """ETag of the object at the file's own key that this node is about to delete; empty if there is none."""
     etag_there: str | None = None
-    """ETag of the object that a HEAD has just shown at the key, empty for none; None where there was no look."""
+    """ETag of the object that a HEAD has just found at the key, empty for none; None if no HEAD was sent."""
     place: int = 0
-    """Number of the object that the file's row names; 0 where that is its own key."""
+    """Number of the object that the file's row refers to; 0 if its bytes are at its own key."""
     place_at_key: int = 0
-    """Number of the object at the upload's key that names elsewhere mean; 0 for none."""
+    """Number of the object at the upload's key that other names refer to; 0 if there is none."""
     is_key_journaled: bool = False
-    """A change that is journaled, and may be sent, names the object at the key."""
+    """True if a journaled change that may be sent mentions the object at the key."""
     is_synced: bool = False
-    """An fsync waits for it, and its writer may go on."""
+    """True if an fsync waits for the version, after which its writer may continue."""
     is_removal_journaled: bool = False
-    """A change that is journaled, and may be sent, removes the file that had the name before."""
+    """True if a journaled change that may be sent removes the file that had the name before."""
     is_key_of_another: bool = False
-    """Another file is known to be the object at the key of an upload that began under an earlier name."""
+    """True if the object at the key of an upload that began under an earlier name is known to be another file."""
     is_key_refused: bool = False
-    """The store has refused the key, at which nothing is."""
+    """True if the store has refused the key although no object is there."""
     gone_at_key: tuple[str, ...] = ()
-    """ETags of objects that may still be at that key although its name no longer refers to them, the likeliest
+    """ETags of objects that may still be at the upload's key although its name no longer refers to them, the likeliest
     first."""
 
 
@@ -78,34 +78,35 @@ class PublishPlan(msgspec.Struct, frozen=True):
 
     key: str
     path: str
-    """Of the file, where ``key`` is another; else empty."""
+    """The path of the file if it differs from ``key``, otherwise empty."""
     form: Form
     frees_key: bool = False
-    """Another name's bytes are copied away from the key first."""
+    """The bytes of another name are first copied from the key to another one."""
     commits_first: bool = False
-    """Journaled changes are committed first, or a commit would name bytes that no longer exist."""
+    """Journaled changes are committed first; otherwise a later commit would name bytes that no longer exist."""
     if_absent: bool = False
-    """Other bytes at the key refuse the version for good: another client has created the name."""
+    """The version is refused for good if the key has other bytes: another client has created the name."""
     expected: str | None = None
-    """ETag of what the version is to replace, empty for nothing. Where something else is there, the store is asked what
-    that is, and the version is planned again. None where it replaces whatever is there."""
+    """ETag of the object that the version replaces, empty for none; None if it replaces any object. If another object
+    is there, the store is asked for it, and the version is planned again."""
     leaves_key: bool = False
-    """Nothing else is done: the key of the upload that began is another file's, or the store refuses it, so the upload
-    is given up, and the version is planned again."""
+    """The upload that has begun is given up, and the version is planned again, because the upload's key belongs to
+    another file or the store refuses it. Nothing else is done."""
 
 
 def choose_key(path: str, draft_id: str, *, is_taken: bool) -> tuple[str, str]:
-    """Key of an object, and the path of its file where that is another: a hidden key where the file's own is taken."""
+    """Return the key of an object, and the path of its file if that differs. If the file's own key is taken, the object
+    gets a key below `.lakefs/objects/`."""
     return (OBJECTS + draft_id, path) if is_taken else (path, "")
 
 
 def is_packable(policy: PackPolicy, size: int, *, has_upload: bool) -> bool:
-    """Small enough for a pack by the rules of its path, and no part of it was sent."""
+    """Return whether a pack may contain the version: it is small by the rules of its path, and has no upload."""
     return policy.mode != "never" and size <= policy.threshold_bytes and not has_upload
 
 
 def plan_publish(facts: VersionFacts) -> PublishPlan:
-    """How to store a version."""
+    """Return the plan by which a version is stored."""
     if facts.upload_key:
         key, path = facts.upload_key, facts.path if facts.upload_key != facts.path else ""
     else:
@@ -129,7 +130,7 @@ def plan_publish(facts: VersionFacts) -> PublishPlan:
 
 
 def is_renamed_since(upload_key: str, path: str) -> bool:
-    """The upload of the file at ``path`` began at the file's own key, and that is the key of an earlier name now."""
+    """Return whether the upload began at the file's own key, and the file was renamed to ``path`` since."""
     return upload_key not in ("", path) and not upload_key.startswith(OBJECTS)
 
 
@@ -154,15 +155,18 @@ def _choose_form(facts: VersionFacts, key: str) -> Form:
 
 
 def _needs_commit_beside(facts: VersionFacts) -> bool:
-    """A plain object would need a commit as well: before it, because the removal of the object there is journaled, or
-    after it, to say that it replaces one which a pack hides."""
+    """Return whether a plain object would need a commit as well.
+
+    That is a commit before it if the removal of the object there is journaled, or one after it to say that it replaces
+    an object that a pack hides."""
     return facts.is_removal_journaled or bool(facts.place and facts.superseded_etag)
 
 
 def needs_commit(entry: Entry, shown: tuple[int, int, int], *, key: str, path: str, is_named_by_commit: bool) -> bool:
-    """A listing alone would not show this file: it is elsewhere, commits named it before, or attributes differ.
+    """Return whether a LIST alone would not show the file as it is: its bytes are elsewhere, commits have named it, or
+    its attributes differ from the defaults.
 
-    ``shown`` are the mode, uid and gid of files that name none.
+    ``shown`` are the mode, uid and gid of files whose objects have none.
     """
     if key != path or is_named_by_commit or entry.flags & (Flag.XATTRS | Flag.MTIME_KEPT):
         return True
@@ -171,5 +175,6 @@ def needs_commit(entry: Entry, shown: tuple[int, int, int], *, key: str, path: s
 
 
 def superseded_at(path: str, own_etag: str, *, is_reserved: bool) -> list[Deletion]:
-    """The plain object at a name's own key goes when the name is elsewhere, unless other nodes still need the key."""
+    """Return the deletion of the plain object at a name's own key once its bytes are elsewhere. Empty if there is no
+    such object, or other nodes still need the key."""
     return [Deletion(path, own_etag)] if own_etag and not is_reserved else []

@@ -1,15 +1,16 @@
-"""Versions that write-back acknowledged and that are not in the store yet, in the order in which they get there.
+"""The queue of acknowledged versions that are not in the store yet, in the order in which they become visible.
 
 What always holds:
 
-* *order*: a file that was opened after another was acknowledged appears after it. Parts are uploaded side by side; only
-  becoming visible is put in order (`AcknowledgedVersion.barrier`);
-* *supersession*: a version that a newer one superseded before it was published does not become visible, unless another
-  file waits for it that the newer one itself waits for; what would have waited for it waits for the newer one;
-* *nothing acknowledged is dropped*: a version leaves the queue when it is durable, superseded or unlinked.
+* *order*: a file that was opened after another was acknowledged becomes visible after it. Parts of both are uploaded
+  side by side; only the requests that make versions visible are ordered (`AcknowledgedVersion.barrier`);
+* *supersession*: a version that a newer one supersedes before it is published never becomes visible. Versions that
+  would have waited for it wait for the newer one. It is published all the same if another file waits for it and the
+  newer one waits for that file;
+* *nothing acknowledged is dropped*: a version leaves the queue only when it is durable, superseded or unlinked.
 
-The queue knows what waits; `group_commit` adds to it, `scheduler` publishes from it. Trio thread only; all code between
-two awaits is atomic. A crash leaves the journal, from which `replay` makes the same queue again.
+`group_commit` adds versions to the queue, and `scheduler` publishes them. Trio thread only; all code between two awaits
+is atomic. A crash leaves the journal, from which `replay` builds the same queue again.
 """
 
 from __future__ import annotations
@@ -49,32 +50,34 @@ from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX
 from lakefs_fuse.vfs.writeback.publish_plan import is_packable
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 1.0, 30.0
-"""Between attempts while the store is away."""
+"""Pauses between attempts while the store is away."""
 FILES_MAX = 65_536
-"""Acknowledged and not durable; a writer who would make more waits."""
+"""Maximum number of acknowledged versions that are not durable; a writer that would add another one waits."""
 BURST_WINDOW_S = 1.0
 BURST_FILES_MIN = 20
-"""This many in a window are a burst: packs of half a minute then have the 500 files that one commit is to serve."""
+"""Files acknowledged in one window that count as a burst: at that rate, packs that gather for half a minute get the 500
+files that one commit should contain."""
 DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
-"""Between attempts to end the upload of a superseded version."""
+"""Pauses between attempts to abort the upload of a superseded version."""
 AWAY_S_MAX = 5.0
-"""Time for the store to say whether a version arrived, before the name of its file changes: it may be away."""
+"""Longest wait for the store to say whether a version arrived before the name of its file changes."""
 WAITABLE = (Unavailable, AccessDenied, NoSuchBucket, StoreFull, StagingFull, CacheError)
-"""Errors that are not about one file: everything waits, and is tried again."""
+"""Errors that are not about one file: every version waits, and is tried again."""
 log = logging.getLogger(__name__)
 
 
 class VersionState(StrEnum):
-    """What becomes of an acknowledged version; `TRANSITIONS` is the table."""
+    """The state of an acknowledged version; `TRANSITIONS` says which may follow which."""
 
     WAITING = "waiting"
-    """For its turn, or for the store."""
+    """It waits for its turn, or for the store."""
     PUBLISHING = "publishing"
-    """It becomes visible right now: too late to be superseded."""
+    """It is being made visible, so it can no longer be superseded."""
     REFUSED = "refused"
-    """Refused by the store, alone: other files overtake it, and it is tried again when a caller waits for it."""
+    """The store refused it for a reason that concerns this version alone. Other files overtake it, and it is tried
+    again when a caller waits for it."""
     SUPERSEDED = "superseded"
-    """A newer version is being acknowledged: this does not become visible, unless that fails."""
+    """A newer version is being acknowledged: this one becomes visible only if that fails."""
     ENDED = "ended"
     """Durable, superseded for good, or unlinked."""
 
@@ -92,7 +95,7 @@ TRANSITIONS = {
 
 @dataclass(slots=True, eq=False)
 class AcknowledgedVersion:
-    """A version on its way. ``barrier``: everything acknowledged up to this number comes before it."""
+    """A version in the queue. ``barrier``: every version acknowledged up to this number becomes visible before it."""
 
     sequence: int
     barrier: int
@@ -101,21 +104,22 @@ class AcknowledgedVersion:
     since_s: float
     state: VersionState = VersionState.WAITING
     is_attempted: bool = False
-    """The scheduler has it: parts are uploaded, it is reconciled, or it is published."""
+    """The scheduler is working on it: its parts are uploaded, it is reconciled, or it is published."""
     attempt: int = 0
-    """The newest attempt's number."""
+    """Number of its newest attempt."""
     is_urgent: bool = False
     """A caller waits for it."""
     is_unreconciled: bool = False
-    """It came back at mount, and the store was not asked yet whether it has the bytes."""
+    """An earlier daemon acknowledged it, and the store has not been asked yet whether it has the bytes."""
     is_contested: bool = False
-    """It is published alone: it was created with O_EXCL, and another client has the name, so that the store refuses it,
-    or the store has a later version already, which is recorded in its place."""
+    """It is published alone, because it cannot be stored as planned. Either it was created with O_EXCL, and the store
+    refuses it because another client has created the name; or the store has a later version already, which is recorded
+    in its place."""
     error: LakeError | None = None
 
     @property
     def place(self) -> int:
-        """Its number, or that of the oldest version that it superseded: what waits for that waits for this."""
+        """Its number, or that of the oldest version that it superseded, whose waiters wait for this one."""
         return self.draft.stands_for or self.sequence
 
     @property
@@ -123,7 +127,7 @@ class AcknowledgedVersion:
         return self.state is VersionState.REFUSED
 
     def begin_publishing(self) -> None:
-        """Once more, perhaps, in the same attempt."""
+        """Enter PUBLISHING; an attempt that plans again calls this more than once."""
         if self.state is not VersionState.PUBLISHING:
             self.transition(VersionState.PUBLISHING)
 
@@ -134,15 +138,15 @@ class AcknowledgedVersion:
 
 @dataclass(slots=True, eq=False)
 class Drain:
-    """A caller that waits until versions are durable. ``sequences`` are those that it still waits for."""
+    """A caller that waits until versions are durable. ``sequences`` are the numbers that it still waits for."""
 
     sequences: set[int]
     since: int
-    """Attempts up to this number began before: their errors say nothing about this caller."""
+    """Attempts up to this number began before the call, so their errors do not end it."""
     error: LakeError | None = None
-    """Why everything waits, or why the first that was refused is not durable."""
+    """Why every version waits, or why the first version that the store refused is not durable."""
     ended: trio.Event = field(default_factory=trio.Event)
-    """Set when there is nothing more to wait for."""
+    """Set when the caller has nothing more to wait for."""
 
     def discard(self, sequence: int) -> None:
         self.sequences.discard(sequence)
@@ -151,7 +155,7 @@ class Drain:
 
 
 class Bursts:
-    """Whether small files are acknowledged in such quick succession that storing them at the same time slows them down.
+    """A detector of bursts of small files, during which storing files would slow down acknowledging more of them.
 
     Packing, sending and recording a file costs this node about as much as acknowledging it. Times: trio's clock.
     """
@@ -161,7 +165,7 @@ class Bursts:
         self._count = 0
 
     def count(self, now_s: float) -> None:
-        """One more was acknowledged."""
+        """Count one more acknowledged file."""
         if now_s - self._began_s > BURST_WINDOW_S:
             self._began_s, self._count = now_s, 0
         self._count += 1
@@ -169,7 +173,7 @@ class Bursts:
             self._busy_until_s = now_s + BURST_WINDOW_S
 
     def is_lasting(self, now_s: float) -> bool:
-        """More are likely to come at once."""
+        """Return whether a burst is under way, so that more files are likely to follow within a second."""
         return now_s < self._busy_until_s
 
 
@@ -186,29 +190,29 @@ class WriteBack:
     ) -> None:
         self._journal, self._nursery, self._rules = Journal(database), nursery, rules
         self.is_for = rules.is_writeback
-        """Files at a path are under write-back."""
+        """Return whether the file at a path is under write-back."""
         self.publishes_open_files = rules.publishes_open_files
         self.asks_store_for_exclusive_create = rules.asks_store_for_exclusive_create
         self.asks_store_anywhere = rules.asks_store_anywhere
         self._metrics, self._deletions = metrics, deletions
         self.progressed = Wakeup()
-        """Rings when a version has left the queue, or was refused: changes of names may follow."""
+        """Rings when a version has left the queue or was refused, so that held changes of names may be sent."""
         self.changed = Wakeup()
-        """Rings when there may be more to publish."""
+        """Rings when another version may be ready to be published."""
         self.sequence = 0
         """The newest number given to an acknowledged version."""
         self.error: LakeError | None = None
-        """Why everything waits."""
+        """Why every version waits; None if none has to."""
         self.resume_s = 0.0
-        """Nothing is tried before this time of the trio clock."""
+        """No attempt begins before this time of the trio clock."""
         self.bursts = Bursts()
         self._backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         self._attempts = 0
         self.versions: dict[int, AcknowledgedVersion] = {}
-        """What is on its way, by number, in the order of acknowledgement; changed by the methods here only."""
+        """The queued versions by number, in the order of acknowledgement. Only methods of this class change it."""
         self.items = self.versions.values()
         self._standing_in: dict[int, AcknowledgedVersion] = {}
-        """Those that superseded others."""
+        """The queued versions that superseded others."""
         self._drains: list[Drain] = []
         self._room = Wakeup()
         self._small_bytes = self._small_files = 0
@@ -219,7 +223,7 @@ class WriteBack:
         return len(self.versions)
 
     def is_durable_up_to(self, sequence: int) -> bool:
-        """Every version acknowledged up to this number is in the store, superseded, or refused by it."""
+        """Return whether each version acknowledged up to this number is in the store, superseded, or refused by it."""
         for item in self.versions.values():
             if item.sequence > sequence:
                 break
@@ -233,12 +237,12 @@ class WriteBack:
         return self.versions.get(draft.sequence)
 
     def _behind(self, file: OpenFile) -> list[tuple[OpenFile, AcknowledgedVersion]]:
-        """Older versions of a file that are in the queue, oldest first."""
+        """Return the older versions of a file that are in the queue, oldest first."""
         items = ((each, self.item_of(each.draft) if each.draft is not None else None) for each in file.behind)
         return [(each, item) for each, item in items if item is not None]
 
     async def wait_room(self, timeout_s: float) -> None:
-        """Until one more file may be acknowledged. Raises StagingFull."""
+        """Wait until one more version may be acknowledged. Raises StagingFull after ``timeout_s``."""
         with trio.move_on_after(timeout_s):
             while len(self.versions) >= FILES_MAX:
                 self.changed.wake_all()
@@ -253,7 +257,7 @@ class WriteBack:
         return self.sequence
 
     def may_acknowledge(self, file: OpenFile) -> bool:
-        """A file that was just made and is in memory can be acknowledged without waiting for anything."""
+        """Return whether the file is in memory, and can be acknowledged without waiting for anything."""
         draft = file.draft
         if draft is None or not draft.file.is_in_memory or file.behind or not self.is_for(file.key):
             return False
@@ -262,7 +266,7 @@ class WriteBack:
         return len(self.versions) < FILES_MAX and draft.uploader.staging.fits
 
     def add(self, file: OpenFile, draft: Draft, *, is_unreconciled: bool = False) -> None:
-        """Queue an acknowledged draft for publication; the drafts that it superseded end."""
+        """Queue an acknowledged draft for publication, and end the drafts that it superseded."""
         if not is_unreconciled:
             self._end_superseded(file)
             self._metrics.accepted += 1
@@ -288,15 +292,15 @@ class WriteBack:
 
     @property
     def has_files_for_pack(self) -> bool:
-        """Small files wait for others, and nothing is known that keeps them from the store."""
+        """True if small files gather for a pack, and no error keeps them from the store."""
         return self._small_files > 0 and self.error is None
 
     def count_packable(self, files: int, size_bytes: int) -> None:
-        """This many files wait for a pack, and the next are added to them."""
+        """Set how many files wait for a pack; `add` counts those that follow."""
         self._small_files, self._small_bytes = files, size_bytes
 
     def end(self, draft: Draft) -> None:
-        """The version is durable, or unlinked: it leaves the queue."""
+        """Remove a version that is durable, superseded or unlinked from the queue."""
         item = self.versions.pop(draft.sequence, None)
         self._standing_in.pop(draft.sequence, None)
         if item is None:
@@ -311,8 +315,10 @@ class WriteBack:
     # -- superseding
 
     def supersede_older(self, file: OpenFile, before: list[Draft], *, are_names_held: bool) -> list[Draft]:
-        """The file is acknowledged again, after ``before``: older versions do not become visible, from the newest back
-        to one that has to. ``are_names_held``: changes of names wait for the queue. Returns their drafts."""
+        """Supersede older versions of a file that is being acknowledged, from the newest back to one that must appear.
+
+        ``before`` are the drafts of the same group that are acknowledged before it; ``are_names_held``: changes of
+        names wait for the queue. Returns the drafts that are superseded."""
         superseded: list[Draft] = []
         for _, item in reversed(self._behind(file)):
             is_late = item.state is VersionState.PUBLISHING or item.is_unreconciled
@@ -320,7 +326,7 @@ class WriteBack:
                 break
             if item.state is not VersionState.SUPERSEDED:
                 item.transition(VersionState.SUPERSEDED)
-            item.draft.unlink()  # records saved from here on include it
+            item.draft.unlink()  # records saved from here on say so
             if file.draft is not None:
                 file.draft.supersede(item.place)
                 if item.draft.is_unknown_to_store and item.draft.target.if_absent:
@@ -329,13 +335,13 @@ class WriteBack:
         return superseded
 
     def _is_waited_for(self, item: AcknowledgedVersion, before: list[Draft]) -> bool:
-        """Another file comes after this version, so that a newer one in its place would come too early."""
+        """Return whether another file must appear after this version, so that the newer one would appear too early."""
         if any(draft.began >= item.place for draft in before):
             return True
         return any(other.barrier >= item.place and other.file is not item.file for other in self.versions.values())
 
     def restore_superseded(self, file: OpenFile) -> None:
-        """The newer version could not be acknowledged: those before it are to become visible after all."""
+        """Return superseded versions of a file to the queue, because the newer one could not be acknowledged."""
         for _, item in self._behind(file):
             if item.state is VersionState.SUPERSEDED:
                 item.transition(VersionState.WAITING)
@@ -353,7 +359,7 @@ class WriteBack:
             self.discard_superseded(item.draft)
 
     def supersede_all(self, file: OpenFile) -> None:
-        """Only the newest version is to become visible, whatever waits for those before."""
+        """Supersede all versions but the newest, even those for which other files wait."""
         behind = self._behind(file)
         file.behind = [each for each, item in behind if item.state is VersionState.PUBLISHING]
         for _, item in behind:
@@ -367,15 +373,16 @@ class WriteBack:
 
     @staticmethod
     def _save(draft: Draft) -> None:
-        """The journal record says again whether the version is superseded."""
+        """Write the journal record again, which says whether the version is superseded."""
         try:
             draft.save(sync=True)
         except CacheError as error:
             log.error("what is staged of %s could not be journaled: %s", draft.target.key, error)
 
     def journal_superseded(self, batch: Batch, draft: Draft) -> None:
-        """The batch deletes the draft's record, or marks it as superseded: its object or upload must be deleted, or is
-        recognised as ours, even if this daemon dies."""
+        """Have the batch delete the draft's record, or mark it as superseded if the store may have something of it.
+
+        By that record the next daemon recognises the draft's object or upload as ours, and deletes it."""
         draft.unlink()
         if draft.is_unknown_to_store:
             draft.file.mark_ended()
@@ -384,18 +391,18 @@ class WriteBack:
             self._journal.put(batch, draft.id, encode(draft.record()))
 
     def discard_superseded(self, draft: Draft) -> None:
-        """A newer version is visible, or will be: this one ends."""
+        """End a version that a newer one supersedes."""
         self._metrics.superseded += 1
         self.end(draft)
         self.discard(draft)
 
     def discard(self, draft: Draft) -> None:
-        """Delete a version that no name will mean, from the store as well, behind the caller's back."""
+        """Delete a version to which no name will refer, in the background, also from the store."""
         draft.unlink()
         self._nursery.start_soon(self._discard, draft)
 
     async def _discard(self, draft: Draft) -> None:
-        """Until the store has nothing left of it; where the mount ends before, the next one goes on."""
+        """Try until the store has nothing left of the draft. If this mount ends before, the next one continues."""
         reached("discard.begun")
         backoff = Backoff(DISCARD_S_FIRST, DISCARD_S_MAX)
         while True:
@@ -421,8 +428,9 @@ class WriteBack:
             await trio.sleep(backoff.next_s())
 
     async def find_late_object(self, draft: Draft) -> ObjectMeta | None:
-        """As `publish.find_late_object`; None also while the store is away: it is looked for again when the draft is
-        stored, or discarded. Raises LakeError."""
+        """Return what `publish.find_late_object` returns, or None while the store is away.
+
+        The object is looked for again when the draft is stored or discarded. Raises LakeError."""
         if draft.sequence and self.error is not None:
             return None
         with suppress(Unavailable), trio.move_on_after(AWAY_S_MAX):
@@ -430,11 +438,11 @@ class WriteBack:
         return None
 
     def delete_object(self, meta: ObjectMeta) -> None:
-        """An object that was stored for a version that no name means goes. Raises CacheError."""
+        """Queue the deletion of an object to which no name refers. Raises CacheError."""
         self._deletions.schedule(Deletion(meta.key, meta.etag))
 
     def is_packable(self, item: AcknowledgedVersion) -> bool:
-        """Small enough for a pack, by the rules of its path, and no part was sent."""
+        """Return whether a pack may contain the version: it is small by the rules of its path, and has no upload."""
         draft = item.draft
         if item.is_contested:
             return False
@@ -442,14 +450,14 @@ class WriteBack:
         return is_packable(policy, draft.size, has_upload=bool(draft.upload_intent_ns or draft.uploading))
 
     def may_stay_plain(self, item: AcknowledgedVersion) -> bool:
-        """Alone, it is stored as a plain object."""
+        """Return whether the version is stored as a plain object if no other joins it in a pack."""
         return self._rules.pack_for(item.file.key).mode == "auto"
 
     # -- attempts
 
     @property
     def is_drained(self) -> bool:
-        """A caller waits for something to be durable."""
+        """True if a caller waits in `drain`."""
         return bool(self._drains)
 
     @property
@@ -462,7 +470,7 @@ class WriteBack:
             item.is_attempted, item.attempt = True, self._attempts
 
     def end_attempt(self, items: list[AcknowledgedVersion]) -> None:
-        """Whatever came of it: those that are not durable wait for the next."""
+        """End an attempt, whatever its outcome: versions that are not durable wait for the next one."""
         for item in items:
             item.is_attempted = False
             if item.state is VersionState.PUBLISHING:
@@ -470,12 +478,14 @@ class WriteBack:
         self.changed.wake_all()
 
     def record_success(self) -> None:
-        """The store answers: nothing has to wait."""
+        """Record that the store answers, so that no version has to wait."""
         self.error = None
         self._backoff.reset()
 
     def record_failure(self, item: AcknowledgedVersion, error: LakeError, *, is_of_all: bool = False) -> None:
-        """An attempt failed: everything waits, or this version is refused and others pass."""
+        """Record a failed attempt: every version waits, or this one is refused and others overtake it.
+
+        ``is_of_all``: every version waits, whatever the error is."""
         item.error = error
         self._metrics.failures += 1
         waits = is_of_all or isinstance(error, WAITABLE)
@@ -506,11 +516,11 @@ class WriteBack:
     # -- asking for durability
 
     def before(self, path: str, *, are_names_held: bool) -> list[AcknowledgedVersion]:
-        """The versions that must be durable before the file at ``path``, and the file itself."""
+        """Return the versions that must be durable before the file at ``path``, and those of the file itself."""
         return list(self.versions.values()) if are_names_held else self.below(path.rpartition("/")[0])
 
     def below(self, directory: str) -> list[AcknowledgedVersion]:
-        """What was acknowledged at or below a path."""
+        """Return the versions acknowledged at or below a path."""
         if not directory:
             return list(self.versions.values())
         return [
@@ -520,13 +530,15 @@ class WriteBack:
         ]
 
     def unreconciled(self, file: OpenFile) -> list[AcknowledgedVersion]:
-        """Versions of a file that came back at mount, and of which it is not known what the store has."""
+        """Return the versions of a file of which this mount does not know yet whether the store has them."""
         items = [self.item_of(each.draft) for each in file.versions if each.draft is not None]
         return [item for item in items if item is not None and item.is_unreconciled]
 
     async def drain(self, items: list[AcknowledgedVersion]) -> None:
-        """All of these are durable (or superseded) when this returns. Raises the LakeError of an attempt that began
-        after the call: immediately if the whole queue waits, and for a refused version when all have been tried."""
+        """Wait until all of these versions are durable or superseded.
+
+        Raises the LakeError of an attempt that began after the call: at once if it makes the whole queue wait; if the
+        store refused a version, once all have been tried."""
         items = self._with_older_versions(items)
         drain = Drain({item.sequence for item in items}, self._attempts)
         if not drain.sequences:
@@ -550,7 +562,7 @@ class WriteBack:
                     item.is_urgent = False
 
     def _with_older_versions(self, items: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
-        """A version that is on its way already may not come after a newer one of its file that a caller waits for."""
+        """Return these versions and the older ones of their files, which must not appear after them."""
         newest: dict[int, int] = {}
         for item in items:
             newest[id(item.file)] = max(item.sequence, newest.get(id(item.file), 0))

@@ -1,7 +1,7 @@
-"""Which version the store has under the name of a journal record: the record's own, or that of another writer.
+"""Finds out which version the store has under the name of a journal record: the record's own, or another writer's.
 
-What always holds (*reads only*): nothing is changed, here or in the store; a question costs one HEAD. Used at mount,
-and for files that were restored then. Trio thread only.
+What always holds (*reads only*): nothing is changed, neither here nor in the store. A question costs one HEAD. Used at
+mount, and later for files that were restored at mount. Trio thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """ETag and draft token of the object that a name means now; empty where there is none."""
+    """ETag and draft token of the object that a name refers to now; empty if there is none."""
 
     etag: str = ""
     token: str = ""
@@ -34,21 +34,22 @@ class StoredVersions:
     def __init__(self, namespace: Namespace, client: StoreClient) -> None:
         self._ns, self._client = namespace, client
         self._commits: dict[str, bool] = {}
-        """Of daemons that ended: what the store said cannot change."""
+        """Whether the store has a commit, by key. Commits of daemons that have ended: the answer cannot change."""
 
     async def published(self, record: DraftRecord) -> ObjectMeta | None:
-        """The plain object that the record's bytes, as they are now, became. Raises LakeError."""
+        """Return the plain object that was made of the record's present bytes; None if there is none. Raises
+        LakeError."""
         meta = await self._client.find(record.key)
         return meta if meta is not None and record.token and token_of(meta) == record.token else None
 
     async def is_at(self, key: str, draft_id: str) -> bool:
-        """The plain object at a key was made from this draft, and from no change of it after a failure. Raises
+        """Return whether the plain object at a key was made of this draft, unchanged since its first attempt. Raises
         LakeError."""
         meta = await self._client.find(key)
         return meta is not None and token_of(meta) == draft_id
 
     async def is_in_pack(self, record: DraftRecord) -> bool:
-        """The commit that the bytes were to be sent in is in the store. Raises LakeError."""
+        """Return whether the store has the commit in which the bytes were to be sent. Raises LakeError."""
         if not record.commit:
             return False
         if record.commit not in self._commits:
@@ -56,13 +57,13 @@ class StoredVersions:
         return self._commits[record.commit]
 
     async def is_relocated(self, there: Visible, record: DraftRecord) -> bool:
-        """What the name means is a copy of the bytes that the record replaces, made by a daemon that did not come to
-        say so. Raises LakeError."""
+        """Return whether the name refers to a copy of the bytes that the record replaces, made by a daemon that died
+        before it recorded that. Raises LakeError."""
         known = bool(record.copied_from and there.etag)
         return known and await is_copy(self._client, there.etag, there.token, record.copied_from)
 
     async def visible(self, record: DraftRecord) -> Visible:
-        """What the name means now. Raises LakeError."""
+        """Return the object that the record's name refers to now. Raises LakeError."""
         path = path_of(record)
         entry = self._ns.at(path)
         if entry is not None and (entry.is_dir or entry.is_symlink):
@@ -70,7 +71,7 @@ class StoredVersions:
         extent = self._ns.extent(entry) if entry is not None else None
         if entry is not None and extent is not None and extent.version.key not in (path, record.key):
             return Visible("" if self._ns.is_removed(entry) else extent.version.etag)
-        key = path if extent is None else extent.version.key  # another name's, if it was renamed while it was uploaded
+        key = path if extent is None else extent.version.key  # an earlier name's, if it was renamed during its upload
         meta = await self._client.find(key)
         if meta is None:
             return Visible()
@@ -83,17 +84,17 @@ class StoredVersions:
 
 
 def _is_hidden(entry: Entry, meta: ObjectMeta) -> bool:
-    """A file that is not stored yet replaces one elsewhere, which hides the object by its ETag or its date."""
+    """Return whether the file that an unstored one replaces is elsewhere, and hides the object by ETag or date."""
     is_over = entry.is_local and entry.flags & Flag.OVERRIDING and 0 < entry.stamp < PENDING
     return bool(is_over) and (meta.etag == entry.etag or meta.mtime_ns + NS <= entry.stamp)
 
 
 def path_of(record: DraftRecord) -> str:
-    """Where the file is in the lake."""
+    """Return the path of the record's file in the lake."""
     return record.path or record.key
 
 
 async def is_copy(client: StoreClient, etag: str, token: str, source: str) -> bool:
-    """An object has the bytes of the one at ``source``, which is there. Raises LakeError."""
+    """Return whether an object has the bytes of the one at ``source``, if that still exists. Raises LakeError."""
     meta = await client.find(source)
     return meta is not None and (meta.etag == etag or (bool(token) and token_of(meta) == token))

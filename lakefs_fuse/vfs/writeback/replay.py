@@ -1,9 +1,9 @@
-"""Acknowledged files of a daemon that ended, back in use: named, readable, and on their way into the store again.
+"""Restores the acknowledged files of an earlier daemon: they are named and readable, and are published again.
 
-`restore` runs before anything is read from the store, so that commits of others find these files being written here.
-Each is reconciled before it is published: its bytes may be in the store already, or the name may have a newer version
-of another node. Then both are kept: the bytes that were acknowledged here get the name `NAME.conflict-…`. Both steps
-can be repeated after a crash. Trio thread only.
+`restore` runs before anything is read from the store, so that commits of other nodes find these files being written
+here. Each file is reconciled before it is published, because the store may have its bytes already, or another node may
+have stored a newer version under its name. In the second case both are kept: the bytes acknowledged here get the name
+`NAME.conflict-…`. Both steps can be repeated after a crash. Trio thread only.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ class Replay:
         *,
         ensure_directory: Callable[[str], int],
     ) -> None:
-        """``ensure_directory(path)`` returns the inode of a directory, made where it is missing."""
+        """``ensure_directory(path)`` returns the inode of a directory, and creates the directory if it is missing."""
         self._db, self._ns, self._files, self._writeback = database, namespace, drafts.files, writeback
         self._services = drafts.services
         self.stored_versions, self._metrics, self._ensure_directory = stored_versions, metrics, ensure_directory
         self._writer = writer
         self._journal = Journal(database)
         self.records: set[str] = set()
-        """Drafts that came back."""
+        """Ids of the drafts that were restored."""
         self._ours: set[str] = set()
-        """Drafts that the journal knows, superseded ones among them."""
+        """Ids of all drafts in the journal, including superseded ones."""
         self.uncovered = False
-        """Whether a name was created again, so that the commits about it must be read again."""
+        """Set if a name was created again, so that the commits about it must be read again."""
 
     # -- at mount
 
     def restore(self) -> None:
-        """Bring back every acknowledged version. Raises CacheError."""
+        """Restore every acknowledged version. Raises CacheError."""
         records, unreadable = [], set()
         for draft_id, raw in self._journal.records():
             try:
@@ -98,9 +98,10 @@ class Replay:
         reached("replay.restored")
 
     def _rewrite_bytes(self, records: Mapping[str, DraftRecord], unreadable: Container[str]) -> None:
-        """Bring bytes that were synced with the journal alone back into their segments, of which a power cut may have
-        taken any page, or all. They are deleted from the journal when the segments are synced, except those of
-        ``unreadable`` records. Raises CacheError."""
+        """Write bytes that were synced only in the journal into their segments again. Raises CacheError.
+
+        A power cut may have taken any page of a segment, or all of them. The bytes are deleted from the journal once
+        the segments are synced, except those of ``unreadable`` records."""
         staging, rewritten = self._services.staging, list[str]()
         with staging.translating():
             for draft_id, data in self._journal.bytes_beside():
@@ -124,8 +125,8 @@ class Replay:
         if file.draft is not None:
             file.leave_behind()
         file.entry = attributes.learn(file.entry, record.metadata)
-        late = record.xattrs if not entry.is_local else {}  # the row is another version's
-        file.late_xattrs = late or self._ns.tree.xattrs(entry.inode)  # before what the store says is applied over them
+        late = record.xattrs if not entry.is_local else {}  # the row belongs to another version
+        file.late_xattrs = late or self._ns.tree.xattrs(entry.inode)  # before the store's are applied over them
         draft.count_staged()
         file.begin(draft)
         self._files.restore(file)
@@ -134,7 +135,7 @@ class Replay:
         self._writeback.add(file, draft, is_unreconciled=True)
 
     def _entry(self, record: DraftRecord) -> Entry:
-        """The row of the file, made where it is missing."""
+        """Return the row of the record's file; it is created if it is missing. Raises LakeError."""
         path = path_of(record)
         there = self._ns.at(path)
         if there is not None and not there.is_dir and not there.is_symlink:
@@ -155,8 +156,9 @@ class Replay:
     # -- before it is published
 
     async def reconcile(self, item: AcknowledgedVersion) -> bool:
-        """Whether the store has the bytes already; then nothing of the item is left. Where the name is another
-        client's now, the item has another when this returns. Raises LakeError."""
+        """Return whether the store has the bytes already; then the item has ended. Raises LakeError.
+
+        If another client has changed the name, the item has another name when this returns."""
         key, record = item.file.key, item.draft.record()
         if await self.stored_versions.is_in_pack(record):
             etag = (await self.stored_versions.visible(record)).etag
@@ -175,11 +177,11 @@ class Replay:
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
         if not expected and not await self.stored_versions.is_relocated(there, record):
             await self.rename_conflict(item, key)
-        item.is_unreconciled, item.file.late_xattrs = False, None  # stored again, it is told with all of them
+        item.is_unreconciled, item.file.late_xattrs = False, None  # it is stored again, with all of them
         return False
 
     def _is_told_and_removed(self, file: OpenFile, meta: ObjectMeta) -> bool:
-        """A commit told that the file is this object elsewhere, and another node has removed the name since."""
+        """Return whether a commit gave the file this object elsewhere, and another node has removed the name since."""
         row = self._ns.tree.entry(file.entry.inode)
         extent = None if row is None or not row.place else self._ns.extent(row)
         is_told = extent is not None and (extent.version.key, extent.version.etag) == (meta.key, meta.etag)
@@ -187,12 +189,15 @@ class Replay:
 
     @staticmethod
     def _is_gone(item: AcknowledgedVersion) -> bool:
-        """It is superseded, or its name went while the store was asked. Who takes that away looks once more."""
+        """Return whether it was superseded, or its name removed, while the store was asked.
+
+        The task that did that asks the store itself."""
         return item.file.unlinked or item.file.owner_of(item.draft) is None
 
     def _tell_object(self, item: AcknowledgedVersion, meta: ObjectMeta, is_newest: bool) -> None:
-        """The plain object that it became, with the attributes that the record has: some were set since the upload
-        began, perhaps. Raises CacheError."""
+        """Record and announce the plain object that has the item's bytes. Raises CacheError.
+
+        It is announced with the attributes in the record, some of which may have been set after the upload began."""
         before = self._ns.tree.entry(item.file.entry.inode)
         self._learn(item.file, item.draft, meta.etag, meta.size, is_newest=is_newest)
         if is_newest:
@@ -201,9 +206,10 @@ class Replay:
             self._writer.announce_object(path_of(record), described, meta.mtime_ns // NS, before)
 
     def _tell_late(self, item: AcknowledgedVersion) -> None:
-        """Attributes that were set while the pack was on its way, or since: as the record has them, and as the row had.
-        Where another node has removed the name since, the row goes, whichever version it was by then. Raises
-        CacheError."""
+        """Commit the attributes that were set while the pack was being sent, or later. Raises CacheError.
+
+        They are those of the record, and of the row. If another node has removed the name since, the row is removed
+        instead, whichever version it is by now."""
         file, record = item.file, item.draft.record()
         late, file.late_xattrs = file.late_xattrs, None
         row = self._ns.tree.entry(file.entry.inode)
@@ -214,7 +220,7 @@ class Replay:
             self._db.commit(batch)
             return
         if row is None or extent is None or extent.version.key != record.commit:
-            return  # what is newer has told its own; what is being written may never come to it
+            return  # a newer version has its own attributes, and one being written may never be stored
         wanted = attributes.learn(row, record.metadata)
         if not late and not self._ns.tree.xattrs(row.inode):
             late = None
@@ -223,8 +229,8 @@ class Replay:
             self._writer.set_attributes([LateAttributes.of(file.key, row, wanted, late)])
 
     def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int, *, is_newest: bool) -> None:
-        """The row names the plain object that the draft became, unless a commit says that the name is something else or
-        gone."""
+        """Have the row refer to the plain object that has the draft's bytes, unless a commit replaced or removed the
+        name. Raises CacheError."""
         row = self._ns.tree.entry(file.entry.inode)
         if row is None or (draft.target.key != file.key and not self._ns.is_removed(row)):
             return
@@ -245,9 +251,10 @@ class Replay:
     async def _end(
         self, item: AcknowledgedVersion, etag: str, tell: Callable[[], None], is_ours: Callable[[Version], bool]
     ) -> bool:
-        """``etag`` is that of the object that has the bytes: later versions of the file replace it. What the store does
-        not say of it yet is left to ``tell``. ``is_ours`` whether a version is these bytes. False where it is
-        superseded. Raises CacheError."""
+        """End an item whose bytes the store has in the object with this ETag, which later versions replace.
+
+        ``tell`` records and announces what other nodes do not know of it yet; ``is_ours`` returns whether a version has
+        these bytes. Returns False if the item is superseded. Raises CacheError."""
         file, draft = item.file, item.draft
         async with file.publishing:
             if self._is_gone(item):
@@ -271,7 +278,7 @@ class Replay:
         return True
 
     def _end_record(self, file: OpenFile, draft: Draft, etag: str) -> None:
-        """Delete the record of a draft, and journal, in one batch, that later versions replace the object with this
+        """Delete the record of a draft, and journal in the same batch that later versions replace the object with this
         ETag. Raises CacheError."""
         batch = Batch()
         for later in [each.draft for each in file.versions if each.draft is not None]:
@@ -282,8 +289,9 @@ class Replay:
         self._db.commit(batch)
 
     async def rename_conflict(self, item: AcknowledgedVersion, key: str) -> bool:
-        """Give the acknowledged bytes a name beside ``key``, which has another client's version, unless they already
-        have another name. Whether they got it. Raises LakeError."""
+        """Give the acknowledged bytes a name beside ``key``, which has another client's version. Raises LakeError.
+
+        Returns whether they got it: not if the file has been renamed or removed meanwhile."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:
             await give_up_upload(draft, file.key)
@@ -295,7 +303,7 @@ class Replay:
 
     def _rename(self, file: OpenFile, draft: Draft) -> None:
         suffix = f".conflict-{draft.id[:CONFLICT_CHARACTERS]}"
-        kept = file.entry.name[: 255 - len(suffix)].decode(errors="ignore")  # no half characters
+        kept = file.entry.name[: 255 - len(suffix)].decode(errors="ignore")  # cut between characters
         old, name = file.key, (kept + suffix).encode()
         parent = file.entry.parent
         row = self._ns.tree.entry(file.entry.inode)
@@ -306,7 +314,7 @@ class Replay:
         self._ns.changing(parent, name)
         batch = Batch()
         gone = row if row is not None and (row.is_local or self._ns.is_removed(row)) else None
-        if gone is not None:  # what commits said of the other version did not count here
+        if gone is not None:  # commits about the other version had no effect here while the row was local
             self._writer.read_again(draft.created_ns)
             self._ns.tree.detach(batch, gone)
         elif row is not None:
@@ -336,10 +344,10 @@ class Replay:
 
 
 def _with_xattrs(entry: Entry, xattrs: Mapping[str, bytes]) -> Entry:
-    """The flag of the attributes, which are in a row of their own."""
+    """Return the entry with the flag that says whether it has extended attributes, which are in a row of their own."""
     return msgspec.structs.replace(entry, flags=(entry.flags & ~Flag.XATTRS) | (Flag.XATTRS if xattrs else 0))
 
 
 def _anew(entry: Entry) -> Entry:
-    """Of a file that replaces nothing."""
+    """Return the entry as that of a file that replaces nothing."""
     return msgspec.structs.replace(entry, flags=entry.flags | Flag.LOCAL, etag="", stamp=0, place=0, offset=0)

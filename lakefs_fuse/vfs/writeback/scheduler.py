@@ -1,14 +1,15 @@
-"""When acknowledged versions are published: small ones together in packs, others by themselves, in the queue's order.
+"""The scheduler of publications: small versions together in packs, others alone, in the order of the queue.
 
 What always holds:
 
-* *barriers*: nothing becomes visible before what has to come before it (`AcknowledgedVersion.barrier`);
-* small files that may be published together share a pack, up to the bytes that `PackBudget` allows, or what came within
-  ``delay_s``; while a burst of them lasts packs wait longer;
-* while the store is away all wait, tried again at most `PAUSE_S_MAX` apart; a version that the store refuses for a
-  reason of its own, or whose bytes cannot be read, lets others pass, and is tried again when a caller asks;
-* a caller that asks for a file to be durable (`WriteBack.drain`) has it published ahead of others, but not ahead of
-  what was acknowledged before it in its own directory and below.
+* *barriers*: a version becomes visible after every version that its barrier covers (`AcknowledgedVersion.barrier`);
+* *shared packs*: small files that may be published together share a pack. It is sent once it has the bytes that
+  `PackBudget` allows, or ``delay_s`` after its first file was acknowledged; during a burst it gathers longer;
+* *retries*: while the store is away all versions wait, and are tried again after `PAUSE_S_MAX` at most. If the store
+  refuses one version, or its bytes cannot be read, others overtake it, and it is tried again when a caller waits for
+  it;
+* *drains first*: a version for which a caller waits (`WriteBack.drain`) is published before others, except those that
+  were acknowledged before it in its directory and below.
 
 One task runs `run`; it starts a task for each attempt. Trio thread only. A crash leaves the journal.
 """
@@ -32,11 +33,13 @@ from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, WAITABLE, Acknowledg
 from lakefs_fuse.vfs.writeback.replay import Replay
 
 ALONE_MAX = 16
-"""Files published by themselves at a time; their parts share the mount's upload slots."""
+"""Files published alone at the same time; their parts share the mount's upload slots."""
 CHECK_S = 1.0
+"""A version whose parts are being uploaded is checked this often: a caller may wait for it by now, or it has ended."""
 LOCKED_S = 0.05
+"""Pause if the first file of a pack is being renamed or removed."""
 BURST_DELAYS_MAX = 15
-"""While a burst lasts packs wait for this many times ``delay_s``."""
+"""During a burst packs gather for this many times ``delay_s`` at most."""
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +64,7 @@ class PublishScheduler:
         self._gathering = False
 
     async def run(self) -> None:
-        """Publish what is acknowledged, for as long as the mount lives."""
+        """Publish acknowledged versions until the mount ends."""
         while True:
             wait_s = self._start_ready()
             with trio.move_on_after(wait_s) as waiting:
@@ -71,7 +74,7 @@ class PublishScheduler:
                     await self._queue.changed.wait()
 
     def _is_deferring(self) -> bool:
-        """Packs wait until a burst is over, or they have waited long enough."""
+        """Return whether packs wait, because a burst lasts and they have not waited `BURST_DELAYS_MAX` delays."""
         now, queue = trio.current_time(), self._queue
         if queue.is_half_full or not queue.bursts.is_lasting(now) or queue.is_drained or self._is_pressed():
             return False
@@ -79,11 +82,11 @@ class PublishScheduler:
         return oldest is not None and oldest.since_s + BURST_DELAYS_MAX * self._delay_s > now
 
     def _is_pressed(self) -> bool:
-        """Staging needs room, or changes of names wait for the queue."""
+        """Return whether staging needs room, or changes of names wait for the queue."""
         return self._staging.is_half_full or bool(self._committer.held_until)
 
     def _start_ready(self) -> float:
-        """Start what may become visible now; returns after how many seconds more may."""
+        """Start every attempt that may begin now. Returns after how many seconds the next one may."""
         now = trio.current_time()
         if now < self._queue.resume_s:
             return self._queue.resume_s - now
@@ -93,7 +96,7 @@ class PublishScheduler:
         return min(wait_s, self._start(islice(self._candidates(), 2 * PACK_FILES_MAX)))
 
     def _candidates(self) -> Iterator[AcknowledgedVersion]:
-        """The versions to publish, without those that others overtake, of which there may be any number."""
+        """Yield the versions to publish, without refused and superseded ones, of which there may be any number."""
         passed = VersionState.REFUSED, VersionState.SUPERSEDED
         return (item for item in self._queue.items if item.state not in passed)
 
@@ -171,15 +174,14 @@ class PublishScheduler:
             except FileError as error:
                 if error.errno != errno.EEXIST or is_last:
                     raise
-            # A rename in the meantime may have moved the other client's file: then its next name belongs to that file,
-            # too.
+            # A rename may have moved the other client's file in the meantime: then that file has the next name, too.
             is_last = await self._replay.rename_conflict(item, key) or item.file.key == key
 
     async def _publish_pack(self, pack: list[AcknowledgedVersion]) -> None:
         try:
             if await self._publisher.publish_pack(await self._reconcile(pack)):
                 self._queue.record_success()
-            else:  # the first of them is being renamed or removed
+            else:  # the first file is being renamed or removed
                 await trio.sleep(LOCKED_S)
         except UnreadableDrafts as error:  # the next pack is without them
             for item in pack:
@@ -195,7 +197,7 @@ class PublishScheduler:
             self._queue.end_attempt(pack)
 
     async def _reconcile(self, pack: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
-        """Those whose bytes the store does not have already. Raises LakeError where all have to wait."""
+        """Return the versions whose bytes the store does not have. Raises LakeError if all have to wait."""
         unstored = []
         for item in pack:
             try:
