@@ -461,8 +461,10 @@ class Database:
         self._end_commit(batch)
 
     def commit_volatile(self, batch: Batch) -> None:
-        """As `commit`, of what the store says, and says again when it is asked: while the disk is full, memory keeps it
-        (`volatile_rows`). Raises CacheError, CacheFull where that would be too much."""
+        """Commit a batch that is kept in memory while the disk is full (`volatile_rows`). Raises CacheError, CacheFull
+        if it is too large for that.
+
+        For rows that can be had again after a crash: from the store, or from a change that the journal has."""
         if not batch:
             return
         if self._failed_at is not None:
