@@ -1,18 +1,18 @@
-"""How the bytes of a file become its newest version: acknowledged on this node, published in the store, recorded here.
+"""Makes the bytes of a file its newest version: acknowledges them here, stores them, and records what was stored.
 
-`close` is what `close()` waits for, `publish` what `fsync()` does; the scheduler publishes what write-back acknowledged
-through `publish_version` and `publish_pack`.
+`close()` waits for `close`, and `fsync()` for `publish`; the scheduler publishes acknowledged versions by
+`publish_version` and `publish_pack`.
 
 What always holds (*one at a time*): one version of a file is published at a time (``OpenFile.publishing``), and not
 while its name is renamed or removed; writers continue during this if the version was acknowledged. The new version in
 the tree and the end of its journal record are one batch. A crash before that leaves the record, which the next mount
-compares with the store. Where the disk fails before it, the draft stays PUBLISHED, and the next attempt goes on from
+compares with the store. If the disk refuses that batch, the draft stays PUBLISHED, and the next attempt continues
 there without sending it again. Trio thread only.
 
-A plain object is stored at the file's own path if that key is free. It is not where a name that was renamed away still
-has its bytes there, and where the upload began before the file itself was renamed; then a commit says which object the
-name means. A name that commits speak of is committed again, and so is one whose attributes a listing would not show.
-Any other plain object is announced with the next commit.
+A plain object is stored at the file's own path if that key is free. The key is not free if a name that was renamed away
+still has its bytes there. If it is not, or if the upload began before the file was renamed, a commit says which object
+the name refers to. A name of which commits have told is committed again, as is one whose attributes a LIST would not
+show. Any other plain object is announced with the next commit.
 """
 
 from __future__ import annotations
@@ -80,24 +80,24 @@ from lakefs_fuse.vfs.writeback.stored_version import PlainObject, Publication, S
 from lakefs_fuse.vfs.writeback.taken_names import find_objects
 
 COPY_BYTES_MAX = 64 << 20
-"""An acknowledged file up to this size is copied when it is changed before it is in the store; a larger one waits."""
+"""An acknowledged file up to this size is copied if it is changed before it is stored; a larger one waits."""
 WAIT_DURABLE_S = 1.0
 RECORDED_AT_ONCE = 32
-"""Files of a pack that are recorded between two turns of other tasks."""
+"""Files of a pack that are recorded before other tasks have a turn."""
 STAGE_WHOLE_S_MAX = 2.0
 """Maximum time that `close()` waits to fetch the unchanged bytes of a small file from the version that it changes."""
 OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING
 """Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
-"""Each time another client has stored the name between a look and a PUT."""
+"""Attempts to store a plain object; before each further one another client has stored the name."""
 REFUSALS_MIN = 2
-"""Refusals of a key at which nothing is that are no chance: SeaweedFS does that where objects are, or were, below."""
+"""Refusals of an empty key after which it is given up: SeaweedFS refuses a key if objects are, or were, below it."""
 UNRECORDED = "what was stored just now is in the store, but that could not be recorded: %s"
 log = logging.getLogger(__name__)
 
 
 class LateAttributes(msgspec.Struct, frozen=True):
-    """Attributes that were set while a version was being stored; ``xattrs`` is None where none of those were."""
+    """Attributes that were set while a version was being stored; ``xattrs`` is None if no extended ones were."""
 
     path: str
     entry: Entry
@@ -105,13 +105,13 @@ class LateAttributes(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: str, row: Entry, now: Entry, xattrs: dict[str, bytes] | None) -> LateAttributes:
-        """The version of ``row``, with the attributes of ``now``."""
+        """Return the attributes of ``now`` for the version of ``row``."""
         attributes_now = {"mode": now.mode, "uid": now.uid, "gid": now.gid, "mtime_ns": now.mtime_ns}
         return cls(path, msgspec.structs.replace(row, **attributes_now), xattrs)
 
 
 class ObjectWriter:
-    """Puts versions into the store, in a pack with others or as plain objects, and commits what a listing lacks."""
+    """Stores versions, in packs or as plain objects, and commits what a LIST would not show of them."""
 
     def __init__(
         self,
@@ -130,22 +130,22 @@ class ObjectWriter:
         self.keeping = deletions.keeping
         self._rules, self._shown, self._poll = Rules.of(config), attributes.shown(config), poll
         self._storing_plain = 0
-        """Files that are being stored as plain objects: files that close at the same time are not alone."""
+        """Number of files that are being stored as plain objects: a file that closes meanwhile is not alone."""
         self._untold: dict[str, int] = {}
-        """Paths of stored versions that others do not find without a commit, and the journaled changes that it has."""
+        """Numbers of journaled changes without which other nodes do not find a stored version, by path."""
         self._unrecorded = WeakKeyDictionary[Draft, Unrecorded]()
-        """Drafts that the store has. Where one could not be recorded, the next attempt begins here."""
+        """Drafts that the store has. If one could not be recorded, the next attempt continues from here."""
 
     @property
     def are_names_held(self) -> bool:
-        """Changes of names wait for what was acknowledged before them."""
+        """Return whether changes of names wait for versions that were acknowledged before them."""
         return bool(self._committer.held_until)
 
     async def store(
         self, file: OpenFile, draft: Draft, *, alone: bool = False, is_synced: bool = False
     ) -> StoredVersion:
-        """Make the draft's bytes the newest version of the file. The caller holds ``draft.gate``. ``alone``: no
-        other file is waited for. ``is_synced``: an fsync waits for it.
+        """Store the draft's bytes as the newest version of the file. The caller holds ``draft.gate``. ``alone``: it
+        does not wait for other files. ``is_synced``: an fsync waits for it.
 
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
@@ -153,16 +153,16 @@ class ObjectWriter:
         try:
             return await self._store(file, draft, alone=alone, is_synced=is_synced)
         except BaseException as error:
-            if is_exclusive and not draft.target.replaces:  # whatever this attempt took to be free
+            if is_exclusive and not draft.target.replaces:  # whatever this attempt has concluded
                 draft.target.if_absent = True
                 if isinstance(error, FileError) and error.errno == errno.EEXIST:
                     file.lose_name()
             raise
 
     async def _store(self, file: OpenFile, draft: Draft, *, alone: bool, is_synced: bool) -> StoredVersion:
-        await self._committer.reconcile()  # these bytes may hit what a rename that seemed to fail has taken away
+        await self._committer.reconcile()  # a rename that seemed to fail may have moved the file at this name
         if self._committer.error is not None:
-            for path in list(self._untold):  # which comes before this version
+            for path in list(self._untold):  # their commits come before this version
                 await self.commit_location(path)
         if draft in self._unrecorded:
             return await self._resume(file, draft)
@@ -178,7 +178,7 @@ class ObjectWriter:
                 self._end_pack(draft, before)
                 return await self._resume(file, draft)
             plan, removed = await self._plan(file, draft, policy, alone=True)
-        refusals, there = 0, None  # refusals of a key at which a look found nothing
+        refusals, there = 0, None  # refusals of a key at which a HEAD found nothing
         for _ in range(OVERTAKEN_MAX):
             try:
                 sent = await self._send_plain(draft, plan, removed, there)
@@ -203,7 +203,7 @@ class ObjectWriter:
                     draft.target.if_absent = False
             elif refusals >= REFUSALS_MIN:
                 self._files.refuse_key(plan.key)
-            await self._poll()  # after the look: a rename of what is there is in effect
+            await self._poll()  # after the HEAD, so that a rename of the object found there is in effect
             if is_exclusive and plan.key == file.key and self._is_name_taken(draft, there):
                 raise await refuse_name(draft)
             etag = "" if there is None else there.etag
@@ -214,7 +214,7 @@ class ObjectWriter:
         """Describe a draft that the store has. Raises LakeError; then it can be tried again."""
         unrecorded = self._unrecorded[draft]
         if unrecorded.plain is None:
-            await self._committer.reconcile()  # so that the commit is in effect
+            await self._committer.reconcile()  # so that the commit is in effect here
             return self._retire(unrecorded.before, self._packed(file, draft))
         plain, meta = unrecorded.plain, unrecorded.plain.published.meta
         found = await draft.uploader.client.find(meta.key)
@@ -225,35 +225,35 @@ class ObjectWriter:
         return self._retire(unrecorded.before, await self._describe_plain(file, draft, plain))
 
     def _end_pack(self, draft: Draft, before: ObjectRow | None) -> None:
-        """The store has the draft in a pack."""
+        """Record in memory that the store has the draft in a pack."""
         draft.end_publish()
         self._unrecorded[draft] = Unrecorded(before, None)
 
     async def _is_free(self, draft: Draft, plan: PublishPlan) -> bool:
-        """Nothing lies at the key of a file that was created with O_EXCL, or what counts as removed by its date, so
-        nobody has its name."""
+        """Return whether the name of a file that was created with O_EXCL is free: its key has no object, or one that
+        counts as removed by its date. Raises LakeError."""
         if not plan.if_absent:
             return False
         there = await draft.uploader.client.find(plan.key)
         return there is None or self._is_hidden_object(there)
 
     def _is_hidden_object(self, there: ObjectMeta) -> bool:
-        """An object counts as removed from its key."""
+        """Return whether an object counts as removed from its key."""
         removed = self._ns.tree.tombstones.get(there.key.encode())
         return removed is not None and removed.hides(there.etag, there.mtime_ns)
 
     def _is_name_taken(self, draft: Draft, there: ObjectMeta | None) -> bool:
-        """Whether the object that a HEAD has shown at the key of the file belongs to another client."""
+        """Return whether the object that a HEAD found at the key of the file belongs to another client."""
         return there is not None and not is_own_object(draft, there) and not self._is_hidden_object(there)
 
     def _is_of_another_node(self, file: OpenFile) -> bool:
-        """Of a file that was created with O_EXCL: a commit told that another node has the name, and none since that it
-        has not."""
+        """Return whether another node has the name of a file that was created with O_EXCL: a commit named it there, and
+        none has removed it since."""
         row = self._ns.tree.entry(file.entry.inode)
         return row is not None and not row.is_local and not self._ns.is_removed(row)
 
     def _is_packed_by_another(self, file: OpenFile, draft: Draft) -> bool:
-        """The same, where no condition of a request shows it, because the other node's bytes are not at the key."""
+        """As `_is_of_another_node`, but only if no precondition shows it: the other node's bytes are elsewhere."""
         row = self._ns.tree.entry(file.entry.inode)
         if row is None or row.is_plain or not self._is_of_another_node(file) or draft.target.unsure is not None:
             return False
@@ -270,15 +270,15 @@ class ObjectWriter:
         is_synced: bool = False,
         there: str | None = None,
     ) -> tuple[PublishPlan, Tombstone | None]:
-        """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
-        look has just shown at the key, empty for nothing. Returns also what is gone at the path."""
+        """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag that a HEAD
+        has just found at the key, empty for none. Returns also what `_gone` returns of the path. Raises LakeError."""
         if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
             await wait_upload_begun(draft)
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
         if there is None and draft.parts.bytes_dropped and target.key != path and not target.key.startswith(OBJECTS):
-            found = await draft.uploader.client.find(target.key)  # for no condition guards its completion
+            found = await draft.uploader.client.find(target.key)  # because no precondition guards its completion
             if found is None or not is_own_object(draft, found):  # an attempt whose answer was lost
                 there = "" if found is None else found.etag
         removed = self._ns.tree.tombstones.get(path.encode())
@@ -322,8 +322,8 @@ class ObjectWriter:
         return plan, _gone(removed, row)
 
     async def _leave_late_object(self, draft: Draft) -> None:
-        """What an attempt without an answer made of the draft at its earlier key goes: the file has another name since.
-        Raises LakeError."""
+        """Hide and delete the object that an attempt without answer stored of the draft at its earlier key: the file
+        has another name by now. Raises LakeError."""
         meta = await find_late_object(draft)
         if meta is not None:
             builder = ChangeBuilder(self._ns.tree)
@@ -332,15 +332,15 @@ class ObjectWriter:
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
 
     async def commit_location(self, path: str) -> None:
-        """The commit that others need to find what was stored last for a path is in the store. Raises LakeError; then
+        """Store the commit without which other nodes do not find the newest version at a path. Raises LakeError; then
         the change stays journaled."""
         if self._untold.get(path) in self._committer.journal.changes:
             await self._committer.flush()
         self._untold.pop(path, None)
 
     async def find_taken(self, versions: Sequence[tuple[OpenFile, Draft]]) -> set[str]:
-        """Paths of files that were created with O_EXCL and are about to be packed, of which commits told, or the store
-        shows, that another client has them. A pack replaces whatever it finds. Raises LakeError."""
+        """Return the paths of files to be packed that were created with O_EXCL and that another client has, as commits
+        or the store show. A pack would replace any of them. Raises LakeError."""
         exclusive = {file.key: (file, draft) for file, draft in versions if draft.target.if_absent}
         if not exclusive:
             return set()
@@ -352,8 +352,8 @@ class ObjectWriter:
     async def store_pack(
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
     ) -> Callable[[OpenFile, Draft], StoredVersion]:
-        """As `store`, of small files, in one pack; what is returned answers for each what became of it. ``passed`` are
-        earlier versions of some, which stay out of it, as does what the store has already."""
+        """Store small files in one pack, but for those that the store has. Returns a function that describes each.
+        ``passed`` are earlier versions of some, which stay out of the pack. Raises LakeError."""
         await self._committer.reconcile()
         objects = self._ns.tree.objects
         unsent = [(file, draft) for file, draft in files if draft not in self._unrecorded]
@@ -362,7 +362,7 @@ class ObjectWriter:
             await self._packer.commit_pack(unsent, passed)
         for (_, draft), replaced in zip(unsent, before, strict=True):
             self._end_pack(draft, replaced)
-        await self._committer.reconcile()  # so that the commit is in effect
+        await self._committer.reconcile()  # so that the commit is in effect here
 
         def stored(file: OpenFile, draft: Draft) -> StoredVersion:
             return self._retire(self._unrecorded[draft].before, self._packed(file, draft))
@@ -390,8 +390,8 @@ class ObjectWriter:
     async def _send_plain(
         self, draft: Draft, plan: PublishPlan, removed: Tombstone | None, there: ObjectMeta | None
     ) -> PlainObject:
-        """``removed`` is what was gone at the path when the version was planned, ``there`` what a look has shown at the
-        key before."""
+        """Send the version. ``removed`` is what was gone at the path when it was planned, ``there`` what a HEAD had
+        found at the key before. Raises LakeError."""
         key, removed = plan.key, None if draft.target.unsure else removed
         self._storing_plain += 1
         try:
@@ -405,16 +405,16 @@ class ObjectWriter:
             self._storing_plain -= 1
 
     async def _describe_plain(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
-        """Journal what others need to find the object. Raises CacheError; then it can be tried again."""
+        """Journal the change without which others do not find the object. Raises CacheError; it can be tried again."""
         published = plain.published
         key = published.meta.key  # a rename that began before the draft may have moved it since the plan
         is_at_another_name = key != file.key and not key.startswith(OBJECTS)
         if is_at_another_name and not published.is_superseded and not file.unlinked:
-            with suppress(LakeError):  # else the commit of the location says it
+            with suppress(LakeError):  # otherwise the commit of the location does that
                 await self._renamed.hide(key, [published.meta.etag])
         replaced = self._replaced_untold(file.key, draft, plain.plan, published.meta)
         has_tombstone = self._has_tombstone(file.key)
-        may_be_hidden = published.is_back or bool(replaced)  # who put that may have replaced the same bytes
+        may_be_hidden = published.is_back or bool(replaced)  # the writer of that may have replaced the same bytes
         row, dated_s = self._ns.tree.entry(file.entry.inode), 0
         if has_tombstone or may_be_hidden or file.entry.place or (row is not None and row.place):
             dated_s = await self._find_date(draft.uploader.client, published.meta, may_be_hidden=may_be_hidden)
@@ -426,7 +426,7 @@ class ObjectWriter:
         entry = msgspec.structs.replace(
             now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
             place=0, offset=0,
-            stamp=0 if row is None else row.stamp,  # what was pending when the file was opened is in a commit, perhaps
+            stamp=0 if row is None else row.stamp,  # a change pending when the file was opened may be in a commit
         )  # fmt: skip
         is_named = has_tombstone or bool(row is not None and (row.stamp or row.flags & Flag.OVERRIDING))
         is_again = row is not None and row.etag == meta.etag and row.is_plain
@@ -439,10 +439,10 @@ class ObjectWriter:
             if row is not None and is_hiding(row, meta.etag):
                 self.leave_to_others(row)
                 row = None
-        elif commits:  # journaled, so that it will be made even if this fails
+        elif commits:  # journaled, so that it is sent even if this fails
             dated_s, before = self._date_again(meta, dated_s), self._removal(path, replaced, plain.there)
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=before)
-            if key != path or replaced:  # or who replaces this next does not hear of what it has replaced
+            if key != path or replaced:  # or the next writer does not hear of what this has replaced
                 self._untold[path] = self._committer.journal.newest
             row = self._ns.tree.entry(entry.inode)
             entry = row or entry
@@ -453,14 +453,14 @@ class ObjectWriter:
         return StoredVersion(entry, row, is_removed, extent, published.described, published, commits and is_named)
 
     def _replaced_untold(self, path: str, draft: Draft, plan: PublishPlan, meta: ObjectMeta) -> str:
-        """The ETag of the object that was replaced at a path, of which no commit told here; empty for none."""
+        """Return the ETag of the object replaced at a path if no commit has told of it here; empty otherwise."""
         replaced = plan.expected or ""
         is_known = replaced in (meta.etag, draft.target.replaces) or self._tombstone(path).when_gone(replaced) > 0
         return "" if meta.key != path or is_known else replaced
 
     def _removal(self, path: str, etag: str, there: ObjectMeta | None) -> Remove | None:
-        """Of the object that was replaced, of which its writer has told nobody yet; None for none. Where it has bytes
-        that a commit had hidden before, it has the date of what a look has shown ``there``."""
+        """Return the removal of a replaced object of which no commit has told; None without an ETag. If a commit had
+        hidden the same bytes before, it has the date of the object that a HEAD found ``there``."""
         is_again = there is not None and there.etag == etag and self._is_hidden(path, etag)
         dated_s = there.mtime_ns // NS if there is not None and is_again else 0
         return Remove(path, hides=etag, dated_s=dated_s) if etag else None
@@ -471,21 +471,21 @@ class ObjectWriter:
             self._renamed.stored(path, key, etag)
 
     def _is_of_another(self, file: OpenFile, key: str) -> bool:
-        """Another file than this one is the plain object at a key."""
+        """Return whether another file than this one is the plain object at a key."""
         there = self._ns.at(key)
         is_plain = there is not None and there.is_plain and bool(there.etag)
         return there is not None and is_plain and there.inode != file.entry.inode and not self._ns.is_removed(there)
 
     def _gone_at(self, target: DraftTarget) -> tuple[str, ...]:
-        """See `VersionFacts.gone_at_key`."""
+        """Return `VersionFacts.gone_at_key`."""
         used, removed = self._ns.tree.objects.used(target.key), self._tombstone(target.key)
         doomed, before = self._deletions.superseded_etag(target.key), "" if used is None else used.etag
         known = dict.fromkeys([before, doomed, removed.etag, *(etag for etag, _ in removed.all_gone)])
         return tuple(etag for etag in known if etag)
 
     def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None) -> str:
-        """See `VersionFacts.own_etag`; without O_EXCL what the file replaces, or what was removed last, is enough. With
-        O_EXCL what is there counts if it was removed, and not if it is another node's file."""
+        """Return `VersionFacts.own_etag`: without O_EXCL the ETag that the file replaces, or that was removed last.
+        With O_EXCL the object there counts if it was removed, and not if it is another node's file."""
         if target.if_absent:
             return "" if self._is_of_another_node(file) else self._ns.own_etag(file.key, file.entry.parent)
         return target.replaces or ("" if removed is None else removed.etag)
@@ -494,22 +494,22 @@ class ObjectWriter:
         return self._ns.tree.tombstones.get(path.encode()) or Tombstone(0)
 
     def _has_tombstone(self, path: str) -> bool:
-        """A commit removed, or hid, the plain object at a path."""
+        """Return whether a commit removed or hid a plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
 
     def was_seen_and_removed(self, path: str, meta: ObjectMeta, dated_s: int, before: Tombstone | None) -> bool:
-        """Another node removed or replaced the object after it was stored, and before its writer, who lost the answer,
-        knew that it was. ``dated_s`` is the store's date of it, 0 where that is not known. ``before`` is what `_gone`
-        answered before it was sent: removals of equal bytes that it has came first, whatever the dates, which are of
-        other clocks."""
+        """Return whether another node removed or replaced the object before its writer, which had lost the answer to
+        its PUT, knew that it was stored. ``dated_s`` is the store's date of it, 0 if unknown. ``before`` is what
+        `_gone` returned before the PUT: removals of equal bytes that it has came first, whatever their dates, which
+        are of other clocks."""
         gone = _when_gone(_gone(self._tombstone(path), self._ns.at(path)), meta.etag) if meta.key == path else 0
         known = _when_gone(before, meta.etag)
         return dated_s > 0 and (dated_s + 1) * NS < gone < PENDING and known != gone and known < PENDING
 
     async def _find_date(self, client: StoreClient, meta: ObjectMeta, *, may_be_hidden: bool = False) -> int:
-        """The store's date, in seconds, of bytes that were removed or replaced before, and are there again: the answer
-        to a PUT may have this machine's. 0 where no commit that is known here hides them, or told of them before,
-        unless one ``may_be_hidden``, and where the store does not tell."""
+        """Return the store's date, in seconds, of bytes that were removed or replaced before and are there again: the
+        answer to a PUT may have this machine's. Returns 0 if no commit known here hides or names the bytes, unless one
+        ``may_be_hidden``; and if the store does not answer."""
         was_there = self._is_hidden(meta.key, meta.etag) or self._tombstone(meta.key).when_told(meta.etag) > 0
         if not (may_be_hidden or was_there):
             return 0
@@ -520,12 +520,12 @@ class ObjectWriter:
         return there.mtime_ns // NS if there is not None and there.etag == meta.etag else 0
 
     def _date_again(self, meta: ObjectMeta, dated_s: int) -> int:
-        """The date that a commit tells: later than that of any version with these bytes that is known to be removed."""
+        """Return the date for the commit: later than that of any removed version with these bytes known here."""
         return max(dated_s, self._tombstone(meta.key).when_dated(meta.etag) + 1) if dated_s else 0
 
     def _is_hidden(self, path: str, etag: str) -> bool:
-        """A commit says that the plain object of this ETag is not what the name means. Of one that a listing did not
-        show any more a commit may say that which nobody here has heard of."""
+        """Return whether a commit says that the name does not refer to the plain object with this ETag. If a listing no
+        longer showed that object, an unknown commit may say so."""
         there, tombstone = self._ns.at(path), self._tombstone(path)
         is_covered = there is not None and bool(there.place) and there.etag == etag
         return is_covered or bool(tombstone.when_gone(etag)) or tombstone.unlisted[0] == etag
@@ -534,9 +534,9 @@ class ObjectWriter:
         self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0,
         replaced: Remove | None = None,
     ) -> None:  # fmt: skip
-        """Journal that a name is the plain object at ``key``, and that no other name is. ``is_again``: it has the bytes
-        that it replaced, which another node may be removing. ``dated_s`` where the store's date of it is known.
-        ``replaced`` removes an object there of which its writer has told nobody yet."""
+        """Journal that a name refers to the plain object at ``key``, and no other name does. ``is_again``: it has the
+        bytes that it replaced, which another node may be removing. ``dated_s`` is the store's date of it, 0 if unknown.
+        ``replaced`` removes an object there of which no commit has told. Raises CacheError."""
         builder = ChangeBuilder(self._ns.tree)
         if replaced is not None:
             builder.operations.append(replaced)
@@ -553,15 +553,15 @@ class ObjectWriter:
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
 
     async def finish(self, draft: Draft, path: str, check_replaceable: Callable[[], Awaitable[None]]) -> None:
-        """Make what a daemon that died left of a file its newest version. The caller holds ``draft.gate``.
-        ``check_replaceable`` is called when the bytes are sent, and raises where the name has a version that stays.
+        """Store an orphan's bytes as the newest version of its file. The caller holds ``draft.gate``.
+        ``check_replaceable`` is called when the bytes are sent, and raises if the name has a version that must stay.
 
-        Raises LakeError; then it can be tried again. Overtaken where such a version came after that.
+        Raises LakeError; then it can be tried again. Raises Overtaken if such a version came after the check.
         """
         client = draft.uploader.client
 
         async def is_replaced_at_earlier_name() -> bool:
-            """The upload began under an earlier name, which others have stored since."""
+            """Return whether the upload began under an earlier name that others have stored since."""
             if not is_renamed_since(draft.target.key if draft.upload_intent_ns else "", path):
                 return False
             found = await client.find(draft.target.key)
@@ -569,7 +569,7 @@ class ObjectWriter:
             return not is_known
 
         async def confirm() -> None:
-            found = await client.find(key)  # before the check, so that what comes later is refused
+            found = await client.find(key)  # before the check, so that a later version makes the store refuse this
             await self._poll()
             await check_replaceable()
             if await is_replaced_at_earlier_name():
@@ -582,7 +582,7 @@ class ObjectWriter:
             is_taken = self._files.is_key_taken(path)
             draft.target.key, draft.target.path = choose_key(path, draft.id, is_taken=is_taken)
         key = draft.target.key
-        draft.target.if_absent = False  # removed bytes may lie there still
+        draft.target.if_absent = False  # a removed object may still be there
         there = self._ns.at(path)
         async with self._deletions.keeping(key):
             used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
@@ -598,12 +598,12 @@ class ObjectWriter:
 
     def announce_object(self, path: str, meta: ObjectMeta, dated_s: int, before: Entry | None = None) -> None:
         """Make this object the version of the name, with the attributes in its metadata. ``dated_s`` is the store's
-        date of it, 0 where that is not known; ``before`` is the row as it was before it got the object's ETag, by
-        default as it is. Raises CacheError."""
+        date of it, 0 if unknown; ``before`` is the row before it got the object's ETag, by default the present one.
+        Raises CacheError."""
         there, tombstone = self._ns.at(path), self._tombstone(path)
         if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_removed(meta.etag):
             return  # another node saw it, and removed it
-        inode = there.inode if there is not None else 0  # whose extended attributes it keeps
+        inode = there.inode if there is not None else 0  # it keeps the extended attributes of this inode
         entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
         entry = attributes.learn(entry, meta.metadata or {})
         told = before or there
@@ -615,15 +615,15 @@ class ObjectWriter:
         flags = entry.flags & ~(Flag.XATTRS | Flag.MTIME_KEPT)
         bare = msgspec.structs.replace(entry, flags=flags)
         commits = needs_commit(bare, self._shown, key=meta.key, path=path, is_named_by_commit=is_named)
-        if not commits and entry.mtime_ns == meta.mtime_ns:  # as every listing shows
+        if not commits and entry.mtime_ns == meta.mtime_ns:  # every LIST shows that
             self._committer.announce_stored(path)
             return
         is_again = there is not None and there.stamp > 0 and there.is_plain and there.etag == meta.etag
         self._enqueue_location(path, entry, meta.key, is_again=is_again, dated_s=dated_s)
 
     async def record_link(self, path: str, source: Entry, meta: ObjectMeta, client: StoreClient) -> None:
-        """This node has stored the bytes of the file ``source`` once more, as the plain object at ``path``, where
-        nothing was: the name has its attributes. Raises CacheError."""
+        """Record a link: a copy of the bytes of ``source`` that this node has stored as the plain object at ``path``,
+        where nothing was. It has the attributes of ``source``. Raises CacheError."""
         dated_s = await self._find_date(client, meta) if self._has_tombstone(path) else 0
         self._note_stored(path, path, meta.etag)
         flags = (source.flags & (Flag.XATTRS | Flag.MTIME_KEPT)) | Flag.ATTRIBUTES_KNOWN
@@ -637,17 +637,17 @@ class ObjectWriter:
         self._committer.read_again(since)
 
     def leave_to_others(self, row: Entry) -> None:
-        """Give a name to another client's version, with a new inode. Its extended attributes may be those that were set
-        here, for the version of this node: the commits that have others are applied again. Raises CacheError."""
+        """Give a name to another client's version, with a new inode. Raises CacheError. Its extended attributes may be
+        those that were set here for this node's version, so commits with other ones are applied again."""
         since = row.stamp or (row.ctime_ns if row.flags & Flag.ATTRIBUTED else 0)
         if row.flags & Flag.XATTRS and 0 < since < PENDING:
             self.read_again(since)
         self._ns.renew_inode(msgspec.structs.replace(row, flags=row.flags & ~Flag.XATTRS))
 
     def _retire(self, before: ObjectRow | None, stored: StoredVersion) -> StoredVersion:
-        """The object of the version before is superseded, unless it was replaced in place."""
+        """Retire the object of the version before, unless it was replaced in place. Returns ``stored``."""
         if stored.published is not None and stored.published.is_superseded:
-            return stored  # what the name means is for the other writer to say
+            return stored  # the other writer says to what the name refers
         if before is not None and not before.is_pack and before.number != stored.entry.place:
             try:
                 self._committer.retire(Deletion(before.key, before.etag))
@@ -656,7 +656,7 @@ class ObjectWriter:
         return stored
 
     def set_attributes(self, late_attributes: Iterable[LateAttributes], batch: Batch | None = None) -> None:
-        """Attributes that were set after the store had been told of the files'; journaled with ``batch``. Raises
+        """Journal attributes that were set after the store got those of the files, in one write with ``batch``. Raises
         CacheError."""
         builder = ChangeBuilder(self._ns.tree)
         for late in late_attributes:
@@ -665,7 +665,7 @@ class ObjectWriter:
 
 
 def _gone(removed: Tombstone | None, there: Entry | None) -> Tombstone | None:
-    """What was removed at a path, with the plain object that the file there hides."""
+    """Return the tombstone of a path with the plain object that the file there hides."""
     is_over = there is not None and bool(there.etag) and is_hiding(there, there.etag)
     return bury(removed, etag=there.etag, at=there.stamp) if there is not None and is_over else removed
 
@@ -675,7 +675,7 @@ def _when_gone(tombstone: Tombstone | None, etag: str) -> int:
 
 
 def _is_told(there: Entry, meta: ObjectMeta, dated_s: int) -> bool:
-    """A change has told of this object, and not of earlier bytes like it."""
+    """Return whether a change has named this object, and not an earlier one with equal bytes."""
     is_told = there.is_plain and there.stamp > 0 and there.etag == meta.etag
     return is_told and (there.stamp >= PENDING or 0 < (dated_s + 1) * NS <= there.stamp)
 
@@ -701,9 +701,9 @@ class Publisher:
         self._journal = Journal(database)
 
     async def close(self, file: OpenFile) -> None:
-        """What `close()` waits for: the store, or under write-back the local disk. Raises LakeError."""
+        """Store a file that is being closed, or acknowledge it under write-back. Raises LakeError."""
         if file.is_being_unlinked:
-            async with file.publishing:  # the name stays where its removal fails
+            async with file.publishing:  # the name stays if its removal fails
                 pass
         draft = file.draft
         if file.state is not OpenState.UNLINKED:
@@ -723,9 +723,9 @@ class Publisher:
 
     @staticmethod
     async def _stage_whole(draft: Draft) -> None:
-        """The unchanged bytes of a small file are staged too, if the store answers in time, because the version that it
-        changes may no longer exist when it is published. Raises FileError(ESTALE) if that version no longer exists, so
-        that the bytes could never be published."""
+        """Stage the unchanged bytes of a small file as well, if the store answers in time: the version that it changes
+        may no longer exist when it is published. Raises FileError(ESTALE) if that version no longer exists, so that the
+        file could never be published."""
         if draft.base is None or draft.size > COPY_BYTES_MAX:
             return
         with trio.move_on_after(STAGE_WHOLE_S_MAX):
@@ -739,14 +739,14 @@ class Publisher:
                 log.info("%s is acknowledged as a change of the version in the store: %s", draft.target.key, error)
 
     async def publish(self, file: OpenFile) -> None:
-        """Return when the file's bytes, as they were when called, are in the store, and what write-back acknowledged
-        before in its directory. Raises LakeError."""
+        """Store the present bytes of the file, and the versions that were acknowledged before in its directory. Raises
+        LakeError."""
         if not file.unlinked:
             file.check_publishable()
         await self._publish_newest(file, is_synced=True)
 
     async def record(self, file: OpenFile) -> None:
-        """Record the version of a file that the store has, after that failed. Raises LakeError."""
+        """Record a version that the store has, which could not be recorded before. Raises LakeError."""
         await self._publish_newest(file, is_synced=False)
 
     async def _publish_newest(self, file: OpenFile, *, is_synced: bool) -> None:
@@ -797,10 +797,10 @@ class Publisher:
             raise untold
 
     async def publish_pack(self, items: list[AcknowledgedVersion]) -> bool:
-        """Publish acknowledged versions in one pack, up to one whose name is contested; False where none could be.
-        Raises LakeError, and then none is; UnreadableDrafts where the others could be."""
+        """Publish acknowledged versions in one pack, up to the first whose name is contested or locked. Returns False
+        if none could be. Raises LakeError; UnreadableDrafts if the others could be published. Then none is."""
         await self._find_contested(items)
-        taken: dict[int, tuple[AcknowledgedVersion, OpenFile]] = {}  # of several versions of a file the last
+        taken: dict[int, tuple[AcknowledgedVersion, OpenFile]] = {}  # the last of several versions of a file
         passed: list[Draft] = []
         with ExitStack() as held:
             for item in items:
@@ -809,7 +809,7 @@ class Publisher:
                 if item.file.behind and not is_locked and item.file.stored_after(item.draft) is not None:
                     item.is_contested = True
                 if owner is not None and (is_locked or item.is_contested):
-                    break  # what comes after it in the order waits for the next pack
+                    break  # the versions after it wait for the next pack
                 if owner is None or item.file.unlinked:
                     self._queue.end(item.draft)
                     continue
@@ -838,7 +838,7 @@ class Publisher:
             item.is_contested = item.draft.target.if_absent and item.file.key in taken
 
     async def _publish_taken(self, taken: list[tuple[AcknowledgedVersion, OpenFile]], passed: list[Draft]) -> None:
-        """In one pack, which has newer versions of what is ``passed``. Recorded a few at a time: readers wait."""
+        """Publish versions in one pack, which supersedes ``passed``. A few at a time are recorded: readers wait."""
         stored = await self._writer.store_pack([(owner, item.draft) for item, owner in taken], passed)
         published: list[Publication] = []
         older: list[Draft] = []
@@ -855,9 +855,9 @@ class Publisher:
     # -- what is recorded
 
     def _record(self, published: Sequence[Publication]) -> tuple[list[Draft], LakeError | None]:
-        """Make versions in the store those of their files, in one batch: rows, the ends of journal records, and what
-        was set meanwhile. While the disk is full, memory keeps it. Returns the drafts that they supersede, and what
-        could not be written: the bytes are durable all the same, and the next lookup, or the next mount, finds out."""
+        """Record versions that the store has in one batch: rows, the ends of journal records, and attributes set since.
+        While the disk is full, memory keeps it. Returns the drafts that they supersede, and the error of what could not
+        be written: the bytes are durable all the same, and the next lookup or mount finds them."""
         batch, older, late = Batch(), list[Draft](), list[LateAttributes]()
         for each in published:
             if each.file.behind:
@@ -873,7 +873,7 @@ class Publisher:
         return older, self._commit_record(batch, late)
 
     def _commit_record(self, batch: Batch, late: list[LateAttributes]) -> LakeError | None:
-        """Commit what `_record` made, with ``late``, or a death between would lose them. Where these cannot be
+        """Commit the batch of `_record` together with ``late``, which a crash between would lose. If these cannot be
         journaled, the versions are recorded without them. Returns the error."""
         failed: LakeError | None = None
         if late:
@@ -892,8 +892,8 @@ class Publisher:
         return failed
 
     def _end_older(self, batch: Batch, file: OpenFile, draft: Draft) -> list[Draft]:
-        """Older versions that did not come before this one, because they were refused or a pack passed them, end:
-        neither a later attempt nor the next mount takes them for newest."""
+        """End older versions that were refused, or that a pack passed, so that neither a later attempt nor the next
+        mount takes one of them for the newest. Returns their drafts."""
         passed = [each.draft for each in file.behind if each.draft is not None and each.draft.sequence < draft.sequence]
         file.behind = [each for each in file.behind if each.draft not in passed]
         for each in passed:
@@ -915,19 +915,19 @@ class Publisher:
         self._ns.changing(entry.parent, entry.name)
         if is_stored:
             batch.committed.append(partial(self._ns.changing, entry.parent, entry.name, is_stored=True))
-        if stored.row is None:  # another version has the name on this node, and ours replaced it: look again
+        if stored.row is None:  # another version has the name here, and ours replaced it: list again
             self._ns.tree.forget_listing(batch, entry.parent)
         elif stored.is_removed:
             self._ns.tree.remove(batch, stored.row)
             self._ns.announce_name(entry.parent, entry.name)
-        elif published is not None:  # a pack's commit told the rows itself
+        elif published is not None:  # the commit of a pack changed the rows itself
             assert (entry.parent, entry.cookie) == (stored.row.parent, stored.row.cookie), "a file follows its row"
             self._ns.tree.update_files(batch, [(stored.row, entry)])  # read in this step
             if published.is_superseded:
                 self._ns.tree.forget_listing(batch, entry.parent)
 
     async def _finish(self, published: Sequence[Publication], older: list[Draft]) -> None:
-        """Let go of what is staged of recorded versions, and of those ``older``, which they supersede."""
+        """Release the staged bytes of recorded versions, and discard the ``older`` ones that they supersede."""
         if any(each.draft.sequence or each.stored.needs_sync for each in published):
             await self._threads.run(self._sync)
         for draft in older:
@@ -946,24 +946,24 @@ class Publisher:
                 await trio.lowlevel.checkpoint()
 
     def _sync(self) -> None:
-        """Sync the deletion of records, so that the bytes that they name may be deleted. And what is journaled is
-        there: else an earlier change of the name, which is journaled, too, would be the last. In a worker thread."""
+        """Sync the deletion of records before the bytes that they refer to are deleted, and the changes journaled for
+        the names, without which an earlier journaled change would be the last. In a worker thread."""
         try:
             self._db.sync()
         except CacheError as error:
             log.error(UNRECORDED, error)
 
     def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
-        """Rename the staging file into the block cache, so that later reads find it. Where that fails, they ask the
+        """Rename the staging file into the block cache, so that later reads find it. If that fails, they ask the
         store."""
         self._cache.adopt(self._services.staging.path(draft.id), version, published.hashes)
 
     # -- changing what was acknowledged
 
     async def begin_next(self, file: OpenFile, acknowledged: Draft) -> None:
-        """Begin the version after an acknowledged one that is not in the store yet, as a copy of it. Where it is large,
-        or the store has it before it is copied, wait until it is published; then the caller begins the next version.
-        The first of many concurrent writers does it. Raises LakeError."""
+        """Begin the version after an acknowledged one that is not in the store yet, as a copy of it. If it is large, or
+        the store has it before it is copied, wait until it is published; then the caller begins the next version. The
+        first of several concurrent writers does this. Raises LakeError."""
         file.beginning = file.beginning or trio.Lock()
         async with file.beginning:
             if file.draft is acknowledged:
@@ -988,11 +988,12 @@ class Publisher:
                 await trio.sleep(WAIT_DURABLE_S)
 
     async def _drain_before(self, file: OpenFile) -> None:
-        """What write-back acknowledged of the file, and before it in its directory, is durable. Raises LakeError."""
+        """Wait until acknowledged versions of the file, and those before it in its directory, are durable. Raises
+        LakeError."""
         held = self._writer.are_names_held
         await self._queue.drain(self._queue.before(file.key, are_names_held=held))
 
 
 def _owner(file: OpenFile, draft: Draft) -> OpenFile | None:
-    """The file, or the version behind it, whose draft it is; None where it has ended."""
+    """Return the file, or the version behind it, to which the draft belongs; None if it has ended."""
     return file if file.draft is draft else file.owner_of(draft)
