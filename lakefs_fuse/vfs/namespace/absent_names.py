@@ -1,8 +1,8 @@
-"""Names that the kernel may hold as absent although the first listing of their directory brings them.
+"""Names that the kernel may have cached as absent before the first listing of their directory shows them.
 
-A directory that is listed for the first time announces none of its names, because the kernel has to ask for them in any
-case: except for those that were asked for by themselves before, and were not there. What was answered while an earlier
-listing counted, which was dropped since, is not known by name: then all names that came since count.
+The first listing of a directory announces none of its names, because the kernel has to look them up in any case, except
+names that were looked up before the listing and were absent. If an earlier listing answered such lookups and was
+dropped since, their names are not known: then all names that were added since count as looked up.
 
 Trio thread only; memory has the bounds below. Neither this state nor the kernel's caches survive a crash.
 """
@@ -13,14 +13,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 NAMES_MAX = 256
-"""Names of one directory; with more, all that came since count."""
+"""Maximum names of one directory; beyond, all names that were added since count."""
 DIRECTORIES_MAX = 16_384
-"""Beyond, the directory that was added first is forgotten: for the rest of the TTL its names may stay absent."""
+"""Maximum directories; beyond, the one added first is forgotten, and its names may stay absent for the rest of the
+TTL."""
 
 
 @dataclass(slots=True)
 class Absences:
-    """The names of one directory, or (``is_any``) all with a cookie beyond ``after``."""
+    """The absent names of one directory; with ``is_any``, all names with a cookie beyond ``after``."""
 
     after: int
     names: set[bytes] = field(default_factory=set)
@@ -32,10 +33,10 @@ class AbsentNames:
 
     def __init__(self) -> None:
         self.directories: OrderedDict[int, Absences] = OrderedDict()
-        """Not to be changed."""
+        """Absences by inode, for readers."""
 
     def add(self, directory: int, name: bytes, last_cookie: int) -> None:
-        """A name was not there when ``last_cookie`` was the last that any name had been given."""
+        """Record that a name was absent when ``last_cookie`` was the newest cookie of all names."""
         absences = self._of(directory, last_cookie)
         if not absences.is_any:
             absences.names.add(name)
@@ -43,7 +44,7 @@ class AbsentNames:
                 self._widen(absences)
 
     def add_any(self, directory: int, last_cookie: int) -> None:
-        """As `add`, of names that are not known."""
+        """Record that any names of a directory may have been absent then."""
         self._widen(self._of(directory, last_cookie))
 
     def discard(self, directory: int, name: bytes) -> bool:
@@ -55,7 +56,7 @@ class AbsentNames:
         return True
 
     def pop(self, directory: int) -> Absences | None:
-        """A directory was listed; None where no name of it was asked for before."""
+        """Remove and return the absences of a directory that was listed; None if there are none."""
         return self.directories.pop(directory, None)
 
     def _of(self, directory: int, last_cookie: int) -> Absences:

@@ -22,24 +22,25 @@ PERMISSIONS = 0o7777
 MTIME = "mtime"
 MODE_MAX = 0o177777
 DIGITS_MAX = 12
-"""More than any number has that is understood."""
+"""More digits than any valid number has."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 
 
 def without_privileges(mode: int) -> int:
-    """A file's mode after a write or a change of its owner: no suid, and sgid only where the group may not execute."""
+    """Return a file's mode after a write or a change of owner: without suid, and with sgid only if the group may not
+    execute it."""
     return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
 
 
 def shown(config: MountConfig) -> tuple[int, int, int]:
-    """Mode, uid and gid of files that name none."""
+    """Return mode, uid and gid of files whose objects have none."""
     uid = os.getuid() if config.uid is None else config.uid
     return config.file_mode, uid, os.getgid() if config.gid is None else config.gid
 
 
 def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
-    """Metadata of a file. Without mtime the object's LastModified is used."""
+    """Return the metadata of a file's object. Without an mtime readers use the object's LastModified."""
     described = {}
     if entry.mode != UNSET:
         described["mode"] = str(stat.S_IFREG | entry.mode)
@@ -54,7 +55,7 @@ def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
 
 
 def learn(entry: Entry, metadata: Mapping[str, str]) -> Entry:
-    """The entry with what its object's metadata says; known from now on even where that is nothing."""
+    """Return the entry with the attributes in its object's metadata. They count as known, even if there are none."""
     mode, mtime_ns = _mode(metadata.get("mode", "")), _mtime_ns(metadata.get(MTIME, ""))
     uid, gid = _number(metadata.get("uid", "")), _number(metadata.get("gid", ""))
     return msgspec.structs.replace(
@@ -72,13 +73,13 @@ def _number(text: str) -> int | None:
 
 
 def _is_decimal(text: str, digits_max: int) -> bool:
-    """Python refuses to convert thousands of digits, which other programs may store."""
+    """Return whether a text is a decimal number. Other programs may store thousands of digits, which int() refuses."""
     return text.isascii() and text.isdigit() and len(text) <= digits_max
 
 
 def _mode(text: str) -> int | None:
-    """s3fs writes decimal, rclone octal, sometimes without a leading zero: then the file type bits distinguish the
-    two."""
+    """Return the permissions of a mode. s3fs writes it in decimal, and rclone in octal, sometimes without a leading
+    zero: then the file type bits distinguish the two."""
     if not _is_decimal(text, DIGITS_MAX):
         return None
     octal = int(text, 8) if all(digit in "01234567" for digit in text) else None

@@ -1,14 +1,15 @@
 """LISTs that show a plain object only after what was committed before it was stored.
 
-A plain object is in every LIST as soon as it is stored; what its writer had committed before, a rename for example, is
-in sight with the next poll. A program that waits for the one and then opens the other (a table's manifest and its data
-files, ``_SUCCESS`` and the files that it marks as complete) would not find it. So before merging a page with an unknown
-object that may be newer than the last poll, the mount polls for commits.
+A plain object is in every LIST as soon as it is stored; commits that its writer sent before, a rename for example, are
+seen with the next poll. A program that waits for the object and then opens a committed file would not find it: a
+table's manifest and its data files, ``_SUCCESS`` and the files that it marks as complete. So the mount polls for
+commits before it merges a page with an unknown object that may be newer than the last poll.
 
-What always holds (*seen in the order of writing*): who sees a plain object by a LIST sees the commits that its writer
-had sent before, unless the poll fails. Where the store dates an object by the beginning of its upload, as S3 does with
-parts, these are the commits before that. Commits announce plain objects a second or two after they were stored. So for
-`ANNOUNCED_NS` a name that an older LIST lacked, from before the new object was seen, is looked up again (`Namespace`).
+What always holds (*seen in the order of writing*): a program that sees a plain object by a LIST also sees the commits
+that its writer had sent before, unless the poll fails. If the store dates an object by the beginning of its upload, as
+S3 does with multipart uploads, these are the commits before that time. Commits announce plain objects a second or two
+after they were stored. So for `ANNOUNCED_NS` after a new object is seen, a name that an older LIST lacked is looked up
+again (`Namespace`).
 
 An object that another tool stored long ago costs nothing, a new one a LIST of the commits. Trio thread only. Nothing
 here survives a crash, or has to.
@@ -42,7 +43,7 @@ class OrderedLists:
     """LISTs of one mount, through the listeners of `ChangeEvents.objects_listed`."""
 
     def __init__(self, client: StoreClient, events: ChangeEvents, seen: Callable[[], None]) -> None:
-        """``seen`` is called when a LIST has shown such an object, before its page is answered."""
+        """``seen`` is called before a page with an unknown new object is returned."""
         self._client, self._events, self._seen = client, events, seen
 
     @property
@@ -65,12 +66,12 @@ class OrderedLists:
 
 
 class CommitOrder:
-    """See the module's head. ``is_announced`` answers for a path as `Namespace.is_announced`."""
+    """See the module's head. ``is_announced`` is `Namespace.is_announced`."""
 
     def __init__(self, tree: Tree, poller: Poller, is_announced: Callable[[str], bool]) -> None:
         self._tree, self._poller, self._is_announced = tree, poller, is_announced
         self._polling = trio.Lock()
-        """Of several concurrent LISTs one polls for all that were answered before."""
+        """One of several concurrent LISTs polls for all that were answered before."""
 
     async def objects_listed(self, objects: Sequence[ObjectMeta]) -> bool:
         """Poll if one of these may have been stored after commits that are unknown here; returns whether it may."""

@@ -1,16 +1,17 @@
 """Commits plain objects of other programs that replaced bytes named by a commit.
 
-Without the commit the name would get its older bytes back when that object is deleted. If it was deleted before, the
-commit removes the name, because this node has forgotten those bytes. For an object that a node of this lake wrote, only
-its writer makes the commit, when it sees the one that names the bytes, because it knows its own later versions. Where
-the object was removed by then, it tells its date, by which a reader knows which bytes it had replaced. So it does where
-the clock of who removed it was behind, and the removal is dated before the bytes that the object had replaced. Where
-another object was put in place of it, and the same bytes are there again, it says that they are.
+Without the commit the name would get its older bytes back when that object is deleted. If the object was deleted
+before, the commit removes the name, because this node has forgotten those bytes. For an object that a node of this lake
+wrote, only its writer makes the commit, once it sees the one that names the bytes, because it knows its own later
+versions. If its object was removed by then, the writer commits the object's date, by which readers know which bytes it
+had replaced. It does the same if the removal is dated before those bytes because the remover's clock was behind. If
+another object was put in the object's place and has the same bytes again, the writer commits that.
 
-What always holds: a commit is made only for an object of another program (no draft token in its metadata) or of this
-node, or for one that is not there any more, of which a HEAD and then a poll of commits show that the name still means
-it, or means nothing here because a listing did not show it any more. A commit that fails is tried again, once a minute
-in the end. A crash loses what waits; the name means the object all the same, until it is deleted. Trio thread only.
+What always holds (*only what is seen*): a commit is made only for an object of another program (without a draft token
+in its metadata), for one of this node, or for one that no longer exists. A HEAD and then a poll of commits must show
+that the name still refers to the object, or to nothing here because a listing no longer showed it. A commit that fails
+is tried again, in the end once a minute. A crash loses the objects that wait; their names refer to them all the same
+until they are deleted. Trio thread only.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ OBJECTS_MAX = 512
 WAITING_MAX = 1 << 16
 PAUSE_S_FIRST = 1.0
 PAUSE_S_MAX = 60.0
-"""Pauses of retries."""
+"""Pauses between attempts."""
 log = logging.getLogger(__name__)
 
 
 class ForeignObjects:
-    """See the module's head. ``poll`` applies what others committed."""
+    """See the module's head. ``poll`` applies the commits of other nodes."""
 
     def __init__(
         self,
@@ -61,11 +62,12 @@ class ForeignObjects:
         self._ns, self._client, self._committer, self._nursery, self._poll = namespace, client, committer, nursery, poll
         self._deletions = deletions
         self._waiting: dict[int, tuple[str, Entry]] = {}
-        """Paths and rows by inode."""
+        """Paths and rows of the objects that wait, by inode."""
         self._is_running = self._is_full = False
 
     def add(self, entry: Entry) -> None:
-        """An object that counts in place of bytes elsewhere. It is committed later, if it is foreign or this node's."""
+        """Add an object that counts in place of bytes elsewhere. It is committed later if it is foreign or this
+        node's."""
         if len(self._waiting) >= WAITING_MAX:
             if not self._is_full:
                 log.warning(
@@ -79,12 +81,12 @@ class ForeignObjects:
             self._nursery.start_soon(self._run)
 
     def commit_applied(self, record: Record) -> None:
-        """Another node's commit is in effect here, except for names with newer objects of this node."""
+        """Follow another node's commit, which is in effect except for names with newer objects of this node."""
         if self._deletions.has_stored_any:
             self._nursery.start_soon(self._try_add_own, record)
 
     async def _try_add_own(self, record: Record) -> None:
-        """As `_add_own`; a database that cannot be read does not end the mount."""
+        """Call `_add_own`, and log its errors: a database that cannot be read does not end the mount."""
         try:
             await self._add_own(record)
         except LakeError as error:
@@ -102,16 +104,16 @@ class ForeignObjects:
                     await self._date_removal(each.path, etag, record.time)
             elif isinstance(each, Remove) and each.hides and self._deletions.stored_etag(each.path) == each.hides:
                 if isinstance(after, Put) and after.object == OWN and after.path == each.path:
-                    await self._put_again(each.path, each.hides, after.hides)  # that one has replaced what this one had
+                    await self._put_again(each.path, each.hides, after.hides)  # the successor replaced it
                 else:
                     await self._end_replaced(each.path, each.hides)
             if not number % OBJECTS_MAX:
                 await trio.lowlevel.checkpoint()
 
     async def _date_removal(self, path: str, etag: str, time: int) -> None:
-        """An object of this node was removed, undated, after another node's file of this ``time``, of which the remover
-        had not heard. Whether the object had replaced that file, its date says; one that belongs to another name has
-        replaced none."""
+        """Commit the date of an object of this node that was removed without one, by a node that had not seen another
+        node's file of this ``time``. The date says whether the object had replaced that file; an object that belongs to
+        another name has replaced none."""
         if self._deletions.is_adopted(path, etag):
             return
         tombstone = self._ns.tree.tombstones.get(path.encode())
@@ -127,8 +129,8 @@ class ForeignObjects:
             log.warning("the date of a removed object could not be committed: %s", error)
 
     async def _end_replaced(self, path: str, etag: str) -> None:
-        """An object of this node is removed. What it had replaced ended with that, although the removal is older, which
-        others cannot know."""
+        """Commit the end of a file that a removed object of this node had replaced. It ended although the removal is
+        older, which other nodes cannot know."""
         tombstone, entry = self._ns.tree.tombstones.get(path.encode()) or Tombstone(0), self._ns.at(path)
         dated_s, ended, is_untold = tombstone.when_dated(etag), tombstone.stamp, tombstone.floor < tombstone.stamp
         if entry is not None and lies_elsewhere(entry) and entry.etag != etag:  # it is in sight again
@@ -142,8 +144,9 @@ class ForeignObjects:
                 log.warning("the end of a file that was replaced and removed could not be committed: %s", error)
 
     async def _put_again(self, path: str, etag: str, successor: str) -> None:
-        """Another node has put ``successor`` in place of an object with the ETag of this node's. Where the store has
-        those bytes all the same, they were put there again by who had not heard of the commit of that."""
+        """Commit that bytes are there again which another node had replaced by ``successor``, if the store has them.
+
+        A writer that had not seen the commit of the successor has stored them again."""
         try:
             meta = await self._client.find(path)
             if meta is not None and meta.etag == etag != successor:
@@ -153,7 +156,8 @@ class ForeignObjects:
             log.warning("%s has bytes that were put there again, which could not be committed: %s", path, error)
 
     def _change_again(self, meta: ObjectMeta, successor: str) -> Change:
-        """Called when the commit's turn has come. Nothing where it was told meanwhile, or the successor is replaced."""
+        """Return the change of `_put_again` when the commit's turn has come; empty if it was committed meanwhile, or
+        the successor was replaced."""
         builder, path = ChangeBuilder(self._ns.tree), meta.key
         tombstone, entry = self._ns.tree.tombstones.get(path.encode()) or Tombstone(0), self._ns.at(path)
         is_successor = entry is None or (entry.is_plain and entry.etag == successor)
@@ -185,7 +189,7 @@ class ForeignObjects:
             self._is_running = self._is_full = False
 
     async def _commit(self, batch: dict[int, tuple[str, Entry]]) -> list[int]:
-        """Commit those of a batch that must be; return the inodes of those that could not be."""
+        """Commit the objects of a batch that have to be committed. Returns the inodes of those that could not be."""
         found: dict[int, ObjectMeta | None] = {}
         failed: list[int] = []
 
@@ -218,7 +222,7 @@ class ForeignObjects:
         return failed
 
     def _change(self, batch: dict[int, tuple[str, Entry]], found: dict[int, ObjectMeta | None]) -> Change:
-        """Called when the commit's turn has come."""
+        """Return the change for objects that a HEAD has found, or not, when the commit's turn has come."""
         builder = ChangeBuilder(self._ns.tree)
         for inode, meta in found.items():
             path, row = batch[inode]
@@ -234,18 +238,18 @@ class ForeignObjects:
             elif entry is not None:
                 builder.remove(self._ns.key(entry), entry)
             elif meta is None and self._is_forgotten(path, row.etag):
-                builder.put(path, row)  # which ends what it had replaced, and no object that another node stores there
+                builder.put(path, row)  # it ends what the object had replaced, but no object that another node stores
                 builder.operations.append(Remove(path, hides=row.etag))
         return builder.change()
 
     def _is_forgotten(self, path: str, etag: str) -> bool:
-        """A listing did not show the object any more, and nothing else is known of the name: the bytes that it had
-        replaced are forgotten here."""
+        """Return whether a listing no longer showed the object, and nothing else is known of the name: this node has
+        forgotten the bytes that it had replaced."""
         tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
         return self._ns.at(path) is None and (tombstone is None or not tombstone.when_gone(etag))
 
     def _current(self, inode: int, etag: str) -> Entry | None:
-        """The row, if it is still that object, and no commit has spoken of it."""
+        """Return the row if it is still that object and no commit has named it."""
         entry = self._ns.tree.entry(inode)
         if entry is None or not entry.is_plain or entry.stamp or entry.etag != etag:
             return None

@@ -1,7 +1,7 @@
-"""From keys to names and back: the one rule for keys that cannot be paths.
+"""Maps keys to names and back, with one rule for keys that cannot be paths.
 
-A key is shown where each of its components is a file name: not empty, not ``.`` or ``..``, without NUL, at most 255
-bytes. A key that breaks the rule is left alone in the store, not shown, and counted by reason; where both ``a`` and
+A key is shown if each of its components is a file name: not empty, not ``.`` or ``..``, without NUL, at most 255
+bytes. A key that breaks the rule stays in the store, is not shown, and is counted by reason; if both ``a`` and
 ``a/…`` exist the directory is shown and the object ``a`` is counted. A trailing slash makes a key the marker of a
 directory, as does `PLACEHOLDER` inside it (for stores that do not list markers). `extent_of` goes one step further:
 from an entry to the bytes that its row names. Nothing here has state.
@@ -35,7 +35,7 @@ class Hidden(StrEnum):
 
 
 def why_hidden(component: str) -> Hidden | None:
-    """None for a component that can be a file name."""
+    """Return why a component cannot be a file name; None if it can."""
     if component in ("", ".", ".."):
         return Hidden.COMPONENT
     if "\0" in component:
@@ -46,12 +46,12 @@ def why_hidden(component: str) -> Hidden | None:
 
 
 def is_reserved(parent: int, component: str) -> bool:
-    """Names this program keeps for itself, hidden and not counted."""
+    """Return whether this program keeps a name for itself; such names are hidden and not counted."""
     return component == PLACEHOLDER or (parent == ROOT_INODE and component == RESERVED_NAME)
 
 
 def path_of_key(key: str) -> str:
-    """The path of the file at a key; with a slash at its end, that of the directory whose marker the key is."""
+    """Return the path of the file at a key; for the marker of a directory its path with a slash at the end."""
     return key[: -len(PLACEHOLDER)] if key == PLACEHOLDER or key.endswith(_PLACEHOLDER_INSIDE) else key
 
 
@@ -59,12 +59,13 @@ _PLACEHOLDER_INSIDE = f"/{PLACEHOLDER}"
 
 
 def paths_of_keys(keys: Iterable[str]) -> list[bytes]:
-    """As `path_of_key`, of each, in the bytes of the tree's rows."""
+    """Return `path_of_key` of each key, as bytes as in the rows of the tree."""
     return [path_of_key(key).encode("utf-8", "surrogatepass") for key in keys]
 
 
 def checked_name(parent: int, name: bytes) -> str:
-    """The component a new name becomes. Raises FileError: ENAMETOOLONG, EILSEQ (not UTF-8), EPERM (reserved)."""
+    """Return the component of a key that a new name becomes. Raises FileError: ENAMETOOLONG; EILSEQ if it is not UTF-8;
+    EINVAL if it cannot be a file name; EPERM if it is reserved."""
     if len(name) > NAME_BYTES_MAX:
         raise FileError(errno.ENAMETOOLONG)
     try:
@@ -79,7 +80,7 @@ def checked_name(parent: int, name: bytes) -> str:
 
 
 def checked_key(prefix: str, component: str, source_prefix_bytes: int = 0) -> str:
-    """The key of a name below a prefix. Raises FileError(ENAMETOOLONG) where no store would take it."""
+    """Return the key of a name below a prefix. Raises FileError(ENAMETOOLONG) if it is too long for any store."""
     key = prefix + component
     if source_prefix_bytes + len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
         raise FileError(errno.ENAMETOOLONG, f"keys hold at most {KEY_BYTES_MAX} bytes")
@@ -87,7 +88,7 @@ def checked_key(prefix: str, component: str, source_prefix_bytes: int = 0) -> st
 
 
 def extent_of(tree: Tree, entry: Entry) -> Extent | None:
-    """Where a file's bytes are; None for one that is not in the store yet, or has none. Raises FileError(EIO)."""
+    """Return where a file's bytes are; None if it is not stored yet, or is a symbolic link. Raises FileError(EIO)."""
     if entry.flags & (Flag.LOCAL | Flag.SYMLINK):
         return None
     if not entry.place:
@@ -99,13 +100,15 @@ def extent_of(tree: Tree, entry: Entry) -> Extent | None:
 
 
 def version_of(extent: Extent) -> str:
-    """The version of a file, as users see it and on every node the same: the ETag of a plain object wherever it is; of
-    a file in a pack the time and the writer of the commit, and the offset."""
+    """Return the version of a file as users see it, which is the same on every node.
+
+    It is the ETag of a plain object, wherever that is; for a file in a pack, time and writer of the commit, and the
+    offset."""
     named = parse_commit_key(extent.version.key)
     return extent.version.etag if named is None else f"{named[0]:016x}-{named[1]}:{extent.offset}"
 
 
 def location_of(source: Source, extent: Extent) -> str:
-    """Where bytes are in the store, for people."""
+    """Return where bytes are in the store, as text for users."""
     part = "" if extent.is_whole else f" bytes {extent.offset}-{extent.offset + extent.size - 1}"
     return f"{str(source).rstrip('/')}/{extent.version.key}{part if extent.size else ''}"

@@ -1,8 +1,8 @@
 """A LIST of one directory in progress: its waiters, the changes made during it, and its progress.
 
-The first listing of a directory can be read while it goes on: names come in cookie order, and those that a page brings
-get cookies beyond all before. Names that were known before it began are read only once it has shown that they are
-still there (`DirectoryMerge.is_readable`), because they come first in that order. Trio thread only.
+The first listing of a directory can be read while it is under way: readers get names in cookie order, and the names of
+each page get cookies beyond all earlier ones. Names that were known before the LIST come first in that order, so
+nothing is read until the LIST has shown that they still exist (`DirectoryMerge.is_readable`). Trio thread only.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ FLIGHTS_SHOWN_MAX = 16
 
 @dataclass(slots=True)
 class Flight:
-    """``touched`` are names changed here since it began, at ``began_ns`` (wall clock). Unless it
-    ``is_wanted``, it ends with its first page; a directory of more pages is then not listed."""
+    """A LIST that began at ``began_ns`` (wall clock). ``touched`` are the names that this node has changed since.
+
+    Unless it ``is_wanted``, it ends with its first page; then a directory of several pages stays unlisted."""
 
     began_ns: int = 0
     is_wanted: bool = True
     since_ns: int = 0
-    """A LIST for several directories that began before says too little."""
+    """A flat listing that began before this time does not suffice."""
     done: trio.Event = field(default_factory=trio.Event)
     touched: set[bytes] = field(default_factory=set)
     announced: set[bytes] = field(default_factory=set)
-    """Names that other nodes have stored since, in the directory or somewhere below: this LIST may not know of that."""
+    """Names that other nodes have announced since, or below which they have: this LIST may lack the objects."""
     is_stale: bool = False
-    """The directory must be listed again, because this LIST is not reliable for names that were changed here."""
+    """Set if the directory must be listed again, because this LIST is not reliable for names that this node changed."""
     is_dated_back: bool = False
-    """A LIST that began earlier brings the names."""
+    """Set if the names come from a LIST that began earlier."""
     is_interrupted: bool = False
-    """The task that began it ended before the LIST did: a waiting task begins another."""
+    """Set if the task that began it was cancelled: a waiting task begins another LIST."""
     error: LakeError | None = None
     merge: DirectoryMerge | None = None
     progress: ListProgress = field(default_factory=ListProgress)
     _arrived: trio.Event = field(default_factory=trio.Event)
 
     def date_back(self, began_ns: int) -> None:
-        """A LIST that began earlier brings the names."""
+        """Record that the names come from a LIST that began earlier."""
         self.began_ns, self.is_dated_back = began_ns, True
 
     def told(self) -> None:
-        """More names are there, or it has ended."""
+        """Wake the tasks that wait for more names, or for the end."""
         self._arrived.set()
         self._arrived = trio.Event()
 
@@ -59,11 +60,11 @@ class Flight:
 
     @property
     def is_readable(self) -> bool:
-        """Whatever is known of the directory now is what a complete listing begins with."""
+        """Return whether the names known now are the first ones of the complete listing, so that they can be read."""
         return self.merge is not None and self.merge.is_readable
 
     def brought(self, cookie: int) -> bool:
-        """A name of this cookie was found by this LIST (or made here since it began)."""
+        """Return whether this LIST found the name with this cookie, or this node made it since."""
         return self.merge is not None and cookie >= self.merge.first_cookie
 
     def end(self) -> None:
@@ -72,7 +73,7 @@ class Flight:
 
 
 def described(flights: Mapping[int, Flight], path: Callable[[int], str | None], now_ns: int) -> list[dict[str, object]]:
-    """Listings under way for `stats`: the longest first."""
+    """Return listings under way for `stats`, the oldest first."""
     oldest = sorted(flights.items(), key=lambda item: item[1].began_ns)[:FLIGHTS_SHOWN_MAX]
     return [
         {

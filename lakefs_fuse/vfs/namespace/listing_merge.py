@@ -1,20 +1,21 @@
-"""One LIST of a directory merged into the tree: only differences are written.
+"""Merges one LIST of a directory into the tree; only differences are written.
 
-Pages may come in any order of names, and bring the same name twice. Each name costs one point lookup. For each known
-name that the LIST confirms, its cookie is remembered (8 bytes); names that it did not confirm go at its end, in steps
-of CHILDREN_AT_ONCE rows or so, and what is below a directory before the directory: a crash in between leaves names
-that the next LIST removes, and a change made here in between (``touched``) ends the removal. Names that
-this node changed since the LIST began (``touched``) and files that are being written (``keep``) are left as they are:
-what the page says of them is older than what is known here.
+Pages may come in any order, and contain the same name twice. Each name costs one point lookup. The cookie of each known
+name that the LIST confirms is kept (8 bytes). Names that it did not confirm are removed at its end, in steps of about
+CHILDREN_AT_ONCE rows, and everything below a directory before the directory itself. A crash between two steps leaves
+names that the next LIST removes; a change by this node between them (``touched``) ends the removal. Names that this
+node changed since the LIST began (``touched``), and files that are being written (``keep``), stay as they are, because
+the page is older than this node's state.
 
-Another version under a name gets another inode, so that no open handle, and no page in the kernel, ever mixes two.
+Another version of a file gets another inode, so that no open handle and no page of the kernel mixes two versions.
 
-What commits say of a name stands, unless the LIST shows a plain object that the commit did not know and that is not
-older; names that commits removed stay away by the same rule. A directory that may contain only removed names is one of
+A name stays as commits set it, unless the LIST shows a plain object that the commit did not know and that is not older.
+By the same rule, names that commits removed stay removed. A directory that may contain only removed names is one of
 `ghosts`: the caller lists below it, and calls `add_directory` if there is a visible name. An object that would count in
-place of bytes elsewhere is one of `overriding`: the caller asks for its metadata, because a copy that `unpack` or
-`relocate` has put there counts only when a commit names it, and a later version of a file that was renamed from there
-is that file.
+place of bytes elsewhere is one of `overriding`: the caller fetches its metadata. A copy by `unpack` or `relocate`
+counts only once a commit names it, and a later version of a file that was renamed from there belongs to that file.
+
+Trio thread only; each step is committed when it ends.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ OVERRIDING_MAX = 1000
 """Maximum of objects of one LIST that get a HEAD before they replace bytes elsewhere; further ones replace them
 immediately."""
 DIFFERENCES_MAX = NAMES_MAX + 1
-"""More than can have been announced."""
+"""More names than can have been announced."""
 STEP_ROWS = 3 * CHILDREN_AT_ONCE
-"""Rows that one step changes: a name has three."""
+"""Maximum rows that one step changes; a name has three."""
 STEP_COOKIES = 16_384
-"""Cookies that one step passes: 10 ms."""
+"""Cookies that one step passes, which takes 10 ms."""
 EARLIER_MAX = 1000
-"""Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
+"""Maximum known names of a directory that was never listed; with more, its first listing is read once it is
+complete."""
 RUN_COOKIES = 4096
 """Sorting as many takes about 1 ms."""
 
@@ -57,8 +59,8 @@ RUN_COOKIES = 4096
 class CookieRuns:
     """Cookies in 8 bytes each, added in any order and read in ascending order. For one task at a time.
 
-    Sorted are RUN_COOKIES at a time, when they are added; reading merges the runs. So no step takes long, and there is
-    a Python object for one run and for one cookie of each run only.
+    RUN_COOKIES at a time are sorted when they are added, and reading merges these runs. So no step takes long, and
+    Python objects exist only for the runs, and for one cookie of each.
     """
 
     def __init__(self) -> None:
@@ -66,13 +68,13 @@ class CookieRuns:
         self._runs: list[array[int]] = []
 
     def add(self, cookie: int) -> None:
-        """Any number of times."""
+        """Add a cookie, which may have been added before."""
         self._newest.append(cookie)
         if len(self._newest) >= RUN_COOKIES:
             self._end_run()
 
     def ascending(self) -> Iterator[int]:
-        """Each cookie that was added, once. None is added while it is read."""
+        """Yield each added cookie once. No cookie may be added meanwhile."""
         self._end_run()
         before = -1
         for cookie in heapq.merge(*self._runs):
@@ -82,7 +84,7 @@ class CookieRuns:
 
     def _end_run(self) -> None:
         run, self._newest = array("Q", sorted(self._newest)), array("Q")
-        if self._runs and run and self._runs[-1][-1] <= run[0]:  # a LIST mostly brings names in the order of cookies
+        if self._runs and run and self._runs[-1][-1] <= run[0]:  # a LIST mostly shows names in the order of cookies
             self._runs[-1].extend(run)
         elif run:
             self._runs.append(run)
@@ -101,7 +103,7 @@ class Found(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class PageNames:
-    """What one page says: names in order, whether the directory's own marker was in it, and what is hidden."""
+    """The names of one page in order, whether it contains the directory's own marker, and its hidden keys."""
 
     found: list[Found]
     marker: bool
@@ -130,7 +132,7 @@ def read_page(page: ListPage, directory: int, prefix: str) -> PageNames:
 
 
 _ODD = frozenset(("", ".", "..", PLACEHOLDER, RESERVED_NAME))
-"""Names that may not be names of files."""
+"""Components that may not be names of files."""
 
 
 def _sort_in(names: PageNames, directory: int, component: str, meta: ObjectMeta | None) -> None:
@@ -157,7 +159,7 @@ class DirectoryMerge:
         keep: Callable[[Entry], bool] = lambda _: False,
         events: ChangeEvents | None = None,
     ) -> None:
-        """``prefix`` is the directory's."""
+        """``prefix`` is that of the directory."""
         self._db, self._tree, self._metrics = tree.database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns
@@ -165,36 +167,38 @@ class DirectoryMerge:
         self._keep = keep
         self._events = events or ChangeEvents()
         self._strays = [key for key in self._events.unlisted_keys() if key.startswith(prefix)]
-        """Keys that will hold files of other names, and copies that no commit names yet."""
+        """Keys at which objects do not count: they will have bytes of other names, or copies that no commit names
+        yet."""
         self._prefix = prefix.encode("utf-8", "surrogatepass")
         self._outsiders: list[Entry] = []
         self.overriding: list[ObjectMeta] = []
-        """Objects that count in place of bytes elsewhere, unless they are copies: see `apply_overriding`."""
+        """Objects that count in place of bytes elsewhere unless they are copies: see `apply_overriding`."""
         self.ghosts: list[bytes] = []
         self._was_listed = tree.listing(directory) is not None
         self.differences: set[bytes] = set()
-        """Names that this LIST shows otherwise than the last one; of more than DIFFERENCES_MAX some."""
+        """Names that this LIST shows differently from the last one, DIFFERENCES_MAX at most."""
         self.changed_ns = 0
-        """When a name came or went last since an earlier LIST, as far as that is known; 0 where none did."""
+        """When a name was last added or removed since an earlier LIST, as far as that is known; 0 if none was."""
         self.first_cookie = tree.database.inode_next
-        """Names that this LIST brings have cookies from here on."""
+        """Names that this LIST adds get cookies from here on."""
         self._confirmed = CookieRuns()
         self._confirmed_count = 0
-        """How many of them `remove_missing` has passed."""
+        """How many confirmed names `remove_missing` has passed."""
         self.names = 0
-        """Names found so far that were not known before: its progress."""
+        """Number of names found so far that were not known before, as a measure of progress."""
         self._hidden: dict[Hidden, set[int]] = {}
         self._shadowed: dict[bytes, ObjectMeta] = {}
         self._places: dict[bytes, int] = {}
-        """Cookies of files that a directory of their name takes over, for readers that have already read them."""
+        """Cookies of files that a directory of the same name replaced: it keeps the cookie, which readers may have
+        read."""
         self._pages = 0
         self._is_blank = False
-        """Nothing was known when the LIST began, except changes made here since."""
+        """True if the directory had no known names when the LIST began."""
         self._earlier: set[int] | None = None
         self._look_at_earlier()
 
     def _look_at_earlier(self) -> None:
-        """Names that are known already, if those are few."""
+        """Collect the names of a never listed directory that are known already, if they are few."""
         if self._was_listed:
             return
         earlier = list(islice(self._tree.children(self._directory), EARLIER_MAX + 1))
@@ -204,11 +208,12 @@ class DirectoryMerge:
 
     @property
     def is_readable(self) -> bool:
-        """The directory was never listed before, and all that is known of it is there: see `listing_flight`."""
+        """Return whether a first listing has confirmed all names known before, so that it can be read: see
+        `listing_flight`."""
         return self._pages > 0 and self._earlier is not None and not self._earlier
 
     def apply(self, names: PageNames) -> None:
-        """Merge one page; committed when it returns."""
+        """Merge one page, and commit it. Raises CacheError."""
         batch = Batch()
         for reason, component in names.hidden:
             self._hidden.setdefault(reason, set()).add(
@@ -229,11 +234,11 @@ class DirectoryMerge:
         self._metrics.listing_pages += 1
 
     def _has_removed(self) -> bool:
-        """Of some name below the directory is known that a commit removed it."""
+        """Return whether commits have removed any name below the directory."""
         return next(self._tree.tombstones.below(self._prefix), None) is not None
 
     def remove_missing(self) -> Iterator[None]:
-        """Remove names that no page contained. In steps of some milliseconds."""
+        """Remove names that no page contained, in steps of some milliseconds. Raises CacheError."""
         confirmed = self._confirmed.ascending()
         at = next(confirmed, None)
         for some in self._tree.needing_object(self._directory, self.first_cookie):
@@ -264,7 +269,8 @@ class DirectoryMerge:
                 yield
 
     def complete(self) -> Listing:
-        """The directory is listed as of the time the merge began. `remove_missing` comes before."""
+        """Record that the directory was listed at the time at which the merge began. Call `remove_missing` before.
+        Raises CacheError."""
         batch = Batch()
         for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
             self._merge(batch, Found(name, self._shadowed.pop(name)))
@@ -283,18 +289,18 @@ class DirectoryMerge:
         return listing
 
     def apply_one(self, name: bytes, found: Iterable[Found]) -> Iterator[None]:
-        """The store was asked for one name only: ``found`` is all there is of it (a file, a directory, both, none). In
-        steps as `remove_missing`."""
+        """Merge the answer about one name: ``found`` is its file, its directory, both or nothing. In steps as in
+        `remove_missing`. Raises CacheError."""
         self._is_blank = False
         here = {item.sort_name: item for item in found}
         if name + b"/" in here and name not in self._touched and self._is_ghost(name):
             del here[name + b"/"]
             self.ghosts.append(name)
         shown = here.get(name + b"/") or here.get(name)
-        for sort_name in (name, name + b"/"):  # first what goes: a directory would hide the file that replaced it
+        for sort_name in (name, name + b"/"):  # removals first: a directory would hide the file that replaced it
             entry = self._tree.named(self._directory, sort_name)
             if sort_name == name + b"/" and name in self.ghosts:
-                continue  # that is seen below it
+                continue  # the caller looks below it
             if entry is None or (shown is not None and sort_name == shown.sort_name):
                 continue
             if entry.is_dir:
@@ -316,7 +322,7 @@ class DirectoryMerge:
                 listener(entry)
 
     def apply_overriding(self, objects: Iterable[ObjectMeta]) -> None:
-        """Some of `overriding`, of which a HEAD showed that they count."""
+        """Merge those of `overriding` that count, as a HEAD has shown. Raises CacheError."""
         batch = Batch()
         for meta in objects:
             name = meta.key.encode("utf-8", "surrogatepass")[len(self._prefix) :]
@@ -324,20 +330,20 @@ class DirectoryMerge:
             if entry is None or name in self._touched:
                 continue
             counts = _is_outside(entry) and not _is_hidden(entry, meta) and not self._is_ours(entry, meta)
-            if counts and not self._is_removed(name, meta, known=entry):  # by a commit that was applied in the meantime
+            if counts and not self._is_removed(name, meta, known=entry):  # by a commit applied since
                 self._replaced(batch, entry, meta)
         self._db.commit_volatile(batch)
         self._announce_overridden()
 
     def add_directory(self, name: bytes) -> None:
-        """A ghost has something below it."""
+        """Show a ghost directory, because a visible name is below it. Raises CacheError."""
         batch = Batch()
         if name not in self._touched and self._may_have(batch, name):
             self._show_directory(batch, self._tree.named(self._directory, name + b"/"), name)
         self._db.commit_volatile(batch)
 
     def drop_directory(self, name: bytes) -> Iterator[None]:
-        """A ghost has nothing below it. In steps as `remove_missing`."""
+        """Remove a ghost directory, because no visible name is below it. In steps as in `remove_missing`."""
         entry = self._tree.named(self._directory, name + b"/")
         if entry is not None:
             yield from self._directory_vanished(entry)
@@ -348,8 +354,8 @@ class DirectoryMerge:
             self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.MARKER))
 
     def _drop_version(self, batch: Batch, entry: Entry) -> None:
-        """Handle a file whose plain object no longer exists. What is being written here goes on as a file that is
-        nowhere else: no commit may name that object."""
+        """Handle a file whose plain object no longer exists. A file that is being written here becomes one that
+        replaces nothing, so that no commit names that object."""
         if not self._keep(entry):
             self._drop(batch, entry, self._prefix)
         elif entry.is_plain:
@@ -357,7 +363,7 @@ class DirectoryMerge:
             self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.LOCAL, etag="", stamp=0))
 
     def _drop(self, batch: Batch, entry: Entry, prefix: bytes) -> None:
-        """``prefix`` is that of the entry's directory."""
+        """Remove the row of a name. ``prefix`` is that of its directory."""
         self._note_unlisted(batch, entry, prefix)
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
@@ -366,14 +372,15 @@ class DirectoryMerge:
         self._differs(entry)
 
     def _note_unlisted(self, batch: Batch, entry: Entry, prefix: bytes) -> None:
-        """A plain object is not there any more, but for others a commit tells of it until another one ends it."""
+        """Keep in the tombstone that an object is no longer listed: for other nodes its commit counts until another
+        ends it."""
         if entry.is_plain and entry.etag and 0 < entry.stamp < PENDING:
             path = prefix + entry.name
             tombstone = with_unlisted(self._tree.tombstones.get(path), entry.etag, entry.stamp)
             self._tree.tombstones.write(batch, {path: tombstone})
 
     def _directory_vanished(self, entry: Entry) -> Iterator[None]:
-        """Handle a directory without keys below it: it stays, with the names below it, where commits set them."""
+        """Handle a directory without keys below it: the names below it that commits set stay, and so does it then."""
         if entry.name in self._touched:
             return
         is_shown = entry.flags & (Flag.LISTED | Flag.MARKER)
@@ -392,7 +399,7 @@ class DirectoryMerge:
             self._db.commit_volatile(batch)
 
     def _stays(self, top: int) -> Generator[None, None, bool]:
-        """Something below a directory is there whatever the listing says."""
+        """Return whether some name below a directory exists whatever the LIST shows."""
         waiting, left = array("Q", [top]), CHILDREN_AT_ONCE
         while waiting:
             directory, after, is_whole = waiting.pop(), 0, False
@@ -412,8 +419,8 @@ class DirectoryMerge:
         return False
 
     def _remove_plain(self, top: bytes, level: Iterable[int]) -> Generator[None, None, array[int]]:
-        """Remove what a listing showed in some directories at or below ``top``, a name of this one; returns the
-        directories in them."""
+        """Remove the listed files of some directories at or below ``top``, a name of this one. Returns the directories
+        in them."""
         below, batch, left = array("Q"), Batch(), CHILDREN_AT_ONCE
         for directory in level:
             prefix = self._prefix_of(directory)
@@ -435,7 +442,7 @@ class DirectoryMerge:
         return below
 
     def _remove_empty(self, top: bytes, level: Iterable[int]) -> Iterator[None]:
-        """Remove those directories of a level that no commit made, and in which nothing is."""
+        """Remove those directories of a level that no commit made and that are empty."""
         batch, left = Batch(), CHILDREN_AT_ONCE
         for directory in level:
             if top in self._touched:
@@ -454,8 +461,9 @@ class DirectoryMerge:
         return b"".join(name + b"/" for name in self._tree.path(directory) or ())
 
     def _merge(self, batch: Batch, found: Found) -> None:
-        """Where a listing meets commits: docs/format.md, "Plain objects and commits", has the rules, by which commits
-        meet listings in `FileRules._is_unknown` (`commits.file_rules`)."""
+        """Merge one found name, by the rules of docs/format.md, "Plain objects and commits".
+
+        `FileRules._is_unknown` (`commits.file_rules`) applies commits to listed objects by the same rules."""
         entry = self._tree.named(self._directory, found.sort_name)
         if entry is not None and entry.cookie < self.first_cookie:
             self._confirmed.add(entry.cookie)
@@ -468,7 +476,7 @@ class DirectoryMerge:
         elif entry is None:
             self._merge_new_file(batch, found.name, found.meta)
         elif entry.flags & Flag.ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
-            self._gone(batch, entry)  # a commit told attributes of a version that no listing had shown
+            self._gone(batch, entry)  # a commit set attributes of a version that no LIST had shown
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_ours(entry, found.meta)):
             if self._is_removed(found.name, found.meta, known=entry):
                 self._gone(batch, entry)
@@ -485,7 +493,7 @@ class DirectoryMerge:
                 self._shadowed[each.sort_name] = each.meta
 
     def _merge_first(self, batch: Batch, found: list[Found]) -> None:
-        """Files in a directory of which nothing was known but files, and that none was removed: the shortest way."""
+        """Merge files into a directory of which only files are known, and none as removed; this is the fastest way."""
         files = [
             (each.sort_name, each.meta.size, each.meta.mtime_ns, each.meta.etag)
             for each in found
@@ -499,21 +507,21 @@ class DirectoryMerge:
                 self._merge(batch, each)
 
     def _is_ours(self, entry: Entry, meta: ObjectMeta) -> bool:
-        """The object that the name means was copied to the name's own key: a commit will say so. Or this node has put
-        it there, or may have, and tells when it knows."""
+        """Return whether the object is a copy of the name's own bytes, which a commit will name, or one that this node
+        has stored, or may have, and has not committed yet."""
         if meta.key in self._strays:
             return True
         row = self._tree.objects.get(entry.place) if entry.place else None
         return row is not None and not entry.offset and (row.etag, row.size) == (meta.etag, meta.size)
 
     def _gone(self, batch: Batch, entry: Entry) -> None:
-        """What lies at the key of a file counts as removed: the plain object that the file was is not there."""
+        """Handle a file whose key has an object that counts as removed: its own plain object no longer exists."""
         if entry.is_plain:
             self._drop_version(batch, entry)
 
     def _is_removed(self, name: bytes, meta: ObjectMeta, known: Entry | None = None) -> bool:
-        """An object counts as removed. Where a commit says that the name is the object at its key, only one that a
-        commit named does."""
+        """Return whether an object counts as removed. If a commit says that the name is the object at its key, only an
+        object that a commit named does."""
         tombstone = self._tree.tombstones.get(self._prefix + name)
         if tombstone is None:
             return False
@@ -536,7 +544,7 @@ class DirectoryMerge:
         if self._is_ghost(name):
             self.ghosts.append(name)
             if entry is not None and self._earlier is not None:
-                self._earlier.add(entry.cookie)  # which may go, so that nothing is read before that
+                self._earlier.add(entry.cookie)  # it may be removed, so nothing is read before that is known
         elif self._may_have(batch, name):
             self._show_directory(batch, entry, name)
 
@@ -547,16 +555,18 @@ class DirectoryMerge:
             self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.LISTED))
 
     def _is_ghost(self, name: bytes) -> bool:
-        """Of a directory that a LIST shows perhaps nothing but removed names is left."""
+        """Return whether a directory that a LIST shows may contain nothing but removed names."""
         entry = self._tree.named(self._directory, name + b"/")
         if entry is not None and not self._is_bare(entry):
             return False
         return next(self._tree.tombstones.below(self._prefix + name + b"/"), None) is not None
 
     def _is_bare(self, directory: Entry) -> bool:
-        """No commit made the directory, and all that is known to be in it, down to where nothing was when it was
-        listed, are others of that kind. Where it was never listed, a plain object of which a commit tells is perhaps
-        not there any more: the first file stands for all."""
+        """Return whether no commit made the directory, and it is known to contain only directories of this kind, down
+        to ones that were empty when they were listed.
+
+        In a directory that was never listed, a plain object that a commit named may no longer exist: its first file
+        stands for all."""
         levels, entry = list[_Level](), directory
         while True:
             if entry.stamp:
@@ -574,7 +584,7 @@ class DirectoryMerge:
             entry = child
 
     def _may_have(self, batch: Batch, name: bytes) -> bool:
-        """A directory hides the file of its name, unless that is being written here."""
+        """Make room for a directory: it hides the file of its name. Returns False if that is being written here."""
         file = self._tree.named(self._directory, name)
         if file is None or file.flags & Flag.SHADOWED:
             return True
@@ -634,22 +644,22 @@ class DirectoryMerge:
         self._differs(entry)
 
     def _bury_overridden(self, batch: Batch, entry: Entry) -> None:
-        """Handle a file elsewhere that is no longer the file of its name. What it hid stays gone: who puts those bytes
-        there again has to say so. Its commit is applied again where the object goes with an older one
-        (`Application`)."""
+        """Bury a file elsewhere that an object has replaced. The object that it hid stays gone: a writer that puts the
+        same bytes there again has to say so. If the new object goes by an older commit, the commit of the file is
+        applied again (`Application`)."""
         path, floor = self._prefix + entry.name, entry.stamp if entry.stamp < PENDING else 0
         tombstone = bury(self._tree.tombstones.get(path), floor=floor, etag=entry.etag, at=entry.stamp)
         self._tree.tombstones.write(batch, {path: tombstone})
 
 
 def _is_outside(entry: Entry) -> bool:
-    """Whether a commit says that the name is not the plain object at its key."""
+    """Return whether a commit says that the name is not the plain object at its key."""
     return entry.stamp > 0 and not entry.is_plain
 
 
 @dataclass(slots=True)
 class _Level:
-    """A directory on the way down; ``is_known``: it was listed, or something bare is known in it."""
+    """A directory on the way down. ``is_known``: it was listed, or a bare directory is known in it."""
 
     children: Iterator[Entry]
     is_listed: bool
@@ -657,17 +667,18 @@ class _Level:
 
 
 def _needs_object(entry: Entry) -> bool:
-    """The entry is what a listing shows, and goes with it. What was made here and is not committed stays."""
+    """Return whether the entry exists only as long as a LIST shows its object. An uncommitted change made here
+    stays."""
     return entry.is_local or (entry.is_plain and entry.stamp < PENDING)
 
 
 def _is_it(entry: Entry, meta: ObjectMeta) -> bool:
-    """The entry is this plain object."""
+    """Return whether the entry is this plain object."""
     return entry.is_plain and (entry.etag, entry.size) == (meta.etag, meta.size)
 
 
 def _is_hidden(entry: Entry, meta: ObjectMeta) -> bool:
-    """A commit knew of this plain object, or is newer, and says that the name is something else."""
+    """Return whether a commit that knew this plain object, or is newer, says that the name is another file."""
     if entry.stamp >= PENDING:
         return True
     if not entry.stamp or entry.is_plain:

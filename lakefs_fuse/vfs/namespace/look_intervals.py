@@ -1,15 +1,15 @@
-"""How long a listing of each directory counts: how often the store is asked what other programs put there.
+"""For how long a listing of each directory counts, and so how often the store is asked for other programs' changes.
 
-What mounts store is in commits, or announced by them, so a LIST finds what other programs did, or a mount that died
-before it could say so. A number of seconds counts for every directory. Without one the interval of a directory is the
-TTL, and doubles with each LIST that found nothing of that kind, where the LIST is for that directory alone.
+Commits contain or announce what mounts store, so a LIST finds only what other programs stored, or a mount that died
+before it announced it. ``--foreign SECONDS`` sets the interval of all directories. Otherwise the interval of a
+directory begins with the TTL, and doubles with each LIST of this directory alone that found nothing of that kind.
 
 What always holds:
 
-* *found is looked for again*: after a difference that no commit announced the interval is the TTL;
-* *cheap looks stay*: it is the TTL, too, where one LIST answers for many directories, or for a lake that is not known
-  to be large;
-* *bounded*: an interval is INTERVAL_S_MAX at most, or the TTL where that is longer.
+* *found is looked for again*: after a LIST with a difference that no commit announced, the interval is the TTL;
+* *cheap looks stay*: the interval is the TTL if one LIST answers for many directories, or if the lake is not known to
+  be large;
+* *bounded*: an interval is at most INTERVAL_S_MAX, or the TTL if that is longer.
 
 Trio thread only. Nothing survives a crash: intervals begin with the TTL again, which costs a few LISTs.
 """
@@ -21,7 +21,7 @@ from collections import OrderedDict
 NS = 1_000_000_000
 INTERVAL_S_MAX = 3600.0
 DIRECTORIES_MAX = 16_384
-"""Directories with a longer interval than the first, some 2 MB; those listed longest ago are forgotten."""
+"""Maximum directories with an interval longer than the first, some 2 MB; the one listed longest ago is forgotten."""
 
 
 class LookIntervals:
@@ -35,11 +35,11 @@ class LookIntervals:
         self._longer: OrderedDict[int, int] = OrderedDict()
 
     def interval_ns(self, directory: int) -> int:
-        """How long the last listing of a directory counts."""
+        """Return for how long the last listing of a directory counts."""
         return self._longer.get(directory, self.first_ns)
 
     def lengthen(self, directory: int) -> None:
-        """A LIST of this directory alone found nothing new."""
+        """Double the interval of a directory: a LIST of it alone found nothing new."""
         interval_ns = min(2 * self.interval_ns(directory), self._ns_max)
         if interval_ns > self.first_ns:
             self._longer[directory] = interval_ns
@@ -48,5 +48,5 @@ class LookIntervals:
                 self._longer.popitem(last=False)
 
     def reset(self, directory: int) -> None:
-        """Something is found here, or looking for it costs little."""
+        """Set the interval of a directory to the first: a LIST found something new, or LISTs cost little."""
         self._longer.pop(directory, None)

@@ -1,7 +1,7 @@
-"""Asking the store for the attributes of everything in a directory: one HEAD for each version, once.
+"""Fetches the attributes of all files in a directory from the store, with one HEAD for each version.
 
-LIST does not tell modes, owners or chosen mtimes. Where a mount must show them exactly (``--attributes objects``),
-they are asked for before a listing or a lookup is answered, because the kernel keeps what it is told first.
+A LIST does not contain modes, owners or mtimes set by users. If a mount has to show them exactly (``--attributes
+objects``), they are fetched before a listing or a lookup is answered, because the kernel keeps the first answer.
 """
 
 from __future__ import annotations

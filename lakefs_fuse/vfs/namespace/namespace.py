@@ -1,16 +1,16 @@
-"""The names of a lake: the tree in RocksDB, and the decision when to ask the store.
+"""The names of a lake: the tree in RocksDB, and when the store is asked about it.
 
-A directory whose listing counts (`look_intervals`) answers everything, absent names included, without a request; the
-kernel keeps an answer for the TTL at most. When it counts no more the directory is listed again, once for all requests.
-A name in a directory that was never listed (or is very large) is asked for by itself; with the second the directory's
-first page is fetched besides, which will do where it is the only one, and after a few such questions the directory is
-listed in the background. Times of listings are wall clock and survive a restart; a time in the future counts as long
-ago. While the store is away, what was listed before counts on. The first listing of a directory can be read while it
-goes on (`listing_flight`). Of a name that another node announces the store is asked again, when it is needed
-(`outdated_names`).
+While the listing of a directory counts (`look_intervals`), it answers every question about the directory's names,
+absent ones included, without a request; the kernel keeps an answer for the TTL at most. Once the listing no longer
+counts, the directory is listed again, with one LIST for all concurrent requests. In a directory that was never listed,
+or is very large, the store is asked for single names. The second such name also fetches the first page of the
+directory, which is all of a small one; after a few more the directory is listed in the background. Times of listings
+are wall clock and survive a restart; a time in the future counts as long ago. While the store is away, old listings
+continue to count. The first listing of a directory can be read while it is under way (`listing_flight`). If another
+node announces a name, the store is asked for it again when the name is needed (`outdated_names`).
 
-Changes this node makes go through `changing`, so that a LIST which began before them cannot undo them. All code between
-two awaits is atomic; trio thread only.
+Changes by this node go through `changing`, so that a LIST that began earlier cannot undo them. All code between two
+awaits is atomic; trio thread only. A crash leaves the rows of whole batches.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ from lakefs_fuse.vfs.namespace.subtree_listing import FlatListing, Place, Subtre
 
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
-"""A directory up to this size is listed again by the request for one of its names; a larger one in the background."""
+"""A request for a name lists a directory of up to this many names again; a larger one is listed in the background."""
 POINT_LOOKUPS_MAX = 4
-"""This many single names of a directory are asked for before it is listed in the background."""
+"""Single names of a directory that are asked for before it is listed in the background."""
 FIRST_PAGE_LOOKUPS = 2
-"""With this many, its first page is fetched: all there is to know of most directories, for the price of one name."""
+"""Single names after which the first page is fetched, which is all of most directories, and costs as much as a name."""
 POINT_ANSWERS_MAX = 65_536
 BACKGROUND_LISTINGS_MAX = 4
 FIRST_PAGES_MAX = 16
 SINGLE_NAME_KEYS = 100
 HEADS_AT_ONCE = 16
 AWAY = (Unavailable, AccessDenied)
-"""What was listed before counts on where a LIST fails so: the store is away for a while, or a key has expired."""
+"""Errors of a LIST after which old listings continue to count: the store is away, or a key has expired."""
 AWAY_CHECK_S = 0.5
-"""Who waits for a LIST looks so often whether the store is away."""
+"""A request that waits for a LIST checks this often whether the store is away."""
 log = logging.getLogger(__name__)
 
 
@@ -102,7 +102,7 @@ class Namespace:
         self.events.listing_dropped.append(self._mark_listings_stale)
         self.events.redated_file_closed.append(self._renew_redated)
         self.root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
-        """It has no row; its times are those of the mount's own changes."""
+        """The root has no row; its times are those of this mount's own changes."""
         self.database = self._db = database
         self._client, self._metrics, self._nursery = client, metrics, nursery
         self._ttl_ns = int(config.metadata_ttl_s * NS)
@@ -119,7 +119,7 @@ class Namespace:
         self.events.commit_applied.append(self._take_announcements)
         self._looks = LookIntervals(config.metadata_ttl_s, config.foreign_s)
         self._new_object_ns = 0
-        """When a LIST has shown a new object last, before which others may have been stored."""
+        """When a LIST last showed a new object; other objects may have been stored before that one."""
         self._lists = OrderedLists(client, self.events, self._note_new_object)
         self._subtrees = SubtreeListings(self._lists, self._clock_ns, self._looks.first_ns, self.events.unlisted_keys)
         self._source_prefix_bytes = len(config.store.source.prefix.encode())
@@ -129,7 +129,7 @@ class Namespace:
     # -- keys
 
     def checked_key(self, prefix: str, component: str) -> str:
-        """The key of a name below a prefix. Raises FileError(ENAMETOOLONG) where no store would take it."""
+        """Return the key of a name below a prefix. Raises FileError(ENAMETOOLONG) if it is too long for any store."""
         try:
             return checked_key(prefix, component, self._source_prefix_bytes)
         except FileError:
@@ -137,9 +137,9 @@ class Namespace:
             raise
 
     def checked_path(self, directory: int, name: bytes) -> str:
-        """The path, and key, of a new name. Raises FileError: ENAMETOOLONG for a store, prefix included; EILSEQ, EPERM
-        (reserved); EINVAL where this store would change a character of it, so that no file is written that cannot be
-        kept."""
+        """Return the path, which is also the key, of a new name. Raises FileError: ENAMETOOLONG if the key with its
+        prefix is too long; EILSEQ; EPERM for a reserved name; EINVAL if this store would change a character of it, so
+        that no file is written that cannot be stored."""
         component = checked_name(directory, name)
         refused = self._client.capabilities.characters_refused
         if any(character in component for character in refused):
@@ -148,40 +148,43 @@ class Namespace:
 
     @property
     def takes_plain_names(self) -> bool:
-        """Printable ASCII but the backslash: every such name can be kept in this store."""
+        """Return whether this store can hold every name of printable ASCII without backslashes."""
         refused = self._client.capabilities.characters_refused
         return not any(" " <= each <= "~" and each not in "\\/" for each in refused)
 
     def check_paths(self, paths: Iterable[str]) -> None:
-        """Raises FileError(ENAMETOOLONG) for a path that no other node would read."""
+        """Check that other nodes can read these paths. Raises FileError(ENAMETOOLONG) if one is too long."""
         for path in paths:
             if self._source_prefix_bytes + len(path.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
                 self.checked_key("", path)
 
     def marker_keys(self, path: str) -> list[str]:
-        """Keys of objects that may mark the directory at a path: the one that this store lists last."""
+        """Return the keys of objects that may mark the directory at a path; the last is the one that this store
+        lists."""
         lists_markers = self._client.capabilities.lists_markers
         return [path + "/"] if lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
 
     async def check_empty(self, entry: Entry) -> None:
-        """Raises FileError(ENOTEMPTY); keys that cannot be shown count too, as they would bring the directory back."""
+        """Check that a directory is empty. Raises LakeError; FileError(ENOTEMPTY) if it has names, or keys that cannot
+        be shown, which would make the directory appear again."""
         await self.ensure_listed(entry.inode, strictly=False)
         self.check_known_empty(entry)
 
     def check_known_empty(self, entry: Entry) -> None:
-        """As `check_empty`, by what is known of the directory."""
+        """Check as `check_empty` does, without asking the store. Raises FileError(ENOTEMPTY)."""
         listing = self.tree.listing(entry.inode)
         if self.tree.has_children(entry.inode) or (listing is not None and listing.hides_keys):
             raise FileError(errno.ENOTEMPTY)
 
     def is_listed(self, directory: int) -> bool:
-        """Whether a directory was listed, and other nodes have announced nothing in it since. While the store is away,
-        the listing counts on although they have."""
+        """Return whether a directory was listed, and no other node has announced a name in it since.
+
+        While the store is away, announcements do not count."""
         listing = self.tree.listing(directory)
         return listing is not None and (self._whole_ns(directory, listing) > 0 or self._counts_on(directory))
 
     def check_length(self, directory: int, name: bytes) -> None:
-        """Raises FileError(ENAMETOOLONG) for a name that cannot be in a directory, or have a key there."""
+        """Check the length of a name, and of its key in this directory. Raises FileError(ENAMETOOLONG)."""
         if len(name) > NAME_BYTES_MAX:
             raise FileError(errno.ENAMETOOLONG)
         try:
@@ -191,7 +194,7 @@ class Namespace:
         self.checked_key(self.prefix(directory), component)
 
     def _tell_of_long(self, key: str) -> None:
-        """Once for a mount: programs get the errno each time."""
+        """Log once for a mount that a key is too long; programs get the errno each time."""
         if not self._told_of_long:
             self._told_of_long = True
             log.warning(
@@ -200,47 +203,49 @@ class Namespace:
             )  # fmt: skip
 
     def directory(self, path: str) -> int | None:
-        """Inode of a directory by its path; None where it is not known."""
+        """Return the inode of a directory by its path; None if it is not known."""
         return self.tree.directory(path.encode("utf-8", "surrogatepass"))
 
     def at(self, path: str) -> Entry | None:
-        """What is known under a path; None for nothing, and for the root."""
+        """Return the entry known at a path; None if there is none, and for the root."""
         return self.tree.resolve([name.encode("utf-8", "surrogatepass") for name in path.split("/")])
 
     def own_etag(self, path: str, parent: int | None = None) -> str:
-        """ETag of the plain object that is known to lie at a path's own key, seen or hidden, or that may come there;
-        empty for none. ``parent`` is the inode of its directory, where that is known."""
+        """Return the ETag of the plain object that is known to be at a path's own key, hidden or not, or that may
+        appear there; empty if there is none. ``parent`` is the inode of its directory, if that is known."""
         return self.tree.own_etags([path], parent)[0]
 
     # -- freshness
 
     def fresh_s(self, directory: int, *, within_ttl: bool = False) -> float:
-        """How long the last listing of a directory is still valid, in seconds, the TTL at most; 0 if the store must be
-        asked again. ``within_ttl``: though it may count longer, only one of the TTL does here."""
+        """Return for how many seconds the last listing of a directory still counts, the TTL at most; 0 if the store
+        must be asked again. ``within_ttl``: a listing older than the TTL does not count, although its interval is
+        longer."""
         listing = self.tree.listing(directory)
         return (
             0.0 if listing is None else self._listed_fresh_s(directory, self._whole_ns(directory, listing), within_ttl)
         )
 
     def answer_fresh_s(self, directory: int, name: bytes, *, within_ttl: bool = False) -> float:
-        """How long the entry of a name is still valid, in seconds, by a listing or a lookup of it alone; as
-        `fresh_s`."""
+        """Return for how many seconds the entry of a name still counts, by a listing or by a lookup of the name alone.
+        See `fresh_s`."""
         listed_ns = self._listed_ns(directory, name)
         return max(self._listed_fresh_s(directory, listed_ns, within_ttl), self._answer_fresh_s(directory, name))
 
     def _listed_ns(self, directory: int, name: bytes) -> int:
-        """When a directory was listed; 0 where that says nothing of a name."""
+        """Return when a directory was listed; 0 if that listing does not count for the name."""
         listing = self.tree.listing(directory)
         if listing is None:
             return 0
         return self._whole_ns(directory, listing) or self._outdated.listed_ns(directory, name)
 
     def _whole_ns(self, directory: int, listing: Listing) -> int:
-        """When a directory was listed, if that counts for all of its names; else 0."""
+        """Return when a directory was listed if the listing counts for all of its names, otherwise 0."""
         return 0 if directory in self._outdated.directories else listing.at_ns
 
     def _listed_fresh_s(self, directory: int, listed_ns: int, within_ttl: bool = False) -> float:
-        """How long a listing of that time counts; no longer than the TTL where a flat listing costs nothing."""
+        """Return for how many seconds a listing of that time counts: at most the TTL if a flat listing costs
+        nothing."""
         fresh_s = self._fresh_s(listed_ns, self._looks.first_ns)
         if fresh_s > 0 or within_ttl:
             return fresh_s
@@ -252,12 +257,12 @@ class Namespace:
         return self._fresh_s(listed_ns, interval_ns)
 
     def _fresh_s(self, asked_ns: int, interval_ns: int) -> float:
-        """For how many seconds an answer of that time counts, the TTL at most."""
+        """Return for how many seconds an answer of that time counts, the TTL at most."""
         age_ns = self._clock_ns() - asked_ns
         return max(0, min(self._ttl_ns, interval_ns - age_ns)) / NS if age_ns >= 0 else 0.0
 
     def listing_fresh_s(self, directory: int) -> float:
-        """As `fresh_s`, of what is read of a directory now: its first listing, while it goes on, included."""
+        """Return `fresh_s` of a directory; of its first listing if that is under way and can be read."""
         flight = self._flights.get(directory)
         return self._flight_fresh_s(flight) if flight is not None and flight.is_readable else self.fresh_s(directory)
 
@@ -272,7 +277,7 @@ class Namespace:
         self._new_object_ns = self._clock_ns()
 
     def _doubts_absence(self, directory: int, name: bytes) -> bool:
-        """Whether what is known of a name may lack what was stored before a new object that was seen since."""
+        """Return whether an absent name may have been stored before a new object that a LIST has shown since."""
         if not 0 <= self._clock_ns() - self._new_object_ns < ANNOUNCED_NS:
             return False
         return max(self._listed_ns(directory, name), self._answers.get((directory, name), 0)) < self._new_object_ns
@@ -282,8 +287,8 @@ class Namespace:
     async def lookup(
         self, directory: int, name: bytes, *, ask: bool = False, within_ttl: bool = False
     ) -> tuple[Entry | None, float]:
-        """The entry of a name, and for how many seconds that answer counts. ``ask`` asks the store in any case,
-        ``within_ttl`` as in `fresh_s`."""
+        """Return the entry of a name, and for how many seconds that answer counts. ``ask``: the store is asked in any
+        case; ``within_ttl``: see `fresh_s`. Raises LakeError."""
         try:
             component = name.decode("utf-8")
         except UnicodeDecodeError:
@@ -306,7 +311,7 @@ class Namespace:
             is_doubted = entry is None and self._doubts_absence(directory, name)
             if fresh_s > 0 and not is_doubted and not (entry is not None and entry.flags & Flag.LOCAL):
                 return entry, fresh_s
-            if entry is not None and entry.is_dir and self._keep(entry):  # which looks at all files in use
+            if entry is not None and entry.is_dir and self._keep(entry):  # late, because it reads all files in use
                 return entry, self._ttl_ns / NS
             listing = self.tree.listing(directory)
             if is_doubted and listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
@@ -333,17 +338,18 @@ class Namespace:
         return entry, self._answer_fresh_s(directory, name)
 
     async def ensure_absent(self, directory: int, name: bytes) -> str:
-        """The path of a new name when the answer is known: another node may have renamed the directory in the meantime.
-        Raises FileError: EEXIST, and as `checked_path`; LakeError."""
+        """Check that a name is absent, and return its path after that: the directory may have been renamed meanwhile.
+        Raises LakeError; FileError(EEXIST), and those of `checked_path`."""
         self.checked_path(directory, name)
         if (await self.lookup(directory, name))[0] is not None:
             raise FileError(errno.EEXIST)
         return self.checked_path(directory, name)
 
     async def lookup_in_store(self, directory: int, name: bytes) -> Entry | None:
-        """The entry of a name, as the store has it now. That is one request, which begins after the call: a HEAD where
-        no such name is known, by an answer that counts still, else a LIST. The HEAD misses a directory that another
-        program made since that answer."""
+        """Return the entry of a name as the store has it now, by one request that begins after the call.
+
+        That is a HEAD if an answer that still counts says that the name is absent, otherwise a LIST. The HEAD misses a
+        directory that another program made since that answer. Raises LakeError."""
         known = self.tree.child(directory, name)
         if known is None and self.answer_fresh_s(directory, name) > 0 and not self._counts_on(directory):
             prefix = self.prefix(directory)
@@ -358,14 +364,15 @@ class Namespace:
         return (await self.lookup(directory, name, ask=True))[0]
 
     def _counts_on(self, directory: int) -> bool:
-        """The store is away, and the directory was listed before; a LIST goes on asking for it."""
+        """Return whether an old listing counts because the store is away. A LIST in the background keeps trying
+        then."""
         if not self._client.is_away or self.tree.listing(directory) is None:
             return False
         self.list_soon(directory)
         return True
 
     async def _list_again(self, directory: int) -> None:
-        """A directory that was listed before is listed again when this returns, or the store is away."""
+        """List a directory again that was listed before, unless the store is away. Raises LakeError."""
         announced = self._flights[directory].announced if directory in self._flights else ()
         for _ in range(2 if announced else 1):  # the LIST in progress began before the announcements
             if self._counts_on(directory):
@@ -379,12 +386,12 @@ class Namespace:
                 raise flight.error
 
     def _are_few_outdated(self, directory: int, listing: Listing) -> bool:
-        """To ask for each outdated name takes no more requests than a LIST of the directory, which is not due yet."""
+        """Return whether asking for each outdated name takes no more requests than a LIST that is not due yet."""
         names, listed_ns = self._outdated.of(directory)
         return 0 < len(names) <= max(1, listing.entries // KEYS_MAX) and self._listed_fresh_s(directory, listed_ns) > 0
 
     async def _update_listing(self, directory: int) -> None:
-        """As `_list_again`, by as few requests as that takes."""
+        """Bring a listing up to date as `_list_again` does, but with as few requests as possible. Raises LakeError."""
         listing = self.tree.listing(directory)
         if listing is None or not self._are_few_outdated(directory, listing):
             await self._list_again(directory)
@@ -397,16 +404,16 @@ class Namespace:
         await self._ask_for_name(directory, name, name.decode())
 
     def list_soon(self, directory: int) -> None:
-        """List a directory in the background, unless too many are."""
+        """List a directory in the background, unless too many are being listed."""
         if directory in self._flights or self._may_list():
             self._listing(directory)
 
     def _may_list(self) -> bool:
-        """One more directory in the background, to its end."""
+        """Return whether one more directory may be listed to its end in the background."""
         return sum(flight.is_wanted for flight in self._background.values()) < BACKGROUND_LISTINGS_MAX
 
     def _listing(self, directory: int) -> Flight:
-        """The LIST of a directory that is under way, or a new one; it goes to its end."""
+        """Return the LIST of a directory that is under way, or a new one; it will fetch all pages."""
         flight = self._flights.get(directory) or self._begin_listing(directory)
         flight.is_wanted = True
         return flight
@@ -418,7 +425,8 @@ class Namespace:
         return flight
 
     def _consider_background_listing(self, directory: int, name: bytes) -> None:
-        """A name of a directory is asked for; again and again the same one does not count."""
+        """Count a lookup of a single name, and list the directory in the background after several names. Repeated
+        lookups of one name count once."""
         names = self._asked.setdefault(directory, set())
         if directory in self._flights or (name in names and len(names) <= POINT_LOOKUPS_MAX):
             return
@@ -449,7 +457,8 @@ class Namespace:
             del self._background[directory]
 
     async def _ask_for_name(self, directory: int, name: bytes, component: str) -> None:
-        """One LIST answers for the file and the directory of a name, unless many keys lie between them."""
+        """Ask the store for a name: one LIST finds its file and its directory, unless many keys are between them.
+        Raises LakeError."""
         self._metrics.point_lookups += 1
         prefix = self.prefix(directory)
         asked_ns = self._clock_ns()
@@ -476,7 +485,7 @@ class Namespace:
             self._absent.add(directory, name, self._db.inode_next - 1)
 
     async def _merge_one(self, directory: int, name: bytes, found: list[Found], flight: Flight) -> bool:
-        """Whether all that was found is below the directory still: it may be renamed meanwhile."""
+        """Merge what a LIST found of a name. Returns False if the directory was renamed meanwhile. Raises LakeError."""
         prefix, merge = self.prefix(directory), self._merge(directory, flight)
         if not await self._take_steps(merge.apply_one(name, found), directory, prefix):
             return False
@@ -502,8 +511,9 @@ class Namespace:
             del self._answers[next(iter(self._answers))]
 
     async def ensure_listed(self, directory: int, *, strictly: bool = True) -> float:
-        """List a directory unless that was done within the TTL; returns for how many seconds that counts. Unless
-        ``strictly``, what is known of it will do while the store is away."""
+        """List a directory unless it was listed within the TTL. Returns for how many seconds the listing counts.
+
+        Unless ``strictly``, an old listing suffices while the store is away. Raises LakeError."""
         fresh_s = self.fresh_s(directory, within_ttl=True)
         if fresh_s > 0:
             return fresh_s
@@ -514,7 +524,8 @@ class Namespace:
         return self.fresh_s(directory)
 
     async def begin_reading(self, directory: int) -> None:
-        """As `ensure_listed`, not strictly; but a first listing goes on when this returns."""
+        """Ensure that a directory is listed, not strictly; a first listing may still be under way on return. Raises
+        LakeError."""
         if self.fresh_s(directory) > 0:
             return
         if self.tree.listing(directory) is not None:
@@ -529,8 +540,8 @@ class Namespace:
             raise flight.error
 
     async def wait_for_more(self, directory: int, after: int) -> None:
-        """There are names with cookies beyond ``after``, or there will be none, when this returns. Raises what ended
-        the listing before it was complete."""
+        """Wait until the directory has names with cookies beyond ``after``, or its listing is complete. Raises the
+        error that ended the listing early."""
         while self.tree.listing(directory) is None and self.tree.path(directory) is not None:
             flight = self._listing(directory)
             if flight.is_readable and next(self.tree.children(directory, after), None) is not None:
@@ -540,8 +551,11 @@ class Namespace:
                 raise flight.error
 
     async def list_directory(self, directory: int, *, within_ttl: bool = False, since_ns: int = 0) -> None:
-        """LIST a directory to its end and merge the changes; concurrent callers wait for the same LIST. One LIST for
-        several directories will do if it began now or later (``since_ns``), or ``within_ttl``."""
+        """LIST a directory to its end and merge the changes; concurrent callers wait for the same LIST. Raises
+        LakeError.
+
+        A flat listing of several directories suffices if it began at ``since_ns`` (0: now) or later, or
+        ``within_ttl``."""
         while (flight := self._flights.get(directory)) is not None:
             flight.is_wanted = True
             await flight.done.wait()
@@ -593,7 +607,7 @@ class Namespace:
         return Place(directory, self.prefix(directory), names)
 
     async def _list_below(self, directory: int, prefix: str, flight: Flight, flat: FlatListing | None) -> bool:
-        """Whether all that was found is below the directory still: it may be renamed meanwhile."""
+        """List a directory once, and merge it. Returns False if it was renamed meanwhile. Raises LakeError."""
         is_deep = _is_long(prefix + "x" * NAME_BYTES_MAX)
         merge = flight.merge = self._merge(directory, flight)
 
@@ -636,7 +650,7 @@ class Namespace:
         return True
 
     async def _announce_added(self, directory: int, absences: Absences) -> None:
-        """The kernel may hold as absent what a first listing brought."""
+        """Announce names that a first listing added and that the kernel may have cached as absent."""
         for name in absences.names:
             if self.tree.child(directory, name) is not None:
                 self.announce_name(directory, name)
@@ -648,19 +662,19 @@ class Namespace:
                 await trio.lowlevel.checkpoint()
 
     def _finds_foreign(self, merge: DirectoryMerge, directory: int, flight: Flight) -> bool:
-        """A LIST shows what no commit told or announced."""
+        """Return whether a LIST showed a difference that no commit told or announced."""
         announced, _ = self._outdated.of(directory)
         return any(name not in announced and name not in flight.announced for name in merge.differences)
 
     def _is_moved(self, directory: int, prefix: str) -> bool:
-        """The directory is not the one at this path any more. Raises FileError(ESTALE) if it is gone."""
+        """Return whether the directory is at another path by now. Raises FileError(ESTALE) if it is gone."""
         if self.tree.path(directory) is None:
             raise FileError(errno.ESTALE)
         return self.prefix(directory) != prefix
 
     async def _take_steps(self, steps: Iterator[None], directory: int, prefix: str) -> bool:
-        """Take the steps of a merge, with other tasks between two of them. Returns whether all were taken: not when the
-        directory is not the one at this path any more. Raises FileError(ESTALE) if it is gone."""
+        """Take the steps of a merge, and let other tasks run between them. Returns False, without the rest, if the
+        directory is at another path by now. Raises FileError(ESTALE) if it is gone."""
         if self._is_moved(directory, prefix):
             return False
         for _ in steps:
@@ -692,8 +706,10 @@ class Namespace:
                     break
 
     async def _ask_about_overriding(self, merge: DirectoryMerge, directory: int, prefix: str) -> None:
-        """What another program put in place of bytes elsewhere counts; a copy that no commit names does not, nor does a
-        later version of a file that was renamed from there, whose writer had not heard of that: it is that file."""
+        """Ask the store about objects that may have been put in place of bytes elsewhere, and merge those that count.
+
+        A copy that no commit names does not count. Neither does a later version of a file that was renamed from this
+        key, stored by a writer that did not know of the rename: it belongs to the renamed file. Raises LakeError."""
         listed, found = merge.overriding, list[ObjectMeta]()
 
         async def ask(meta: ObjectMeta) -> None:
@@ -727,8 +743,9 @@ class Namespace:
 
     @contextmanager
     def _watching(self, directory: int, flight: Flight) -> Iterator[None]:
-        """While it is entered, names changed in the directory, and those of directories in it below which something
-        was changed, are added to the flight's ``touched``."""
+        """Add the names changed during the block, in the directory or below it, to the flight's ``touched``.
+
+        A change below the directory adds the name in it that leads there."""
         flights = self._watched.setdefault(directory, [])
         flights.append(flight)
         try:
@@ -746,12 +763,13 @@ class Namespace:
             flight.is_stale = True
 
     def changing(self, directory: int, name: bytes, *, is_stored: bool = False) -> None:
-        """This node changes a name now: LISTs under way must not undo it. That of a directory above may not know of
-        anything below it yet, and would take the directories between away. With ``is_stored`` the store has just
-        confirmed an object of this node, which is as good as a lookup."""
+        """Protect a name that this node changes now from LISTs under way, including those of the directories above.
+
+        Such a LIST may show nothing below it yet, and would remove the directories between. ``is_stored``: the store
+        has just confirmed an object of this node, which counts as a lookup."""
         self._answers.pop((directory, name), None)
         if directory in self._absent.directories:
-            self._absent.discard(directory, name)  # the kernel asked for the change, or is notified of it
+            self._absent.discard(directory, name)  # the kernel requested the change, or is notified of it
         if is_stored:
             self._remember_answer(directory, name, self._clock_ns())
         if self._subtrees.flat_listings:
@@ -765,9 +783,11 @@ class Namespace:
             directory, name = at.parent, at.name
 
     def _take_announcements(self, record: Record) -> None:
-        """Another node has stored plain objects, of which its commit tells: those that no operation names, and those of
-        operations which had no effect here, because of a change that is in no commit yet, perhaps. Or it has taken away
-        what a directory is there for, or a directory in which others have stored something that it does not name."""
+        """Have the store asked again for names that another node's commit makes outdated.
+
+        These are plain objects that it announces, and those that its operations name without effect here, perhaps
+        because of a change that is in no commit yet; directories that have lost the only names for which they exist;
+        and directories that it moves or removes although other nodes have announced names in them."""
         places: dict[bytes, tuple[int, bytes]] = {}
         stored = (*record.stored, *self._unseen(record))
         for path in (*stored, *self._emptied(record), *self._left_behind(record)):
@@ -792,13 +812,13 @@ class Namespace:
             self._outdated.note_announced(path)
 
     def is_announced(self, path: str) -> bool:
-        """Whether a commit announced a plain object there, and the store was not asked for it since."""
+        """Return whether a commit announced a plain object at a path that the store was not asked for since."""
         above, _, name = path.encode("utf-8", "surrogatepass").rpartition(b"/")
         directory, missing = self._nearest(above)
         return not missing and name in self._outdated.of(directory)[0]
 
     def _unseen(self, record: Record) -> Iterator[str]:
-        """Paths that a record says are plain objects, and that are not these here; of a large record none."""
+        """Yield paths at which a record names a plain object that this node does not have; none of a large record."""
         for each in record.operations if len(record.operations) <= STORED_MAX else ():
             if isinstance(each, Put) and each.object == OWN:
                 entry = self.at(each.path)
@@ -806,8 +826,8 @@ class Namespace:
                     yield each.path
 
     def _emptied(self, record: Record) -> Iterator[str]:
-        """Directories that a listing showed and no commit makes, and in which a record leaves nothing that is known; of
-        a large record none."""
+        """Yield directories that a listing showed, that no commit makes, and in which a record leaves no known name;
+        none of a large record."""
         operations = record.operations if len(record.operations) <= STORED_MAX else ()
         for above in dict.fromkeys(each.path.rpartition("/")[0] for each in operations if isinstance(each, Remove)):
             path, emptied = above, ""
@@ -824,8 +844,8 @@ class Namespace:
                 yield emptied
 
     def _left_behind(self, record: Record) -> Iterator[str]:
-        """Directories that a record moves or removes, or that went with the last name that is known in them, where
-        something was announced before; of what a large one removes none."""
+        """Yield directories with announced names that a record moves or removes, or that end with their last known
+        name. Of a large record, only those that it moves."""
         operations = record.operations if len(record.operations) <= STORED_MAX else ()
         removed = [each for each in operations if isinstance(each, Remove)]
         above = dict.fromkeys(each.path.rpartition("/")[0] for each in removed)
@@ -836,7 +856,8 @@ class Namespace:
                 yield path
 
     def _nearest(self, path: bytes) -> tuple[int, bytes]:
-        """The deepest known directory on a path, and the name in it that leads on; none where that is the path's."""
+        """Return the deepest known directory on a path, and the next name on it; empty if the path is that
+        directory."""
         directory = ROOT_INODE
         for name in path.split(b"/") if path else ():
             entry = self.tree.named(directory, name + b"/")
@@ -851,16 +872,16 @@ class Namespace:
             yield directory
 
     def renew_inode(self, entry: Entry) -> None:
-        """Give the present version of a name a new inode, because the kernel keeps the size of an inode that it knows.
-        Raises CacheError."""
+        """Give the present version of a name a new inode, because the kernel keeps the size of a known inode. Raises
+        CacheError."""
         batch = Batch()
         renew_inode(self.tree, batch, entry)
         self._db.commit(batch)
         self.events.announce_name(entry.parent, entry.name)
 
     def _touch_listed(self, directory: int, changed_ns: int) -> None:
-        """A LIST shows that names came or went by this time: the times of the directory move, unless they were set
-        later."""
+        """Set the times of a directory in which a LIST showed changed names by this time, unless they are later. Raises
+        CacheError."""
         entry = self.tree.entry(directory)
         since_ns = 0 if entry is None else max(entry.mtime_ns, entry.stamp)
         if changed_ns > since_ns and (entry is not None or directory == ROOT_INODE):
@@ -869,7 +890,7 @@ class Namespace:
             self._db.commit_volatile(batch)
 
     def touch(self, directory: int, batch: Batch | None = None, at_ns: int = 0) -> None:
-        """Set the times of a directory whose names change, immediately, as `record_beside` does, or with ``batch``."""
+        """Set the times of a directory whose names change: with ``batch``, or at once as `record_beside` does."""
         if directory == ROOT_INODE:
             now = self._clock_ns()
             self.root = msgspec.structs.replace(self.root, mtime_ns=now, ctime_ns=now)
@@ -891,7 +912,7 @@ class Namespace:
             log.warning("%s goes on showing the mtime that it had: %s", os.fsdecode(entry.name), error)
 
     def is_removed(self, entry: Entry) -> bool:
-        """A commit removed the version that a file is; its row stays for as long as there are newer bytes here."""
+        """Return whether a commit removed the version that a row has. The row stays while this node has newer bytes."""
         if entry.flags & NO_OBJECT:
             return False
         tombstone = self.tree.tombstones.get(self.key(entry).encode("utf-8", "surrogatepass"))
@@ -899,21 +920,21 @@ class Namespace:
             return False
         if not entry.is_plain:
             return 0 < entry.stamp < tombstone.stamp
-        if not entry.stamp and entry.is_dated_by_store:  # as a listing showed it, perhaps put there again since
+        if not entry.stamp and entry.is_dated_by_store:  # a listing showed it, and it may have been put there again
             return tombstone.hides(entry.etag, entry.ctime_ns, by_date=False)
         gone = tombstone.when_gone(entry.etag)
         return bool(gone) and (gone > entry.stamp or not entry.flags & Flag.PUT_AGAIN)
 
     def record_beside(self, batch: Batch) -> None:
-        """Record what only accompanies a change of names that is in effect: the call succeeds although this fails."""
+        """Commit a batch that only accompanies a change of names in effect, such as times; failures are logged."""
         try:
             self._db.commit(batch)
         except CacheError as error:
             log.warning("a change of names is in effect, but not what accompanies it, such as times: %s", error)
 
     def made(self, directory: Entry) -> None:
-        """This node has just made a directory: it is known to be there, and to hold nothing. The times of the directory
-        that it is in are now."""
+        """Record a directory that this node has just made: it exists and is empty. The directory that contains it gets
+        the present time."""
         batch = Batch()
         self.tree.set_listing(batch, directory.inode, Listing(self._clock_ns(), 0))
         self.touch(directory.parent, batch)
@@ -922,12 +943,12 @@ class Namespace:
 
     @property
     def is_disk_failing(self) -> bool:
-        """Names cannot be written to the local disk."""
+        """True if names cannot be written to the local disk."""
         return self._db.is_failing
 
     @property
     def is_disk_full(self) -> bool:
-        """They cannot, because it has no room."""
+        """True if they cannot because the disk is full."""
         return self._db.is_full
 
     def _path_of(self, directory: int) -> str | None:
@@ -936,7 +957,7 @@ class Namespace:
 
     @property
     def names_arriving(self) -> int:
-        """Of listings that have not ended."""
+        """Number of names that listings under way have merged so far."""
         return sum(flight.merge.names for flight in self._flights.values() if flight.merge is not None)
 
     def statistics(self) -> dict[str, object]:

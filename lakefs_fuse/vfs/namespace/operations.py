@@ -1,4 +1,7 @@
-"""Entries as operations of a commit: what is said of a name so that any other node makes the same entry of it."""
+"""Builds the operations of a commit from entries, so that other nodes make the same entries of them.
+
+No I/O, no clock and no state beyond a builder. Trio thread only, because rows of the tree are read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class ObjectRows(Protocol):
 
 
 class Rows(Protocol):
-    """What operations are made from beside entries: a `Tree`, or a snapshot of one."""
+    """The rows that operations are made from besides entries: a `Tree`, or a snapshot of one."""
 
     @property
     def objects(self) -> ObjectRows: ...
@@ -49,7 +52,7 @@ class RowSnapshot(msgspec.Struct, frozen=True):
 
 
 class ChangeBuilder:
-    """Gathers operations and the objects they point into."""
+    """Gathers operations and the objects that they refer to."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -59,8 +62,8 @@ class ChangeBuilder:
         self.moves: list[tuple[str, str]] = []
 
     def add_moves(self, names: Iterable[tuple[str, str, Entry, str]]) -> None:
-        """Files and directories are at their next path now: that before it, that path, the entry, and ``hides`` as in
-        `put`."""
+        """Add the new paths of files and directories. Each of ``names`` is the path before, the path now, the entry,
+        and ``hides`` as in `put`."""
         for before, after, entry, hides in names:
             if entry.flags & Flag.DIRECTORY:
                 self.mkdir(after, entry)
@@ -68,7 +71,7 @@ class ChangeBuilder:
                 self.put(after, entry, key=before, hides=hides)
 
     def add_removals(self, names: Iterable[tuple[str, Entry]]) -> None:
-        """As `remove`, of each."""
+        """Call `remove` for each path and entry."""
         for path, entry in names:
             self.remove(path, entry)
 
@@ -113,16 +116,17 @@ class ChangeBuilder:
         )  # fmt: skip
 
     def put_again(self, path: str, entry: Entry, dated_s: int, named: int) -> None:
-        """The plain object at ``path`` has bytes that were removed there, or replaced, and are there again. ``dated_s``
-        is its LastModified, 0 where unknown, and ``named`` of `when_named`. The preceding removal also ends versions
-        that others have stored since, so it is omitted if the date is sufficient."""
+        """Add that the plain object at ``path`` has bytes that were removed or replaced there, and are there again.
+
+        ``dated_s`` is its LastModified, 0 if unknown; ``named`` is what `when_named` returns. The removal in front
+        would also end versions that others have stored since, so it is left out if the date is sufficient."""
         if not is_put_since(dated_s, named):
             self.operations.append(Remove(path))
         self.put(path, entry)
         self.operations[-1] = msgspec.structs.replace(self.operations[-1], dated_s=dated_s)
 
     def repeat(self, operation: Put, ref: ObjectRef) -> None:
-        """A file is where another record said, or in ``ref``."""
+        """Add the put of another record again, with ``ref`` as its object."""
         self.operations.append(msgspec.structs.replace(operation, object=self._index(ref)))
 
     def mkdir(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
@@ -130,19 +134,20 @@ class ChangeBuilder:
         self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=kept))
 
     def remove(self, path: str, entry: Entry, hides: str = "") -> None:
-        """The entry's name goes; what lies at its own key is hidden. ``hides`` is the ETag of something else there."""
+        """Add the removal of a name, which hides the object at its own key. ``hides`` is the ETag of another object
+        there."""
         is_dir = bool(entry.flags & Flag.DIRECTORY)
         is_overriding = bool(entry.flags & Flag.OVERRIDING)
         by_date = bool(entry.place or entry.flags & Flag.SYMLINK or (is_overriding and entry.is_local))
         if is_overriding and not by_date:
-            self.put(path, entry)  # which ends what it had replaced, and no object that another node stores there
+            self.put(path, entry)  # it ends what the object had replaced, but no object that another node stores
         is_listed = not entry.stamp and hides in ("", entry.etag) and not entry.flags & (NO_OBJECT | Flag.ATTRIBUTED)
         is_dated = is_listed and not entry.place and not entry.ctime_ns % NS  # as the store dates an object
         dated_s = entry.ctime_ns // NS if is_dated else 0
         self.operations.append(Remove(path, is_dir, hides or entry.etag, by_date, dated_s))
 
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
-        """Attributes of an entry of any kind."""
+        """Add the attributes of an entry of any kind."""
         kept = self._rows.xattrs(entry.inode) if xattrs is None else xattrs
         if entry.flags & Flag.DIRECTORY:
             self.mkdir(path, entry, kept)
@@ -161,7 +166,7 @@ class ChangeBuilder:
 
 
 def when_named(tree: Tree, path: str, etag: str) -> int:
-    """Stamp of the newest change that tells of the plain object with this ETag at a path, hides, or removed it; 0 where
+    """Return the stamp of the newest change that named, hid or removed the plain object with this ETag at a path; 0 if
     none is known."""
     raw = path.encode("utf-8", "surrogatepass")
     above, _, name = raw.rpartition(b"/")
@@ -174,8 +179,10 @@ def when_named(tree: Tree, path: str, etag: str) -> int:
 
 
 def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None:
-    """The plain object at ``key`` with this ETag is not the file of that name, and is not shown there. A removal of a
-    file elsewhere that no commit tells of yet is told with it: this is sent ahead, in place of that."""
+    """Add that the plain object at ``key`` with this ETag is not the file of that name, and is not shown there.
+
+    If the removal of a file elsewhere is in no commit yet, this includes it, because this is sent ahead in its
+    place."""
     raw = key.encode("utf-8", "surrogatepass")
     above, _, name = raw.rpartition(b"/")
     parent = tree.directory(above)

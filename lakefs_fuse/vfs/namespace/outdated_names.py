@@ -1,11 +1,11 @@
 """Names that other nodes announced since their directory was listed: the store must be asked for these again.
 
-What always holds (*an outdated listing says so*): the row of the listing of a directory with outdated names is dated 0,
-so that a daemon that starts lists the directory again; what is kept here is how old the listing is for other names. If
-the disk refuses that date, what is kept here counts all the same, but a daemon that starts then believes the row. Once
-each outdated name was asked for by itself the row has its date again. Names of directories that were never listed
-are not kept, as nothing is believed of them. The paths of directories are kept in either case: what was announced stays
-where it was stored when another node's commit moves the directory away, or removes it.
+What always holds (*an outdated listing says so*): the listing row of a directory with outdated names is dated 0, so
+that a new daemon lists the directory again; the age of the listing for its other names is kept in memory. If the disk
+refuses that date, memory counts all the same, but a new daemon then relies on the row. Once the store was asked for
+each outdated name, the row gets its date back. Names in directories that were never listed are not kept, because no
+listing counts there. Paths of directories are kept in any case: an announced object stays at its key when another
+node's commit moves the directory away or removes it.
 
 Trio thread only; what is here changes between two awaits. A crash leaves the rows.
 """
@@ -23,7 +23,8 @@ from lakefs_fuse.meta.tree import Tree
 
 DIRECTORIES_MAX = 4096
 NAMES_MAX = 1024
-"""Of each; of a directory with more, and of those announced longest ago, all names are outdated."""
+"""Maximum outdated names of a directory; beyond, and in the directories announced longest ago, all names are
+outdated."""
 log = logging.getLogger(__name__)
 
 
@@ -41,11 +42,11 @@ class OutdatedNames:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self.directories: OrderedDict[int, _Outdated] = OrderedDict()
-        """By inode, each with one outdated name at least. For readers."""
+        """Outdated names by inode of the directory, at least one each. For readers."""
         self._announced: OrderedDict[str, None] = OrderedDict()
 
     def note_announced(self, path: str) -> None:
-        """Another node has stored something in the directory at a path."""
+        """Record that another node has stored an object in the directory at a path."""
         while path:
             self._announced[path] = None
             self._announced.move_to_end(path)
@@ -54,21 +55,21 @@ class OutdatedNames:
             self._announced.popitem(last=False)
 
     def was_announced(self, path: str) -> bool:
-        """Another node has stored something in, or below, the directory at a path."""
+        """Return whether another node has stored an object in or below the directory at a path."""
         return path in self._announced
 
     def of(self, directory: int) -> tuple[Collection[bytes], int]:
-        """The outdated names of a directory, and when it was listed; none where all of it is outdated."""
+        """Return the outdated names of a directory, and when it was listed; (), 0 if all names are, or none is."""
         outdated = self.directories.get(directory)
         return ((), 0) if outdated is None else (outdated.names, outdated.listed_ns)
 
     def listed_ns(self, directory: int, name: bytes) -> int:
-        """When an outdated directory was listed; 0 for a name that is outdated."""
+        """Return when an outdated directory was listed; 0 for a name that is outdated."""
         names, listed_ns = self.of(directory)
         return 0 if name in names else listed_ns
 
     def add(self, directory: int, *names: bytes) -> None:
-        """Another node has stored these."""
+        """Record that another node has stored objects at or below these names."""
         if not names or (listing := self._tree.listing(directory)) is None:
             return
         outdated = self.directories.get(directory)
@@ -85,7 +86,7 @@ class OutdatedNames:
             self.directories.popitem(last=False)
 
     def discard(self, directory: int, name: bytes) -> None:
-        """The store was asked for a name since it was announced."""
+        """Record that the store was asked for a name since it was announced."""
         outdated = self.directories.get(directory)
         if outdated is None or name not in outdated.names:
             return

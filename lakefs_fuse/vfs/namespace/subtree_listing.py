@@ -5,10 +5,10 @@ several directories must be listed, the topmost one above them is listed once wi
 page, each directory below is merged from that page while it is no older than the TTL; if not, that subtree is not tried
 again for a while, and the next one further down is.
 
-What always holds (*as if it were slow*): what a `FlatListing` says of a directory is merged as if a LIST of that
-directory itself had begun with it and ended now. A directory in which a name was changed since, or was asked for again,
-or that came to its path since, is never merged from it. Memory is bounded: `FLAT_LISTINGS_MAX` pages and what changed
-since they began.
+What always holds (*as if it were slow*): a directory is merged from a `FlatListing` as if a LIST of that directory had
+begun with it and ended now. A directory is never merged from it if a name in it was changed or asked for since, or if
+the directory itself has come to its path since. Memory is bounded: `FLAT_LISTINGS_MAX` pages, and the changes since
+they began.
 
 Trio thread only; all code between two awaits is atomic. A crash leaves nothing behind.
 """
@@ -36,16 +36,16 @@ FLAT_LISTINGS_MAX = 16
 SUBTREES_MAX = 4096
 """Maximum of subtrees that are classified as large or not; the least recently used are forgotten."""
 CHANGES_MAX = 4096
-"""A flat listing below which more names changed is dropped."""
+"""Maximum names that may change below a flat listing before it is dropped."""
 LARGE_S_FIRST, LARGE_S_MAX = 600.0, 3600.0
-"""How long a subtree counts as large; twice as long each time."""
+"""How long a subtree counts as large; the time doubles with each further attempt."""
 _BEHIND_RESERVED = RESERVED_PREFIX + "~"
-"""No reserved key of ours follows it."""
+"""A LIST after this has no reserved key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A directory in the tree: its inode, its prefix, and directory and name of it and of each above it."""
+    """A directory in the tree: its inode, its prefix, and the parent and name of it and of each directory above it."""
 
     inode: int
     prefix: str
@@ -59,27 +59,27 @@ class FlatListing:
     prefix: str
     began_ns: int
     strays: set[str]
-    """Keys that no listing may show, at the beginning or at the end of the LIST."""
+    """Keys that no listing may show, as of the beginning and the end of the LIST."""
     objects: list[ObjectMeta] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)
-    """Directories in or below which something changed since it began."""
+    """Directories in or below which a name changed since the LIST began."""
     asked: set[int] = field(default_factory=set)
-    """Directories of which the store was asked since, or has to be."""
+    """Directories about which the store was asked since, or has to be asked."""
     is_complete: bool = False
     renamed: set[tuple[int, bytes]] = field(default_factory=set)
-    """Names that changed since it began, with their directories."""
+    """Names that changed since the LIST began, with their directories."""
     merged: set[int] = field(default_factory=set)
-    """Directories that were merged from it, as far as that matters: two at most."""
+    """Directories that were merged from it; no more than two are kept, because only that number matters."""
 
     def fill(self, objects: list[ObjectMeta]) -> None:
-        """Take over what the LIST brought."""
+        """Set the objects of the LIST, which is complete."""
         self.objects = sorted(objects, key=lambda meta: meta.key)
         self.keys = [meta.key for meta in self.objects]
         self.is_complete = True
 
     def answers(self, place: Place) -> bool:
-        """Whether nothing happened to the directory since that the listing does not know of."""
+        """Return whether the directory can be merged from this listing, because nothing happened to it since."""
         return (
             place.inode not in self.changed
             and place.inode not in self.asked
@@ -88,12 +88,12 @@ class FlatListing:
         )
 
     def below(self, prefix: str) -> list[ObjectMeta]:
-        """All objects whose keys begin with ``prefix``."""
+        """Return all objects whose keys begin with ``prefix``."""
         first = bisect_left(self.keys, prefix)
         return [*_while_below(self.objects[first:], prefix)]
 
     def page(self, prefix: str) -> ListPage:
-        """What a LIST of the directory with this prefix would bring, with delimiter "/"."""
+        """Return the page that a LIST of the directory with this prefix would, with the delimiter "/"."""
         objects: list[ObjectMeta] = []
         prefixes: dict[str, None] = {}
         for meta in self.below(prefix):
@@ -114,18 +114,18 @@ def _while_below(objects: Sequence[ObjectMeta], prefix: str) -> Iterator[ObjectM
 
 @dataclass(slots=True)
 class _Subtree:
-    """What is known of the subtree at one prefix."""
+    """How the subtree at one prefix has been listed so far."""
 
     asked: set[int] = field(default_factory=set)
-    """Directories that had to be listed since ``asked_ns``: two at most."""
+    """Directories that had to be listed since ``asked_ns``; no more than two are kept."""
     asked_ns: int = 0
     large_until_ns: int = 0
-    """0 for one that fitted a page when it was listed last, or never was."""
+    """0 if it fitted one page when it was listed last, or was never listed."""
     large_s: float = LARGE_S_FIRST
     is_shared: bool = False
-    """The last flat listing answered for several directories, so the next is made for the first that asks."""
+    """Set if the last flat listing served several directories: the next one is made for the first that needs it."""
     done: trio.Event | None = None
-    """Of the LIST under way."""
+    """Set at the end of the LIST under way; None if there is none."""
 
 
 class SubtreeListings:
@@ -138,10 +138,10 @@ class SubtreeListings:
         self._client, self._clock_ns, self._ttl_ns, self._strays = client, clock_ns, ttl_ns, strays
         self._subtrees: OrderedDict[str, _Subtree] = OrderedDict()
         self.flat_listings: OrderedDict[str, FlatListing] = OrderedDict()
-        """Those under way too, by prefix. Where there are none, `name_changed` need not be called."""
+        """Flat listings by prefix, including those under way. While it is empty, `name_changed` need not be called."""
 
     def name_changed(self, directory: int, name: bytes, above: Callable[[int], Iterable[int]]) -> None:
-        """A name is changed now. ``above`` returns the directories above its directory."""
+        """Record that a name changes now. ``above`` returns the directories above its directory."""
         for prefix, flat in [*self.flat_listings.items()]:
             flat.renamed.add((directory, name))
             if directory not in flat.changed:
@@ -155,7 +155,8 @@ class SubtreeListings:
             flat.asked.add(directory)
 
     def is_shared(self, place: Place) -> bool:
-        """Whether `flat_listing` answers for a directory without a LIST, or with one that is likely to serve others."""
+        """Return whether `flat_listing` serves a directory without a LIST, or with one that is likely to serve
+        others."""
         for prefix in _prefixes(place.prefix):
             flat, subtree = self.flat_listings.get(prefix), self._subtrees.get(prefix)
             if flat is not None and flat.is_complete and self._is_recent(flat.began_ns):
@@ -165,14 +166,16 @@ class SubtreeListings:
         return False
 
     def is_in_large(self, prefix: str) -> bool:
-        """The subtree of a directory, or one that it is in, did not fit a page when it was listed last."""
+        """Return whether the subtree of a directory, or one above it, did not fit one page when it was listed last."""
         subtrees = (self._subtrees.get(above) for above in _prefixes(prefix))
         return any(subtree.large_until_ns > 0 for subtree in subtrees if subtree is not None)
 
     async def flat_listing(self, place: Place, since_ns: int = 0) -> FlatListing | None:
-        """The flat listing, begun since then, from which to merge a directory; None if it must be listed alone. May
-        send a LIST, two where that is of the lake's root. Never raises LakeError: who lists the directory learns what
-        is wrong."""
+        """Return a flat listing that began at ``since_ns`` or later, from which to merge a directory; None if the
+        directory must be listed alone.
+
+        It may send a LIST, or two for the root of the lake. It never raises LakeError: the LIST of the directory itself
+        reports what is wrong."""
         for prefix in _prefixes(place.prefix):
             subtree = self._subtree(prefix)
             while subtree.done is not None:
@@ -205,8 +208,8 @@ class SubtreeListings:
         return 0 <= self._clock_ns() - at_ns < self._ttl_ns
 
     def _is_wanted(self, subtree: _Subtree, directory: int) -> bool:
-        """Whether one LIST for the subtree saves requests: a second directory in it must be listed within the TTL, or
-        the last one served several."""
+        """Return whether one LIST for the subtree saves requests: a second directory in it has to be listed within the
+        TTL, or the last flat listing served several."""
         if subtree.is_shared:
             return True
         if not self._is_recent(subtree.asked_ns):
@@ -216,7 +219,7 @@ class SubtreeListings:
         return len(subtree.asked) > 1
 
     async def _list(self, prefix: str, subtree: _Subtree) -> FlatListing | None:
-        """List a subtree; None where it is large, or the store answers an error."""
+        """List a subtree. Returns None if it is large, or if the store answers an error."""
         subtree.done = trio.Event()
         flat = FlatListing(prefix, self._clock_ns(), set(self._strays()))
         self.flat_listings.pop(prefix, None)
@@ -231,7 +234,7 @@ class SubtreeListings:
                 flat.strays |= set(self._strays())
                 subtree.large_s, subtree.large_until_ns = LARGE_S_FIRST, 0
         except LakeError:
-            pass  # the LIST of the directory itself meets it too
+            pass  # the LIST of the directory itself reports it
         finally:
             subtree.done.set()
             subtree.done, subtree.is_shared = None, False
@@ -243,12 +246,13 @@ class SubtreeListings:
         return flat if is_kept and flat.is_complete else None
 
     async def _list_below(self, prefix: str) -> list[ObjectMeta] | None:
-        """All objects below a prefix; None where they do not fit one page."""
+        """Return all objects below a prefix; None if they do not fit one page. Raises LakeError."""
         page = await self._client.list_page(prefix, keys_max=KEYS_MAX)
         return [*page.objects] if page.next_token is None else None
 
     async def _list_root(self) -> list[ObjectMeta] | None:
-        """As `_list_below`, without the reserved keys, of which there may be many: what lies before and behind them."""
+        """Return all objects but those with reserved keys, of which there may be many; None if they do not fit one
+        page. Two LISTs fetch what is before and after the reserved keys. Raises LakeError."""
         if not self._client.capabilities.sorted_listing:
             return None
         pages: dict[str, ListPage] = {}
@@ -268,7 +272,7 @@ class SubtreeListings:
 
 
 def _prefixes(prefix: str) -> Iterator[str]:
-    """The prefix of each directory above, the root first, and the prefix itself."""
+    """Yield the prefix of each directory above, the root first, and then the prefix itself."""
     yield ""
     at = prefix.find("/")
     while at >= 0:

@@ -1,7 +1,7 @@
-"""Directories listed whenever they were listed before: all at or below one, once, level by level, or those on a path.
+"""Lists directories again, whenever they were listed before: all at or below one, level by level, or those on a path.
 
 Memory holds the numbers of one level's directories (8 bytes each) and a page of a listing for each of LISTINGS_AT_ONCE.
-Tasks of one trio loop; nothing is left behind but rows, which are true however far it came.
+Tasks of one trio loop. A crash leaves the rows of the directories that were listed by then.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ async def list_everything(
     top: int = ROOT_INODE,
     listed: Callable[[int, bool], Awaitable[None]] = _nothing_more,
 ) -> None:
-    """List ``top`` and all directories below it, whenever they were listed before. ``report`` is told how many names
-    there are so far; ``listed`` is called with each directory when its rows are there. Raises LakeError."""
+    """List ``top`` and all directories below it, whenever they were listed before. Raises LakeError.
+
+    ``report`` is called with the number of names so far, and ``listed`` with each directory once its rows exist, and
+    whether it had never been listed."""
     names = directories = 0
     began_ns = namespace.now_ns()
 
@@ -67,8 +69,8 @@ async def list_everything(
 
 
 async def list_again(namespace: Namespace, path: str, *, recursive: bool) -> None:
-    """Ask the store for each name of a path, and list the directory there, or with ``recursive`` all below it, however
-    young what is known of them is. Raises LakeError."""
+    """Ask the store for each name of a path, and list the directory there again; with ``recursive`` also all
+    directories below it. Raises LakeError."""
     began_ns, directory = namespace.now_ns(), ROOT_INODE
     for name in path.split("/") if path else ():
         entry, _ = await namespace.lookup(directory, name.encode("utf-8", "surrogatepass"), ask=True)
