@@ -1,9 +1,9 @@
 """Begins and discards versions of files in use: chooses the draft of a write, and keeps its journal record.
 
-What always holds: a file has at most one draft that is written to; a draft becomes its file's newest version when the
-journal has it (`begin`), and not at all where the journal cannot take it, for a call that fails changes nothing. A new
-file's row and record are committed together by the caller (`add_new`). A crash leaves the record, from which the next
-mount makes an orphan. Trio thread only.
+What always holds (*one draft*): a file has at most one draft that is written to. A draft becomes its file's newest
+version once the journal has its record (`begin`); if the journal refuses that, nothing changes. The caller commits a
+new file's row and record together (`add_new`). A crash leaves the record, from which the next mount makes an orphan.
+Trio thread only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 COPY_STEP_BYTES = 4 << 20
-"""So much of an acknowledged version is in memory while it is copied."""
+"""Bytes of an acknowledged version that are in memory while it is copied."""
 log = logging.getLogger(__name__)
 
 
@@ -34,8 +34,8 @@ class Drafts:
         self._writeback = writeback
 
     def draft(self, file: OpenFile, *, is_emptied: bool = False) -> Draft:
-        """The draft to change. One begins now where the file has none, or (``is_emptied``: nothing of the version
-        before counts) where it was acknowledged. Raises LakeError; then the file is as it was."""
+        """Return the draft to change. A new one begins if the file has none, or if it was acknowledged and
+        ``is_emptied``: nothing of the version before counts. Raises LakeError; then the file is unchanged."""
         if file.draft is not None and not (is_emptied and file.draft.sequence):
             return file.draft
         draft = self._new_draft(file, is_emptied=is_emptied)
@@ -49,8 +49,8 @@ class Drafts:
         return draft
 
     def add_new(self, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
-        """A file that was just created, with its first handle. Its record is the caller's to journal, and then that it
-        is empty to announce."""
+        """Add a file that was just created, with its first handle. The caller journals its record, and then calls
+        `announce_emptied`. Raises LakeError."""
         file = OpenFile(entry, key, None, if_absent=if_absent)
         draft = self._new_draft(file, is_emptied=True)
         self._prepare(file, draft)
@@ -59,7 +59,7 @@ class Drafts:
         return file
 
     def announce_emptied(self, file: OpenFile) -> None:
-        """The journal has that nothing of an earlier version of the file counts."""
+        """Notify listeners that, by the journal, nothing of an earlier version of the file counts."""
         for listener in self.files.events.file_emptied:
             listener(file.key)
 
@@ -71,8 +71,8 @@ class Drafts:
         return Draft(self.services, draft_id, target, base=base, file=self._staged_in_memory(draft_id, file.key))
 
     async def begin_copy(self, file: OpenFile, acknowledged: Draft) -> None:
-        """Begin the version after an acknowledged one as a copy of it. Where that is published before it is copied,
-        wait until the file has the published version, and begin none. Raises LakeError."""
+        """Begin the version after an acknowledged one as a copy of it. If that is published before it is copied, wait
+        until the file has the published version, and begin none. Raises LakeError."""
         copy = self.new_copy(file, acknowledged.size)
         try:
             for at in range(0, acknowledged.size, COPY_STEP_BYTES):
@@ -98,30 +98,30 @@ class Drafts:
             raise
 
     def new_copy(self, file: OpenFile, size: int) -> Draft:
-        """A draft for a copy of ``size`` bytes of the file's acknowledged version; for `begin`. Raises StagingFull,
-        CacheError and FileError(EMFILE)."""
+        """Return a draft for a copy of ``size`` bytes of the file's acknowledged version, to be passed to `begin`.
+        Raises StagingFull, CacheError and FileError(EMFILE)."""
         draft_id, target = self.new_id(), DraftTarget(file.key, file.describe)
         small = self._staged_in_memory(draft_id, file.key) if size <= MEMORY_BYTES_MAX else None
         draft = Draft(self.services, draft_id, target, file=small, deferred=True)
-        draft.unlink()  # until it begins: nothing is sent to a key that may not be its file's by then
+        draft.unlink()  # until it begins, because its file may have another key by then
         return draft
 
     async def _drop_copy(self, copy: Draft) -> None:
-        """Its record too, which a refused write or an upload has made: the next mount would list an orphan."""
+        """Discard a copy with the record that a refused write or an upload has made, which would become an orphan."""
         try:
             await self.drop(copy)
-        except LakeError as error:  # the journal: the next mount throws it away
+        except LakeError as error:  # of the journal: the next mount discards the copy
             log.warning("the record of a copy of %s stays: %s", copy.target.key, error)
 
     def _staged_in_memory(self, draft_id: str, key: str) -> StagedFile | None:
-        """For a file that may be acknowledged; None where it is to have a staging file from the beginning."""
+        """Return a file in memory if it may be acknowledged; None if it needs a staging file from the beginning."""
         staging = self.services.staging
         is_small = self._writeback.is_for(key) and staging.takes_file_in_memory
         return StagedFile(staging, draft_id, key) if is_small else None
 
     def begin(self, file: OpenFile, draft: Draft) -> None:
         """Journal the draft, and make it the file's newest version; an acknowledged one is left behind. Raises
-        LakeError; then the file is as it was, and the draft the caller's to end."""
+        LakeError; then the file is unchanged, and the caller ends the draft."""
         self._prepare(file, draft)
         file.refused.move_to(draft.refused)
         try:
@@ -139,16 +139,16 @@ class Drafts:
         draft.begin(self._writeback.sequence, deferred=deferred, unlinked=unlinked)
 
     def _leave_behind(self, file: OpenFile) -> None:
-        """Another version than the acknowledged one begins. One that was unlinked in the meantime is discarded."""
+        """Leave the acknowledged version behind a new one. If it was unlinked in the meantime, discard it."""
         earlier = file.leave_behind()
         if file.unlinked and earlier.draft is not None:
             file.behind.remove(earlier)
             self._writeback.discard(earlier.draft)
 
     async def discard(self, file: OpenFile) -> None:
-        """Throw away what is being written to a file that was removed: behind the caller's back where an attempt to
-        store it may have worked. Raises CacheError if the journal cannot be written; its bytes are deleted
-        nevertheless."""
+        """Discard the draft of a file that was removed; in the background if an attempt may have stored it.
+
+        Raises CacheError if the journal cannot be written; the bytes are deleted nevertheless."""
         draft = file.draft
         if draft is None:
             return
@@ -167,12 +167,12 @@ class Drafts:
         await draft.discard()
         if draft.error is None:
             self.files.forget_record(draft.id)
-        else:  # its upload is left: the next mount tries again
+        else:  # its upload could not be aborted: the next mount tries again
             log.warning("the upload of %s could not be ended: %s", draft.target.key, draft.error)
             draft.save(sync=True)
 
     def close(self) -> None:
-        """The mount ends: journal what is staged as it is, for the next mount."""
+        """Journal all staged bytes for the next mount, because this mount ends."""
         for file in [version for each in self.files.in_use() for version in each.versions]:
             if file.draft is not None:
                 try:

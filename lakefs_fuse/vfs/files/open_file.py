@@ -1,8 +1,8 @@
-"""One file in use: what `FileTable` keeps of it while a handle is open or its newest bytes are not in the store.
+"""One file in use: the state that `FileTable` keeps while a handle is open or the newest bytes are not in the store.
 
-What always holds (*states*): only the methods here change ``draft`` and ``state``, by the table `TRANSITIONS`; one that
-is unlinked stays so, whatever is written to it, unless its removal fails. Trio thread only; nothing of it survives a
-crash but what the journal and the rows say.
+What always holds (*states*): only the methods here change ``draft`` and ``state``, by the table `TRANSITIONS`. A file
+that is unlinked stays so, whatever is written to it, unless its removal fails. Trio thread only; only the journal and
+the rows survive a crash.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace import attributes
 
 READING = 1 << 62
-"""In the numbers of handles that were opened for reading: closing one publishes nothing."""
+"""Bit in the numbers of handles that were opened for reading: closing one publishes nothing."""
 
 
 class FileState(StrEnum):
-    """What ``user.lakefs.state`` answers; `ExtendedAttributes` computes it when it is asked for."""
+    """The value of ``user.lakefs.state``; `ExtendedAttributes` computes it when it is read."""
 
     DIRTY = "dirty"
-    """Being written, or acknowledged and waiting."""
+    """The file is being written, or is acknowledged and waits."""
     UPLOADING = "uploading"
-    """Parts of it, or the pack that it is in, are on their way or in the store already."""
+    """Parts of it, or the pack that contains it, are being sent or are in the store already."""
     DURABLE = "durable"
     FAILED = "failed"
     """The store refused it, or did not answer a caller that waited; the bytes are on the local disk."""
 
 
 class OpenState(StrEnum):
-    """What becomes of the newest version of a file in use; `TRANSITIONS` is the table."""
+    """The state of the newest version of a file in use; `TRANSITIONS` says which may follow which."""
 
     CLEAN = "clean"
     """No draft: the newest bytes are those of ``extent``, or of the last of ``behind``, which may not be stored yet."""
     WRITING = "writing"
-    """A draft is written to, or is being stored."""
+    """A draft is being written or stored."""
     ACKNOWLEDGED = "acknowledged"
     """Write-back has acknowledged the draft: a write begins the next version."""
     UNLINKED = "unlinked"
-    """Its name was removed, or is being removed: it is not published, with a draft or without."""
+    """Its name was removed, or is being removed: it is not published, whether it has a draft or not."""
 
 
 TRANSITIONS = {
@@ -64,8 +64,8 @@ TRANSITIONS = {
 
 @dataclass(slots=True, eq=False)
 class OpenFile:
-    """One inode in use. ``entry`` is what is known of the file now; its size is the draft's while there is one. ``key``
-    is its path, and the key that a plain object of it would have; ``extent`` where its bytes are."""
+    """One inode in use. ``entry`` has the present attributes; while there is a draft, the size is that of the draft.
+    ``key`` is the path, and the key of a plain object at its own key; ``extent`` is where the stored bytes are."""
 
     entry: Entry
     key: str
@@ -76,42 +76,43 @@ class OpenFile:
     state: OpenState = field(default=OpenState.CLEAN, init=False)
     if_absent: bool = False
     behind: list[OpenFile] = field(default_factory=list)
-    """Versions that were acknowledged before ``draft`` began, oldest first, as they were then, with the same lock."""
+    """Versions that were acknowledged before ``draft`` began, oldest first, as they were then; they share its lock."""
     refused: RefusedRanges = field(default_factory=RefusedRanges)
-    """Writes that were refused before the version that they were for could begin."""
+    """Writes that were refused before their version could begin."""
     is_written_directly: bool = False
-    """It was opened with O_DIRECT: where a direct write beyond the end is refused, the kernel truncates the file to the
-    size that it has. Any other truncation is a program's."""
+    """True if it was opened with O_DIRECT: after a refused direct write beyond the end, the kernel truncates the file
+    to its present size. Any other truncation is by a program."""
     late_xattrs: dict[str, bytes] | None = None
-    """Set while a version was being stored, which may not tell them."""
+    """Extended attributes that were set while a version was being stored, which may lack them; None if none were."""
     lost_name: bool = False
-    """Another client has the name at which it was created with O_EXCL: it is stored under none."""
+    """True if another client has the name at which it was created with O_EXCL, so that it is stored under no name."""
     is_redated: bool = False
-    """Another node changed the mtime, which the kernel ignores for this inode: the file gets a new one when closed."""
+    """True if another node changed the mtime: the kernel ignores that, so the file gets a new inode when it is
+    closed."""
     described: tuple[Entry, dict[str, str], dict[str, str]] | None = None
-    """The entry that `describe` was asked for last, and its answers: with the mtime, and as it is fixed before that."""
+    """The entry of the last call of `describe`, and its results."""
     prefix_bytes: int | None = None
-    """Bytes from the start of the file without a hole, if it is published while it is open."""
+    """Length of the prefix without holes, if the file is published while it is open; otherwise None."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock | None = None
-    """Made, and held, by the one who makes the copy that the next version begins with."""
+    """Held by the task that makes the copy with which the next version begins."""
 
     def transition(self, to: OpenState) -> None:
         assert to in TRANSITIONS[self.state], f"{self.key}: {self.state} cannot become {to}"
         self.state = to
 
     def begin(self, draft: Draft) -> None:
-        """The draft is the newest version from here on."""
+        """Make the draft the newest version."""
         self.draft = draft
         self.follow_draft()
 
     def end_draft(self) -> None:
-        """The draft is stored, or discarded."""
+        """Remove the draft, which is stored or discarded."""
         self.draft = None
         self.follow_draft()
 
     def follow_draft(self) -> None:
-        """The draft has changed, or its state."""
+        """Update the state after the draft, or its state, has changed."""
         if self.state is not OpenState.UNLINKED and (to := self._state_of_draft()) is not self.state:
             self.transition(to)
 
@@ -126,26 +127,26 @@ class OpenFile:
 
     @property
     def is_being_unlinked(self) -> bool:
-        """Whether its name goes is not decided yet: who removes it holds ``publishing``."""
+        """Return whether a task that holds ``publishing`` is removing its name, which may still fail."""
         return self.unlinked and self.publishing.locked()
 
     def count_written(self, offset: int, length: int) -> None:
-        """Bytes were written: they belong to the prefix if they follow it."""
+        """Extend the prefix by written bytes if they follow it."""
         if self.prefix_bytes is not None and offset <= self.prefix_bytes:
             self.prefix_bytes = max(self.prefix_bytes, offset + length)
 
     def count_truncated(self, size: int) -> None:
-        """The file was made shorter or longer: what it got beyond its prefix is a hole."""
+        """Cut the prefix to a new size of the file: a part that was added is a hole."""
         if self.prefix_bytes is not None:
             self.prefix_bytes = min(self.prefix_bytes, size)
 
     def unlink(self) -> None:
-        """Whether its name was removed, or is about to be removed."""
+        """Mark the file as unlinked: its name was removed, or is about to be."""
         if self.state is not OpenState.UNLINKED:
             self.transition(OpenState.UNLINKED)
 
     def relink(self) -> None:
-        """Its name could not be removed."""
+        """Undo `unlink`, because the name could not be removed."""
         if self.state is OpenState.UNLINKED:
             self.transition(self._state_of_draft())
 
@@ -155,12 +156,12 @@ class OpenFile:
 
     @property
     def is_untouched(self) -> bool:
-        """Created or emptied, and not written to since."""
+        """Return whether the file was created or emptied, and not written to since."""
         return self.draft is not None and self.draft.size == 0 and self.draft.base is None
 
     def describe(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Metadata of the object, for a single request and for a multipart upload. The latter is fixed when the upload
-        begins, before the last write has a time."""
+        """Return the metadata of the object for a PUT, and for a multipart upload. That is fixed when the upload
+        begins, so it has no mtime unless a program set one."""
         if self.described is None or self.described[0] is not self.entry:
             with_mtime = attributes.describe(self.entry, with_mtime=True)
             fixed = {name: value for name, value in with_mtime.items() if name != attributes.MTIME}
@@ -170,10 +171,11 @@ class OpenFile:
     def install(
         self, draft: Draft, entry: Entry, extent: Extent, described: Mapping[str, str]
     ) -> tuple[Entry, dict[str, bytes] | None] | None:
-        """The bytes of a draft are the file's version in the store, whatever was written since: ``entry`` is its row.
-        The caller journals the drafts of later versions, which are to replace this one.
-        Returns what was set since the store was told what it ``described``: the attributes, and the extended ones where
-        those were set; None for nothing."""
+        """Make the bytes of a draft the file's stored version, with ``entry`` as its row; later drafts stay.
+
+        The caller journals the drafts of later versions, which are to replace this one. Returns the attributes that
+        were set since the store got those ``described``, with the extended ones if those were set; None if none
+        were."""
         owner = self.owner_of(draft) or self
         now, xattrs, self.late_xattrs = owner.entry, self.late_xattrs, None
         _, expected = owner.describe()  # an mtime that no user chose is the object's LastModified
@@ -187,7 +189,7 @@ class OpenFile:
         return now, xattrs
 
     def end_version(self, draft: Draft) -> None:
-        """Record that the version of a draft is stored: the draft ends, or is no longer behind."""
+        """Remove the draft of a stored version, or the version behind that has it."""
         owner = self.owner_of(draft)
         if owner is self:
             self.end_draft()
@@ -195,7 +197,7 @@ class OpenFile:
             self.behind.remove(owner)
 
     def replace_stored(self, entry: Entry, extent: Extent) -> None:
-        """This version is to replace one that was stored since it began. The caller journals its draft."""
+        """Let this version replace one that was stored since it began. The caller journals its draft."""
         flags = int(self.entry.flags & ~Flag.LOCAL)
         self.entry = msgspec.structs.replace(
             self.entry, flags=flags, etag=entry.etag, stamp=entry.stamp, place=entry.place, offset=entry.offset
@@ -206,20 +208,21 @@ class OpenFile:
 
     @property
     def is_new(self) -> bool:
-        """It was created here, and no version of it is in the store."""
+        """Return whether the file was created here and no version of it is in the store."""
         return self.extent is None and self.draft is not None and not self.draft.target.replaces
 
     @property
     def replaces(self) -> str:
-        """ETag of the object under the name before this file's next version; empty if there is none. One that was
-        renamed over a name has it from the version that was renamed."""
+        """Return the ETag of the object that the file's next version replaces; empty if there is none.
+
+        A version that was renamed over a name passes it on."""
         last = self.draft if self.draft is not None else self.behind[-1].draft if self.behind else None
         if last is not None:
             return last.target.replaces
         return self.extent.version.etag if self.extent is not None else ""
 
     def written(self, now_ns: int) -> None:
-        """The bytes changed just now."""
+        """Set the times after the bytes have changed."""
         flags = int(self.entry.flags & ~Flag.MTIME_KEPT)
         self.entry = msgspec.structs.replace(self.entry, flags=flags, mtime_ns=now_ns, ctime_ns=now_ns)
         self.is_redated = False  # the kernel's mtime is the newest again
@@ -234,32 +237,33 @@ class OpenFile:
 
     @property
     def versions(self) -> list[OpenFile]:
-        """Those that wait behind, and this."""
+        """The versions that wait behind, oldest first, and this one."""
         return [*self.behind, self] if self.behind else [self]
 
     @property
     def is_incomplete(self) -> bool:
-        """Writes to it were refused, and it may not be published."""
+        """Return whether writes to it were refused, so that it must not be published."""
         return bool(self.refused.ranges or (self.draft is not None and self.draft.refused.ranges))
 
     @property
     def has_lost_name(self) -> bool:
-        """`lose_name` was called, and the name is not removed."""
+        """Return whether `lose_name` was called, and the name is not removed."""
         draft = self.draft
         is_written = draft is not None and not draft.sequence and draft.target.if_absent
         return is_written and self.lost_name and not self.unlinked
 
     def lose_name(self) -> None:
-        """Another client has created the name before this version of the file could be stored."""
+        """Record that another client created the name before this version could be stored."""
         self.lost_name = True
 
     @property
     def is_orphaned(self) -> bool:
-        """No program has it open, and nothing may be stored of it under its name."""
+        """Return whether no program has it open, and nothing of it may be stored under its name."""
         return not self.handles and not self.unlinked and (self.is_incomplete or self.has_lost_name)
 
     def check_publishable(self) -> None:
-        """Raises FileError while writes are missing, and FileError(EEXIST) once another client has had the name."""
+        """Check that the file may be published. Raises FileError while writes are missing, and FileError(EEXIST) if
+        another client has had the name."""
         for refused in (self.refused, self.draft.refused) if self.draft is not None else (self.refused,):
             if refused.ranges:
                 refused.check(self.key)
@@ -268,16 +272,16 @@ class OpenFile:
 
     @property
     def is_acknowledged(self) -> bool:
-        """A version that is not in the store survives a crash of the machine, under the name that the file has."""
+        """Return whether a version that is not in the store survives a crash of the machine under the present name."""
         return any(each.draft is not None and each.draft.sequence for each in self.versions)
 
     def owner_of(self, draft: Draft) -> OpenFile | None:
-        """This, or the version behind it, whose draft it is; None where it has ended."""
+        """Return the version, this one or one behind it, that has the draft; None if it has ended."""
         return next((each for each in self.versions if each.draft is draft), None)
 
     def stored_after(self, draft: Draft) -> Draft | None:
-        """The draft of a later version that the store has already, although this could not be recorded. The caller
-        holds ``publishing``, or nobody does."""
+        """Return the draft of a later version that the store has, but that could not be recorded; None if there is
+        none. Either the caller holds ``publishing``, or no task does."""
         later = (each.draft for each in self.behind if each.draft is not None)
         every = [*later, *([] if self.draft is None else [self.draft])]
         stored = [each for each in every if each.state is DraftState.PUBLISHED and each.sequence > draft.sequence]
