@@ -3,7 +3,7 @@
 What always holds:
 
 * a block, or a piece of one, is returned only if its hash matches, so no damage of the files can put wrong bytes into a
-read;
+  read;
 * an error of the cache disk never leaves this module: reads answer "not here", writes do nothing, `statistics` tells;
 * the bounds of `cache_directory`: disk space, free space, descriptors, memory; pinned versions are not evicted.
 

@@ -3,12 +3,15 @@
 What always holds:
 
 * memory does not grow with the number of files: at most ``FILES_OPEN_MAX`` idle descriptors, one eviction sample, and a
-filter that rules out most absent files (`presence`); * a file counts with its disk space, from the moment its directory
-was scanned; * files of pinned (open) versions and kept blocks are not evicted. Calls block and are for worker threads,
-many concurrently; `pin`, `unpin`, `reading_now` and the gauges are quick enough for the trio thread. Two locks, always
-acquired in this order: ``_files_lock`` (opening, creating, replacing, removing files; held during such disk operations,
-and by `scan` for the stats of 1/256 of the files), then ``_lock`` (what is in memory; held for one stat at most). Block
-data moves under neither. Errors of the disk are raised as OSError.
+  filter that rules out most absent files (`presence_filter`);
+* a file counts with its disk space from the moment its directory was scanned;
+* files of pinned (open) versions, and kept blocks, are not evicted.
+
+Calls block and are for worker threads, many concurrently; `pin`, `unpin`, `reading_now` and the gauges are quick enough
+for the trio thread. There are two locks, always acquired in this order: ``_files_lock`` for opening, creating,
+replacing and removing files (held during such disk operations, and by `scan` for the stats of 1/256 of the files), then
+``_lock`` for what is in memory (held for one stat at most). Block data moves under neither. Errors of the disk are
+raised as OSError.
 
 A crash leaves the files as they are. Only the count of the space is lost, and counted again by `scan`.
 """

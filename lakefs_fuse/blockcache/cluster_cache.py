@@ -3,11 +3,13 @@
 What always holds:
 
 * *no trust*: a byte of a proxy is served only if a checksum of the store verifies it (`proofs`), or the mount trusts
-the proxies. All others come from the store, of the same version; * *no error*: bytes that a proxy does not return, or
-returns wrong, are fetched from the store as if there were no proxy. Only the store's errors are raised;
+  the proxies. All others come from the store, of the same version;
+* *no error*: bytes that a proxy does not return, or returns wrong, are fetched from the store as if there were no
+  proxy. Only the store's errors are raised;
 * *same requests*: proxies are asked for single blocks, cut at the object's end, with the ETag as precondition. So the
-requests of two nodes for one block differ only in their signatures. Tasks of the trio thread. Memory is that of the
-answer. Nothing needs to survive a crash.
+  requests of two nodes for one block differ only in their signatures.
+
+For tasks on the trio thread. Memory is that of the answer. Nothing needs to survive a crash.
 """
 
 from __future__ import annotations

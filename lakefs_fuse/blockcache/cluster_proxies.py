@@ -3,13 +3,13 @@
 What always holds:
 
 * *one owner*: a block is requested from the proxy that wins rendezvous hashing among those that serve. Nodes with the
-same list ask the same proxy, and a failed proxy moves only its own blocks;
+  same list ask the same proxy, and a failed proxy moves only its own blocks;
 * *one wait*: a proxy fails when it cannot be reached, returns an unexpected response, or answers nothing at all for
-`SILENT_S_MAX`. Readers then do not ask it again until a background request, made with growing pauses, succeeds;
-requests that wait for a thread are not made. While a proxy answers other requests, readers wait for it, because the
-store may be slow, and mounts that bypass the proxy slow it further. A refusal of the store that a proxy forwards is not
-a failure of the proxy; * a response claims the requested version and has the requested length. Its bytes are not
-trusted.
+  `SILENT_S_MAX`. Readers then do not ask it again until a background request, made with growing pauses, succeeds;
+  requests that wait for a thread are not made. While a proxy answers other requests, readers wait for it, because the
+  store may be slow, and mounts that bypass the proxy slow it further. A refusal of the store that a proxy forwards is
+  not a failure of the proxy;
+* *right version*: a response claims the requested version and has the requested length. Its bytes are not trusted.
 
 Tasks of the trio thread; requests run in worker threads and have the bounds of `CachedGetter`. Nothing needs to survive
 a crash.

@@ -1,17 +1,19 @@
-"""Reads any bytes of an object version: from memory, from the block cache, or from the store in few GETs. Random reads
-of a large object read only the requested bytes from the cache disk, not whole blocks; and from the store, too, if the
-cache is full of blocks in use (`admission`), or the object is being fetched (`prefetch`).
+"""Reads any bytes of an object version: from memory, from the block cache, or from the store in few GETs.
+
+Random reads of a large object read only the requested bytes from the cache disk, not whole blocks. They do the same
+from the store if the cache is full of blocks in use (`admission`), or the object is being fetched (`prefetch`).
 
 What always holds:
 
 * a block is fetched once, however many readers wait for it: fetches run in the given nursery, not in a reader's task,
-so a cancelled reader does not affect others, and an error wakes all waiters; * every GET names the version's ETag, and
-a response of another version is ESTALE, never mixed in; * bytes with a wrong checksum (`verified_get`) are EIO, and
-their response is not kept;
+  so a cancelled reader does not affect others, and an error wakes all waiters;
+* every GET names the version's ETag, and a response of another version is ESTALE, never mixed in;
+* bytes with a wrong checksum (`verified_get`) are EIO, and their response is not kept;
 * memory is bounded: recent blocks (``memory_blocks``) plus what is in flight (``inflight_bytes_max``, which covers a
   block until it is written to the cache disk). Readers wait for memory; readahead and prefetch do not, they are
   dropped. So a cache disk slower than the store slows readers down only once the memory in flight is full of bytes to
-  be written; * failures of the cache disk never fail a read.
+  be written;
+* failures of the cache disk never fail a read.
 
 `BlockReader` is for tasks on the trio thread; code between two awaits is atomic. It uses a worker thread only for the
 disk, and for small reads only if the disk is slow (`disk_latency`). Nothing here needs to survive a crash.

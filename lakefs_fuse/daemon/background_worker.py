@@ -5,7 +5,7 @@ What always holds:
 * *ends with its daemon*: the daemon alone can read the answers of the worker. When it dies, the kernel closes that
   pipe, and the worker cancels its command;
 * *bounded disk*: temporary files are in one directory, which exists only while the worker runs. A worker is ended if
-the free space of the disk falls below the amount that the mount keeps free;
+  the free space of the disk falls below the amount that the mount keeps free;
 * *no secrets*: the request comes by a descriptor, and credentials are in the environment only.
 
 Tasks of the trio thread; files are removed in a worker thread. A crash of both processes leaves the directory, which

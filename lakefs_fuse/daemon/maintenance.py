@@ -4,12 +4,13 @@ its lake is due, and has a worker do it.
 What always holds:
 
 * *spread evenly*: the times between two checks are drawn from an exponential distribution, so the checks of many mounts
-are spread evenly however the mounts were started, also those of mounts that live for minutes. No time is shorter than a
-sixtieth of the mean. Of the mounts that have seen enough commits for a fold, one in LOOKING_SHARE checks each minute;
+  are spread evenly however the mounts were started, also those of mounts that live for minutes. No time is shorter than
+  a sixtieth of the mean. Of the mounts that have seen enough commits for a fold, one in LOOKING_SHARE checks each
+  minute;
 * *one at a time*: the worker holds the maintenance lease, and checks again what is due after it acquired the lease;
 * *the mount never waits*: work of more than a few requests happens in another process, at the lowest priority;
 * *no failure is repeated every hour*: after each failure the delay doubles, up to a day, and only the first of
-consecutive failures is logged. If commits cannot be read, other mounts also wait before they try;
+  consecutive failures is logged. If commits cannot be read, other mounts also wait before they try;
 * *bounded disk*: what the worker keeps for the next fold (`admin.fold_database`), about the size of the index, goes
   where the disk has no room for it, and where another mount has folded for a week.
 

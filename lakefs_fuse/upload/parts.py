@@ -5,7 +5,7 @@ What always holds:
 * (*part states*) a part changes its state through `Parts.transition` only, by the table of `TRANSITIONS`;
 * (*dropped parts*) a DROPPED part is in the store only, and is never written to;
 * (*parts in use*) no hole is made in a part that a task or thread reads or writes (`PartUses`), except by a caller that
-has directed later readers to the new place of the bytes and has waited for the earlier ones.
+  has directed later readers to the new place of the bytes and has waited for the earlier ones.
 
 Trio thread only. After a crash the journal record has the CLEAN and DROPPED parts.
 """

@@ -6,7 +6,7 @@ What always holds:
   than the TTL, and in each directory by one wait at a time: any number of waits costs the requests of one. Between them
   a wait looks at the tree when an event says that something has changed, and every ``--refresh``;
 * *an answer holds for `open`*: a wait ends when each name of the path is known as in a lookup of the kernel, and after
-the kernel was notified.
+  the kernel was notified.
 
 A wait that is cancelled leaves nothing, and there are no listeners while none waits. Trio thread only.
 """

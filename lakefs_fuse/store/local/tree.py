@@ -2,10 +2,10 @@
 
 What always holds:
 
-* a key's path never leaves the root, never passes through a symbolic link to a directory, never enters
-  ``.lakefs/tmp`` or ``.lakefs/uploads``;
+* a key's path never leaves the root, never passes through a symbolic link to a directory, never enters ``.lakefs/tmp``
+  or ``.lakefs/uploads``;
 * a name appears by one rename or link of a finished, synced temporary file, so a crash leaves at most a file in
-``.lakefs/tmp``, which is not a key and which the next store removes when it opens, after a day;
+  ``.lakefs/tmp``, which is not a key and which the next store removes when it opens, after a day;
 * a directory is removed only when empty (rmdir), so pruning can race with anything.
 
 Called by the other modules of `local` only, from any worker thread.
