@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lakefs_fuse.checkpoints.torch_pickle import DTYPE_BYTES, Dtype, Strided, is_plain, load
+from lakefs_fuse.checkpoints.torch_pickle import DTYPE_BYTES, WITH_TORCH, Dtype, Strided, is_plain, load
 from lakefs_fuse.errors import LakeError
 
 METADATA = ".metadata"
@@ -167,10 +167,7 @@ class ShardedCheckpoint:
             if not isinstance(found, Strided) or (found.size, found.dtype) != (chunk.sizes, tensor.dtype):
                 raise LakeError("it is not what the metadata says")
             if not found.is_contiguous:
-                raise LakeError(
-                    "its rows do not follow each other (as with channels_last): convert the directory with "
-                    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
-                )
+                raise LakeError(f"its rows do not follow each other (as with channels_last): convert {WITH_TORCH}")
             info = archive.getinfo(f"{pickled.removesuffix('data.pkl')}data/{found.key}")
             begin = chunk.place.offset + _data_offset(archive, info)
         except LakeError as error:

@@ -30,6 +30,8 @@ STORAGES = {
 }  # fmt: skip
 """Types whose storages have a class of their own; those of all others have no type."""
 STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
+WITH_TORCH = "the directory with torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+"""What errors advise where only torch itself can read a tensor."""
 PLAIN = {"set": set, "frozenset": frozenset, "bytearray": bytearray, "complex": complex}
 
 
@@ -88,15 +90,25 @@ class Made:
         raise LakeError(f"a {self.name} without {name}: it was written by a version of torch that is not known")
 
 
-def _rebuild_v2(storage: Storage, offset: int, size: Sequence[int], stride: Sequence[int], *_: object) -> Strided:
+def _rebuild_v2(
+    storage: Storage, offset: int, size: Sequence[int], stride: Sequence[int], _: object, __: object,
+    view: object = None,
+) -> Strided:  # fmt: skip
+    """``view`` says that the tensor is a conjugate or a negative of the bytes: torch sets a bit, and leaves the bytes.
+    Raises LakeError for such a tensor."""
+    if view:
+        raise LakeError(
+            "its bytes are the conjugates or negatives of its values (as with torch.conj): save resolve_conj() or "
+            f"resolve_neg() of it, or convert {WITH_TORCH}"
+        )
     return Strided(storage.key, storage.dtype, offset, tuple(size), tuple(stride))
 
 
 def _rebuild_v3(
     storage: Storage, offset: int, size: Sequence[int], stride: Sequence[int], _: object, __: object, dtype: Dtype,
-    *___: object,
+    view: object = None,
 ) -> Strided:  # fmt: skip
-    return Strided(storage.key, dtype.name, offset, tuple(size), tuple(stride))
+    return _rebuild_v2(Storage(storage.key, dtype.name), offset, size, stride, _, __, view)
 
 
 def _rebuild_parameter(data: Strided, *_: object) -> Strided:

@@ -208,6 +208,16 @@ def test_damage_and_what_is_missing_leave_no_file(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.pt", "shards"]
 
 
+def test_tensor_whose_bytes_are_not_its_values_is_refused(tmp_path: Path) -> None:
+    """torch.save keeps the bytes of the tensor that a conjugate is a view of."""
+    conjugate = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64).conj()
+    shards = save(tmp_path / "shards", {"z": conjugate})
+    with pytest.raises(LakeError, match=r"z in .*: its bytes are the conjugates or negatives of its values"):
+        consolidate(shards, tmp_path / "one.pt")
+    consolidate(save(tmp_path / "resolved", {"z": conjugate.resolve_conj()}), tmp_path / "one.pt")
+    assert torch.equal(torch.load(tmp_path / "one.pt")["z"], conjugate)
+
+
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("it runs",)
