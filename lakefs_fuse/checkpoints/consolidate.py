@@ -16,6 +16,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +33,9 @@ SAFETENSORS_TYPES = {
 ALIGN_BYTES = 64
 """Of the bytes of a tensor in a file of torch."""
 PIECE_BYTES = 8 << 20
+NAME_CHARS = 40
+"""Of the target's name in that of the file that is written: with the host's, which has up to 64 bytes, it has 255 bytes
+at most, whatever the characters."""
 EMPTY_ITEMS_MAX = 1 << 20
 """Empty dictionaries in lists, of which a checkpoint says nothing: 8 MiB of memory."""
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -59,9 +63,11 @@ def consolidate(
     ``advanced`` each piece. ``sync`` makes an open file, by its descriptor, safe from a power cut where closing it does
     not. Raises LakeError."""
     is_safetensors = target.suffix == ".safetensors"
-    if target.exists() and not force:
+    if os.path.isdir(target):
+        raise LakeError(f"{target} is a directory: name the file to write")
+    if os.path.exists(target) and not force:
         raise LakeError(f"{target} exists: --force replaces it")
-    new = target.with_name(f".{target.name}.{os.uname().nodename}-{os.getpid()}.consolidating")
+    new = target.with_name(f".{target.name[:NAME_CHARS]}.{os.uname().nodename}-{os.getpid()}.consolidating")
     with ShardedCheckpoint(source) as checkpoint:
         tensors = [each for each in checkpoint.tensors if each.name.startswith(prefix)]
         objects = [each for each in checkpoint.objects if each.name.startswith(prefix)]
@@ -82,13 +88,14 @@ def consolidate(
                 out.flush()
                 sync(out.fileno())
             _verify(new, spans, advanced)
-            if target.exists() and not force:
+            if os.path.exists(target) and not force:
                 raise LakeError(f"{target} was made meanwhile: --force replaces it")
             os.replace(new, target)
         except OSError as error:
             raise LakeError(f"{error.filename or new}: {error.strerror}") from error
         finally:
-            new.unlink(missing_ok=True)
+            with suppress(OSError):  # where it was never made, or the disk fails: that was said, or nothing reads it
+                new.unlink()
     return Consolidated(
         str(target), "safetensors" if is_safetensors else "torch", len(tensors), total, len(kept), left_out
     )

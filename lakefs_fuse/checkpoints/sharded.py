@@ -5,7 +5,8 @@ is a file of ``torch.save`` inside one of these: a ZIP archive whose member ``da
 pickle runs (`torch_pickle`), and torch is not needed.
 
 What always holds: memory is bounded by `SLAB_BYTES` and the directory of one chunk, whatever the size of a tensor;
-bytes are answered only if their chunks cover the tensor once, and all of a chunk has its CRC-32. Blocking, one thread.
+bytes are answered only if their chunks cover the tensor once, and all of a chunk has its CRC-32, unless torch was told
+to compute none (``torch.serialization.set_crc32_options``): then that of every member is 0. Blocking, one thread.
 """
 
 from __future__ import annotations
@@ -178,12 +179,15 @@ class ShardedCheckpoint:
         length, skipped = math.prod(chunk.sizes) * itemsize, found.offset * itemsize
         if info.compress_type or skipped + length > info.file_size:
             raise LakeError(f"{where}: its bytes are compressed, or not all there")
-        checksum = info.CRC if length == info.file_size else None
+        checksum = getattr(info, "CRC", None) if length == info.file_size else None
         source = _Source(partial(self._open, chunk.place.file), begin + skipped, checksum, where)
         return _Box(chunk.offsets, chunk.sizes, source, 0)
 
     def _archive(self, place: Place) -> tuple[zipfile.ZipFile, str]:
         archive = zipfile.ZipFile(_Slice(self._open(place.file), place.offset, place.length))
+        if not any(info.CRC for info in archive.infolist()):
+            for info in archive.infolist():
+                del info.CRC  # then `zipfile` compares none
         pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
         if pickled is None:
             raise LakeError("it is no file of torch.save")

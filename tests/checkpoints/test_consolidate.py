@@ -218,6 +218,30 @@ def test_tensor_whose_bytes_are_not_its_values_is_refused(tmp_path: Path) -> Non
     assert torch.equal(torch.load(tmp_path / "one.pt")["z"], conjugate)
 
 
+def test_shards_that_were_saved_without_checksums_are_read(tmp_path: Path) -> None:
+    state = {"w": torch.rand(100), "step": 3}
+    torch.serialization.set_crc32_options(False)
+    try:
+        shards = save(tmp_path / "shards", state)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    consolidate(shards, tmp_path / "one.pt")
+    assert same(ordered(torch.load(tmp_path / "one.pt")), ordered(state))
+
+
+def test_target_that_cannot_be_written_is_an_error_that_says_why(tmp_path: Path) -> None:
+    shards = save(tmp_path / "shards", {"w": torch.ones(3)})
+    (tmp_path / "file").touch()
+    with pytest.raises(LakeError, match="Not a directory"):
+        consolidate(shards, tmp_path / "file" / "one.pt")
+    for directory in (tmp_path, Path("/"), Path()):
+        with pytest.raises(LakeError, match="is a directory"):
+            consolidate(shards, directory, force=True)
+    with pytest.raises(LakeError, match="File name too long"):
+        consolidate(shards, tmp_path / ("n" * 256))
+    consolidate(shards, tmp_path / ("ä" * 127))
+
+
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("it runs",)
