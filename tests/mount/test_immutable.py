@@ -355,3 +355,32 @@ def test_packed_files_of_the_lake_above(make_lake: LakeMaker, tmp_path: Path) ->
         names = os.listdir(part.path)
         with costs(part):
             assert os.listdir(part.path) == names
+
+
+def test_refresh_shows_the_directory_that_took_the_place_of_the_one_at_the_top(
+    make_lake: LakeMaker, tmp_path: Path
+) -> None:
+    """As a data set is replaced: written beside the one in use, and renamed. The kernel knows the top as inode 1."""
+    writer = make_lake("file", "--pack", "always").mount()
+    data, new = writer.path / "sets" / "data", writer.path / "sets" / "new"
+    for directory in (data, new):
+        directory.mkdir(parents=True)
+        for name in ("both", f"only-{directory.name}"):
+            (directory / name).write_bytes(directory.name.encode())
+    writer.settle()
+    with file_lake(tmp_path / "part") as part:
+        part.source, part.options = f"{writer.source}/sets/data", ("--immutable",)
+        part.mount()
+        assert {path.name: path.read_bytes() for path in part.path.iterdir()} == {"both": b"data", "only-data": b"data"}
+        assert not (part.path / "only-new").exists()
+        data.chmod(0o700)
+        writer.settle()
+        assert part.cli("refresh", str(part.path)).returncode == 0
+        assert part.path.stat().st_mode & 0o777 == 0o700
+        data.rename(data.with_name("old"))
+        new.rename(data)
+        writer.settle()
+        assert part.cli("refresh", str(part.path)).returncode == 0
+        assert not (part.path / "only-data").exists()
+        assert {path.name: path.read_bytes() for path in part.path.iterdir()} == {"both": b"new", "only-new": b"new"}
+        assert part.path.stat().st_mode & 0o777 == 0o755

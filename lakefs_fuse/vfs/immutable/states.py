@@ -183,7 +183,8 @@ class States:
 
     async def make(self, before: State | None, changed: ChangedNames | None = None) -> State:
         """The lake as it is now. ``changed`` gets names that the kernel may remember from the state ``before``,
-        which stays as it is. Raises LakeError; then there is no new state."""
+        which stays as it is: all of the top directory where another one took its place. Raises LakeError; then there is
+        no new state."""
         number = 1 + max(self._numbers(), default=0)
         path = self._path(number)
         try:
@@ -196,6 +197,9 @@ class States:
         database = self._open_database(path)
         try:
             note = await (self._take_snapshot(database) if snapshot else self._bring_up_to_date(database, changed))
+            if before is not None and changed is not None and before.note.top != note.top:
+                for tree, top in (before.tree, before.note.top), (Tree(database), note.top):
+                    await _add_names(tree, top, changed, shown_in=note.top)
             _note_row(database).set(note, sync=True)
         except BaseException:
             database.close()
@@ -283,10 +287,7 @@ class States:
             if self._lake.config.attributes == "objects":
                 await ask_all(tree.children_in_steps(inode), fs.getattr)
             if is_new and changed is not None:  # merging it announced none of its names
-                for children in tree.children_in_steps(inode):
-                    for child in children:
-                        changed.add(inode, child.name)
-                    await trio.lowlevel.checkpoint()
+                await _add_names(tree, inode, changed, shown_in=inode)
 
         names = 0
 
@@ -304,6 +305,15 @@ class States:
             await list_everything(fs.namespace, report, top=top, listed=listed)
             nursery.cancel_scope.cancel()
         return top
+
+
+async def _add_names(tree: Tree, directory: int, changed: ChangedNames, *, shown_in: int) -> None:
+    """Add all names of a directory as those of the directory ``shown_in``: for the kernel, the one that is the top now
+    has the number of the one that was. Raises OSError."""
+    for children in tree.children_in_steps(directory):
+        for child in children:
+            changed.add(shown_in, child.name)
+        await trio.lowlevel.checkpoint()
 
 
 def _note_row(database: Database) -> SingleRow[Note]:
