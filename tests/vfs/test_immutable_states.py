@@ -1,9 +1,13 @@
-"""Making a state of a lake: what the log says while it takes long."""
+"""States of a lake: how one is made, shown and removed, also where the disk of the cache directory fails."""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,19 +16,25 @@ import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.meta import schema
+from lakefs_fuse.meta import database, schema
 from lakefs_fuse.meta.database import RocksEngines
+from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.vfs.changed_names import ChangedNames
 from lakefs_fuse.vfs.immutable import states
-from lakefs_fuse.vfs.immutable.filesystem import open_immutable
+from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
 from lakefs_fuse.vfs.namespace import subtree_listing
-from tests.fakes import store_client
+from tests.fakes import node_of, store_client
 from tests.memory_store import MemoryStore, Pause
+from tests.meta.full_disk import FullDisk
+from tests.vfs.lakes import Clock
 from tests.vfs.writing_back import until
 
 
-async def mounted_names(store: MemoryStore, cache: Path) -> list[bytes]:
-    """What a new daemon, which may have a state of an earlier one, shows."""
+def mounted(
+    store: MemoryStore, cache: Path, *, node: Node | None = None, allow_other: bool = False
+) -> AbstractAsyncContextManager[ImmutableFilesystem]:
+    """A new daemon, which may have a state of an earlier one."""
     metrics = Metrics()
     config = MountConfig(
         store=StoreConfig(source=Source("file", "/nowhere", "")),
@@ -32,10 +42,16 @@ async def mounted_names(store: MemoryStore, cache: Path) -> list[bytes]:
         cache_dir=str(cache),
         free_bytes_min=0,
         immutable=True,
+        allow_other=allow_other,
         mounting="the same mount command",
     )
     client = store_client(store, store.capabilities, metrics.store)
-    async with open_immutable(config, client, metrics, node=Node.of_this_machine()) as fs:
+    return open_immutable(config, client, metrics, node=node or Node.of_this_machine())
+
+
+async def mounted_names(store: MemoryStore, cache: Path) -> list[bytes]:
+    """What a new daemon shows."""
+    async with mounted(store, cache) as fs:
         return [entry.name for entry in fs.readdir(fs.top, 0)]
 
 
@@ -120,3 +136,43 @@ async def test_state_of_another_schema_is_replaced_by_the_next_daemon(
     assert await names() == [b"later", b"name"]
     assert "state 1 is removed: another version of lakefs-fuse made it" in caplog.messages
     assert len(list((tmp_path / "states").iterdir())) == 1
+
+
+async def test_attributes_are_answered_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk = MemoryStore(), FullDisk()
+    store.put("name", b"x", metadata={"mode": "33152"})
+    async with mounted(store, tmp_path, node=replace(node_of(Clock()), engines=disk), allow_other=True) as fs:
+        entry = fs.lookup(ROOT_INODE, b"name")
+        assert entry is not None
+        disk.is_full = True
+        assert (await fs.getattr(entry.inode)).mode == 0o600
+        assert store.count("head") == 1
+        disk.is_full = False
+        assert (await fs.getattr(entry.inode)).mode == 0o600
+        assert store.count("head") == 1
+
+
+async def test_names_are_announced_though_the_state_before_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    store.put("name", b"x")
+    async with mounted(store, tmp_path) as fs:
+        announced = list[bytes]()
+
+        async def listen(changed: ChangedNames) -> None:
+            announced.extend(name for _, name in changed.names())
+
+        def fail(_: Path) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        fs.refreshed.append(listen)
+        store.put("later", b"x")
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "iterdir", fail)
+            await fs.refresh()
+        assert announced == [b"later"]
+        assert len(list((tmp_path / "states").iterdir())) == 2
+        await fs.refresh()
+        assert len(list((tmp_path / "states").iterdir())) == 1

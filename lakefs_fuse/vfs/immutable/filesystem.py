@@ -139,7 +139,7 @@ class ImmutableFilesystem:
             if state is self._state and extent.version.etag == meta.etag:
                 batch = Batch()
                 state.tree.update(batch, learn(entry, meta.metadata or {}))
-                state.database.commit(batch)
+                state.database.commit_volatile(batch)
         return self.entry(inode)
 
     def directory(self, inode: int) -> Entry:

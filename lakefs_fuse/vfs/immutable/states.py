@@ -172,11 +172,15 @@ class States:
         return None
 
     def keep_only(self, number: int) -> None:
-        """Remove everything but this state."""
+        """Remove everything but this state, now or, where the disk fails, at the next refresh or mount."""
         kept = self._path(number)
-        for other in kept.parent.iterdir():
-            if other != kept:
-                shutil.rmtree(other, ignore_errors=True)
+        try:
+            others = [path for path in kept.parent.iterdir() if path != kept]
+        except OSError as error:
+            log.warning("states in %s are not removed yet: %s", kept.parent, error.strerror)
+            return
+        for other in others:
+            shutil.rmtree(other, ignore_errors=True)
 
     def _remove(self, number: int) -> None:
         shutil.rmtree(self._path(number), ignore_errors=True)
