@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError
+from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError, Unavailable
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import Warming
 from lakefs_fuse.vfs.residency import pins as pins_module
@@ -314,6 +314,30 @@ async def test_reconcile_of_an_unpin_leaves_changes_to_the_task_that_waits_for_t
         await pins.reconcile()
         with trio.fail_after(5):
             await pins.wait_stale()
+
+
+async def test_blocks_are_evicted_when_the_pins_that_could_not_be_looked_up_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until it is known what is pinned, nothing is evicted."""
+    monkeypatch.setattr(residency, "RETRY_S", 0.01)
+    store = MemoryStore()
+    store.give("other", data(1))
+    PinFile(tmp_path / "pins", FakeDisk()).save(["file"])
+
+    async def fail(*_: object) -> None:
+        raise Unavailable("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pins_module, "find", fail)
+        async with lake(store, tmp_path) as node:
+            await node.read("other")
+            await until(lambda: "keeping what is pinned: the store is away" in caplog.text)
+            assert node.parts.cache.evict(1 << 40) == 0, "it may be pinned"
+            await node.fs.residency.unpin_paths([("file", "")])
+            with trio.fail_after(10):
+                while not node.parts.cache.evict(1 << 40):
+                    await trio.sleep(0.01)
 
 
 async def test_file_that_two_pins_cover_is_counted_once(tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ class Residency:
         self._turn = trio.Semaphore(1)
         self._waiting = 0
         self._running: Warming | None = None
+        self._is_reconciled = False
+        """Until then nothing is evicted where there were pins at the start."""
         self._scopes = dict[trio.CancelScope, None]()
         """Of the warms in the background."""
 
@@ -455,14 +457,11 @@ class Residency:
     async def run(self) -> None:
         """Keep what the pins mean, and fetch what of it is missing, until cancelled. The store is asked for names only
         where some have changed."""
-        async with self._turn:
-            if len(self.pins) and await self._attempt(self.pins.reconcile):
-                self._cache.files.spare_since(None)
         is_changed, took_s = False, 0.0
         while True:
             began_s = trio.current_time()
             self.pins.clear_stale()
-            if len(self.pins) and not await self._attempt(partial(self._keep, is_changed)):
+            if not await self._attempt(partial(self._keep, is_changed)):
                 await trio.sleep(RETRY_S)
                 self.pins.mark_stale()
             took_s, is_changed = trio.current_time() - began_s, False
@@ -472,6 +471,14 @@ class Residency:
             await trio.sleep(max(DEBOUNCE_S, PAUSE_SHARE * took_s))
 
     async def _keep(self, is_changed: bool) -> None:
+        if not self._is_reconciled:
+            async with self._turn:  # a warm spares blocks as well
+                if len(self.pins):
+                    await self.pins.reconcile()
+                self._cache.files.spare_since(None)
+            self._is_reconciled = True
+        if not len(self.pins):
+            return
         await self.pins.reconcile(self._names if is_changed else None)
         paths = [(path, "") for path in self.pins.readable_paths]
         await self.warm(paths, WarmOptions(is_partial=True, is_for_pins=True))
