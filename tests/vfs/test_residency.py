@@ -13,8 +13,9 @@ from lakefs_fuse.metrics import Warming
 from lakefs_fuse.vfs.residency import residency
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.residency.selection import PAGE_NAMES, Selected, without_repetitions
-from tests.memory_store import Failures, MemoryStore
-from tests.vfs.lakes import Lake, lake
+from tests.memory_store import Failures, MemoryStore, Pause
+from tests.vfs.lakes import Lake, lake, two_lakes
+from tests.vfs.writing_back import until
 
 TREE = ("a/1.bin", "a/2.bin", "a/.hidden.bin", "a/b/3.bin", "a/b/c/4.txt", ".git/5.bin", "6.bin", "[x]/7.bin")
 
@@ -163,6 +164,31 @@ async def test_directories_are_listed_once_and_not_again_within_the_ttl(tmp_path
         await node.fs.residency.warm([("d", "")], WarmOptions())
         await node.fs.residency.inspect([("", "")])
         assert lists() - before <= 1, "the root was not listed"
+
+
+async def test_directory_that_is_removed_during_the_walk_is_no_error(tmp_path: Path) -> None:
+    store = MemoryStore(page_keys_max=1)  # so that no LIST answers for several directories
+    for path in ("t/a/below/file", "t/b/below/file"):
+        store.give(path, b"bytes")
+    async with two_lakes(store, tmp_path) as (one, two):
+        await one.tree()
+        await two.names("t")
+        store.hook = listing = Pause(lambda request: request.what == "list" and request.key == "t/a/")
+        async with trio.open_nursery() as nursery:
+            done = dict[str, object]()
+
+            async def warm() -> None:
+                done.update(await two.fs.residency.warm([("t", "")], WarmOptions()))
+
+            nursery.start_soon(warm)
+            await until(listing.reached.is_set)
+            await one.unlink("t/b/below/file")
+            await one.rmdir("t/b/below")
+            await one.rmdir("t/b")
+            await one.sync()
+            await two.poll()
+            listing.resume()
+        assert done["files"] == 1
 
 
 async def test_walk_lets_other_tasks_run_though_nothing_matches(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from array import array
 
 import trio
 
 from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.sync.nursery import for_each
@@ -54,8 +56,12 @@ class LakeNames:
 
             async def list_one(inode: int, below: array[int] = below) -> None:
                 if not self._is_listed(inode):
-                    with passing_over(refused):
-                        await self._ns.ensure_listed(inode, strictly=False)
+                    try:
+                        with passing_over(refused):
+                            await self._ns.ensure_listed(inode, strictly=False)
+                    except FileError as error:
+                        if error.errno != errno.ESTALE:
+                            raise  # else it was removed in the meantime
                 for page in pages(lambda: self.tree, inode):
                     below.extend(child.inode for child in page if child.is_dir)
                     await trio.lowlevel.checkpoint()
