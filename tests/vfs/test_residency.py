@@ -191,6 +191,32 @@ async def test_directory_that_is_removed_during_the_walk_is_no_error(tmp_path: P
         assert done["files"] == 1
 
 
+async def test_files_that_are_removed_while_those_before_are_fetched_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "OBJECTS_AT_ONCE", 1)
+    store = MemoryStore()
+    for path in ("t/d/1", "t/d/2", "t/d/3"):
+        store.give(path, path.encode())
+    async with two_lakes(store, tmp_path) as (one, two):
+        store.hook = fetching = Pause(lambda request: request.what == "get" and request.key == "t/d/1")
+        async with trio.open_nursery() as nursery:
+            done = dict[str, object]()
+
+            async def warm() -> None:
+                done.update(await two.fs.residency.warm([("t", "")], WarmOptions()))
+
+            nursery.start_soon(warm)
+            await until(fetching.reached.is_set)
+            for name in "123":
+                await one.unlink(f"t/d/{name}")
+            await one.rmdir("t/d")
+            await one.sync()
+            await two.poll()
+            fetching.resume()
+        assert (done["files"], done["gone_files"]) == (3, 1)
+
+
 async def test_walk_lets_other_tasks_run_though_nothing_matches(tmp_path: Path) -> None:
     store = MemoryStore()
     for number in range(3 * PAGE_NAMES):

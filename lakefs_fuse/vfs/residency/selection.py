@@ -198,7 +198,13 @@ async def _visit(
     for found in walk:
         if isinstance(found, Found):
             count += 1
-            if (waiting := see(found)) is not None:
+            try:
+                waiting = see(found)
+            except FileError:
+                if names.tree.entry(found.entry.inode) == found.entry:
+                    raise
+                continue  # it was removed, or replaced, since its page was read
+            if waiting is not None:
                 await waiting
         elif found is _Pause.PREPARE and not is_prepared:
             is_prepared = True
