@@ -20,7 +20,7 @@ import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from decimal import Decimal, InvalidOperation
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -238,10 +238,9 @@ def _path(name: str) -> tuple[str, str]:
 
 
 def _attributes(info: tarfile.TarInfo) -> Attributes:
-    mtime_ns = int(info.mtime) * NS if math.isfinite(info.mtime) else 0
-    try:
-        # As a float it has lost the nanoseconds.
-        mtime_ns = int(Decimal(info.pax_headers["mtime"]) * NS)
-    except (KeyError, InvalidOperation, ValueError, OverflowError):
-        pass
+    mtime_ns = 0
+    if math.isfinite(info.mtime):  # else it has a million digits, perhaps
+        mtime_ns = int(info.mtime) * NS
+        with suppress(KeyError, InvalidOperation, ValueError):  # as a float it has lost the nanoseconds
+            mtime_ns = int(Decimal(info.pax_headers["mtime"]) * NS)
     return attributes(stat.S_IMODE(info.mode), mtime_ns, info.uid, info.gid)

@@ -518,7 +518,7 @@ async def test_names_of_a_tar_that_lead_out_of_it(local: Lake, tmp_path: Path) -
     assert [note.split(": ")[1][:9] for note in local.notes] == ["../up", "a/../../u", "/etc/pass", "n" * 9]
 
 
-@pytest.mark.parametrize("mtime", ["inf", "-inf", "nan", "1e30", "-1e30"])
+@pytest.mark.parametrize("mtime", ["inf", "-inf", "nan", "1e30", "-1e30", "1e999990", "-1e99999999", "nan123"])
 async def test_times_of_a_tar_that_are_none_or_out_of_range_are_no_error(
     local: Lake, tmp_path: Path, mtime: str
 ) -> None:
