@@ -42,6 +42,9 @@ QUEUED_MAX = 64
 MOUNTS_S = 10.0
 """A mount that is made later is found so late."""
 DIRECTORIES_MAX = 1 << 16
+POSITION = frozenset({"state_dict", "load_state_dict"})
+"""Attributes by which loaders that can resume (torchdata's StatefulDataLoader) save and set where a sampler is. Of one
+without them they count samples, and skip as many."""
 log = logging.getLogger(__name__)
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -51,7 +54,9 @@ PathsOf: TypeAlias = Callable[[Any], Path | Sequence[Path]]
 
 class ReadAhead:
     """Indices, or batches of them, of ``sampler``; the files of the next ``ahead`` samples are named to the mount.
-    ``paths`` are those of each index, or a function of it. All other attributes are the sampler's (``set_epoch``)."""
+    ``paths`` are those of each index, or a function of it. All other attributes are the sampler's (``set_epoch``),
+    except its position (``state_dict``, ``load_state_dict``): it is ``ahead`` samples beyond what came out here, so a
+    job that resumed from there would miss these."""
 
     def __init__(self, sampler: Iterable[Any], paths: Sequence[Path] | PathsOf, *, ahead: int = AHEAD) -> None:
         self._sampler, self._ahead = sampler, ahead
@@ -77,6 +82,8 @@ class ReadAhead:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # as in a copy that is being unpickled
             raise AttributeError(name)
+        if name in POSITION:
+            raise AttributeError(f"{name} of the sampler is not that of ReadAhead: count the samples that were read")
         return getattr(self._sampler, name)
 
 

@@ -221,6 +221,24 @@ def test_dataset_names_a_batch_before_it_reads_the_first_of_it(daemon: Daemon) -
     assert daemon.names == names([5, 900, 7])
 
 
+class Resumable(Sampler):
+    """As those of torchdata."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+
+def test_position_of_a_sampler_that_is_ahead_is_not_shown(daemon: Daemon) -> None:
+    """A loader that saved it would miss the samples that were drawn and not read."""
+    sampler = Resumable()
+    reading = ReadAhead(sampler, paths(daemon), ahead=100)
+    next(iter(reading))
+    assert sampler.state_dict() == {"asked": 101}
+    assert not hasattr(reading, "state_dict")
+    assert not hasattr(reading, "load_state_dict")
+    assert reading.asked == 101
+
+
 def test_wrapped_ones_can_be_copied_and_sent_to_workers() -> None:
     sampler = ReadAhead(Sampler(), ["a"] * SAMPLES)
     assert pickle.loads(pickle.dumps(ReadAheadDataset([1, 2], ["a", "b"])))[1] == 2
