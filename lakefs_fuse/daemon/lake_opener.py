@@ -85,7 +85,9 @@ async def open_lake(
             config = structs.replace(config, records_residency=config.records_residency and not opened.unknown)
             machine = os.uname().nodename
             host = Host(os.environ.get(NODE_NAME_VARIABLE) or machine, machine)
-            async with open_immutable(config, client, metrics, path=path, host=host, node=node) as immutable:
+            async with open_immutable(
+                config, client, metrics, path=path, host=host, node=node, lake_id=lake_id
+            ) as immutable:
                 yield immutable, lake, _no_maintenance
         else:
             hints = _open_hints(config, opened)

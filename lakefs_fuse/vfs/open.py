@@ -198,7 +198,7 @@ async def assembled(
             _check_lake(database, lake_id, keeps_other_lake=keeps_other_lake)
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
-                await _drop_wrong_names(database, client, node.clock, lake_id)
+                await drop_wrong_names(database, client, node.clock, lake_id)
                 await load_newest_index(database, client, node.threads, directory / "index", folds=config.folds)
                 metrics.commits.names_missing = int(missing_before(database) > 0)
                 if not config.read_only:
@@ -241,7 +241,7 @@ def _check_lake(database: Database, lake_id: str, *, keeps_other_lake: bool) -> 
         )
 
 
-async def _drop_wrong_names(database: Database, client: StoreClient, clock: Clock, lake_id: str) -> None:
+async def drop_wrong_names(database: Database, client: StoreClient, clock: Clock, lake_id: str) -> None:
     """Drop all names where some are dated too far ahead, which would hide what others commit, where the daemon before
     found that they may be outdated, or where they are those of a lake that was at this place before. Raises
     LakeError."""

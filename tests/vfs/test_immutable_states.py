@@ -27,12 +27,18 @@ from lakefs_fuse.vfs.namespace import subtree_listing
 from tests.fakes import node_of, store_client
 from tests.memory_store import MemoryStore, Pause
 from tests.meta.full_disk import FullDisk
-from tests.vfs.lakes import Clock
+from tests.vfs.lakes import Clock, lake
 from tests.vfs.writing_back import until
 
 
 def mounted(
-    store: MemoryStore, cache: Path, *, node: Node | None = None, allow_other: bool = False
+    store: MemoryStore,
+    cache: Path,
+    *,
+    node: Node | None = None,
+    allow_other: bool = False,
+    mounting: str = "the same mount command",
+    lake_id: str = "",
 ) -> AbstractAsyncContextManager[ImmutableFilesystem]:
     """A new daemon, which may have a state of an earlier one."""
     metrics = Metrics()
@@ -43,10 +49,10 @@ def mounted(
         free_bytes_min=0,
         immutable=True,
         allow_other=allow_other,
-        mounting="the same mount command",
+        mounting=mounting,
     )
     client = store_client(store, store.capabilities, metrics.store)
-    return open_immutable(config, client, metrics, node=node or Node.of_this_machine())
+    return open_immutable(config, client, metrics, node=node or Node.of_this_machine(), lake_id=lake_id)
 
 
 async def mounted_names(store: MemoryStore, cache: Path) -> list[bytes]:
@@ -176,3 +182,16 @@ async def test_names_are_announced_though_the_state_before_cannot_be_removed(
         assert len(list((tmp_path / "states").iterdir())) == 2
         await fs.refresh()
         assert len(list((tmp_path / "states").iterdir())) == 1
+
+
+async def test_names_of_another_lake_that_was_at_this_place_before_are_not_shown(tmp_path: Path) -> None:
+    clock = Clock()
+    for lake_id, name in ("first", "old"), ("second", "new"):
+        store = MemoryStore()
+        async with lake(store, tmp_path / lake_id, clock=clock, pack="always") as writer:
+            await writer.write(name, b"x")
+            await writer.sync()
+        clock.advance(3600)
+        opened = mounted(store, tmp_path / "cache", node=node_of(clock), mounting=lake_id, lake_id=lake_id)
+        async with opened as fs:
+            assert [entry.name.decode() for entry in fs.readdir(fs.top, 0)] == [name]

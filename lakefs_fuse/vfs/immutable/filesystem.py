@@ -430,9 +430,11 @@ async def open_immutable(
     path: str = "",
     host: Host | None = None,
     node: Node,
+    lake_id: str = "",
 ) -> AsyncIterator[ImmutableFilesystem]:
     """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``);
-    ``host`` names this machine in the record of what is local (``config.records_residency``).
+    ``host`` names this machine in the record of what is local (``config.records_residency``). ``lake_id`` is that of
+    the lake record, if there is one: names of another lake that was at this place before are dropped.
 
     Raises CacheError (locked, another lake's, unusable), MountError (no such directory, not enough disk), and what the
     store answers.
@@ -440,7 +442,7 @@ async def open_immutable(
     named = f"{identity(config)}, {path or 'whole'}, immutable {config.snapshot}".rstrip()
     async with opened_cache(config, metrics, node) as cache:
         with ExitStack() as closing_last:
-            lake = Lake(config, path, named, client, metrics, cache, node)
+            lake = Lake(config, path, named, client, metrics, cache, node, lake_id)
             states = States(lake)
             state = await _first_state(states)
             async with trio.open_nursery() as nursery:

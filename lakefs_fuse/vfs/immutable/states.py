@@ -45,6 +45,7 @@ from lakefs_fuse.vfs.changed_names import ChangedNames
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
+from lakefs_fuse.vfs.open import drop_wrong_names
 from lakefs_fuse.vfs.residency.selection import Refused
 from lakefs_fuse.vfs.wiring import Assembly, Ground
 
@@ -123,7 +124,8 @@ class StateNames:
 
 @dataclass(frozen=True, slots=True)
 class Lake:
-    """What states are made from. ``path`` is the directory of the lake that is its top, empty for the root."""
+    """What states are made from. ``path`` is the directory of the lake that is its top, empty for the root; ``id`` is
+    that of the lake record, if there is one."""
 
     config: MountConfig
     path: str
@@ -132,6 +134,7 @@ class Lake:
     metrics: Metrics
     cache: BlockCache
     node: Node
+    id: str
 
 
 class States:
@@ -252,6 +255,7 @@ class States:
         _note_row(database).set(None)
         at_ns = lake.node.clock.wall_ns()
         if changed is None:
+            await drop_wrong_names(database, lake.client, lake.node.clock, lake.id)
             await load_newest_index(database, lake.client, lake.node.threads, self._directory / "index")
         else:
             await self._check_nothing_collected(database)
