@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -245,6 +246,29 @@ async def test_objects_and_paths_are_bounded(tmp_path: Path, monkeypatch: pytest
             await pin(node, "d")
         with pytest.raises(CacheError, match="3 pins at most"):
             await pin(node, *(f"d/{number}" for number in range(4)))
+
+
+async def test_glob_that_matches_more_than_can_be_pinned_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds no more paths than that, whatever the size of the lake."""
+    monkeypatch.setattr(pins_module, "PATHS_MAX", 3)
+    store = MemoryStore()
+    for number in range(2 * selection.PAGE_NAMES):
+        store.give(f"d/{number}", b"x")
+    async with lake(store, tmp_path) as node:
+        seen = list[str]()
+        pages = selection.pages
+
+        def count_pages(*arguments: Any) -> Iterator[list[Entry]]:
+            for page in pages(*arguments):
+                seen.extend(entry.name.decode() for entry in page)
+                yield page
+
+        monkeypatch.setattr(selection, "pages", count_pages)
+        with pytest.raises(CacheError, match="3 pins at most"):
+            await node.fs.residency.pin_paths([("d", "*")], Warming(), bytes_s_max=0, background=False)
+        assert len(seen) == selection.PAGE_NAMES
 
 
 async def test_unpin_of_what_is_not_a_pin_says_what_to_do(tmp_path: Path) -> None:

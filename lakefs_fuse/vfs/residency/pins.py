@@ -188,6 +188,11 @@ class Pins:
         """Pins at and below a path."""
         return [each for each in self._paths if not path or each == path or each.startswith(path + "/")]
 
+    def check_count(self, count: int) -> None:
+        """Raises CacheError for more paths than can be pinned."""
+        if count > PATHS_MAX:
+            raise CacheError(f"a mount has {PATHS_MAX} pins at most: pin the directories of these files")
+
     # -- changes
 
     def mark_stale(self, *_: object) -> None:
@@ -205,8 +210,7 @@ class Pins:
         """Pin paths, which exist. Raises CacheError, where there is no room for all of them, too; then nothing is
         pinned that was not before."""
         added = [path for path in dict.fromkeys(paths) if path not in self._paths]
-        if len(self._paths) + len(added) > PATHS_MAX:
-            raise CacheError(f"a mount has {PATHS_MAX} pins at most: pin the directories of these files")
+        self.check_count(len(self._paths) + len(added))
         async with self._planning:
             plan = await self._plan([*self._paths, *added], strictly=set(added))
             if plan.found.refused_bytes:

@@ -335,10 +335,11 @@ class Residency:
     ) -> dict[str, object]:
         """Keep what is at these paths in the cache from now on, and warm it. Raises LakeError: what cannot be fetched
         now stays pinned, and is fetched later."""
-        matched = list[str]()
+        matched = dict[str, None]()
 
         async def add(found: Found) -> None:
-            matched.append(found.path)
+            matched[found.path] = None
+            self.pins.check_count(len(matched))
 
         await visit_matches(self._names, paths, add)
         async with self._turn:
