@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,26 @@ async def test_glob_that_matches_more_than_can_be_pinned_ends_early(
         with pytest.raises(CacheError, match="3 pins at most"):
             await node.fs.residency.pin_paths([("d", "*")], Warming(), bytes_s_max=0, background=False)
         assert len(seen) == selection.PAGE_NAMES
+
+
+async def test_changes_in_many_directories_beside_many_pins_take_no_time(tmp_path: Path) -> None:
+    PinFile(tmp_path / "pins", FakeDisk()).save([f"sets/{number}/pinned" for number in range(pins_module.PATHS_MAX)])
+    store = MemoryStore()
+    for number in range(100):
+        store.give(f"other/{number}/f", b"x")
+    store.give("sets/7/f", b"x")
+    async with lake(store, tmp_path) as node:
+        directories = [(await node.found(f"other/{number}")).inode for number in range(100)]
+        near, pins = (await node.found("sets/7")).inode, node.fs.residency.pins
+        began_s = time.process_time()
+        for _ in range(10):
+            for directory in directories:
+                node.parts.namespace.announce_name(directory, b"f")
+        assert time.process_time() - began_s < 0.5
+        pins.clear_stale()
+        node.parts.namespace.announce_name(near, b"f")
+        with trio.fail_after(5):
+            await pins.wait_stale()
 
 
 async def test_unpin_of_what_is_not_a_pin_says_what_to_do(tmp_path: Path) -> None:

@@ -323,7 +323,9 @@ class PinnedChanges:
     def __init__(self, pins: Pins, namespace: Namespace) -> None:
         self._pins, self._ns = pins, namespace
         self._directory = (math.nan, False)
-        """The directory that was asked about last, and whether a pin covers it: changes come by directory."""
+        """The directory that was asked about last, and whether its names matter: changes come by directory."""
+        self._above: Collection[str] = ()
+        """Paths of all directories with pins below them, so that a change costs the depth of its path."""
         self._is_listening = False
         pins.changed.append(self._listen)
         self._listen()
@@ -331,6 +333,7 @@ class PinnedChanges:
     def _listen(self) -> None:
         """The pins are others now."""
         self._directory = (math.nan, False)
+        self._above = {above for path in self._pins.paths for above in _above(path)}
         events, is_needed = self._ns.events, len(self._pins) > 0
         if is_needed == self._is_listening:
             return
@@ -346,14 +349,17 @@ class PinnedChanges:
 
     def _renamed(self, *paths: str) -> None:
         self._directory = (math.nan, False)
-        if any(self._pins.covering(path) is not None or self._pins.below(path) for path in paths):
+        if any(map(self._matters, paths)):
             self._pins.mark_stale()
 
     def _changed(self, directory: int, name: bytes) -> None:
         if directory != self._directory[0]:
             names = self._ns.tree.path(directory) or []
             path = b"/".join(names).decode("utf-8", "surrogateescape")
-            is_covered = self._pins.covering(path) is not None
-            self._directory = (directory, is_covered or bool(self._pins.below(path)))
+            self._directory = (directory, self._matters(path))
         if self._directory[1]:
             self._pins.mark_stale()
+
+    def _matters(self, path: str) -> bool:
+        """Whether there is a pin at, above or below a path."""
+        return self._pins.covering(path) is not None or path in self._above
