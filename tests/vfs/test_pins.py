@@ -272,6 +272,28 @@ async def test_glob_that_matches_more_than_can_be_pinned_ends_early(
         assert len(seen) == selection.PAGE_NAMES
 
 
+async def test_other_tasks_run_between_two_pins(tmp_path: Path) -> None:
+    PinFile(tmp_path / "pins", FakeDisk()).save([f"d/{number}" for number in range(1000)])
+    store = MemoryStore()
+    for number in range(1000):
+        store.give(f"d/{number}", b"x")
+    async with lake(store, tmp_path) as node:
+        await node.names("d")
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take_turns)
+            await node.fs.residency.pins.reconcile()
+            nursery.cancel_scope.cancel()
+        assert turns >= 500
+
+
 async def test_changes_in_many_directories_beside_many_pins_take_no_time(tmp_path: Path) -> None:
     PinFile(tmp_path / "pins", FakeDisk()).save([f"sets/{number}/pinned" for number in range(pins_module.PATHS_MAX)])
     store = MemoryStore()

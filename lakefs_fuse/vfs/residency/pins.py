@@ -296,6 +296,7 @@ class Pins:
 
         pinned = dict.fromkeys(paths)
         for path in pinned:
+            await trio.lowlevel.checkpoint()
             if any(above in pinned for above in _above(path)):
                 continue  # its files are counted with that
             refused, plan.unreadable[path] = None if path in strictly else plan.refuse, None
