@@ -272,6 +272,22 @@ async def test_glob_that_matches_more_than_can_be_pinned_ends_early(
         assert len(seen) == selection.PAGE_NAMES
 
 
+async def test_unpin_of_many_among_many_takes_no_time(tmp_path: Path) -> None:
+    names = [f"sets/{number}/pinned" for number in range(pins_module.PATHS_MAX)]
+    file = PinFile(tmp_path / "pins", FakeDisk())
+    file.save([*names[1:], "sets/12/pinned-too", "sets/12.5/f"])
+    async with lake(MemoryStore(), tmp_path) as node:
+        pins = node.fs.residency.pins
+        assert pins.below("sets/12") == ["sets/12/pinned", "sets/12/pinned-too"]
+        assert pins.below("sets/12/pinned") == ["sets/12/pinned"]
+        assert pins.below("") == [*names[1:], "sets/12/pinned-too", "sets/12.5/f"]
+        began_s = time.process_time()
+        pins.reconcile = trio.lowlevel.checkpoint  # type: ignore[method-assign, assignment]
+        assert await pins.remove([(name, "") for name in names[1:2001]]) == 2000
+        assert time.process_time() - began_s < 2
+        assert pins.below("sets/12") == ["sets/12/pinned-too"]
+
+
 async def test_other_tasks_run_between_two_pins(tmp_path: Path) -> None:
     PinFile(tmp_path / "pins", FakeDisk()).save([f"d/{number}" for number in range(1000)])
     store = MemoryStore()

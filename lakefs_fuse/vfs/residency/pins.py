@@ -18,6 +18,7 @@ import math
 import os
 import re
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -136,6 +137,8 @@ class Pins:
         others."""
         self.names, self._cache, self._file, self._reserved_bytes_max = names, cache, file, reserved_bytes_max
         self._paths = dict.fromkeys(file.load())
+        self._sorted = list[str]()
+        """The paths in the order of their names, or nothing, so that those below another are found at once."""
         self._stale, self._planning = trio.Event(), trio.Lock()
         self.changed = list[Callable[[], object]]()
         """Listeners, called when the paths are others."""
@@ -185,8 +188,13 @@ class Pins:
             path = path.rpartition("/")[0]
 
     def below(self, path: str) -> list[str]:
-        """Pins at and below a path."""
-        return [each for each in self._paths if not path or each == path or each.startswith(path + "/")]
+        """Pins at and below a path: all of them as they were pinned, others by name."""
+        if not path:
+            return list(self._paths)
+        if len(self._sorted) != len(self._paths):
+            self._sorted = sorted(self._paths)
+        first, stop = (bisect_left(self._sorted, path + end) for end in ("/", "0"))  # the character after the slash
+        return [path] * (path in self._paths) + self._sorted[first:stop]
 
     def check_count(self, count: int) -> None:
         """Raises CacheError for more paths than can be pinned."""
@@ -220,7 +228,7 @@ class Pins:
 
     def _save(self, paths: Sequence[str]) -> None:
         self._file.save(paths)
-        self._paths = dict.fromkeys(paths)
+        self._paths, self._sorted = dict.fromkeys(paths), []
         self.mark_stale()
         for listener in self.changed:
             listener()
