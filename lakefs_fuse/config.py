@@ -60,7 +60,7 @@ _SSE = re.compile(r"s3|kms(:[A-Za-z0-9:/_.-]{1,2048})?")
 _STORAGE_CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ARCHIVE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 """Classes whose objects have to be restored before they can be read."""
-_NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
+_NUMBER_AND_UNIT = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)", re.ASCII)
 
 
 def parse_size(text: str) -> int:

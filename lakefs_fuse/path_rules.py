@@ -36,6 +36,7 @@ import msgspec
 
 from lakefs_fuse.config import (
     DURABILITIES,
+    DURATION_S_MAX,
     EXCLUSIVE_CREATES,
     PACK_MODES,
     PACK_THRESHOLD_BYTES_MAX,
@@ -176,7 +177,7 @@ def parse_rules(raw: bytes, name: str) -> tuple[Rule, ...]:
     try:
         text = raw.decode()
         document = tomllib.loads(text)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of bytes that are not UTF-8, and numbers of 5,000 digits, too
         raise ConfigError(f"rules file {name} is not TOML: {error}") from error
     for key in document:
         if key != "rule":
@@ -244,8 +245,8 @@ def check_pack_threshold(size: int, what: str) -> None:
 
 def check_publish(seconds: float, what: str) -> None:
     """Raises ConfigError; ``what`` names the option or key."""
-    if seconds and seconds < PUBLISH_S_MIN:
-        raise ConfigError(f"{what} {seconds:g}: expected 0, or {PUBLISH_S_MIN:g} s or more")
+    if seconds and not PUBLISH_S_MIN <= seconds <= DURATION_S_MAX:  # also where it is no number
+        raise ConfigError(f"{what} {seconds:g}: expected 0, or {PUBLISH_S_MIN:g} s or more, ten years at most")
 
 
 # -- globs -----------------------------------------------------------------------------------------------------------
