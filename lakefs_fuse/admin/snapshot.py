@@ -81,8 +81,7 @@ async def fold(
         await list_everything(fs.namespace, lambda names: report("listing", names, 0))
         await fs.look_again()
     await check_complete(lake)
-    found = await list_objects(client)
-    before = await _newest_of(client, found, known)
+    found, before = await _list_indexes(lake, known)
     if before is None or before.time != max(found):  # else no other has a higher one
         horizon = max(horizon, await read_horizon(client))
     horizon = max(horizon, before.horizon if before is not None else 0)
@@ -154,11 +153,23 @@ def _reporter(report: Report) -> Callable[[DumpedFile], None]:
     return wrote
 
 
-async def _remove_old(lake: LakeView, found: dict[int, list[ObjectMeta]], known: list[Manifest]) -> None:
+async def _remove_old(lake: LakeView, found: dict[int, list[ObjectMeta]], known: list[Manifest]) -> int:
     try:
-        await remove_old(lake.client, lake.clock.wall_ns(), found, known)
+        return await remove_old(lake.client, lake.clock.wall_ns(), found, known)
     except LakeError as error:
-        log.warning("the index is written, but older ones could not be removed: %s", error)
+        log.warning("old or unfinished indexes could not be removed: %s", error)
+        return 0
+
+
+async def _list_indexes(lake: LakeView, known: Manifest | None) -> tuple[dict[int, list[ObjectMeta]], Manifest | None]:
+    """The objects of indexes, and the newest index. What earlier folds left unfinished a day ago is removed first: it
+    would be there for as long as folds fail."""
+    found = await list_objects(lake.client)
+    before = await _newest_of(lake.client, found, known)
+    is_newest = before is not None and before.time == max(found)
+    if not is_newest and await _remove_old(lake, found, [] if before is None else [before]):
+        found = await list_objects(lake.client)
+    return found, before
 
 
 async def _newest_of(

@@ -18,11 +18,11 @@ from lakefs_fuse.commits.gc_record import RECORDS
 from lakefs_fuse.commits.index.index import INDEX, collected_before
 from lakefs_fuse.commits.record import Mkdir, Remove
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.meta.sorted_tables import missing_before
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, work_of
 from tests.fakes import store_client
-from tests.memory_store import MemoryStore
+from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import Clock, lake
 
 FILES = dataset(20)
@@ -225,3 +225,22 @@ async def test_record_of_gc_that_was_deleted_is_written_again(store: MemoryStore
     with pytest.raises(LakeError, match="names may be missing"):
         async with headless(store, clock):
             pass
+
+
+async def test_folds_that_were_killed_hide_no_index_and_what_they_left_is_removed_although_folds_fail(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    before = of_index(store)
+    for _ in range(6):
+        clock.advance(3600)
+        store.give(f"{INDEX}{clock():016x}/0000.sst", b"of a fold that was killed")
+    assert await names(store, clock, tmp_path / "node") == LEFT
+    clock.advance(21.5 * 3600)
+    store.hook = Failures(lambda request: request.what == "put" and request.key.endswith("/manifest"), StoreError("no"))
+    with pytest.raises(StoreError, match="no"):
+        await run_snapshot(work_of(store, clock, tmp_path), protocol.SnapshotArgs())
+    store.hook = lambda _request, _when: None
+    left = [key for key in of_index(store) if key not in before]
+    assert len([key for key in left if store.data(key) == b"of a fold that was killed"]) == 3
+    await run_snapshot(work_of(store, clock, tmp_path), protocol.SnapshotArgs())
+    assert await names(store, clock, tmp_path / "fresh") == LEFT

@@ -20,7 +20,7 @@ ingested, and nothing is written from such names (`require_all_names`).
 
 `load_newest_index` runs before anything reads the database; any node may write an index at any time. A crash while one
 is ingested leaves a directory of files, which the next mount removes; a crash while one is written leaves files without
-a manifest, which `remove_old` removes after `UNFINISHED_NS`.
+a manifest, which the next fold removes with `remove_old`, after `UNFINISHED_NS`. Readers skip it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ REMOVED_BYTES_MAX = 64 << 20
 KEPT = 2
 """Number of indexes that stay once a new one was written: mounts that start may be reading the one before, and the new
 one may be damaged."""
-CANDIDATES_MAX = 4
 UNFINISHED_NS = 24 * 3600 * 1_000_000_000
 GET_BYTES = 16 << 20
 FILES_AT_ONCE = 3
@@ -389,7 +388,7 @@ class _IndexSearch:
         before = -1
         while self._vanished > before:
             before = self._vanished
-            for time in (await find(self._client))[:CANDIDATES_MAX]:
+            for time in await find(self._client):
                 if await self._try_index(time):
                     return self._taken
         self._give_up()
