@@ -5,17 +5,18 @@ What always holds (*same files*): names, inodes, attributes and open handles sta
 read.
 
 Pack: objects are read at one ETag, stored in packs with a commit each (`relocation`), and deleted after a grace period
-in which mounts apply the commits (`superseded_objects`). What mounts superseded is left to them, and to `gc`. An object
-in place of bytes that a commit names is left until a commit names it: mounts that have not listed it would not apply
-its relocation, and it would be lost. Killed before a commit: nothing happened. Between a commit and the deletions:
-objects that every mount hides, which a second run deletes. A second run completes the work.
+in which mounts apply the commits (`superseded_objects`), if they were unreferenced for all of it. What mounts
+superseded is left to them, and to `gc`. An object in place of bytes that a commit names is left until a commit names
+it: mounts that have not listed it would not apply its relocation, and it would be lost. Killed before a commit: nothing
+happened. Between a commit and the deletions: objects that every mount hides, which a second run or `gc` deletes. A
+second run completes the work.
 
 Unpack and relocate: each file is put, or its object copied by the store, as a plain object at its own key, if there is
 none; then one commit relocates many of them. Killed in between: these objects are copies that do not count (`is_copy`),
 which a second run names; those that `relocate` has the store copy in one request count as new objects of another
 program, with the same bytes and attributes. The relocation of a file that was changed meanwhile has no effect, but that
 its object is hidden. That stays until `gc` (*listed objects stay*): a mount may have listed it, and given it another
-name. So do renamed objects at their old keys.
+name. So do renamed objects at their old keys, and a file at whose own key a hidden object is stays where it is.
 
 A file whose plain object a named snapshot needs is neither packed nor relocated: `pack`, or `gc` after `relocate`,
 would delete the object.
@@ -24,7 +25,7 @@ would delete the object.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Sequence
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 
 import trio
@@ -34,7 +35,7 @@ from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import Moved, RelocationBuilder, Relocator
 from lakefs_fuse.admin.snapshot_rows import SnapshotNames, open_snapshot_names
 from lakefs_fuse.admin.superseded_objects import Swept, delete, hidden_since, sweep
-from lakefs_fuse.admin.work import NS, Report
+from lakefs_fuse.admin.work import Report
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import DELETE_AFTER_S, MIB
@@ -151,6 +152,7 @@ async def pack(
         return packed
     moved = await relocator.finish()
     packed.moved = replace(moved, left=moved.left + left)
+    elsewhere = await _find_unreferenced(lake, elsewhere)  # of others the last name may end during the grace period
     if packed.moved.packs and grace_s:
         report("waiting for the grace period", packed.moved.files, packed.moved.bytes)
         await sleep(grace_s)
@@ -173,23 +175,32 @@ def _keeper(lake: LakeView, named: SnapshotNames, entry: Entry) -> str:
     return "" if extent is None else named.find(extent.version.key, extent.version.etag)
 
 
-async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept: Swept) -> None:
-    """Delete the old objects of renamed files, if they are unreferenced now."""
-    doomed: list[ObjectMeta] = []
+async def _find_unreferenced(lake: LakeView, objects: Sequence[ObjectMeta]) -> list[ObjectMeta]:
+    """Those of the old objects of packed files that nothing refers to, each once; none while a commit cannot be
+    read."""
+    await lake.refresh()
     kept: Container[str] = await snapshots.kept_objects(lake.client) if objects else ()
 
-    async def check(meta: ObjectMeta) -> None:
-        if meta.key in kept or lake.references(meta.key, meta.etag):
-            return
+    def is_unreferenced(meta: ObjectMeta) -> bool:
+        if lake.refused or meta.key in kept or lake.references(meta.key, meta.etag):
+            return False
         entry = lake.entry_at(meta.key)
-        if entry is not None and entry.is_plain and entry.etag == meta.etag:
-            return
-        there = await lake.client.find(meta.key)
-        if there is not None and there.etag == meta.etag:
-            doomed.append(meta)
+        return entry is None or not entry.is_plain or entry.etag != meta.etag
+
+    return [meta for meta in {(meta.key, meta.etag): meta for meta in objects}.values() if is_unreferenced(meta)]
+
+
+async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept: Swept) -> None:
+    """Delete old objects of packed files, which were unreferenced when the grace period began, if they are now."""
+    there: list[ObjectMeta] = []
+
+    async def check(meta: ObjectMeta) -> None:
+        found = await lake.client.find(meta.key)
+        if found is not None and found.etag == meta.etag:
+            there.append(meta)
 
     await for_each(objects, check, HEADS_AT_ONCE)
-    await delete(lake, doomed, swept, dry_run=False)
+    await delete(lake, await _find_unreferenced(lake, there), swept, dry_run=False)
 
 
 # -- back
@@ -308,20 +319,15 @@ class _Unpack:
 
     async def _is_free(self, file: Moving) -> bool:
         """Nothing is at the file's own key when this returns, but perhaps what another client puts there. What commits
-        hide there is deleted if that is old enough for every mount to know."""
-        client = self._lake.client
-        there = await client.find(file.path)
+        hide there is left to mounts and `gc`, which know since when it is unreferenced: a node that has not heard of
+        the end of its last name may rename that."""
+        there = await self._lake.client.find(file.path)
         if there is None:
             return True
-        since = hidden_since(self._lake, there, removed=True)
-        if since is None:
+        if hidden_since(self._lake, there, removed=True) is None:
             raise PreconditionFailed(file.path)
-        if since + DELETE_AFTER_S * NS > self._lake.clock.wall_ns():
-            self.leave(file.path, f"the version before is at its key: run this again in {DELETE_AFTER_S:g} s")
-            return False
-        with suppress(PreconditionFailed):
-            await client.delete(file.path, etag=there.etag)
-        return True
+        self.leave(file.path, "an older version is at its key: run this again when mounts, or gc, have deleted that")
+        return False
 
     async def _adopted(self, file: Moving, raw: bytes | None) -> ObjectMeta | None:
         """The object at the key, if its bytes are those of the file: a late request, or one of an earlier run."""

@@ -14,21 +14,22 @@ import pytest
 import trio
 
 from lakefs_fuse.admin import repack
+from lakefs_fuse.admin.commands import run_gc
 from lakefs_fuse.admin.repack import Packed, Unpacked
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.archive import ArchiveBuilder
 from lakefs_fuse.commits.committer import LATE_NS
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.record import OBJECTS, Remove
+from lakefs_fuse.commits.record import OBJECTS, ObjectRef, Put, Remove
 from lakefs_fuse.config import DELETE_AFTER_S
-from lakefs_fuse.control.worker_protocol import PackArgs
+from lakefs_fuse.control.worker_protocol import GcArgs, PackArgs
 from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.product import RESERVED_PREFIX
-from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, plain, silent
+from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, plain, silent, work_of
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.tiers import sized
-from tests.vfs.lakes import NS, TTL_S, Clock, Lake, held_fresh, lake
+from tests.vfs.lakes import NS, TTL_S, Clock, Lake, held_fresh, lake, two_lakes
 from tests.vfs.writing_back import rewrite, until
 
 PUTS = ("put", "copy", "complete_multipart")
@@ -448,6 +449,89 @@ async def test_relocate_killed_at_any_request_and_run_again(store: MemoryStore, 
     assert at > 7
 
 
+async def test_pack_leaves_old_objects_while_a_commit_cannot_be_read(clock: Clock, tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.clock = clock
+    async with lake(store, tmp_path / "node", clock=clock, pack="never", delete_after_s=1e6) as mounted:
+        await mounted.write("first", b"bytes")
+        await mounted.rename("first", "kept")
+        await mounted.fs.sync_names()
+    clock.advance(60)
+    old = ObjectRef("first", store.objects["first"][1].etag, 5)
+    unreadable = give_commit(store, clock, Put("link", 1, 0, 5, 0o600, 0, 0, 0), objects=(old,))
+    data = store.data(unreadable)
+    store.give(unreadable, data[:-40])
+    clock.advance(60)
+    done = await pack(store, clock)
+    assert (done.moved.files, done.swept.objects) == (1, 0)
+    store.give(unreadable, data)
+    clock.advance(60)
+    assert await fresh(store, clock, tmp_path) == {"kept": b"bytes", "link": b"bytes"}
+
+
+async def test_pack_leaves_an_object_whose_last_name_ends_during_the_grace_period(clock: Clock, tmp_path: Path) -> None:
+    """A node that has not heard of that renames it."""
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=DELETE_AFTER_S) as (one, two):
+        await one.write("first", b"bytes")
+        await one.fs.clone("first", "a")
+        await one.fs.clone("a", "b")
+        await one.fs.sync_names()
+
+        async def sleep(seconds: float) -> None:
+            clock.advance(seconds)
+            await one.poll()
+            await two.poll()
+            await one.unlink("b")
+            await one.fs.sync_names()
+            clock.advance(1)
+
+        async with headless(store, clock) as view:
+            done = await repack.pack(view, "a", report=silent, sleep=sleep)
+        assert (done.moved.files, done.swept.objects) == (1, 0)
+        with held_fresh(two):
+            await two.rename("b", "c")
+        await two.fs.sync_names()
+    assert await fresh(store, clock, tmp_path) == {"first": b"bytes", "a": b"bytes", "c": b"bytes"}
+
+
+async def test_pack_deletes_an_object_of_several_names_once(clock: Clock, tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "node", clock=clock, pack="never") as mounted:
+        await mounted.write("first", b"bytes")
+        await mounted.fs.clone("first", "a")
+        await mounted.fs.clone("a", "b")
+        await mounted.fs.sync_names()
+    clock.advance(60)
+    done = await pack(store, clock)
+    assert (done.moved.files, done.swept.objects, done.swept.bytes) == (3, 2, 10)
+    assert not [key for key in store.objects if key.startswith(OBJECTS)]
+
+
+async def test_unpack_leaves_an_object_whose_last_name_has_just_ended(clock: Clock, tmp_path: Path) -> None:
+    """It is at the key of a packed file, and hidden there for long. A node that has not heard of the end of its other
+    name renames that."""
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=DELETE_AFTER_S) as (one, two):
+        await one.write("first", b"bytes")
+        await one.rename("first", "a")
+        await one.fs.sync_names()
+        clock.advance(60)
+        give_pack(store, clock, {"first": b"packed"})
+        clock.advance(600)
+        await one.poll()
+        await two.poll()
+        assert await two.read("a") == b"bytes"
+        await one.unlink("a")
+        await one.fs.sync_names()
+        clock.advance(1)
+        assert (await unpack(store, clock, "first")).left == 1
+        with held_fresh(two):
+            await two.rename("a", "b")
+        await two.fs.sync_names()
+    assert await fresh(store, clock, tmp_path) == {"first": b"packed", "b": b"bytes"}
+
+
 async def test_a_key_that_another_name_needs_is_left_alone(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     async with lake(store, tmp_path / "node", clock=clock) as mounted:
         await mounted.rename("top", "kept")
@@ -541,7 +625,9 @@ async def test_object_of_a_file_that_was_removed_while_it_was_put_stays_for_who_
     assert found["renamed"] == b"bytes" and "d/f" not in found
 
 
-async def test_object_of_a_file_that_was_rewritten_while_it_was_put_makes_room_for_a_later_one(tmp_path: Path) -> None:
+async def test_object_of_a_file_that_was_rewritten_while_it_was_put_makes_room_after_gc(
+    tmp_path: Path,
+) -> None:
     store, clock = MemoryStore(), Clock()
     store.clock = clock
     async with lake(store, tmp_path / "cache", clock=clock, pack="always") as mounted:
@@ -555,7 +641,11 @@ async def test_object_of_a_file_that_was_rewritten_while_it_was_put_makes_room_f
             await rewrite(mounted, "f", b"later bytes")
             pause.resume()
         clock.advance(DELETE_AFTER_S + 1)
-        assert store.objects["f"][0] == b"bytes" and (await unpack(store, clock)).files == 1
+        assert store.objects["f"][0] == b"bytes" and (await unpack(store, clock)).left == 1
+        for _ in range(2):
+            clock.advance(DELETE_AFTER_S + 1)
+            await run_gc(work_of(store, clock, tmp_path), GcArgs(grace_s=DELETE_AFTER_S))
+        assert (await unpack(store, clock)).files == 1
         assert store.objects["f"][0] == b"later bytes"
     assert await fresh(store, clock, tmp_path) == {"f": b"later bytes"}
 
