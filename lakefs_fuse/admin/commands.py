@@ -231,7 +231,7 @@ async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
         checker = fsck.Checker(lake, quick=args.quick, report=work.report)
         done = await checker.run()
         if args.repair and done.problems and not done.names_missing:
-            await fsck_repair.repair(lake, checker)
+            await fsck_repair.repair(lake, checker, report=work.report)
         return work.finished({**done.summary(), "dry_run": False}, done.describe(), failed=not done.is_clean)
 
 

@@ -5,7 +5,8 @@
 * A name with damaged bytes is pointed at the plain object at its own key that the commit hides, if that object has the
   hidden ETag, and its bytes have the size and the CRC-32 of the intact ones, so that they are not older ones.
 * Commits from the future are committed again under right dates (see `future_commits`), and files in them are moved into
-  new packs. Then they are deleted, unless a name or a named snapshot still has bytes in them.
+  new packs. They are deleted after a grace period in which mounts apply that, unless a name or a named snapshot had or
+  has bytes in them: mounts read these, and one that has not heard of a move may rename the file.
 * Any other problem is left and reported.
 
 A crash between copy and deletion leaves both, and a second run continues. Tasks of one trio loop.
@@ -14,15 +15,19 @@ A crash between copy and deletion leaves both, and a second run continues. Tasks
 from __future__ import annotations
 
 import zlib
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
 
 from lakefs_fuse.admin.fsck import Checker, Hurt, Kind, Problem
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import RelocationBuilder, Relocator
+from lakefs_fuse.admin.work import Report
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.future_commits import Redater
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import COMMITS, OWN
-from lakefs_fuse.config import MIB
+from lakefs_fuse.config import DELETE_AFTER_S, MIB
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.quantity import counted
@@ -31,13 +36,17 @@ from lakefs_fuse.sync.nursery import for_each
 DAMAGED = f"{RESERVED_PREFIX}damaged/"
 READ_BYTES = 8 * MIB
 DELETIONS_AT_ONCE = 16
+GRACE_S = DELETE_AFTER_S
+"""As `pack` has it."""
+
+Sleep = Callable[[float], Awaitable[None]]
 
 
-async def repair(lake: LakeView, checker: Checker) -> None:
+async def repair(lake: LakeView, checker: Checker, *, report: Report, sleep: Sleep = trio.sleep) -> None:
     """Repair the problems of a check, and record in each what was done. Raises LakeError."""
     repaired = await _repoint(lake, checker.hurt)
     future = {problem.key for problem in checker.done.problems if problem.kind is Kind.FUTURE}
-    redated = await _redate(lake, checker, future) if future else {}
+    redated = await _redate(lake, future, report, sleep) if future else {}
     for problem in checker.done.problems:
         if problem.kind is Kind.FUTURE:
             repair = redated[problem.key]
@@ -63,7 +72,7 @@ def _outcome(problem: Problem, repaired: set[str]) -> str:
     return "; ".join(done)
 
 
-async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[str, str]:
+async def _redate(lake: LakeView, future: set[str], report: Report, sleep: Sleep) -> dict[str, str]:
     """Commit what commits from the future say again; for each of their keys, what was done."""
     await lake.log.latest_time()
     redated = await Redater(lake.log).run()
@@ -71,15 +80,29 @@ async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[st
     again = [key for key in redated.originals if key in future]
     numbers = {row.number for row in lake.tree.objects.rows() if row.key in future and row.entries > 0}
     if numbers:
-        relocator = Relocator(lake, report=lambda _: None)
+        relocator = Relocator(lake, report=lambda moved: report("moving files", moved.files, moved.bytes))
         for path, entry in lake.files():
             if entry.place in numbers:
                 await relocator.add(path, entry)
         await relocator.finish()
         await lake.refresh()
+    done = dict.fromkeys(future, "left: it cannot be read")
+    doomed = await _find_unreferenced(lake, again, done)
+    if doomed:
+        report("waiting for the grace period", 0, 0)
+        await sleep(GRACE_S)
+        await lake.refresh()
+        doomed = await _find_unreferenced(lake, doomed, done)
+    await for_each(doomed, lake.client.delete, DELETIONS_AT_ONCE)
+    return done
+
+
+async def _find_unreferenced(lake: LakeView, again: Sequence[str], done: dict[str, str]) -> list[str]:
+    """Those of the commits that were committed again of which no name and no snapshot needs the bytes. ``done`` gets
+    what is done about each."""
     kept = await snapshots.kept_objects(lake.client)
-    used_by = {row.key: row.entries for row in lake.tree.objects.rows() if row.key in future and row.entries > 0}
-    done, doomed = dict.fromkeys(future, "left: it cannot be read"), list[str]()
+    used_by = {row.key: row.entries for row in lake.tree.objects.rows() if row.entries > 0}
+    doomed: list[str] = []
     for key in again:
         if used := used_by.get(key, 0):
             names = counted(used, "name has its own", "names have theirs")
@@ -89,8 +112,7 @@ async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[st
         else:
             done[key] = "committed again under a right date, but for what has a newer version, and deleted"
             doomed.append(key)
-    await for_each(doomed, lake.client.delete, DELETIONS_AT_ONCE)
-    return done
+    return doomed
 
 
 async def _move_aside(lake: LakeView, checker: Checker, problem: Problem) -> str:

@@ -61,11 +61,14 @@ async def rename(store: MemoryStore, clock: Clock, old: str, new: str) -> None:
 async def check(
     store: MemoryStore, clock: Clock, *, quick: bool = False, repair: bool = False, cache_dir: Path | None = None
 ) -> Checked:
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+
     async with headless(store, clock, cache_dir=None if cache_dir is None else str(cache_dir)) as view:
         checker = Checker(view, quick=quick, report=silent)
         done = await checker.run()
         if repair:
-            await fsck_repair.repair(view, checker)
+            await fsck_repair.repair(view, checker, report=silent, sleep=sleep)
         return done
 
 

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.admin.fsck import Kind
+from lakefs_fuse.admin import fsck_repair
+from lakefs_fuse.admin.fsck import Checker, Kind
 from lakefs_fuse.admin.gc import Collector
 from lakefs_fuse.commits.archive import commit_key
-from lakefs_fuse.commits.record import OWN, ObjectRef, Put, Remove, SetAttr
+from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove, SetAttr
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
 from tests.admin.test_fsck import check, kinds
-from tests.memory_store import Failures, MemoryStore
-from tests.vfs.lakes import Clock, lake
+from tests.memory_store import Failures, MemoryStore, Request
+from tests.vfs.lakes import Clock, held_fresh, lake
 
 NS = 10**9
 YEARS_NS = 12 * 365 * 86400 * NS
@@ -134,4 +135,43 @@ async def test_repair_of_commits_from_the_future_that_failed_is_done_by_the_next
     assert await read_all(store, clock, tmp_path / "after") == expected()
     clock.advance(1)
     assert (await check(store, clock)).problems == []
+    caplog.clear()
+
+
+async def test_repair_keeps_the_bytes_that_a_mount_renames_before_it_has_heard_of_their_move(
+    store: MemoryStore, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The names were committed again before, so mounts have them."""
+    path = list(FILES)[3]
+    puts: list[str] = []
+
+    def is_due(request: Request) -> bool:
+        puts.extend([request.key] if request.what == "put" and request.key.startswith(COMMITS) else [])
+        return len(puts) == 2
+
+    store.hook = Failures(is_due, StoreError("killed"), count=1)
+    with pytest.raises(StoreError):
+        await check(store, clock, repair=True)
+    store.hook = lambda _request, _when: None
+    async with lake(store, tmp_path / "node", clock=clock) as node:
+        assert path.removeprefix("data/") in await node.names("data")
+
+        async def sleep(seconds: float) -> None:
+            clock.advance(1)
+            with held_fresh(node):
+                await node.rename(path, "data/other")
+            await node.fs.sync_names()
+            clock.advance(seconds)
+
+        async with headless(store, clock) as view:
+            checker = Checker(view, quick=False, report=silent)
+            done = await checker.run()
+            await fsck_repair.repair(view, checker, report=silent, sleep=sleep)
+    assert sum("1 name has its own in it" in problem.repair for problem in done.problems) == 1
+    wanted = expected()
+    wanted["data/other"] = wanted.pop(path)
+    assert await read_all(store, clock, tmp_path / "after") == wanted
+    await check(store, clock, repair=True)
+    assert await read_all(store, clock, tmp_path / "last") == wanted
+    assert max(commits(store)) < commit_key(clock(), "ffffffff")
     caplog.clear()
