@@ -5,8 +5,8 @@ of a file that is not at the version that was read, and never names a plain obje
 time (the objects are listed again after the time was taken, so whatever replaces one later is dated later, and wins).
 Callers delete what a commit supersedes, after it.
 
-A crash before a PUT leaves nothing; after it, a commit that is in effect. A commit that is in the store late after its
-time, by LATE_NS, is named by another, small one, and so on until one is in time, because mounts look for new commits
+A crash before a PUT leaves nothing; after it, a commit that is in effect. Where a commit is in the store late after its
+time, by LATE_NS, another, small one says the same, and so on until one is in time, because mounts look for new commits
 among those of the last two minutes. Tasks of one trio loop.
 """
 
@@ -84,12 +84,20 @@ class RelocationBuilder:
         return self._numbers[ref]
 
     async def commit(self, lake: LakeView) -> None:
-        """A commit without bytes. Raises LakeError."""
+        """A commit without bytes; its relocations are repeated while one is late (LATE_NS). Raises LakeError."""
         if not self.operations:
             return
-        record = self.record(lake, await lake.log.latest_time())
-        await lake.log.put_record(record)
+        time_ns = await self._put(lake)
+        self.operations = [each for each in self.operations if isinstance(each, Relocate)]
+        while self.operations and lake.clock.wall_ns() - time_ns > LATE_NS:
+            time_ns = await self._put(lake)
         await lake.refresh()
+
+    async def _put(self, lake: LakeView) -> int:
+        """Store the commit; returns its time. Raises LakeError."""
+        time_ns = await lake.log.latest_time()
+        await lake.log.put_record(self.record(lake, time_ns))
+        return time_ns
 
     def record(self, lake: LakeView, time_ns: int) -> Record:
         return Record(writer=lake.log.writer, time=time_ns, objects=self.objects, operations=list(self.operations))

@@ -21,7 +21,7 @@ from lakefs_fuse.commits.archive import ArchiveBuilder
 from lakefs_fuse.commits.committer import LATE_NS
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.record import OBJECTS, ObjectRef, Put, Remove
+from lakefs_fuse.commits.record import COMMITS, OBJECTS, ObjectRef, Put, Remove
 from lakefs_fuse.config import DELETE_AFTER_S
 from lakefs_fuse.control.worker_protocol import GcArgs, PackArgs
 from lakefs_fuse.errors import LakeError, StoreError
@@ -289,6 +289,42 @@ async def test_commit_that_checks_made_late_is_repeated_until_one_is_in_time(
         clock.advance(TTL_S + 1)
         assert await contents(mounted) == FILES
     assert await fresh(store, clock, tmp_path) == FILES
+
+
+@pytest.mark.parametrize("late_commits", [1, 2])
+async def test_commit_of_unpacked_files_that_was_stored_late_is_repeated(
+    clock: Clock, tmp_path: Path, late_commits: int
+) -> None:
+    """The process was stopped before the PUT; a mount's polls are past its time, and `gc` deletes the pack."""
+    store, files = MemoryStore(), {"a": b"bytes of a", "b": b"bytes of b"}
+    store.clock = clock
+    pack_key = give_pack(store, clock, files)
+    clock.advance(600)
+    late: list[str] = []
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        assert await mounted.names() == ["a", "b"]
+        token = trio.lowlevel.current_trio_token()
+
+        def pass_time(request: Request, when: str) -> None:
+            is_commit = (request.what, when) == ("put", "before") and request.key.startswith(COMMITS)
+            if is_commit and len(late) < late_commits:
+                late.append(request.key)
+                clock.advance((WINDOW_NS + LATE_NS) / NS)
+                give_commit(store, clock, Remove("nothing"), writer="0badcaff")
+                trio.from_thread.run(mounted.poll, trio_token=token)
+
+        store.hook = pass_time
+        assert (await unpack(store, clock)).files == 2
+        store.hook = lambda _request, _when: None
+        assert len(late) == late_commits
+        await mounted.poll()
+        for _ in range(2):
+            clock.advance(3601)
+            await run_gc(work_of(store, clock, tmp_path), GcArgs())
+        assert pack_key not in store.objects
+        await mounted.poll()
+        assert await contents(mounted) == files
+    assert await fresh(store, clock, tmp_path) == files
 
 
 async def test_directories_are_listed_concurrently_before_a_commit(clock: Clock) -> None:
