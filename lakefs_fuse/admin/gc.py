@@ -455,7 +455,7 @@ class Collector:
         return meta.key in self._recorded and _time_of(meta.key) < self._horizon and self._is_unreferenced(meta)
 
     def _is_unreferenced(self, meta: ObjectMeta) -> bool:
-        return meta.key not in self._kept and not self._lake.references(meta.key, meta.etag)
+        return meta.key not in self._kept and not self._lake.is_needed(meta.key)
 
     async def _delete_objects(self, gc_record: GcRecord) -> GcRecord:
         """Delete superseded objects after their grace period, and record since when the others are."""

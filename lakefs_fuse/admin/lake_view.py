@@ -88,6 +88,11 @@ class LakeView:
         row = self.tree.objects.find(key, etag)
         return 0 if row is None else max(0, row.entries)
 
+    def is_needed(self, key: str) -> bool:
+        """Whether a name has bytes in an object below ``.lakefs/``, by its key alone. Such a key has one version; after
+        other tools copied or encrypted the lake its ETag is another one than names have, until `fsck --rebind`."""
+        return any(row.entries > 0 for row in self.tree.objects.versions(key))
+
     def is_uncommitted(self, entry: Entry) -> bool:
         """A plain object was put in place of bytes that a commit names, and no commit says so yet. A mount that has not
         listed the name still has those."""

@@ -128,7 +128,7 @@ async def accept_loss(lake: LakeView, note: Callable[[str], None]) -> None:
     unnamed = size = 0
     async for page in lake.client.list_all(OBJECTS):
         for meta in page.objects:
-            if not lake.references(meta.key, meta.etag):
+            if not lake.is_needed(meta.key):
                 unnamed, size = unnamed + 1, size + meta.size
     at = datetime.fromtimestamp(missing / NS, UTC).isoformat(timespec="seconds")
     note(

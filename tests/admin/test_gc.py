@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lakefs_fuse.admin import gc
-from lakefs_fuse.admin.commands import run_gc, run_snapshot
+from lakefs_fuse.admin.commands import run_fsck, run_gc, run_snapshot
 from lakefs_fuse.admin.gc import Collected, Collector
 from lakefs_fuse.admin.maintenance import KEY as LAST_COLLECTION
 from lakefs_fuse.commits.archive import commit_key
@@ -28,8 +28,8 @@ from lakefs_fuse.commits.gc_record import (
 )
 from lakefs_fuse.commits.listing_digest import SUFFIX as DIGEST_SUFFIX
 from lakefs_fuse.commits.listing_digest import digest_key
-from lakefs_fuse.commits.record import COMMITS, OWN, Mkdir, ObjectRef, Put, Remove
-from lakefs_fuse.control.worker_protocol import GcArgs, SnapshotArgs
+from lakefs_fuse.commits.record import COMMITS, OBJECTS, OWN, Mkdir, ObjectRef, Put, Remove
+from lakefs_fuse.control.worker_protocol import FsckArgs, GcArgs, SnapshotArgs
 from lakefs_fuse.errors import AccessDenied, LakeError, StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent, work_of
 from tests.memory_store import Failures, MemoryStore, Request, When
@@ -236,6 +236,29 @@ async def test_objects_that_nothing_refers_to_and_uploads_go_when_they_are_days_
     assert (done.uploads_aborted, done.unreferenced.objects) == (1, 1)
     assert [upload.key for upload in store.uploads.values()] == ["young"]
     assert [key for key in store.objects if key.startswith(".lakefs/objects/")] == [".lakefs/objects/used"]
+
+
+async def test_objects_with_other_etags_than_names_have_stay_until_the_lake_is_rebound(
+    clock: Clock, tmp_path: Path
+) -> None:
+    """Another tool has copied or encrypted the lake."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "node", clock=clock, pack="never") as node:
+        await node.write("first", b"bytes")
+        await node.fs.clone("first", "copy")
+        await node.fs.sync_names()
+    give_pack(store, clock, {"packed": b"packed"})
+    clock.advance(600)
+    await run_snapshot(work_of(store, clock, tmp_path), SnapshotArgs())
+    for key in [key for key in store.objects if key.startswith((OBJECTS, COMMITS))]:
+        store.give(key, store.data(key))
+    for _ in range(3):
+        clock.advance(8 * 86400)
+        await run_gc(work_of(store, clock, tmp_path), GcArgs())
+    assert [key for key in store.objects if key.startswith(OBJECTS)]
+    await run_fsck(work_of(store, clock, tmp_path), FsckArgs(rebind=True, quick=True))
+    clock.advance(10)
+    assert await fresh(store, clock, tmp_path) == {"first": b"bytes", "copy": b"bytes", "packed": b"packed"}
 
 
 @pytest.mark.parametrize("how", ["clone", "rename"])
