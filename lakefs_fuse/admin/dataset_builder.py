@@ -33,6 +33,7 @@ from lakefs_fuse.admin.lake_view import LakeView, scratch_directory
 from lakefs_fuse.admin.number_set import NumberSet
 from lakefs_fuse.admin.snapshot import check_complete
 from lakefs_fuse.admin.snapshot_rows import new_rows, snapshot_rows
+from lakefs_fuse.admin.work import NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import Dataset, Manifest
 from lakefs_fuse.commits.record import OBJECTS
@@ -153,12 +154,12 @@ async def _make_rows(
     copies = bytes_copied = 0
     why = ""
     for number in range(ROUNDS_MAX):
-        top, listed_s = await _list_directory(lake, path, progress)
+        top, listed_ns = await _list_directory(lake, path, progress)
         database = stack.enter_context(new_rows(lake.node, str(name), scratch / f"{number}"))
         rows = _Rows(lake, database, base, ids, progress)
         await rows.name_objects(top)
         await snapshots.put_objects(lake.client, name.snapshot, rows.tree.objects)
-        if clock.mono_s() - listed_s > KEPT_S_MAX:
+        if (clock.boot_ns() - listed_ns) / NS > KEPT_S_MAX:
             await lake.refresh()
             if why := rows.find_unnamed():
                 base = rows.tree
@@ -195,8 +196,8 @@ async def _store(lake: LakeView, name: DatasetName, tree: Tree, told: Dataset, s
         dump.close()
 
 
-async def _list_directory(lake: LakeView, path: str, progress: Callable[[Progress], None]) -> tuple[int, float]:
-    """The inode of a directory of which everything is known, and since when (s of the monotonic clock). Raises
+async def _list_directory(lake: LakeView, path: str, progress: Callable[[Progress], None]) -> tuple[int, int]:
+    """The inode of a directory of which everything is known, and since when (ns since boot). Raises
     ConfigError where there is none."""
     top, namespace = ROOT_INODE, lake.namespace
     await lake.refresh()
@@ -206,13 +207,13 @@ async def _list_directory(lake: LakeView, path: str, progress: Callable[[Progres
             raise ConfigError(f"{path} is not a directory of the lake: name one that there is, relative to SOURCE")
         top = entry.inode
     await list_everything(namespace, lambda names: progress(Progress(what="listing", files_done=names)), top=top)
-    listed_s = lake.node.clock.mono_s()
+    listed_ns = lake.node.clock.boot_ns()
     await lake.refresh()
     await check_complete(lake)
     await lake.log.read_time()
     if top != ROOT_INODE and lake.tree.entry(top) is None:
         raise ConfigError(f"{path} was removed while it was listed: name a directory that stays")
-    return top, listed_s
+    return top, listed_ns
 
 
 class _Rows:

@@ -260,6 +260,34 @@ async def test_hidden_object_that_lost_its_name_before_it_was_kept_is_not_relied
     assert "plain" not in await shown(store, clock, tmp_path, "im@2")
 
 
+async def test_hidden_object_that_was_deleted_while_the_machine_was_suspended_is_not_relied_on(
+    store: MemoryStore, clock: Clock, tmp_path: Path, files: Tree
+) -> None:
+    """Between the look at the lake and the list of objects to keep."""
+    async with lake(store, tmp_path / "writer", clock=clock, pack="never", delete_after_s=300.0) as node:
+        await node.rename("data/plain", "data/renamed")
+        await node.write("data/plain", b"below .lakefs/objects/")
+        await node.fs.sync_names()
+        clock.advance(60)
+        token, lists = trio.lowlevel.current_trio_token(), list[str]()
+
+        async def remove() -> None:
+            await node.unlink("data/plain")
+            await node.fs.sync_names()
+            clock.advance(301)
+            await node.sync()
+
+        def suspend(request: Request, when: str) -> None:
+            if request.what == "put" and request.key.endswith("/objects") and when == "before" and not lists:
+                lists.append(request.key)
+                trio.from_thread.run(remove, trio_token=token)
+
+        store.hook = suspend
+        await create(store, clock, tmp_path)
+    expected = {path: data for path, data in renamed_back(files).items() if path != "plain"}
+    assert await shown(store, clock, tmp_path, "im@1") == expected | {"renamed": b"plain"}
+
+
 async def test_create_gives_up_where_an_object_is_always_another(
     store: MemoryStore, clock: Clock, tmp_path: Path
 ) -> None:
