@@ -119,14 +119,18 @@ class LakeView:
 
     async def listed_files(self, path: str = "") -> AsyncGenerator[tuple[str, Entry], None]:
         """Every visible file at or below a path, after its directory was listed; files of a directory one after
-        another, in the order of the listing. Raises LakeError."""
+        another, in the order of the listing. A directory that was removed, or renamed to elsewhere, between two of them
+        is left out. Raises LakeError."""
         directory = await self._look_up(path)
         if isinstance(directory, Entry):
             yield path, directory
             return
-        pending = [(directory, path + "/" if path else "")]
+        above = path + "/" if path else ""
+        pending = [(directory, above)]
         while pending:
-            inode, prefix = pending.pop()
+            inode, _ = pending.pop()
+            if self.tree.path(inode) is None or not (prefix := self.tree.prefix(inode)).startswith(above):
+                continue
             await self.namespace.ensure_listed(inode)
             for file, entry in self._files_in(inode, prefix, pending):
                 if not entry.flags & Flag.SHADOWED:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.admin import repack
+from lakefs_fuse.admin import relocation, repack
 from lakefs_fuse.admin.commands import run_gc
 from lakefs_fuse.admin.repack import Packed, Unpacked
 from lakefs_fuse.admin.snapshot import fold
@@ -289,6 +289,43 @@ async def test_commit_that_checks_made_late_is_repeated_until_one_is_in_time(
         clock.advance(TTL_S + 1)
         assert await contents(mounted) == FILES
     assert await fresh(store, clock, tmp_path) == FILES
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+async def test_directory_that_goes_while_the_lake_is_packed_does_not_end_it(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(relocation, "PACK_FILES_MAX", 5)
+    store, files = MemoryStore(), dataset(8, "a") | dataset(3, "b/c") | dataset(3, "d")
+    for path, data in files.items():
+        store.give(path, data)
+    clock.advance(60)
+    async with lake(store, tmp_path / "node", clock=clock, delete_after_s=1e6) as mounted:
+        assert await contents(mounted) == files
+        token, gone = trio.lowlevel.current_trio_token(), list[str]()
+
+        async def change() -> None:
+            if how == "renamed":
+                await mounted.rename("b", "renamed")
+            else:
+                for path in dataset(3, "b/c"):
+                    await mounted.unlink(path)
+                await mounted.rmdir("b/c")
+                await mounted.rmdir("b")
+            await mounted.fs.sync_names()
+
+        def hook(request: Request, when: str) -> None:
+            if (request.what, when) == ("put", "before") and request.key.startswith(COMMITS) and not gone:
+                gone.append("b")
+                trio.from_thread.run(change, trio_token=token)
+
+        store.hook = hook
+        done = await pack(store, clock)
+        store.hook = lambda _request, _when: None
+    assert gone and done.moved.files >= 11
+    renamed = {path.replace("b/", "renamed/", 1): data for path, data in files.items()}
+    left = {path: data for path, data in files.items() if not path.startswith("b/")}
+    assert await fresh(store, clock, tmp_path) == (renamed if how == "renamed" else left)
 
 
 @pytest.mark.parametrize("late_commits", [1, 2])
