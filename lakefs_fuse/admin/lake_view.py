@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
@@ -20,7 +21,7 @@ from lakefs_fuse.commits.index.index import require_all_names
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import LakeError, sole_error
+from lakefs_fuse.errors import FileError, LakeError, sole_error
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
@@ -97,6 +98,16 @@ class LakeView:
         """A plain object was put in place of bytes that a commit names, and no commit says so yet. A mount that has not
         listed the name still has those."""
         return not entry.stamp and entry.inode in self._overriding
+
+    def extent(self, entry: Entry) -> Extent | None:
+        """Where the bytes of a file are; None for one that has none in the store, or that went since it was read.
+        Raises FileError(EIO)."""
+        try:
+            return self.namespace.extent(entry)
+        except FileError:
+            if self.tree.entry(entry.inode) == entry:
+                raise
+            return None
 
     def is_in_pack(self, entry: Entry) -> bool:
         """Whether the bytes of a file lie in a pack."""

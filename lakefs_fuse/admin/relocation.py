@@ -124,7 +124,7 @@ class Relocator:
 
     async def add(self, path: str, entry: Entry) -> Extent | None:
         """Move a file, unless it has no bytes in the store; where its bytes are. Raises LakeError."""
-        source = self._lake.namespace.extent(entry)
+        source = self._lake.extent(entry)
         if source is None:
             return None
         full = self._bytes + source.size > PACK_BYTES or len(self._gathered) >= PACK_FILES_MAX

@@ -171,7 +171,7 @@ def _is_small_plain(lake: LakeView, entry: Entry, threshold_bytes: int) -> bool:
 
 def _keeper(lake: LakeView, named: SnapshotNames, entry: Entry) -> str:
     """The snapshot that has the file's bytes as a plain object; empty for none."""
-    extent = lake.namespace.extent(entry)
+    extent = lake.extent(entry)
     return "" if extent is None else named.find(extent.version.key, extent.version.etag)
 
 
@@ -242,7 +242,7 @@ async def unpack(
     async with opening as named, aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
             is_meant = bool(entry.place) and lake.is_in_pack(entry) == packed
-            extent = lake.namespace.extent(entry) if is_meant else None
+            extent = lake.extent(entry) if is_meant else None
             if extent is None or (not packed and not extent.is_whole):
                 continue
             if not packed and (snapshot := named.find(extent.version.key, extent.version.etag)):
