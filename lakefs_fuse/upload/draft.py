@@ -798,7 +798,7 @@ class Draft:
         self.began, self.deferred, self.unlinked = began, deferred, unlinked
 
     def retarget(self, target: DraftTarget) -> None:
-        """Publish to another target; no upload has begun."""
+        """Publish to another target; no upload has begun, or it has the same key."""
         self.target = target
 
     def move_base(self, before: Extent, after: Extent) -> None:

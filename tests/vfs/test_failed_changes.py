@@ -351,3 +351,47 @@ async def test_change_of_names_that_is_in_effect_succeeds(tmp_path: Path, change
             assert await _names_of(m) == (before if is_raised else after), f"write {writes + 1} failed"
             for handle in handles:
                 await m.close(handle)
+
+
+async def _read_all(m: Lake) -> dict[str, bytes]:
+    return {name: await m.read(name) for name in await m.names()}
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("names", ["f", "f to g", "f over e to g"])
+async def test_rename_of_a_file_that_is_not_stored_is_in_effect_or_changes_nothing(
+    tmp_path: Path, names: str, durability: str
+) -> None:
+    """Whichever of its writes fails: the file, and the one whose name it is to get, keep their names and bytes."""
+    for writes in count():
+        store, before = MemoryStore(), {"e": b"e", "g": OLD} if "g" in names else {}
+        async with lake(store, tmp_path / f"{writes}", pack="never", durability=durability) as m:
+            for path, data in before.items():
+                await m.write(path, data)
+            await m.fs.make_durable()
+            handle, name = await m.create("f", os.O_RDWR | os.O_EXCL), "f"
+            await m.fs.write(handle, 0, NEWER)
+            if durability == "writeback":
+                await m.fs.flush(handle)
+            if "e" in names:
+                await m.rename(name, "e")
+                name = "e"
+            is_raised = False
+            try:
+                with failing_commit(after=writes):
+                    try:
+                        await m.rename(name, "g")
+                    except LakeError:
+                        is_raised = True
+            except AssertionError:  # it makes fewer writes
+                return
+            if is_raised:
+                await m.fs.sync_names()
+                assert before.keys() <= {key for key in store.objects if "/" not in key}
+            await m.close(handle)
+            await m.fs.make_durable()
+            after = {path: data for path, data in before.items() if path != name or is_raised}
+            after[name if is_raised else "g"] = NEWER
+            assert await _read_all(m) == after, f"write {writes + 1} failed"
+            async with lake(store, tmp_path / f"{writes}-other") as other:
+                assert await _read_all(other) == after, f"write {writes + 1} failed"

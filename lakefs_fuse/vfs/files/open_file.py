@@ -8,7 +8,9 @@ the rows survive a crash.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -239,6 +241,21 @@ class OpenFile:
     def versions(self) -> list[OpenFile]:
         """The versions that wait behind, oldest first, and this one."""
         return [*self.behind, self] if self.behind else [self]
+
+    @contextmanager
+    def restoring_names(self) -> Iterator[None]:
+        """Restore the name of every version, and what it is to replace, if the block raises: the change of the name
+        was not written. The caller holds ``publishing`` if there is a draft; nothing is awaited in the block."""
+        before = [(each, each.key, each.entry, each.if_absent) for each in self.versions]
+        targets = [(each.draft, copy(each.draft.target)) for each in self.versions if each.draft is not None]
+        try:
+            yield
+        except BaseException:
+            for each, key, entry, if_absent in before:
+                each.key, each.entry, each.if_absent = key, entry, if_absent
+            for draft, target in targets:
+                draft.retarget(target)
+            raise
 
     @property
     def is_incomplete(self) -> bool:

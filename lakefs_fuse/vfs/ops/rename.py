@@ -465,23 +465,26 @@ class Renames:
 
     def _move_row(self, ends: _Ends) -> None:
         """Move the row of a file that is not in the store; it is stored under its new name. ``ends`` must be read in
-        the same step of the loop: the target may have been stored since an earlier look."""
+        the same step of the loop: the target may have been stored since an earlier look. Raises LakeError; then
+        nothing was moved."""
         tree, entry, parent, name = self._ns.tree, ends.source, ends.request.parent, ends.request.name
         self._ns.changing(entry.parent, entry.name)
         self._ns.changing(parent, name)
         plan = plan_local_rename(self._read_local_facts(ends))
-        if plan.removal is not None:
-            self._names.enqueue(plan.removal)
         batch, file, there = Batch(), self._files.get(entry.inode), tree.child(parent, name)
         if there is not None:
             tree.remove(batch, there)
             self._unlinker.journal_dropped(batch, self._files.get(there.inode))
         tree.detach(batch, entry)
         moved = tree.attach(batch, plan.row, parent, name, before=entry)
-        self._files.replaces(moved, plan.copied_from)
-        if file is not None:
-            self._files.move(batch, file, ends.new)
-        self._ns.database.commit(batch, sync=file is not None and file.is_acknowledged)
+        with nullcontext() if file is None else file.restoring_names():
+            self._files.replaces(moved, plan.copied_from)
+            if file is not None:
+                self._files.move(batch, file, ends.new)
+            if plan.removal is not None:
+                self._names.enqueue(plan.removal, batch)
+            else:
+                self._ns.database.commit(batch, sync=file is not None and file.is_acknowledged)
         self._files.updated(moved)
         reached("rename.moved")
 
