@@ -13,14 +13,14 @@ import pytest
 import trio.testing
 
 from lakefs_fuse.errors import AccessDenied, CacheError, CacheFull, FileError, LakeError, StagingFull
-from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.vfs.ops import io
 from tests.memory_store import Failures, MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
-from tests.vfs.writing_back import NEVER_S, Outage, stored, told, until, writing_back
+from tests.vfs.writing_back import NEVER_S, Outage, die, stored, told, until, writing_back
 
 OLD, NEWER = noise("old", 800), noise("newer", 900)
 
@@ -395,3 +395,28 @@ async def test_rename_of_a_file_that_is_not_stored_is_in_effect_or_changes_nothi
             assert await _read_all(m) == after, f"write {writes + 1} failed"
             async with lake(store, tmp_path / f"{writes}-other") as other:
                 assert await _read_all(other) == after, f"write {writes + 1} failed"
+
+
+async def test_conflict_whose_name_cannot_be_written_at_first_is_counted_when_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("f", OLD)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        outage.away = False
+        store.give("f", NEWER)
+    commit, failed = Database.commit, list[Batch]()
+
+    def fail_synced_once(database: Database, batch: Batch, *, sync: bool = False) -> None:
+        if sync and not failed:
+            failed.append(batch)
+            raise CacheFull("the disk is full")
+        commit(database, batch, sync=sync)
+
+    async with writing_back(store, dead, delay_s=NEVER_S) as m:
+        monkeypatch.setattr(Database, "commit", fail_synced_once)
+        await m.fs.make_durable()
+        assert told(m)["conflicts"] == len(failed) == 1
+        assert sorted((await _read_all(m)).values()) == sorted([OLD, NEWER])

@@ -323,17 +323,19 @@ class Replay:
         entry = _with_xattrs(_anew(file.entry), xattrs)
         mine = self._ns.tree.attach(batch, entry, parent, name, before=gone)
         self._ns.tree.set_xattrs(batch, mine.inode, xattrs)
-        for each in file.versions:
-            anew = _with_xattrs(_anew(each.entry), xattrs)
-            each.entry = msgspec.structs.replace(anew, parent=mine.parent, cookie=mine.cookie, name=mine.name)
-            if each.draft is not None:
-                each.draft.target.replaces, each.draft.target.if_absent = "", False
-            if each is not file:
-                each.extent, each.if_absent = None, False
-        self._files.detach(file)
         path = self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass")
-        self._files.move(batch, file, path, is_answered=True)  # what the store has is another client's
-        self._db.commit(batch, sync=True)
+        with file.restoring_names():
+            for each in file.versions:
+                anew = _with_xattrs(_anew(each.entry), xattrs)
+                each.entry = msgspec.structs.replace(anew, parent=mine.parent, cookie=mine.cookie, name=mine.name)
+                each.if_absent = False
+                if each.draft is not None:
+                    each.draft.target.replaces, each.draft.target.if_absent = "", False
+            self._files.move(batch, file, path, is_answered=True)  # what the store has is another client's
+            self._db.commit(batch, sync=True)
+        for each in file.behind:
+            each.extent = None
+        self._files.detach(file)
         self._ns.announce_name(parent, name)
         self._metrics.conflicts += 1
         log.error(
