@@ -15,8 +15,9 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
 from lakefs_fuse.commits.record import COMMITS
-from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError, Unavailable
+from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.ops import rename_preparation
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
@@ -1080,6 +1081,44 @@ async def test_files_being_written_follow_their_directory_though_the_journal_ref
             fail_once_in(patch, FileTable, "moved")
             with pytest.raises(CacheFull):
                 await two.poll()
+        await two.poll()
+        for handle in handles:
+            await two.close(handle)
+        await two.fs.make_durable()
+        assert entries_of(store) == ["d/before", "e/0", "e/1", "e/2"]
+        await two.sync()
+        assert await two.names() == ["e"] and await two.names("e") == ["0", "1", "2", "before"]
+
+
+@pytest.mark.parametrize("who", ["another node", "this node"])
+async def test_files_being_written_follow_their_directory_though_staging_has_no_room_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """They are in memory, and an fsync of each has failed, so that their records take them to the disk."""
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never", durability="writeback") as (one, two):
+        await one.mkdir("d")
+        await one.write("d/before", b"x")
+        await one.fs.make_durable()
+        await two.poll()
+        handles = [await two.create(f"d/{number}") for number in range(3)]
+
+        def fail(staging: Staging, draft_id: str, key: str) -> int:
+            raise StagingFull("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Staging, "create", fail)
+            for handle in handles:
+                await two.fs.write(handle, 0, b"new")
+                with pytest.raises(StagingFull):
+                    await two.fs.fsync(handle)
+            if who == "this node":
+                await two.rename("d", "e")
+            else:
+                await one.rename("d", "e")
+                await one.fs.make_durable()
+                with pytest.raises(CacheError, match="the disk is full"):
+                    await two.poll()
         await two.poll()
         for handle in handles:
             await two.close(handle)

@@ -336,17 +336,19 @@ class FileTable:
             if key == file.key:
                 continue
             batch = Batch()
-            self.move(batch, file, key)
             try:
+                self.move(batch, file, key)
                 self._db.commit(batch, sync=file.is_acknowledged)
-            except CacheError as error:
-                failed = failed or error
+            except LakeError as error:  # also of the staging disk, to which bytes move with the record
+                failed = failed or (error if isinstance(error, CacheError) else CacheError(str(error)))
         if failed is not None:
             raise failed
 
     def move(self, batch: Batch, file: OpenFile, key: str, *, is_answered: bool = False) -> None:
-        """A file, all its versions, has another name when the batch is committed, which also tells the journal. A draft
-        stays at the key where an upload, or an attempt without answer, began, unless that ``is_answered`` since."""
+        """Give a file, all its versions, another name, which the batch journals. A draft stays at the key where an
+        upload, or an attempt without answer, began, unless that ``is_answered`` since. Raises StagingFull and
+        CacheError; then memory has the other name all the same."""
+        drafts = []
         for each in file.versions:
             each.key, draft = key, each.draft
             if draft is None:
@@ -357,6 +359,8 @@ class FileTable:
                 self._renamed.add(each.entry.inode)
             else:
                 self.aim(each, draft.id, draft.target)
+            drafts.append(draft)
+        for draft in drafts:
             self._journal.put(batch, draft.id, encode(draft.prepare_record()))
 
     def journal_drafts(self, batch: Batch, file: OpenFile) -> None:
