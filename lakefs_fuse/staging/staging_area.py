@@ -286,14 +286,15 @@ class Staging:
         self.bytes_used += count
 
     async def _spill(self, count: int) -> bool:
-        """Whether bytes of incomplete parts were moved to the store. One at a time, because that needs space."""
+        """Whether bytes of incomplete parts were moved to the store, or there is room by now. One at a time, because
+        that needs space."""
         async with self._spilling:
             if self._fits(count) and self._has_free(count):
                 return True  # another writer's did it
             for stager in list(self._stagers):
                 if await stager.spill():
                     return True
-            return False
+            return self._fits(count) and self._has_free(count)  # files have ended
 
     def _drop(self, *, keep_recent: bool) -> int:
         return sum(stager.drop_uploaded(keep_recent=keep_recent) for stager in list(self._stagers))

@@ -41,19 +41,17 @@ from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
-from lakefs_fuse.store.client import REPLACES_METADATA, TOKEN_METADATA, token_of
+from lakefs_fuse.store.client import TOKEN_METADATA, token_of
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock
 from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.parts import Part, Parts, PartState, PartUses
 from lakefs_fuse.upload.spilled_parts import Spills
-from lakefs_fuse.upload.uploader import Uploader
+from lakefs_fuse.upload.uploader import Uploader, describe_history
 
 DRAFT_METADATA = TOKEN_METADATA
 """A token is the id of an object's draft, and after a dot the number of its change, if any."""
-HISTORY_BYTES_MAX = 512
-"""S3 takes 2 KiB of user metadata."""
 FILL_BYTES_MAX = 4 << 20
 SPILL_BYTES_MIN = 1 << 20
 """A part with fewer staged bytes is not worth a request."""
@@ -88,16 +86,6 @@ class DraftTarget:
     """The path of the file in the lake, if that is not ``key``."""
     unsure: tuple[str, str, float] | None = None
     """About this daemon's attempts: see `store.client.VersionTarget`."""
-
-
-def describe_history(uploader: Uploader, key: str, replaces: str) -> dict[str, str]:
-    """Metadata of an object that replaces the version with this ETag (empty: none)."""
-    if not replaces:
-        return {}
-    etag, before = uploader.stored.get(key, ("", ""))
-    history = f"{replaces},{before}"
-    is_known = etag == replaces and len(history) <= HISTORY_BYTES_MAX
-    return {REPLACES_METADATA: history if is_known else replaces}
 
 
 class Draft:
@@ -202,8 +190,14 @@ class Draft:
                 return 0
             async with self.gate:
                 index = self._fullest_part() if self._may_spill() else None
-                return 0 if index is None else await self._spill_part(index)
-        except LakeError as error:
+                if index is None:
+                    return 0
+                self.uploading += 1  # so that `discard` waits, and deletes what is stored here
+                try:
+                    return await self._spill_part(index)
+                finally:
+                    self._end_sending()
+        except (LakeError, OSError) as error:  # of this file alone
             log.warning("staging is full, and parts of %s cannot leave it: %s", self.target.key, error)
             return 0
 
@@ -649,9 +643,7 @@ class Draft:
             self.error = LakeError(f"uploading failed: {error!r}")
         finally:
             self.parts.withdraw(index)
-            self.uploading -= 1
-            if not self.uploading:
-                self._idle.wake_all()
+            self._end_sending()
             self.uploader.staging.notify()
         if self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
             self.start_if_complete(index)
@@ -711,8 +703,13 @@ class Draft:
             await self.wait_idle()
         self.error = None
 
+    def _end_sending(self) -> None:
+        self.uploading -= 1
+        if not self.uploading:
+            self._idle.wake_all()
+
     async def wait_idle(self) -> None:
-        """Wait until no part is being uploaded in the background."""
+        """Wait until no part is being uploaded in the background, or spilled."""
         while self.uploading:
             await self._idle.wait()
 

@@ -40,9 +40,9 @@ from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.client import REPLACES_METADATA, token_of
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft, describe_history
+from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft
 from lakefs_fuse.upload.parts import STORED, PartState
-from lakefs_fuse.upload.uploader import Uploader
+from lakefs_fuse.upload.uploader import Uploader, describe_history
 
 BODY_BYTES_MAX = BLOCK_BYTES
 """Up to this size an object is sent from memory, by the client's fast path, and is one cache block."""

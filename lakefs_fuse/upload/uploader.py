@@ -18,11 +18,13 @@ from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import REPLACES_METADATA, StoreClient
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.upload.spilled_parts import SPILLED
 
 ZEROS = f"{RESERVED_PREFIX}zeros/"
+HISTORY_BYTES_MAX = 512
+"""S3 takes 2 KiB of user metadata."""
 
 
 class BaseReader(Protocol):
@@ -63,6 +65,16 @@ class Uploader:
         async with aclosing(self.client.list_all(f"{SPILLED}{draft_id}/")) as pages:
             keys = [meta.key async for page in pages for meta in page.objects]
         await self.client.delete_all(keys)
+
+
+def describe_history(uploader: Uploader, key: str, replaces: str) -> dict[str, str]:
+    """Metadata of an object that replaces the version with this ETag (empty: none)."""
+    if not replaces:
+        return {}
+    etag, before = uploader.stored.get(key, ("", ""))
+    history = f"{replaces},{before}"
+    is_known = etag == replaces and len(history) <= HISTORY_BYTES_MAX
+    return {REPLACES_METADATA: history if is_known else replaces}
 
 
 class UploadSlots:

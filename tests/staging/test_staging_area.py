@@ -101,6 +101,19 @@ async def test_a_writer_that_waits_in_vain_is_told(tmp_path: Path, autojump_cloc
     assert staging.bytes_used == 1000
 
 
+async def test_reserve_takes_room_that_a_file_leaves_while_spilling_it_fails(tmp_path: Path) -> None:
+    class Ending(Stager):
+        async def spill(self) -> int:
+            staging.unregister(self, 1000)
+            return 0
+
+    staging = make(tmp_path)
+    await staging.reserve(1000)
+    staging.register(Ending(staging))
+    await staging.reserve(500)
+    assert staging.bytes_used == 500
+
+
 async def test_many_at_once_stay_within_the_bound(tmp_path: Path) -> None:
     room = iter([0] * 5)
 

@@ -204,6 +204,23 @@ async def test_a_spill_under_way_keeps_its_descriptor(tmp_path: Path) -> None:
         draft.close(unlink=True)
 
 
+@pytest.mark.parametrize("what", ["create_multipart", "put"])
+async def test_discard_during_a_spill_leaves_nothing(tmp_path: Path, what: str) -> None:
+    async with bench(tmp_path, spans=SPANS) as b:
+        draft = b.draft()
+        await draft.write(LARGE_PART, noise(1, LARGE_PART // 2))
+        pause = b.store.hook = Pause(lambda request: request.what == what)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(draft.spill)
+            await reached(pause.reached)
+            nursery.start_soon(draft.discard)
+            await wait_all_tasks_blocked()
+            pause.resume()
+        assert hidden(b) == []
+        assert b.store.uploads == {}
+        assert b.staging.bytes_used == 0
+
+
 async def test_publish_spilled_changes_of_a_base_are_not_lost(tmp_path: Path) -> None:
     """A part of which some pages were spilled, and the rest are the base's, is not copied from the base."""
     before, change = noise("base", 2 * LARGE_PART), noise("change", 3 * PIECE)

@@ -6,9 +6,8 @@ from itertools import pairwise
 
 from lakefs_fuse.store.client import is_successor
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.draft import HISTORY_BYTES_MAX, describe_history
 from lakefs_fuse.upload.publish import note_stored
-from lakefs_fuse.upload.uploader import Uploader
+from lakefs_fuse.upload.uploader import HISTORY_BYTES_MAX, Uploader, describe_history
 
 
 def uploader() -> Uploader:

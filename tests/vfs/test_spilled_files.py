@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-import trio
+import trio.testing
 
 from lakefs_fuse.upload import draft as drafts
 from lakefs_fuse.upload.spilled_parts import SPILLED
-from tests.memory_store import WAIT_S_MAX, MemoryStore, Pause
-from tests.upload.drafting import noise
+from tests.memory_store import WAIT_S_MAX, MemoryStore, Pause, Request, When
+from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Lake, lake
-from tests.vfs.writing_back import die
+from tests.vfs.writing_back import die, until
 
 PART = 64 * 1024
 COUNT = 40
@@ -82,6 +83,43 @@ async def test_file_is_read_while_its_hidden_objects_are_deleted(tmp_path: Path)
             pause.resume()
         assert found == [expected]
         await m.close(handle)
+
+
+@pytest.mark.parametrize("what", ["create_multipart", "put"])
+async def test_file_that_is_removed_and_closed_during_its_spill_leaves_its_room_to_the_writer_that_waits(
+    tmp_path: Path, what: str
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", staging_bytes_max=10 * PART, pack="never") as m:
+        store.give("old", noise("old", 30 * PART))
+        await m.poll()
+        old, new, written = await m.open("old", os.O_RDWR), await m.create("new"), noise("new", PART + PART // 2)
+        for index in range(18):
+            await m.fs.write(old, index * PART, noise(index, PART // 2))
+        draft = m.fs.handle(old).file.draft
+        assert draft is not None
+        kept = Pause(lambda request: request.what == "get" and request.key == "old")
+        spill = Pause(lambda request: request.what == what)
+
+        def hook(request: Request, when: When) -> None:
+            for pause in (kept, spill):
+                pause(request, when)
+
+        store.hook = hook
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.unlink, "old")
+            await reached(kept.reached)
+            nursery.start_soon(m.fs.write, new, 0, written)
+            await reached(spill.reached)
+            kept.resume()
+            await until(lambda: draft.unlinked)
+            nursery.start_soon(m.close, old)
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            spill.resume()
+        await m.close(new)
+        assert store.data("new") == written
+        assert hidden(store) == []
+        assert store.uploads == {}
 
 
 @pytest.mark.parametrize("how", ["finish", "abort"])
