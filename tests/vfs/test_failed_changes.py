@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -420,3 +420,32 @@ async def test_conflict_whose_name_cannot_be_written_at_first_is_counted_when_it
         await m.fs.make_durable()
         assert told(m)["conflicts"] == len(failed) == 1
         assert sorted((await _read_all(m)).values()) == sorted([OLD, NEWER])
+
+
+@pytest.mark.parametrize("data", [OLD, NEWER])
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_file_that_is_created_again_is_stored_although_its_deletion_cannot_be_dropped(
+    tmp_path: Path, durability: str, data: bytes
+) -> None:
+    """Whichever write of its close fails, the next attempt stores it, and what was removed before does not take it."""
+    for writes in count():
+        store, clock = MemoryStore(), Clock()
+        store.equal_bytes_have_equal_etags = True
+        async with lake(store, tmp_path / f"{writes}", pack="never", durability=durability, clock=clock) as m:
+            await m.write("f", OLD)
+            await m.fs.make_durable()
+            clock.advance(5)
+            await m.unlink("f")
+            clock.advance(5)
+            handle = await m.create("f")
+            await m.fs.write(handle, 0, data)
+            try:
+                with failing_commit(after=writes), suppress(LakeError):
+                    await m.fs.fsync(handle)
+            except AssertionError:  # it makes fewer writes
+                return
+            await m.close(handle)
+            await m.fs.make_durable()
+            clock.advance(2 * m.fs.config.delete_after_s)
+            await m.fs.make_durable()
+            assert await m.read("f") == store.data("f") == data, f"write {writes + 1} failed"

@@ -32,7 +32,7 @@ import trio
 
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.errors import CacheError, LakeError, NotFound
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
@@ -176,15 +176,19 @@ class DeletionQueue:
         """Keep a key from being deleted while the block writes to it.
 
         Deletions from before are dropped when the block has written, so that none deletes the new bytes. If it raises,
-        they stay where they are: in the queue, or in the journal with their removal. Raises CacheError; then they stay,
-        too, although the block has written."""
+        they stay where they are: in the queue, or in the journal with their removal. They stay, too, if the disk does
+        not record that they are dropped: what the block has written is in effect all the same, and no object is
+        deleted without a look at its version and its name."""
         self._kept[key] += 1
         try:
             await self.wait_deleted(key)
             replaced = set(self._superseded_etags(key))
             yield
             if replaced:
-                self._waive(key, replaced)
+                try:
+                    self._waive(key, replaced)
+                except CacheError as error:
+                    log.warning("what was to be deleted at %s is looked at once more: %s", key, error)
         finally:
             self._kept[key] -= 1
             if not self._kept[key]:
