@@ -577,7 +577,8 @@ class StagedFile:
             await self._staging.threads.run(os.ftruncate, self.fd, size)
 
     def punch(self, start: int, end: int) -> bool:
-        """Turn bytes [start, end) into a hole, which frees their space; False if this filesystem cannot."""
+        """Turn bytes [start, end) into a hole, which frees their space; False if that fails, or the file cannot be
+        opened."""
         if self._memory is not None:
             end = min(end, len(self._memory))
             if start < end:
@@ -585,6 +586,6 @@ class StagedFile:
             return True
         try:
             return punch_hole(self.fd, start, end - start)
-        except OSError as error:
+        except (OSError, LakeError) as error:
             log.warning("staged bytes %d to %d cannot be released: %s", start, end, error)
             return False

@@ -365,6 +365,28 @@ async def test_drop_uploaded_without_a_journal_record_keeps_the_bytes_and_is_tri
     assert b.staging.bytes_used == 0
 
 
+async def test_parts_stay_staged_while_no_descriptor_is_free_to_release_them(tmp_path: Path) -> None:
+    """The caller of `drop_uploaded` writes to another file, whose write does not fail for that."""
+    data = noise(13, 9 * PART)
+    async with bench(tmp_path) as b:
+        draft, other = b.draft(), b.draft("other")
+        await draft.write(0, data)
+        await b.idle(draft)
+        draft.file.park()
+        b.staging.descriptors.open_max = 1
+        with other.file.held():
+            assert other.file.fd >= 0
+            assert draft.drop_uploaded() == 0
+        await draft.write(PART, data[:100])
+        await b.idle(draft)
+        assert draft.drop_uploaded() == 6 * PART
+        await b.publish(draft)
+        assert b.store.data("file") == data[:PART] + data[:100] + data[PART + 100 :]
+        for each in (draft, other):
+            each.close(unlink=True)
+    assert b.staging.bytes_used == 0
+
+
 async def test_parts_in_use_are_not_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that reads or writes staged bytes must not find a hole, or write into one that stays unsent."""
     data = noise(14, 8 * 4 * PART + 50 * PART)
