@@ -143,7 +143,7 @@ class Draft:
         """`publish` holds it alone, and keeps writers and truncation out."""
         self._idle = Wakeup()
         self._staged_bytes = self._journaled_end = 0  # the newest record names no staged bytes beyond the second
-        self._uses = PartUses(self.layout)
+        self.uses = PartUses(self.layout)
         self._parts_written_out: set[int] = set()
         """Parts whose writeout to the local disk has begun."""
         self._closing = False
@@ -208,7 +208,7 @@ class Draft:
 
     def _fullest_part(self) -> int | None:
         """The dirty part with the most staged pages, if these are worth a request."""
-        dirty = [i for i, part in self.parts.items() if part.state is PartState.DIRTY and i not in self._uses]
+        dirty = [i for i, part in self.parts.items() if part.state is PartState.DIRTY and i not in self.uses]
         pages = {index: self.pages.count(*self.layout.range(index)) for index in dirty}
         fullest = max(pages, key=pages.__getitem__, default=None)
         return fullest if fullest is not None and pages[fullest] * PAGE_BYTES >= SPILL_BYTES_MIN else None
@@ -229,7 +229,7 @@ class Draft:
         pages, punched = self.pages.forget(index), False  # so that the record does not take the hole for them
         try:
             self.save(sync=True)
-            await self._uses.wait_unused(index)  # they found the pages staged, or in the older object
+            await self.uses.wait_unused(index)  # they found the pages staged, or in the older object
             if not self._closing:
                 punched = self.file.punch(start, part_end)  # whole pages, or the last would stay
         finally:
@@ -254,7 +254,7 @@ class Draft:
     def _can_drop(self, index: int) -> bool:
         start, end = self.layout.range(index)
         is_whole = self.parts[index].length == end - start
-        return is_whole and self.pages.count(start, end) > 0 and index not in self._uses
+        return is_whole and self.pages.count(start, end) > 0 and index not in self.uses
 
     def _punch(self, index: int) -> int:
         """Delete the staged bytes of a part that the journal has as dropped; returns how many."""
@@ -276,7 +276,7 @@ class Draft:
         if self.file.is_closed:
             raise DraftEnded
         try:
-            with self.file.held(), self._uses.using(offset, end):
+            with self.file.held(), self.uses.using(offset, end):
                 return await self._read(offset, end)
         except (NotFound, StagingFull, FileError) as error:
             # With ``recheck`` a dead daemon may have published it, without a task of this one.
@@ -392,7 +392,7 @@ class Draft:
         """Stage ``data``; the caller shares the gate, and the edges are filled. Returns the bytes of staging space of
         pages that became local."""
         self._refuse_dropped(offset, end)
-        with self._uses.using(offset, end):
+        with self.uses.using(offset, end):
             await self._write_staged(offset, data)
         added = self.pages.mark(offset, end) * PAGE_BYTES
         self._staged_bytes += added

@@ -263,8 +263,6 @@ async def _leave_key(draft: Draft) -> None:
 async def _complete(
     draft: Draft, append: Append | None, confirm: Confirm | None
 ) -> tuple[ObjectMeta, Mapping[str, str]]:
-    if draft.parts.bytes_dropped:
-        draft.target.expected = None  # a failed precondition may end the upload, which alone has these bytes
     draft.save()
     if draft.upload_id and not draft.uploader.client.capabilities.parts_replaceable and _has_stale_parts(draft):
         await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
@@ -310,10 +308,13 @@ async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confi
         refs += await _send_append(draft, upload_id, append)
     if confirm is not None:
         await confirm()
-    try:
-        return await client.complete_multipart(key, upload_id, refs, version=draft.target, token=draft.token)
-    except PreconditionFailed as error:
-        raise await _yield_key(draft) from error
+    with draft.uses.using(0, draft.size):  # no part is dropped any more: see the next lines
+        if draft.parts.bytes_dropped:
+            draft.target.expected = None  # a failed precondition may end the upload, which alone has these bytes
+        try:
+            return await client.complete_multipart(key, upload_id, refs, version=draft.target, token=draft.token)
+        except PreconditionFailed as error:
+            raise await _yield_key(draft) from error
 
 
 class Append(msgspec.Struct, frozen=True):

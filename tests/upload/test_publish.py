@@ -18,8 +18,8 @@ from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.parts import PartState
 from lakefs_fuse.upload.restore import restore_draft
-from tests.memory_store import START_NS, Failures, Request, When
-from tests.upload.drafting import KIB, PART, Bench, bench, noise
+from tests.memory_store import START_NS, Failures, Pause, Request, When
+from tests.upload.drafting import KIB, PART, Bench, bench, noise, reached
 
 MIB = 1 << 20
 
@@ -167,6 +167,40 @@ async def test_an_upload_that_is_gone_with_bytes_that_were_let_go_is_an_error(tm
             with pytest.raises(StoreError):
                 await b.publish(draft)
         assert "file" not in b.store.objects
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("request_of", ["upload_part", "complete_multipart"])
+async def test_no_condition_guards_a_completion_of_parts_that_were_dropped_meanwhile(
+    tmp_path: Path, request_of: str
+) -> None:
+    """A store may end an upload whose condition is not met, and with it the only copy of these bytes."""
+    data = noise(19, 8 * PART + 100)
+    async with bench(tmp_path, capabilities=Capabilities(name="memory", complete_if_match=True)) as b:
+        draft = b.draft(base=b.give("file", b"before"))
+        await draft.write(0, data)
+        await b.idle(draft)
+        theirs = b.give("file", b"theirs").version.etag
+        draft.target.expected = draft.target.replaces
+        pause = b.store.hook = Pause(what(request_of))
+        async with trio.open_nursery() as nursery:
+
+            async def send() -> None:
+                if request_of == "upload_part":
+                    await b.publish(draft)
+                    return
+                with pytest.raises(StoreError, match="another version"):
+                    await b.publish(draft)
+
+            nursery.start_soon(send)
+            await reached(pause.reached)
+            freed = draft.drop_uploaded(keep_recent=False)
+            pause.resume()
+        assert (freed > 0) == (request_of == "upload_part")
+        if not freed:
+            draft.target.expected = theirs
+            await b.publish(draft)
+        assert b.store.data("file") == data
         draft.close(unlink=True)
 
 
