@@ -452,6 +452,11 @@ class Tree:
             for listener in self._events.mirror_dropped:
                 listener(directory)
 
+    def drop_mirrors(self) -> None:
+        """The names of all directories are uncertain."""
+        for directory in list(self.mirrored):
+            self.drop_mirror(directory)
+
     def _drop_inode(self, inode: int) -> None:
         for listener in self._events.inode_dropped:
             listener(inode)
@@ -608,8 +613,7 @@ class Tree:
 
     def forget_listings(self) -> None:
         """Require a new listing of every directory before its names are used."""
-        for directory in list(self.mirrored):
-            self.drop_mirror(directory)
+        self.drop_mirrors()
         batch = Batch()
         batch.delete_range(schema.LISTING, schema.end_of(schema.LISTING))
         self.database.commit(batch)

@@ -24,7 +24,7 @@ from lakefs_fuse.vfs.ops.create import Received
 from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.writeback import queue, scheduler
 from tests.memory_store import START_NS, MemoryStore
-from tests.vfs.lakes import Lake, lake
+from tests.vfs.lakes import Clock, Lake, lake
 from tests.vfs.writing_back import Outage, die, told, writing_back
 
 WAIT_S_MAX = 20.0
@@ -498,6 +498,29 @@ async def test_names_that_come_later_are_told(tmp_path: Path) -> None:
         tree.mirrored.update((directory, ROOT_INODE))
         tree.forget_listings()
         assert sorted(forgotten) == sorted([directory, directory, ROOT_INODE])
+
+
+async def test_names_are_not_leased_while_absent_ones_are_doubted(tmp_path: Path) -> None:
+    """A lease answers that a name is absent without asking: who has seen a marker would not find what it stands for."""
+    clock, store = Clock(), MemoryStore()
+    store.clock = clock
+    for name in ("data/0", "versions/0"):
+        store.give(name, b"x")
+    clock.advance(100)
+    async with writing_back(store, tmp_path / "cache", clock=clock) as m:
+        await m.names("data")
+        directory, dropped = (await m.found("data")).inode, list[int]()
+        m.fs.events.mirror_dropped.append(dropped.append)
+        (file,) = await taken(m, ("data/1", b"x"))
+        clock.advance(1)
+        assert m.fs.new_files.names_lease_s(file) > 0
+        m.fs.namespace.tree.mirrored.add(directory)
+        store.give("data/2", b"x")
+        store.give("versions/1", b"data/2")
+        assert await m.names("versions") == ["0", "1"]
+        assert (dropped, m.fs.new_files.names_lease_s(file)) == ([directory], 0)
+        clock.advance(5)
+        assert m.fs.new_files.names_lease_s(file) > 0
 
 
 async def test_packs_wait_while_files_are_accepted_one_after_the_other(

@@ -273,12 +273,26 @@ class Namespace:
         asked_ns = self._answers.get((directory, name))
         return 0.0 if asked_ns is None else self._fresh_s(asked_ns, self._looks.first_ns)
 
+    def lease_fresh_s(self, directory: int) -> float:
+        """Return `fresh_s`, but 0 while a name that the listing lacks may have been stored before a new object that was
+        seen since: a lease answers for all absent names."""
+        listing = self.tree.listing(directory)
+        if listing is None or (self._has_seen_new and self._whole_ns(directory, listing) < self._new_object_ns):
+            return 0.0
+        return self.fresh_s(directory)
+
     def _note_new_object(self) -> None:
         self._new_object_ns = self._clock_ns()
+        self.tree.drop_mirrors()
+
+    @property
+    def _has_seen_new(self) -> bool:
+        """Return whether a LIST has shown a new object within the last ANNOUNCED_NS."""
+        return 0 <= self._clock_ns() - self._new_object_ns < ANNOUNCED_NS
 
     def _doubts_absence(self, directory: int, name: bytes) -> bool:
         """Return whether an absent name may have been stored before a new object that a LIST has shown since."""
-        if not 0 <= self._clock_ns() - self._new_object_ns < ANNOUNCED_NS:
+        if not self._has_seen_new:
             return False
         return max(self._listed_ns(directory, name), self._answers.get((directory, name), 0)) < self._new_object_ns
 

@@ -273,14 +273,14 @@ class NewFiles:
     def names_lease_s(self, file: OpenFile) -> float:
         """Return for how many seconds the names of this file's directory may be leased. Under the lease the C library
         answers for absent names, and creates files, without asking. 0 if that is not possible, as in a setgid
-        directory."""
+        directory, or while names that are absent may have been stored since the listing."""
         if not self._writeback.is_for(file.key) or not self._ns.takes_plain_names:
             return 0.0
         if self._writeback.publishes_open_files:  # the answer to CREATE must then say whether I/O is direct
             return 0.0
         above = self._ns.tree.entry(file.entry.parent)  # none for the root
         mode = self._config.dir_mode if above is None or above.mode == UNSET else above.mode
-        return 0.0 if mode & stat.S_ISGID else self._ns.fresh_s(file.entry.parent)
+        return 0.0 if mode & stat.S_ISGID else self._ns.lease_fresh_s(file.entry.parent)
 
     def names(self, directory: int) -> list[bytes] | None:
         """Return all names in a directory, also those not shown; None if there are more than NAMES_MAX."""
