@@ -16,11 +16,13 @@ from lakefs_fuse.kernel.reply import attributes_of
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.vfs.files.open_file import READING, OpenFile
 from lakefs_fuse.vfs.filesystem import Filesystem
+from lakefs_fuse.vfs.ops.create import NAMES_MAX
 
 CREATED_BEFORE = 2
 """Files that are created in a directory before its names are leased. For a single file a lease costs more than it
 saves."""
 COUNTED_DIRECTORIES_MAX = 1024
+"""Directories whose new files are counted, those of the latest ones."""
 
 
 class Leases:
@@ -75,15 +77,19 @@ class Leases:
         if self._library is None or count < CREATED_BEFORE:
             return
         for_s = self._fs.new_files.names_lease_s(file)
-        if for_s > 0 and not self._lease_names(self._library, parent, for_s):
+        if for_s <= 0:
+            return
+        is_new = parent not in self._tree.mirrored
+        names = self._fs.new_files.names(parent) if is_new else []
+        if names is None:
+            self._created[parent] = -NAMES_MAX  # so many names were read in vain: one for each new file
+        elif not self._lease_names(self._library, parent, names, for_s, is_new=is_new):
             self._created[parent] = 0  # not again before CREATED_BEFORE more files
 
-    def _lease_names(self, library: ctypes.PyDLL, directory: int, for_s: float) -> bool:
+    def _lease_names(
+        self, library: ctypes.PyDLL, directory: int, names: list[bytes], for_s: float, *, is_new: bool
+    ) -> bool:
         new_files = self._fs.new_files
-        is_new = directory not in self._tree.mirrored
-        names = new_files.names(directory) if is_new else []
-        if names is None:
-            return False
         for_ns = int(min(for_s, hooks.LEASE_S_MAX) * 1e9)
         timeout_ns = int(min(self._fs.config.metadata_ttl_s, hooks.LEASE_S_MAX) * 1e9)
         bytes_max, takes_exclusive = new_files.name_bytes_max(directory), not new_files.asks_store_anywhere
