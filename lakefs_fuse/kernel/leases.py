@@ -21,6 +21,9 @@ from lakefs_fuse.vfs.ops.create import NAMES_MAX
 CREATED_BEFORE = 2
 """Files that are created in a directory before its names are leased. For a single file a lease costs more than it
 saves."""
+NAMES_FOR_EACH = 64
+"""Names that are read to lease those of a directory again, for each file that was created since: a tenth of its cost.
+So leases that end soon, because directories are too large or too many, cost no more than that."""
 COUNTED_DIRECTORIES_MAX = 1024
 """Directories whose new files are counted, those of the latest ones."""
 
@@ -31,7 +34,7 @@ class Leases:
     def __init__(self, fs: Filesystem) -> None:
         self._fs, self._tree = fs, fs.namespace.tree
         self._created: dict[int, int] = {}
-        """Number of files that Python created recently, by directory."""
+        """Number of files that Python created recently, by directory; less than 0 after its names were read."""
         self._library: ctypes.PyDLL | None = None
         """Set once names may be leased."""
         fs.events.leases_revoked.append(hooks.revoke_open)
@@ -74,17 +77,17 @@ class Leases:
         self._created[parent] = count
         if len(self._created) > COUNTED_DIRECTORIES_MAX:
             del self._created[next(iter(self._created))]
-        if self._library is None or count < CREATED_BEFORE:
+        is_new = parent not in self._tree.mirrored
+        if self._library is None or (is_new and count < CREATED_BEFORE):
             return
         for_s = self._fs.new_files.names_lease_s(file)
         if for_s <= 0:
             return
-        is_new = parent not in self._tree.mirrored
         names = self._fs.new_files.names(parent) if is_new else []
-        if names is None:
-            self._created[parent] = -NAMES_MAX  # so many names were read in vain: one for each new file
-        elif not self._lease_names(self._library, parent, names, for_s, is_new=is_new):
-            self._created[parent] = 0  # not again before CREATED_BEFORE more files
+        read = NAMES_MAX if names is None else len(names)
+        self._created[parent] = CREATED_BEFORE - 1 - read // NAMES_FOR_EACH
+        if names is not None and not self._lease_names(self._library, parent, names, for_s, is_new=is_new):
+            self._created[parent] = min(0, self._created[parent])  # not again before CREATED_BEFORE more files
 
     def _lease_names(
         self, library: ctypes.PyDLL, directory: int, names: list[bytes], for_s: float, *, is_new: bool

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from lakefs_fuse.kernel import leases
-from lakefs_fuse.kernel.leases import CREATED_BEFORE, Leases
+from lakefs_fuse.kernel.leases import CREATED_BEFORE, NAMES_FOR_EACH, Leases
 from lakefs_fuse.vfs.ops import create
 from tests.memory_store import MemoryStore
 from tests.vfs.writing_back import writing_back
@@ -31,15 +31,24 @@ class _Library:
     def lakefs_revoke_names(self, directory: int) -> None:
         self.leased.remove(directory)
 
+    def lakefs_revoke_all_names(self) -> None:
+        """Leases end; what was leased stays recorded."""
 
-async def test_large_directory_is_not_read_again_with_each_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+
+def given_names(store: MemoryStore, directory: str, count: int) -> None:
+    for number in range(count):
+        store.give(f"{directory}/{number:03}", b"x")
+
+
+@pytest.mark.parametrize("is_too_large", [True, False])
+async def test_directory_whose_lease_ends_soon_is_not_read_with_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_too_large: bool
 ) -> None:
+    """Because it has more names than are leased, or because many others are leased."""
     for module in (create, leases):
-        monkeypatch.setattr(module, "NAMES_MAX", 10)
+        monkeypatch.setattr(module, "NAMES_MAX", 100 if is_too_large else 1000)
     store = MemoryStore()
-    for number in range(20):
-        store.give(f"large/{number:02}", b"x")
+    given_names(store, "large", 200)
     async with writing_back(store, tmp_path / "cache") as m:
         await m.names("large")
         library, granted, new_files = _Library(), Leases(m.fs), m.fs.new_files
@@ -53,11 +62,25 @@ async def test_large_directory_is_not_read_again_with_each_file(
         monkeypatch.setattr(new_files, "names", counted)
         handle = await m.create("large/new")
         file = m.fs.handle(handle).file
-        for _ in range(2 * (10 + CREATED_BEFORE)):
+        for _ in range(100):
             granted.count_created(file)
-        assert (len(reads), library.leased) == (2, [])
-        monkeypatch.setattr(create, "NAMES_MAX", 100)
-        for _ in range(10 + CREATED_BEFORE):
+            granted.revoke_all_names()
+        names_read = len(reads) * (100 if is_too_large else 200)
+        assert 100 < names_read <= (100 + CREATED_BEFORE) * NAMES_FOR_EACH
+        assert bool(library.leased) is not is_too_large
+        await m.close(handle)
+
+
+async def test_lease_is_renewed_with_each_file(tmp_path: Path) -> None:
+    store = MemoryStore()
+    given_names(store, "d", 200)
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.names("d")
+        library, granted = _Library(), Leases(m.fs)
+        granted.lease_names_from(cast("ctypes.PyDLL", library))
+        handle = await m.create("d/new")
+        file = m.fs.handle(handle).file
+        for _ in range(10):
             granted.count_created(file)
-        assert set(library.leased) == {file.entry.parent}
+        assert library.leased == [file.entry.parent] * (10 - CREATED_BEFORE + 1)
         await m.close(handle)
