@@ -86,12 +86,12 @@ class ImmutableOperations(pyfuse3.Operations):
         """Invalidate names, each before the listing that contains it; return how many of both the kernel knew. The
         kernel drops a name only when no READDIR is in progress, so that none can restore the old listing. The top has
         no name in the mount, so its attributes are invalidated in any case."""
-        known = notify_kernel((ROOT_INODE,), ())
+        known = 0
         named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed.names())
         for parent, names in groupby(named, key=itemgetter(0)):
             known += notify_kernel((), names)
             known += notify_kernel((parent,), ())
-        return known
+        return known + notify_kernel((ROOT_INODE,), ())
 
     # -- names and attributes
 
