@@ -13,9 +13,9 @@ from collections.abc import Generator, Iterator, Mapping
 import msgspec
 
 from lakefs_fuse.commits.doubt import Doubt
-from lakefs_fuse.commits.file_rules import KNOWN, NOTHING, Effect, Place, Step
+from lakefs_fuse.commits.file_rules import KNOWN, NOTHING, RELOCATED, Effect, Place, Step
 from lakefs_fuse.commits.name_history import OrderedRules
-from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_over, other_name
+from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_over, lies_elsewhere, other_name
 from lakefs_fuse.commits.record import (
     Mkdir,
     ObjectRef,
@@ -173,7 +173,8 @@ class Application:
         if below:
             entries = self._tree.named_many([(parent, step.name) for parent, step in below])
             for (_, step), entry in zip(below, entries, strict=True):
-                step.row = step.current = entry
+                step.row = entry
+                step.before = step.current = None if _is_removed(entry, step.buried) else entry
         new = [at for at in below if at[1].current is None and not isinstance(at[1].operation, Remove)]
         if new:
             others = self._tree.named_many([(parent, other_name(step.name)) for parent, step in new])
@@ -227,8 +228,7 @@ class Application:
         if step.relists and step.parent is not None:
             self._tree.forget_listing(changes.batch, step.parent)
         if entry is None:
-            if row is not None and step.effect == Effect.GONE:
-                step.current = self._drop(row)
+            step.current = self._drop(row) if row is not None and step.effect == Effect.GONE else row
         elif row is None or step.effect == Effect.SET:
             self._set(step, row, entry)
         elif step.effect == Effect.NOTED:
@@ -364,6 +364,13 @@ class Application:
             self._changes.names.append((parent, entry.name))
         if operation.xattrs or (current is not None and current.flags & Flag.XATTRS):
             self._tree.set_xattrs(batch, entry.inode, operation.xattrs)
+
+
+def _is_removed(row: Entry | None, tombstone: Tombstone | None) -> bool:
+    """Return whether a row is of a file elsewhere that was removed; it stays while the file is being written here."""
+    if row is None or tombstone is None:
+        return False
+    return lies_elsewhere(row) and RELOCATED < row.stamp < tombstone.stamp
 
 
 def _shown(entry: Entry) -> tuple[int, ...]:

@@ -106,6 +106,8 @@ class Step(msgspec.Struct):
     """The record removed the name just before, and named no version: what it puts is there again."""
     row: Entry | None = None
     """The row in the tree."""
+    before: Entry | None = None
+    """What the name was before, as the row tells. That of a removed file stays while the file is being written here."""
     current: Entry | None = None
     """What the name is now. A new file has no parent, cookie or inode yet."""
     buried: Tombstone | None = None

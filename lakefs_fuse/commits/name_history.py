@@ -539,7 +539,7 @@ class OrderedRules:
         """Return a history whose base is what the name was before the step.
 
         Return None if the row says all, if too many names move, or if the history cannot begin."""
-        path, row = step.operation.path, step.row
+        path, row = step.operation.path, step.before
         if is_carried:
             if len(self._record.operations) > MOVED_MAX:
                 return None

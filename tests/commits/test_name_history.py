@@ -14,7 +14,7 @@ from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, P
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
-from tests.commits.nodes import Node, archive, at, node, plain, put
+from tests.commits.nodes import NS, Node, archive, at, node, plain, put
 
 
 def told(etag: str, path: str = "f") -> Put:
@@ -319,3 +319,20 @@ def test_attributes_do_not_show_an_object_that_a_listing_does_not_show_any_more(
         n.list()
         n.commit(7, Remove("f", hides="e9"), writer="0000000c")
         assert n.find("f") is None
+
+
+@pytest.mark.parametrize("is_history_known", [True, False])
+def test_bytes_put_again_by_the_writer_of_a_removed_file_are_the_file(tmp_path: Path, is_history_known: bool) -> None:
+    """The row of the removed file stays, because the file is being written here."""
+    again: list[Operation] = [Remove("f"), replace(told("e1"), dated_s=at(11) // NS)]
+    with node(tmp_path) as n:
+        n.commit(10, put("f", 7, hides="e1"), writer="0000000b")
+        n.watcher.kept.add(n.found("f").inode)
+        n.apply_pending(1, Change(operations=again[:1]))
+        if not is_history_known:
+            n.database.commit(Batch(rows={schema.HISTORY + b"f": None}))
+        n.apply_pending(2, Change(operations=again))
+        assert n.found("f").is_plain
+        n.applier.restamp([(Change(operations=again), PENDING | 2)], at(12))
+        n.commit(11, attributes("e0", 0o600), writer="0000000c")
+        assert (n.found("f").etag, n.found("f").size, n.found("f").place) == ("e1", 1, 0)
