@@ -178,16 +178,40 @@ async def test_somebody_else_made_a_file_of_that_name(tmp_path: Path) -> None:
         assert await m.read("name") == b"ours"
 
 
-async def test_exclusive_file_of_a_name_that_another_client_made_is_refused(tmp_path: Path) -> None:
-    store = MemoryStore()
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_exclusive_file_of_a_name_that_another_client_made_becomes_an_orphan(
+    tmp_path: Path, is_closed: bool
+) -> None:
+    """Whether it was closed or is needed before; no call says anything but EEXIST."""
+    store, said = MemoryStore(), Closed()
     async with writing_back(store, tmp_path / "cache") as m:
         ours = replace(await received(m, "name", b"ours"), is_exclusive=True)
         store.give("name", b"theirs")
         assert await m.read("name") == b"theirs"
-        (error,) = take_closed(m, [ours], Closed())
-        assert isinstance(error, FileError)
-        assert error.errno == errno.EEXIST
+        (file,) = m.fs.new_files.add_received([ours], {ours.inode: said} if is_closed else {})
+        assert isinstance(file, OpenFile)
+        if is_closed:
+            (error,) = await said.wait(1)
+            assert isinstance(error, FileError)
+            assert error.errno == errno.EEXIST
+            file = m.fs.new_files.again(ours.inode)
+        m.fs.hold(file, HANDLE, 0)
+        await m.fs.write(HANDLE, 4, b" too")
+        for call in (m.fs.fsync, m.close):
+            with pytest.raises(FileError) as raised:
+                await call(HANDLE)
+            assert raised.value.errno == errno.EEXIST
+        (orphan,) = m.fs.unfinished()
+        assert (orphan.state, orphan.path, orphan.bytes) == ("orphan", "name", 8)
+        assert "by another client" in orphan.error
         assert await m.read("name") == b"theirs"
+        assert (await m.found("name")).inode != ours.inode
+    async with writing_back(store, tmp_path / "cache") as m:
+        assert await m.read("name") == b"theirs"
+        with pytest.raises(FileError, match="name"):
+            await m.fs.finish_orphan(orphan.id)
+        await m.fs.abort_orphan(orphan.id)
+        assert store.data("name") == b"theirs"
 
 
 async def test_exclusive_file_of_a_name_that_another_client_stores_later_is_kept_beside_it(tmp_path: Path) -> None:

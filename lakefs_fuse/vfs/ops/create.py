@@ -142,7 +142,7 @@ class NewFiles:
     def add_received(self, received: Sequence[Received], closed: Mapping[int, OnClosed]) -> list[OpenFile | LakeError]:
         """Add the received files. Returns for each the file, with one handle for its creator, or the error: ESTALE if
         its directory is gone, ENAMETOOLONG if the directory now has a path that is too long, EEXIST or ESTALE if
-        another client has the name, CacheError if the rows cannot be written.
+        the name is something else by now, CacheError if the rows cannot be written.
 
         ``closed`` has the answer to the `close()` of each file that its creator has closed, by inode; such a file keeps
         no handle. It is called with the result of the close, but not if the file cannot be added.
@@ -226,21 +226,29 @@ class NewFiles:
         return file
 
     def _take_over(self, known: Entry, key: str, received: Received) -> OpenFile:
-        """Make a received file the next version of a name that another client created meanwhile. Raises FileError:
-        EEXIST if it was created with O_EXCL; ESTALE if the name is a directory or a symbolic link, or dirty here."""
-        if received.is_exclusive:
-            raise FileError(errno.EEXIST, f"{key} was made by another client just now")
+        """Make a received file the next version of a name that another client created meanwhile. A file created with
+        O_EXCL has lost the name: its close fails with EEXIST, and its bytes become an orphan. Raises FileError if the
+        name is a directory or a symbolic link, or dirty here: EEXIST with O_EXCL, else ESTALE."""
         if known.is_dir or known.is_symlink or self._files.is_dirty(known):
-            raise FileError(errno.ESTALE, f"{key} is something else by now")
+            code = errno.EEXIST if received.is_exclusive else errno.ESTALE
+            raise FileError(code, f"{key} is something else by now")
         batch = Batch()
         entry = self._ns.tree.renew_inode(batch, known, received.inode)
         self._db.commit(batch)
         file = self._files.acquire(entry, writer=True)
+        if received.is_exclusive:
+            self._files.detach(file)
+            file.if_absent = True
+            file.lose_name()
         try:
-            self._drafts.draft(file, is_emptied=True).begin_with(received.data)
+            draft = self._drafts.draft(file, is_emptied=True)
+            draft.begin_with(received.data)
         except LakeError:
             self._drop(file)
             raise
+        if received.is_exclusive:
+            lost = FileError(errno.EEXIST, f"{key} was stored by another client in the meantime")
+            draft.fail_publish(lost, "publishing")
         return file
 
     def again(self, inode: int) -> OpenFile:

@@ -261,7 +261,7 @@ class WriteBack:
         draft = file.draft
         if draft is None or not draft.file.is_in_memory or file.behind or not self.is_for(file.key):
             return False
-        if file.is_incomplete:
+        if file.is_incomplete or file.has_lost_name:
             return False
         return len(self.versions) < FILES_MAX and draft.uploader.staging.fits
 
