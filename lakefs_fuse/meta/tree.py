@@ -453,7 +453,7 @@ class Tree:
                 listener(directory)
 
     def drop_mirrors(self) -> None:
-        """The names of all directories are uncertain."""
+        """The names of all directories are uncertain, or names of other lengths may be added to some."""
         for directory in list(self.mirrored):
             self.drop_mirror(directory)
 
@@ -521,6 +521,8 @@ class Tree:
         entry, if its bytes are in another object."""
         moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self.database.new_inode())
         self._attach(batch, moved)
+        if entry.is_dir:
+            self.drop_mirrors()  # below it names may have other lengths
         if before is not None:
             self._share(batch, before, moved)
         return moved

@@ -524,6 +524,22 @@ async def test_names_that_come_later_are_told(tmp_path: Path) -> None:
         assert sorted(forgotten) == sorted([directory, directory, ROOT_INODE])
 
 
+async def test_lease_ends_where_its_directory_gets_another_path(tmp_path: Path) -> None:
+    """The lease says how long a name may be, which depends on the path."""
+    async with writing_back(MemoryStore(), tmp_path / "cache") as m:
+        await m.mkdir("a")
+        below = (await m.mkdir("a/b")).inode
+        await m.mkdir("longer")
+        tree = m.fs.namespace.tree
+        tree.mirrored.update((ROOT_INODE, below))
+        await m.rename("a", "longer/a")
+        assert below not in tree.mirrored
+        tree.mirrored.add(below)
+        await m.write("file", b"x")
+        await m.rename("file", "longer/file")
+        assert below in tree.mirrored
+
+
 async def test_names_are_not_leased_while_absent_ones_are_doubted(tmp_path: Path) -> None:
     """A lease answers that a name is absent without asking: who has seen a marker would not find what it stands for."""
     clock, store = Clock(), MemoryStore()
