@@ -65,6 +65,17 @@ async def notify_from_thread(directories: Iterable[int], names: Iterable[tuple[i
     return await trio.to_thread.run_sync(notify_kernel, directories, names, abandon_on_cancel=True)
 
 
+async def invalidate_attributes(inodes: Iterable[int]) -> None:
+    """Have the kernel ask for the attributes of files again, and keep their pages. Requests for them may be in
+    progress."""
+
+    def notify() -> None:
+        for inode in inodes:
+            _is_known(pyfuse3.invalidate_inode, pyfuse3.InodeT(inode), True)
+
+    await trio.to_thread.run_sync(notify, abandon_on_cancel=True)
+
+
 def _open_temporary(directory: str | os.PathLike[str]) -> BinaryIO:
     return cast("BinaryIO", tempfile.TemporaryFile(dir=directory))
 

@@ -23,7 +23,7 @@ import pyfuse3
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.kernel.create_offload import CreateOffload
 from lakefs_fuse.kernel.features import KernelFeatures
-from lakefs_fuse.kernel.invalidation import Invalidations, write_out
+from lakefs_fuse.kernel.invalidation import Invalidations, invalidate_attributes, write_out
 from lakefs_fuse.kernel.leases import Leases
 from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.readdir import RowReplies
@@ -188,6 +188,12 @@ class Operations(pyfuse3.Operations):
         del self._renumbered[inode]
         hooks.show_number(inode, 0)
 
+    async def _invalidate_link_counts(self) -> None:
+        """Other names of a file are other inodes, whose attributes the kernel keeps when it links or unlinks one."""
+        if changed := list(self.fs.changed_link_counts):
+            self.fs.changed_link_counts.clear()
+            await invalidate_attributes(changed)
+
     @upcall("lookup", about=About.NAME)
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry, fresh_s = await self.fs.lookup(parent_inode, name)
@@ -300,6 +306,7 @@ class Operations(pyfuse3.Operations):
     @upcall("unlink", about=About.NAME)
     async def unlink(self, parent: int, name: bytes, ctx: object) -> None:
         await self.fs.unlink(parent, name)
+        await self._invalidate_link_counts()
 
     @upcall("rename")
     async def rename(
@@ -307,6 +314,7 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         await self.barrier.wait_lowered()
         await self.fs.rename(parent_old, name_old, parent_new, name_new, flags)
+        await self._invalidate_link_counts()
 
     @upcall("symlink", about=About.NAME)
     async def symlink(self, parent: int, name: bytes, target: bytes, ctx: Any) -> pyfuse3.EntryAttributes:
@@ -321,6 +329,7 @@ class Operations(pyfuse3.Operations):
     async def link(self, inode: int, new_parent: int, new_name: bytes, ctx: object) -> pyfuse3.EntryAttributes:
         await self.barrier.wait_for(About.NAME, new_parent, new_name)
         entry = await self.fs.link(inode, new_parent, new_name)
+        await self._invalidate_link_counts()
         return self._attributes(entry, self.config.metadata_ttl_s)
 
     @upcall("mknod", about=About.NAME)

@@ -69,6 +69,7 @@ class Filesystem:
         self.knows_holes_in = handles.files.holes.any_in
         links = directories.links.counts
         self.link_count, self.shown_number, self.knows_links_in = links.of, links.number, links.any_in
+        self.changed_link_counts = links.changed
         self.files_in_use: Mapping[int, OpenFile] = handles.files.by_inode
         """By inode; callers must not change it. READDIR shows for these files the rows that `row_of` returns."""
 

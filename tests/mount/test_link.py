@@ -208,3 +208,20 @@ def test_lance_loses_no_append_of_two_nodes(nodes: tuple[Lake, Lake]) -> None:
     compacted = lance.dataset(str(nodes[0].path / "table"))
     compacted.optimize.compact_files()
     assert rows_of(compacted.to_table())[1:] == WANTED
+
+
+def test_link_count_of_each_name_is_right_at_once(lake: Lake) -> None:
+    """The kernel kept the attributes of the first name for `--metadata-ttl`: programs that lock by link(2) compare its
+    count with 2."""
+    first, second, third = (lake.path / name for name in ("first", "second", "third"))
+    first.write_bytes(b"bytes")
+    assert first.stat().st_nlink == 1
+    os.link(first, second)
+    assert [path.stat().st_nlink for path in (first, second)] == [2, 2]
+    os.link(second, third)
+    assert [path.stat().st_nlink for path in (first, second, third)] == [3, 3, 3]
+    second.unlink()
+    assert [path.stat().st_nlink for path in (first, third)] == [2, 2]
+    (lake.path / "other").write_bytes(b"other")
+    (lake.path / "other").rename(third)
+    assert [path.stat().st_nlink for path in (first, third)] == [1, 1]

@@ -66,6 +66,8 @@ class LinkCounts:
         self._tree, self._files, self._current = tree, files, current
         self._groups: dict[int, set[int]] = {}
         self._same: dict[int, _Same] = {}
+        self.changed: set[int] = set()
+        """Files whose link counts have changed, for the caller to clear."""
         self._parents: frozenset[int] | None = None
         """Directories of the files in groups, as of ``_writes`` of the database; None if a group has changed since."""
         self._writes = 0
@@ -76,7 +78,9 @@ class LinkCounts:
         self._parents = None
         leader = self.number(self._current(source.inode))
         self._same[linked.inode] = _Same(leader, _identity(self._current(leader)), _identity(linked))
-        group = self._groups.pop(source.inode, {source.inode}) | {linked.inode}
+        group = self._groups.pop(source.inode, {source.inode})
+        self.changed |= group
+        group = group | {linked.inode}
         for inode in group:
             self._groups.pop(inode, None)
             self._groups[inode] = group
@@ -89,6 +93,7 @@ class LinkCounts:
         if group is not None:
             self._parents = None
             group.discard(inode)
+            self.changed |= group
             for each in [each for each in group if each in self._same and self._same[each].source == inode]:
                 del self._same[each]
             if len(group) == 1:
