@@ -5,7 +5,8 @@ What always holds:
 * *whole packs*: every pack is a commit of its own, visible to mounts once it is stored; no partial file is visible;
 * *bounded memory*: at most ``uploads_max`` packs are uploaded while one more is filled, whatever the source holds. What
   is known of earlier files is in a temporary file; a tar stream also costs about 400 bytes for each of its packs;
-* *last one wins*: a later item replaces an earlier one of the same path, as in tar;
+* *last one wins*: a later item replaces an earlier one of the same path, as in tar; but one that is no directory does
+  not replace a directory, and is refused by name;
 * *no object of another name is replaced*: a large file at whose key another name has its bytes, after a rename, gets a
   key below `.lakefs/objects/`. A rename between the last look and the end of the upload is not seen.
 

@@ -132,9 +132,9 @@ Step = Full | File | CopyOf | NeedsStored
 
 
 class Places:
-    """The places of the files of this run, for hard links, and the plain objects at the keys of its large files: a
-    temporary database, because their number has no bound. Raises sqlite3.Error where the disk of temporary files
-    fails."""
+    """The places of the files of this run, for hard links, its directories, and the plain objects at the keys of its
+    large files: a temporary database, because their number has no bound. Raises sqlite3.Error where the disk of
+    temporary files fails."""
 
     def __init__(self) -> None:
         # The empty name is a database that SQLite keeps in memory while it is small, and removes itself.
@@ -143,6 +143,7 @@ class Places:
         self._db.execute(
             "CREATE TABLE places (path TEXT PRIMARY KEY, pack INT, offset INT, size INT, text TEXT) WITHOUT ROWID"
         )
+        self._db.execute("CREATE TABLE directories (path TEXT PRIMARY KEY) WITHOUT ROWID")
         self._db.execute("CREATE TABLE plain (path TEXT PRIMARY KEY, etag TEXT) WITHOUT ROWID")
         self._db.execute("BEGIN")
 
@@ -154,6 +155,14 @@ class Places:
         """The ETag that `put_plain` set, or nothing."""
         row: tuple[str] | None = self._db.execute("SELECT etag FROM plain WHERE path = ?", (path,)).fetchone()
         return "" if row is None else row[0]
+
+    def put_directory(self, path: str) -> None:
+        """Add a directory, and those above it."""
+        while path and self._db.execute("INSERT OR IGNORE INTO directories VALUES (?)", (path,)).rowcount:
+            path = path.rpartition("/")[0]
+
+    def is_directory(self, path: str) -> bool:
+        return self._db.execute("SELECT 1 FROM directories WHERE path = ?", (path,)).fetchone() is not None
 
     def put(self, path: str, pack: int | None, offset: int, size: int, text: str) -> None:
         """``pack`` is None for a symbolic link, whose target is ``text``; for LARGE ``text`` is the ETag."""
@@ -268,9 +277,9 @@ class Packer:
         path = "/".join(part for part in (self._path, item.path) if part)
         if not path:
             return None  # The lake's own root keeps its attributes.
-        why = refusal(path, before_bytes=self._prefix_bytes)
-        if why or is_reserved(path):
-            self.refused.append(Refused(item.path, why or ".lakefs is reserved"))
+        why = refusal(path, before_bytes=self._prefix_bytes) or self._conflict(path, item)
+        if why:
+            self.refused.append(Refused(item.path, why))
             if isinstance(item, File):
                 item.content.close()
             return None
@@ -294,6 +303,19 @@ class Packer:
             case HardLink():
                 return self._add_hard_link(pack, path, item)
         return None
+
+    def _conflict(self, path: str, item: Item) -> str:
+        """Why an item cannot have its path in this lake; empty if it can. A tar stream may have a directory, and later
+        something else of its name, which the directory would hide."""
+        if is_reserved(path):
+            return ".lakefs is reserved"
+        if not self.source.links:
+            return ""
+        with self._building():
+            if not isinstance(item, Directory) and self._places.is_directory(path):
+                return "a directory of this name came before it"
+            self._places.put_directory(path if isinstance(item, Directory) else path.rpartition("/")[0])
+        return ""
 
     def _has_room(self, pack: Pack, path: str, item: Item) -> bool:
         if len(pack.operations) >= OPERATIONS_MAX:

@@ -368,6 +368,35 @@ async def test_of_two_members_of_one_name_the_later_wins(
     assert last.hides == lake.store.head("same").etag
 
 
+async def test_member_that_a_directory_would_hide_is_named(
+    local: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an archive to which a later state of the tree was appended."""
+    monkeypatch.setattr(ingest_pack, "PACK_BYTES", MIB)
+    archive = tmp_path / "a.tar"
+    with tarfile.open(archive, "w") as out:
+        for path in ("file", "in/a/deep/one", "large/x", "linked/x", "hard/x"):
+            info = tarfile.TarInfo(path)
+            info.size = 1
+            out.addfile(info, io.BytesIO(b"x"))
+        for path, size in {"in/a": 1, "large": 2 * MIB, "file": 2}.items():
+            info = tarfile.TarInfo(path)
+            info.size = size
+            out.addfile(info, io.BytesIO(b"y" * size))
+        for path, kind in {"linked": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE}.items():
+            info = tarfile.TarInfo(path)
+            info.type, info.linkname = kind, "file"
+            out.addfile(info)
+    done = await local.ingest(archive, "at")
+    assert done.refused == 4
+    assert local.notes == [
+        f"left out: {path}: a directory of this name came before it" for path in ("in/a", "large", "linked", "hard")
+    ]
+    assert {path: found[0] for path, found in local.tree().items()} == {
+        "at/file": b"yy", "at/in/a/deep/one": b"x", "at/large/x": b"x", "at/linked/x": b"x", "at/hard/x": b"x",
+    }  # fmt: skip
+
+
 async def test_what_cannot_be_in_a_lake_is_named_and_the_rest_done(local: Lake, tmp_path: Path) -> None:
     root = tmp_path / "src"
     (root / ".lakefs" / "commits").mkdir(parents=True)
