@@ -3,8 +3,8 @@
 What always holds:
 
 * what is kept follows from three things alone: the rules, the names and places in the tree, and one row in the database
-  for each checkpoint that says in which order they became durable. `settle` computes it again and moves the pins;
-* a checkpoint is unpinned only when `settle` has seen a newer complete one;
+  for each checkpoint that says in which order they became durable. `reconcile` computes it again and moves the pins;
+* a checkpoint is unpinned only when `reconcile` has seen a newer complete one;
 * kept versions take up at most ``bytes_max``: complete ones first, newest first; what does not fit is counted in
   ``refused_bytes``, said in the log, and evicted like anything else. So are files beyond ``FILES_MAX``.
 
@@ -12,7 +12,7 @@ Which ones count: a file, when it is durable; a directory, when no file in it wa
 one rename, or has a success marker, or (where nobody uses markers in this group) a newer one was begun. The newest that
 does not count yet is kept besides, as room allows. Names that look temporary never count.
 
-Trio thread only; `settle` takes as long as a walk over the kept files, with pauses. Rows are not synced: a crash may
+Trio thread only; `reconcile` takes as long as a walk over the kept files, with pauses. Rows are not synced: a crash may
 lose the newest of them, and then an older checkpoint stays in place of it.
 """
 
@@ -136,7 +136,7 @@ class Pinner:
         self._sequence = 0
         self._pinned: set[Version] = set()
         self._fresh: set[Version] = set()
-        """Pinned since the walk of `settle` began, which may have passed them by."""
+        """Pinned since the walk of `reconcile` began, which may have passed them by."""
         self._whole: dict[Extent, None] = {}
         """Kept extents that were seen to be in the cache from end to end."""
         self._refused = 0
