@@ -671,6 +671,8 @@ class Database:
     def copy_to(self, directory: Path) -> None:
         """Copy all present rows to a directory that does not exist yet: files are shared, so it takes little space and
         time, whatever the number of names. Raises CacheError."""
+        if self._failed_at is not None:
+            self._reopen()
         try:
             self._engine.checkpoint(directory)
         except Exception as error:
