@@ -485,8 +485,10 @@ def _copy_source(draft: Draft, start: int, end: int) -> tuple[str, int, str] | N
 
 
 async def _all_hashes(draft: Draft) -> list[int]:
-    """Hash the blocks that the uploads of parts have not hashed yet; pages that are not staged have none."""
+    """Hash the blocks that the uploads of parts have not hashed yet; pages that are not staged have none. A caller that
+    is cancelled waits, or it would not learn what the store has."""
     blocks = -(-draft.size // BLOCK_BYTES)
+    hashes = [0] * blocks
 
     def complete(fd: int) -> list[int]:
         for block in range(blocks):
@@ -496,10 +498,10 @@ async def _all_hashes(draft: Draft) -> list[int]:
         return [draft.hashes.get(block, 0) for block in range(blocks)]
 
     try:
-        with draft.file.held():
+        with draft.file.held(), trio.CancelScope(shield=True):
             if draft.size <= THREAD_BYTES_MIN:
                 return complete(draft.file.fd)
-            return await draft.uploader.staging.threads.run(complete, draft.file.fd)
+            hashes = await draft.uploader.staging.threads.run(complete, draft.file.fd)
     except (OSError, LakeError) as error:
         log.warning("%s is stored, but cannot be read back from staging: %s", draft.target.key, error)
-        return [0] * blocks
+    return hashes

@@ -102,3 +102,25 @@ async def test_close_of_a_file_that_was_truncated_while_its_parts_wait_for_the_s
         outage.away = False
         await m.close(handle)
         assert await m.read("f") == bytes(10 * KIB)
+
+
+@pytest.mark.parametrize("size", [1000, 5 * PART])
+async def test_file_whose_close_is_cancelled_by_the_end_of_a_session_is_recorded_when_the_mount_drains(
+    tmp_path: Path, size: int
+) -> None:
+    """The request that stores it ends all the same."""
+    store, data = MemoryStore(), noise(size, size)
+    async with lake(store, tmp_path / "cache", pack="never") as m:
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, data)
+        pause = store.hook = Pause(lambda request: request.what in LAST and request.key == "f")
+        async with trio.open_nursery() as session:
+            session.start_soon(m.fs.flush, handle)
+            await reached(pause.reached)
+            session.cancel_scope.cancel()
+            pause.resume()
+        since = len(store.requests)
+        await m.fs.make_durable()
+        assert not [request for request in store.requests[since:] if request.what in LAST and request.key == "f"]
+        assert await m.read("f") == store.data("f") == data
+        assert not m.fs.unfinished()
