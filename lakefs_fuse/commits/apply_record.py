@@ -23,7 +23,7 @@ from lakefs_fuse.commits.record import (
     Record,
     Remove,
     count_repeated,
-    removes_unnamed,
+    says_again,
     says_what,
 )
 from lakefs_fuse.meta.database import Batch
@@ -111,14 +111,19 @@ class Application:
         some: dict[str, Step] = {}
         leaving = set[str]()  # directories that may go with removals in `some`, before other names are set there
         looked_at = set[str]()  # directories of those removals
-        unnamed = set[str]()  # names whose removal just before named no version
+        is_mark = False
         for number, operation in enumerate(self._record.operations, 1):
-            path = operation.path
-            is_last, is_only, is_again = True, self._whole and says_what(operation), path in unnamed
+            path, is_again, is_mark = operation.path, is_mark, False
+            is_last, is_only = True, self._whole and says_what(operation)
             if path in said and says_what(operation):
                 to_come[path] -= 1
                 is_last, is_only = not to_come[path], self._whole and said[path] == 1
-                (unnamed.add if removes_unnamed(operation) else unnamed.discard)(path)
+                is_mark = not is_last and says_again(operation, self._record.operations[number])
+            if is_mark:
+                if not number % operations_max:
+                    self._apply_all(some)
+                    yield
+                continue
             is_removal = isinstance(operation, Remove)
             removes_directory = isinstance(operation, Remove) and operation.directory
             is_apart = removes_directory and (path in some or self._paths.directory(path) is not None)

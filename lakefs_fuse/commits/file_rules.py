@@ -53,7 +53,6 @@ from lakefs_fuse.meta.tombstones import (
     put_back,
     with_unlisted,
     without,
-    without_others,
 )
 
 NS = 1_000_000_000
@@ -103,7 +102,7 @@ class Step(msgspec.Struct):
     is_only: bool
     """No other operation of the commit says so."""
     is_again: bool = False
-    """The record removed the name just before, and named no version: what it puts is there again."""
+    """The record says that the plain object that it puts is there again (`record.says_again`)."""
     row: Entry | None = None
     """The row in the tree."""
     before: Entry | None = None
@@ -245,12 +244,11 @@ class FileRules:
         """Return whether a commit ended this very plain object by name, or the file hides it, whatever the times.
 
         If the record puts the object there again, only a removal of that version counts, not of an earlier one."""
-        current, tombstone = step.current, step.tombstone
-        if current is not None and is_hiding(current, etag) and not is_put_since(dated_s, current.stamp):
+        current, tombstone = step.current, step.tombstone or Tombstone(0)
+        hidden = current.stamp if current is not None and is_hiding(current, etag) else 0
+        if hidden and not (step.is_again or is_put_since(dated_s, hidden)):
             return True
-        if tombstone is None:
-            return False
-        named = tombstone.when_named(etag)
+        named = max(hidden, tombstone.when_named(etag))
         if not (dated_s or step.is_again):
             return named not in (0, self._stamp)
         is_before = 0 < named < self._stamp  # what went with this record came back with it, if it is applied again
@@ -381,9 +379,8 @@ class FileRules:
             dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
             if step.tombstone is not None or dated_s:
                 rest = step.tombstone or Tombstone(0)
-                again = self._stamp if step.is_again else 0  # the removal before the put ends no other version
-                rest = without(rest, place.etag, again) if is_again else rest
-                is_undated = bool(self._etag_back(step.operation) or (again and not dated_s))
+                rest = without(rest, place.etag) if is_again else rest
+                is_undated = bool(self._etag_back(step.operation) or (step.is_again and not dated_s))
                 step.tombstone = bury(put_back(rest, place.etag, undated=is_undated), etag=place.etag, put_s=dated_s)
 
     def _is_covered(self, step: Step, current: Entry) -> bool:
@@ -457,9 +454,7 @@ class FileRules:
             self._replace_version(step, operation)
             return
         if operation.object == OWN and self._is_told_late(step, operation):
-            if step.tombstone is not None and step.is_again:
-                self._show_others(step, step.tombstone, operation.hides)
-            elif not self._is_hidden_by(step.current, operation):
+            if not self._is_hidden_by(step.current, operation):
                 gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
                 self._end_older(step, min(gone - 1, self._stamp), operation.hides)
             return
@@ -484,14 +479,6 @@ class FileRules:
         A change made here knew that when it was made, but not what other nodes' commits have said since; therefore its
         own commit is applied like theirs."""
         return self._is_gone(step, operation.hides, operation.dated_s)
-
-    def _show_others(self, step: Step, tombstone: Tombstone, etag: str) -> None:
-        """Restore other versions that the record ended, because the one that it puts there again is gone.
-
-        The next listing shows what is at the key."""
-        rest = without_others(tombstone, etag, self._stamp)
-        step.tombstone = msgspec.structs.replace(rest, floor=0)
-        step.relists = True
 
     def _replace_version(self, step: Step, operation: Put) -> None:
         """Give a file other bytes, if it still is the version that the operation replaces."""

@@ -40,8 +40,6 @@ from lakefs_fuse.commits.record import (
     SetAttr,
     Symlink,
     is_of_version,
-    removes_unnamed,
-    says_what,
 )
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
@@ -68,7 +66,7 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
 
     ``time`` is that of the record. ``objects`` are those that the operation names, after a placeholder. ``outdated`` is
     an ETag that was no longer at the key, as the store answered. ``run`` is different for each application of a commit,
-    and 0 for changes of this node. ``is_last`` and ``is_only`` are as in `Step`."""
+    and 0 for changes of this node. ``is_last``, ``is_only`` and ``is_again`` are as in `Step`."""
 
     stamp: int
     time: int
@@ -78,6 +76,7 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
     is_only: bool = False
     outdated: str = ""
     run: int = 0
+    is_again: bool = False
 
     def record(self) -> Record:
         """Return a record that says only this."""
@@ -272,7 +271,7 @@ def is_same(row: Entry, step: Step) -> bool:
 
 def fact_of(
     operation: Operation, record: Record, this: ObjectRef, stamp: int, *,
-    is_last: bool, is_only: bool, outdated: Mapping[str, str], run: int,
+    is_last: bool, is_only: bool, is_again: bool, outdated: Mapping[str, str], run: int,
 ) -> Fact:  # fmt: skip
     """Return the fact for one operation of a record."""
     objects: list[ObjectRef] = [ObjectRef()]
@@ -296,7 +295,8 @@ def fact_of(
         operation = msgspec.structs.replace(
             operation, object=number(operation.object), from_object=number(operation.from_object)
         )
-    return Fact(stamp, record.time, operation, objects, is_last, is_only, outdated.get(operation.path, ""), run)
+    answer = outdated.get(operation.path, "")
+    return Fact(stamp, record.time, operation, objects, is_last, is_only, answer, run, is_again)
 
 
 class Histories:
@@ -532,7 +532,7 @@ class OrderedRules:
     def _fact(self, step: Step) -> Fact:
         return fact_of(
             step.operation, self._record, self._this, self._stamp,
-            is_last=step.is_last, is_only=step.is_only, outdated=self._outdated, run=self._run,
+            is_last=step.is_last, is_only=step.is_only, is_again=step.is_again, outdated=self._outdated, run=self._run,
         )  # fmt: skip
 
     def _begin(self, step: Step, is_carried: bool) -> History | None:
@@ -594,7 +594,6 @@ class OrderedRules:
         if history.base is not None:
             again.current = self._histories.entry_of(history.base)
             again.xattrs, again.target = history.base.xattrs, history.base.target
-        unnamed = 0  # stamp of the removal just before, if that named no version
         for fact in history.facts:
             answers, file = history.answers(), again.current
             if isinstance(fact.operation, Relocate) and file is not None and not file.stamp and file.is_plain:
@@ -602,8 +601,6 @@ class OrderedRules:
             rules = FileRules(self._paths, fact.record(), ObjectRef(), fact.stamp, outdated=answers)
             rules.number(iter((fact.operation,)))
             again.operation, again.is_last, again.is_only = fact.operation, fact.is_last, fact.is_only
-            again.is_again = unnamed == fact.stamp
+            again.is_again = fact.is_again
             rules.apply(again)
-            if says_what(fact.operation):
-                unnamed = fact.stamp if removes_unnamed(fact.operation) else 0
         return again

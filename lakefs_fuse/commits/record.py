@@ -202,11 +202,11 @@ def says_what(operation: Operation) -> bool:
     return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
 
 
-def removes_unnamed(operation: Operation) -> bool:
-    """Return whether the operation removes a file, and names no version.
-
-    Before a put in the same record it says that what is put there is there again."""
-    return isinstance(operation, Remove) and not (operation.directory or operation.hides or operation.by_date)
+def says_again(operation: Operation, following: Operation) -> bool:
+    """Return whether an operation only says that the plain object that the next one puts is there again."""
+    if not isinstance(operation, Remove) or operation.directory or operation.hides or operation.by_date:
+        return False
+    return isinstance(following, Put) and following.object == OWN and following.path == operation.path
 
 
 def count_repeated(operations: Sequence[Operation], said: Counter[str], per_step: int) -> Iterator[None]:

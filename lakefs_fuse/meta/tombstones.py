@@ -10,7 +10,7 @@ rows of whole batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -193,18 +193,9 @@ def beside_file(tombstone: Tombstone, stamp: int, hides: str) -> Tombstone | Non
     return rest if rest.all_gone or rest.dated or rest.put or rest.told else None
 
 
-def without(tombstone: Tombstone, etag: str, at: int = 0) -> Tombstone:
-    """Return a tombstone without ``etag`` as gone, and without what went ``at`` a time."""
-    return _filter_gone(tombstone, lambda each: each[0] != etag and each[1] != at)
-
-
-def without_others(tombstone: Tombstone, etag: str, at: int) -> Tombstone:
-    """Return a tombstone without what went ``at`` a time, except ``etag``."""
-    return _filter_gone(tombstone, lambda each: each[0] == etag or each[1] != at)
-
-
-def _filter_gone(tombstone: Tombstone, keeps: Callable[[tuple[str, int]], bool]) -> Tombstone:
-    gone, ended = (tuple(filter(keeps, pairs)) for pairs in (tombstone.gone, tombstone.ended))
+def without(tombstone: Tombstone, etag: str) -> Tombstone:
+    """Return a tombstone without ``etag`` as gone."""
+    gone, ended = (tuple(each for each in pairs if each[0] != etag) for pairs in (tombstone.gone, tombstone.ended))
     return msgspec.structs.replace(tombstone, gone=gone, ended=ended)
 
 

@@ -16,8 +16,9 @@ import re
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -150,6 +151,8 @@ class _Operation(NamedTuple):
     """A removal of a file whose bytes are elsewhere: older plain objects go, too."""
     dated: int = 0
     """The store's date, in seconds, of the plain object with the ETag ``hides``; 0 where it is unknown."""
+    is_again: bool = False
+    """The removal before this put says that the plain object is there again."""
 
 
 class _Order(NamedTuple):
@@ -251,13 +254,11 @@ class _Grave:
         dated, put = ({known: at for known, at in all_.items() if known != etag} for all_ in (self.dated, self.put))
         return replace(self, dated=dated, put=put)
 
-    def without(self, etag: str, order: _Order | None = None) -> _Grave:
-        """Without this ETag, and without those that went with a commit."""
-        gone = {known: at for known, at in self.gone.items() if known != etag and at != order}
-        return replace(self.unended(etag, order), gone=gone)
+    def without(self, etag: str) -> _Grave:
+        return replace(self.unended(etag), gone={known: at for known, at in self.gone.items() if known != etag})
 
-    def unended(self, etag: str, order: _Order | None = None) -> _Grave:
-        return replace(self, ended={known: at for known, at in self.ended.items() if known != etag and at != order})
+    def unended(self, etag: str) -> _Grave:
+        return replace(self, ended={known: at for known, at in self.ended.items() if known != etag})
 
     def without_floor(self) -> _Grave:
         """What lies at the key of the path is the file, whatever its date."""
@@ -424,7 +425,8 @@ class _Archive:
                 _check_path(path)
         operations = _array(record.get("operations"), "operations")
         _ensure(len(operations) <= _OPERATIONS_MAX, "too many operations")
-        self.operations = [self._operation(_array(operation, "an operation")) for operation in operations]
+        parsed = [self._operation(_array(operation, "an operation")) for operation in operations]
+        self.operations = list(_without_marks(parsed))
 
     def _checked_objects(self, objects: object) -> list[tuple[str, str, int]]:
         checked = [(self.key, "", self._record_offset)]
@@ -495,6 +497,19 @@ class _Archive:
         return (data, "") if zlib.crc32(data) == member[1] else (None, f"wrong CRC-32 at {offset} of {self.key}")
 
 
+def _without_marks(operations: list[_Operation]) -> Iterator[_Operation]:
+    """Operations, but for each removal that says of the next only that its plain object is there again."""
+    is_again = False
+    for operation, following in pairwise([*operations, None]):
+        assert operation is not None
+        is_mark = operation.kind == "remove" and not (operation.is_directory or operation.hides or operation.is_by_date)
+        if is_mark and following is not None and following.is_own and following.path == operation.path:
+            is_again = True
+        else:
+            yield operation._replace(is_again=is_again)
+            is_again = False
+
+
 def _array(value: object, what: str, length_min: int = 0) -> list[Any]:
     if type(value) is not list or len(value) < length_min:
         raise Refused(f"{what}: not an array of {length_min} or more")
@@ -517,8 +532,6 @@ class _State:
         """Attributes set later than the bytes: by path, and by the place of the version that they are of."""
         for path, versions in base.changed.items() if base else ():
             self.changed[path] = dict(versions)
-        self._unnamed: dict[str, _Order] = {}
-        """Removals that named no version, by path, until the same commit puts something there."""
 
     def apply(self, archive: _Archive) -> None:
         for operation in archive.operations:
@@ -547,19 +560,14 @@ class _State:
                 )
             return
         if operation.kind == "remove":
-            if not operation.hides and not operation.is_by_date:
-                self._unnamed[path] = order
             if self._removes(order, operation):
                 self.files.pop(path, None)
                 self._forget_attributes(path, order)
             return
         decide = self._is_own_put if operation.is_own else self._is_put
-        is_just_removed = self._is_just_removed(order, path)
-        is_dated = operation.is_own and operation.dated > 0 and not is_just_removed
-        is_again = is_dated or is_just_removed or not operation.is_own
-        is_put = decide(order, operation)
-        self._unnamed.pop(path, None)
-        if is_put:
+        is_dated = operation.is_own and operation.dated > 0 and not operation.is_again
+        is_again = is_dated or operation.is_again or not operation.is_own
+        if decide(order, operation):
             target = operation.target if operation.kind == "symlink" else None
             self.files[path] = _File(
                 order,
@@ -577,10 +585,6 @@ class _State:
         versions = self.changed.get(path, {})
         for place in [place for place, (changed, _) in versions.items() if changed <= order]:
             del versions[place]
-
-    def _is_just_removed(self, order: _Order, path: str) -> bool:
-        """The same commit removed the name before, and named no version."""
-        return self._unnamed.get(path) == order
 
     def _grave(self, path: str) -> _Grave:
         return self.graves.get(path, _NO_GRAVE)
@@ -603,22 +607,16 @@ class _State:
         path, etag = operation.path, operation.hides
         known, grave = self.files.get(path), self._grave(path)
         is_elsewhere = known is not None and not known.is_at_own_key(path)
-        is_hidden = is_elsewhere and known is not None and known.hides == etag
-        if is_hidden and known is not None and not _is_put_since(operation.dated, known.order):
+        hidden = known.order if is_elsewhere and known is not None and known.hides == etag else _BEFORE_ALL
+        if hidden > _BEFORE_ALL and not (operation.is_again or _is_put_since(operation.dated, hidden)):
             return False
-        is_just_removed = self._is_just_removed(order, path)
-        is_again = is_just_removed or operation.dated > 0
-        is_version_gone = grave.gone.get(etag) != order and 0 < operation.dated <= grave.dated.get(etag, 0)
-        gone = grave.when_gone(etag)  # by what named it, or else by what is later
-        if gone > order or (etag in grave.gone and (not is_again or is_version_gone)):
+        is_again = operation.is_again or operation.dated > 0
+        named = max(hidden, grave.gone.get(etag, _BEFORE_ALL))
+        is_version_gone = named != order and 0 < operation.dated <= grave.dated.get(etag, 0)
+        gone = max(hidden, grave.when_gone(etag))  # by what named it, or else by what is later
+        if gone > order or (named > _BEFORE_ALL and (not is_again or is_version_gone)):
             if grave.floor > order:
                 self.graves[path] = grave.end(etag, grave.floor)
-            elif is_just_removed:  # and so it ends no other version
-                named, ended = (
-                    {known: at for known, at in all_.items() if known == etag or at != order}
-                    for all_ in (grave.gone, grave.ended)
-                )
-                self.graves[path] = replace(grave, gone=named, ended=ended).without_floor()
             else:
                 self._end_older(path, min(order, gone))
             return False
@@ -634,7 +632,7 @@ class _State:
         if known is not None and is_elsewhere:
             self._bury_replaced(path, known, etag)
         grave = self._grave(path).unended(etag)
-        grave = grave.without(etag, order if is_just_removed else None) if is_again else grave
+        grave = grave.without(etag) if is_again else grave
         self.graves[path] = grave.without_floor().date(etag, operation.dated)
         return True
 

@@ -393,6 +393,19 @@ def test_file_over_bytes_that_were_put_there_again_stays_when_that_is_told_later
     assert {names[case.path] for case in cases} == {f"packed {time_of(1)}"}
 
 
+@pytest.mark.parametrize("replaced", [("in place dated", "b"), ("remove dated", "a")])
+def test_file_put_after_bytes_that_were_there_again_went_stays_when_they_are_told_of(
+    tmp_path: Path, replaced: Kind
+) -> None:
+    """Their writer's commit is the last one, and does not know that file."""
+    kinds = (("remove", "a"), replaced, ("packed", "b"), ("again dated", "a"))
+    orders = list(itertools.permutations(range(4)))
+    cases = [Case(kinds, order, plain(str(number), "b", DATED_S), str(number)) for number, order in enumerate(orders)]
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names.get(case.path) for case in cases} == {f"packed {time_of(2)}"}
+
+
 def test_object_that_a_replaced_file_hid_stays_hidden_although_that_file_is_dated_before_it(tmp_path: Path) -> None:
     """Who wrote the object in place heard of an exchange then, and dated what hides it right after that."""
     kinds, cases = (("packed", "a"), ("packed", "")), list[Case]()
