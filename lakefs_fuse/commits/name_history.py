@@ -233,7 +233,7 @@ def lay_over(listed: Entry, step: Step) -> bool:
     entry, tombstone = step.current, step.tombstone
     is_told = entry is not None and entry.is_plain and entry.stamp > 0
     if tombstone is not None:
-        is_gone = tombstone.when_named(listed.etag) if is_told else tombstone.when_gone(listed.etag)
+        is_gone = tombstone.when_ended(listed.etag, is_told=is_told) > 0
         if is_gone and not listed.is_dated_by_store:  # this node stored it before it knew of the removal
             return False
         if tombstone.hides(listed.etag, listed.ctime_ns, is_told=is_told):
@@ -390,7 +390,9 @@ class Histories:
             if listed is not None and listed.etag == entry.etag:  # a listing shows it again
                 step.become(listed, Effect.SET, {})
                 return True
-        return listed is not None and not history.tells_of(listed.etag) and lay_over(listed, step)
+        elif listed is not None and history.tells_of(listed.etag):
+            return False
+        return listed is not None and lay_over(listed, step)
 
     def begun_unlisted(self, path: str, row: Entry | None, buried: Tombstone | None) -> History | None:
         """Return the history of a name for which one commit put a plain object that a listing no longer showed.

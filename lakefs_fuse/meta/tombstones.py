@@ -128,12 +128,19 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         is_named = etag == hides and not self.is_put_again_since(etag, stamp)
         return bool(told) and (told < stamp or is_named)
 
-    def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True, is_told: bool = False) -> bool:
-        """Return whether the plain object of this ETag and LastModified counts as removed.
+    def when_ended(self, etag: str, *, is_told: bool = False) -> int:
+        """Return when the plain object with this ETag, which lies at the key, was removed; 0 if it counts.
 
-        Without ``by_date``, only a removal of its ETag counts; if a commit has named an object here since
-        (``is_told``), only one that named it. An object that was put there again is like any other."""
-        stamp = self.when_named(etag) if is_told else self.when_gone(etag)
+        If a commit has named an object here since (``is_told``, or ``unlisted``), only a removal that named this one
+        counts."""
+        return self.when_named(etag) if is_told or self.unlisted[1] else self.when_gone(etag)
+
+    def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True, is_told: bool = False) -> bool:
+        """Return whether the plain object of this ETag and LastModified counts as removed; ``is_told`` as above.
+
+        Without ``by_date``, only a removal of its ETag counts. An object that was put there again is like any other."""
+        stamp = self.when_ended(etag, is_told=is_told)
+        is_told = is_told or self.unlisted[1] > 0
         is_named = bool(stamp) and mtime_ns < stamp + SAME_VERSION_NS
         return is_named or (by_date and not is_told and mtime_ns + NS <= self.floor)
 

@@ -336,3 +336,36 @@ def test_bytes_put_again_by_the_writer_of_a_removed_file_are_the_file(tmp_path: 
         n.applier.restamp([(Change(operations=again), PENDING | 2)], at(12))
         n.commit(11, attributes("e0", 0o600), writer="0000000c")
         assert (n.found("f").etag, n.found("f").size, n.found("f").place) == ("e1", 1, 0)
+
+
+def ended_and_told_again(n: Node) -> None:
+    """An object is ended without being named, a later commit tells of another, and a listing shows the first."""
+    n.commit(10, told("e1"))
+    n.commit(20, Remove("f", by_date=True), writer="0000000b")
+    n.commit(30, told("e2"), writer="0000000c")
+    n.list(plain("f", "e1", 9))
+    assert n.found("f").etag == "e1"
+
+
+def test_object_at_the_key_of_one_that_a_commit_names_stays_with_attributes_of_its_own(tmp_path: Path) -> None:
+    """No commit that named it ended it."""
+    with node(tmp_path) as n:
+        ended_and_told_again(n)
+        n.commit(40, attributes("e1", 0o600))
+        n.list(plain("f", "e1", 9))
+        assert n.found("f").etag == "e1"
+
+
+def test_object_at_the_key_of_one_that_a_commit_names_is_shown_when_it_is_listed_again(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        ended_and_told_again(n)
+        n.list()
+        n.list(plain("f", "e1", 9))
+        assert n.found("f").etag == "e1"
+
+
+def test_object_at_the_key_of_one_that_a_commit_names_stays_when_a_commit_comes_late(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        ended_and_told_again(n)
+        n.commit(25, Remove("f", hides="e9"), writer="0000000d")
+        assert n.found("f").etag == "e1"
