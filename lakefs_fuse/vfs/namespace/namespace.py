@@ -123,6 +123,8 @@ class Namespace:
         self._lists = OrderedLists(client, self.events, self._note_new_object)
         self._subtrees = SubtreeListings(self._lists, self._clock_ns, self._looks.first_ns, self.events.unlisted_keys)
         self._source_prefix_bytes = len(config.store.source.prefix.encode())
+        self.path_bytes_max = KEY_BYTES_MAX - self._source_prefix_bytes
+        """Maximum length of a path, so that its key is not too long. No node could read a commit with a longer one."""
         self._told_of_long = False
         self.touch(ROOT_INODE)
 
@@ -155,7 +157,7 @@ class Namespace:
     def check_paths(self, paths: Iterable[str]) -> None:
         """Check that other nodes can read these paths. Raises FileError(ENAMETOOLONG) if one is too long."""
         for path in paths:
-            if self._source_prefix_bytes + len(path.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
+            if len(path.encode("utf-8", "surrogatepass")) > self.path_bytes_max:
                 self.checked_key("", path)
 
     def marker_keys(self, path: str) -> list[str]:
@@ -192,6 +194,10 @@ class Namespace:
         except UnicodeDecodeError:
             return
         self.checked_key(self.prefix(directory), component)
+
+    def name_bytes_max(self, directory: int) -> int:
+        """Return the maximum length of a name in the directory, in bytes, so that its key is not too long."""
+        return max(0, self.path_bytes_max - len(self.prefix(directory).encode("utf-8", "surrogatepass")))
 
     def _tell_of_long(self, key: str) -> None:
         """Log once for a mount that a key is too long; programs get the errno each time."""

@@ -162,6 +162,7 @@ class Attributes:
         file = self._files.acquire(entry, writer=False)
         try:
             if change.size is not None:
+                self._ns.check_paths([file.key])
                 await self._io.truncate(file, change.size)
                 file.written(self._clock.wall_ns())
             changed = self._changed(file.entry, change)

@@ -24,7 +24,6 @@ from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
-from lakefs_fuse.vfs.namespace.key_mapping import KEY_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.group_commit import Closing, GroupCommit
@@ -300,6 +299,5 @@ class NewFiles:
         return names
 
     def name_bytes_max(self, directory: int) -> int:
-        """Return the maximum length of a name in the directory, in bytes, so that its key is not too long."""
-        above = len(self._ns.prefix(directory).encode()) + len(self._config.store.source.prefix.encode())
-        return max(0, KEY_BYTES_MAX - above)
+        """As `Namespace.name_bytes_max`."""
+        return self._ns.name_bytes_max(directory)

@@ -90,6 +90,8 @@ class Handles:
             entry = await self._attributes.kill_privileges(entry)
         file = self.files.acquire(entry, writer=writable)
         try:
+            if writable or flags & os.O_TRUNC:
+                self._ns.check_paths([file.key])
             if flags & os.O_TRUNC and file.current.size:
                 await self._io.truncate(file, 0)
                 file.written(self._clock.wall_ns())

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import trio
@@ -76,6 +76,15 @@ class Waiting:
     def entry(self) -> Entry:
         """The row of the version that waits: a newer one may have begun since."""
         return (self.file.owner_of(self.draft) or self.file).entry
+
+
+def refuse_path(file: OpenFile, draft: Draft) -> NoReturn:
+    """Fail the draft of a file whose path is too long for a key, as after another node's rename of its directory: no
+    node could read a commit with that path. Raises FileError(ENAMETOOLONG), CacheError."""
+    error = FileError(errno.ENAMETOOLONG, f"the path of {file.key} is too long: other nodes could not read it")
+    draft.fail_publish(error, "publishing")
+    draft.save(sync=not draft.sequence)
+    raise error
 
 
 class Packer:
@@ -151,6 +160,7 @@ class Packer:
         for number, (file, draft) in enumerate(files, 1):
             waiting = Waiting(file, draft, b"", False)
             try:
+                self._ns.check_paths([file.key])
                 if draft.base is not None:
                     await draft.fill(0, draft.size)
                 waiting.data = await draft.file.read(0, draft.size)
@@ -302,13 +312,14 @@ class Packer:
 
     def _change(self, batch: list[Waiting]) -> Change:
         """Return the change that names the files. Called when the commit's turn has come, because names may move until
-        then."""
+        then. Raises FileError(ENAMETOOLONG)."""
         operations: list[Operation] = []
         doomed: list[Deletion] = []
         for index, waiting in enumerate(batch):
             file, entry = waiting.file, waiting.entry
             if file.unlinked:
                 continue
+            self._ns.check_paths([file.key])
             waiting.path = file.key
             hides = self._ns.own_etag(file.key, entry.parent)
             xattrs = self._ns.tree.xattrs(entry.inode)
@@ -329,10 +340,16 @@ class Packer:
         for waiting in batch:
             path = waiting.file.key
             row = self._ns.at(waiting.path) if waiting.path not in ("", path) and not waiting.file.unlinked else None
-            if row is not None and self._ns.extent(row) == waiting.draft.packed:
-                hides = self._ns.own_etag(path)
-                builder.put(path, row, hides=hides)
-                builder.remove(waiting.path, row)
-                doomed += superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
+            if row is None or self._ns.extent(row) != waiting.draft.packed:
+                continue
+            try:
+                self._ns.check_paths([path])
+            except FileError as error:
+                log.error("other nodes see %s under its earlier name %s: %s", path, waiting.path, error)
+                continue
+            hides = self._ns.own_etag(path)
+            builder.put(path, row, hides=hides)
+            builder.remove(waiting.path, row)
+            doomed += superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
         if builder.operations:
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))

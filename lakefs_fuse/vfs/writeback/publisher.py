@@ -64,7 +64,7 @@ from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object, when_named
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
-from lakefs_fuse.vfs.writeback.packer import Packer
+from lakefs_fuse.vfs.writeback.packer import Packer, refuse_path
 from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
@@ -145,10 +145,8 @@ class ObjectWriter:
         self, file: OpenFile, draft: Draft, *, alone: bool = False, is_synced: bool = False
     ) -> StoredVersion:
         """Store the draft's bytes as the newest version of the file. The caller holds ``draft.gate``. ``alone``: it
-        does not wait for other files. ``is_synced``: an fsync waits for it.
-
-        Raises LakeError; then nothing is lost, and it can be tried again.
-        """
+        does not wait for other files. ``is_synced``: an fsync waits for it. Raises LakeError; then nothing is lost, and
+        it can be tried again."""
         is_exclusive = draft.target.if_absent
         try:
             return await self._store(file, draft, alone=alone, is_synced=is_synced)
@@ -166,6 +164,8 @@ class ObjectWriter:
                 await self.commit_location(path)
         if draft in self._unrecorded:
             return await self._resume(file, draft)
+        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.path_bytes_max:
+            refuse_path(file, draft)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy, is_exclusive = self._rules.pack_for(file.key), draft.target.if_absent
         if is_exclusive and self._is_packed_by_another(file, draft):
@@ -405,7 +405,9 @@ class ObjectWriter:
             self._storing_plain -= 1
 
     async def _describe_plain(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
-        """Journal the change without which others do not find the object. Raises CacheError; it can be tried again."""
+        """Journal the change without which others do not find the object. Raises LakeError; it can be tried again."""
+        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.path_bytes_max:  # its directory was renamed
+            self._ns.check_paths([file.key])
         published = plain.published
         key = published.meta.key  # a rename that began before the draft may have moved it since the plan
         is_at_another_name = key != file.key and not key.startswith(OBJECTS)

@@ -31,6 +31,7 @@ from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
+from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publisher import LateAttributes, ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBack
@@ -303,9 +304,10 @@ class Replay:
 
     def _rename(self, file: OpenFile, draft: Draft) -> None:
         suffix = f".conflict-{draft.id[:CONFLICT_CHARACTERS]}"
-        kept = file.entry.name[: 255 - len(suffix)].decode(errors="ignore")  # cut between characters
-        old, name = file.key, (kept + suffix).encode()
         parent = file.entry.parent
+        room = min(NAME_BYTES_MAX, self._ns.name_bytes_max(parent)) - len(suffix)
+        kept = file.entry.name[: max(0, room)].decode(errors="ignore")  # cut between characters
+        old, name = file.key, (kept + suffix).encode()
         row = self._ns.tree.entry(file.entry.inode)
         xattrs = file.late_xattrs
         if xattrs is None:
