@@ -13,7 +13,7 @@ import pytest
 
 from lakefs_fuse.environment.failpoints import NAMES
 from tests.mount.fork_server import ForkServer
-from tests.mount.lakes import CLI, environment, noise
+from tests.mount.lakes import CLI, Lake, environment, noise
 from tests.servers import REGION, Server
 from tests.tiers import IS_LONG
 
@@ -171,6 +171,29 @@ def test_the_commands_about_a_dataset_that_stays(terminal: Terminal) -> None:
     assert '"path": "datasets/images"' in state
     assert moved.endswith("0 names changed\n")
     assert listed.startswith("v1 ")
+
+
+def test_stats_have_each_value_that_the_guide_explains(lake: Lake) -> None:
+    table, _, _ = section("operations.md", "Watching").partition("### What df shows")
+    named: list[str] = []
+    for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
+        for key in re.findall(r"`([^`]+)`", cell):
+            named.append(named[-1].rpartition(".")[0] + key if key.startswith(".") else key)
+    stats = lake.stats()
+    assert len(named) > 100
+    assert [key for key in named if key != "--json" and not has_value(stats, key)] == []
+
+
+def has_value(stats: object, key: str) -> bool:
+    """Whether a dotted key leads to a value; ``*`` stands for any."""
+    found = stats
+    for part in key.split("."):
+        if part == "*":
+            return isinstance(found, dict)
+        if not isinstance(found, dict) or part not in found:
+            return False
+        found = found[part]
+    return True
 
 
 def test_every_point_at_which_a_crash_is_tested_is_told() -> None:

@@ -164,3 +164,13 @@ async def test_name_of_conflict_is_shortened_to_what_a_key_holds(tmp_path: Path,
         await m.sync()
         (beside,) = [name for name in await m.names(f"{SHORT}/{DEEP}") if ".conflict-" in name]
     await check_readable(store, tmp_path, {path: b"theirs", f"{SHORT}/{DEEP}/{beside}": b"ours"})
+
+
+async def test_directory_has_a_path_that_leaves_room_for_its_marker(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path / "cache") as m:
+        await make_deep(m)
+        room = 1006 - len(f"{SHORT}/{DEEP}/")
+        await m.mkdir(f"{SHORT}/{DEEP}/{'m' * room}")
+        with pytest.raises(FileError) as refused:
+            await m.mkdir(f"{SHORT}/{DEEP}/{'m' * (room + 1)}")
+        assert refused.value.errno == errno.ENAMETOOLONG
