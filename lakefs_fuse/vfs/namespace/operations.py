@@ -118,8 +118,8 @@ class ChangeBuilder:
     def put_again(self, path: str, entry: Entry, dated_s: int, named: int) -> None:
         """Add that the plain object at ``path`` has bytes that were removed or replaced there, and are there again.
 
-        ``dated_s`` is its LastModified, 0 if unknown; ``named`` is what `when_named` returns. The mark in front lets the
-        object count over files elsewhere that this node does not know, so it is left out if the date is sufficient."""
+        ``dated_s`` is its LastModified, 0 if unknown; ``named`` is what `when_named` returns. The mark in front lets
+        the object count over files elsewhere that this node does not know, so it is left out if the date suffices."""
         if not is_put_since(dated_s, named):
             self.operations.append(Remove(path))
         self.put(path, entry)

@@ -741,8 +741,7 @@ class Publisher:
                 log.info("%s is acknowledged as a change of the version in the store: %s", draft.target.key, error)
 
     async def publish(self, file: OpenFile) -> None:
-        """Store the present bytes of the file, and the versions that were acknowledged before in its directory. Raises
-        LakeError."""
+        """Store the present bytes of the file, and versions acknowledged before in its directory. Raises LakeError."""
         if not file.unlinked:
             file.check_publishable()
         await self._publish_newest(file, is_synced=True)
@@ -956,8 +955,7 @@ class Publisher:
             log.error(UNRECORDED, error)
 
     def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
-        """Rename the staging file into the block cache, so that later reads find it. If that fails, they ask the
-        store."""
+        """Rename the staging file into the block cache for later reads. If that fails, they ask the store."""
         self._cache.adopt(self._services.staging.path(draft.id), version, published.hashes)
 
     # -- changing what was acknowledged
@@ -990,8 +988,7 @@ class Publisher:
                 await trio.sleep(WAIT_DURABLE_S)
 
     async def _drain_before(self, file: OpenFile) -> None:
-        """Wait until acknowledged versions of the file, and those before it in its directory, are durable. Raises
-        LakeError."""
+        """Wait until acknowledged versions of the file, and those before it, are durable. Raises LakeError."""
         held = self._writer.are_names_held
         await self._queue.drain(self._queue.before(file.key, are_names_held=held))
 
