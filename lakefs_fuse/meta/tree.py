@@ -521,7 +521,7 @@ class Tree:
         entry, if its bytes are in another object."""
         moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self.database.new_inode())
         self._attach(batch, moved)
-        if entry.is_dir:
+        if entry.flags & Flag.DIRECTORY:
             self.drop_mirrors()  # below it names may have other lengths
         if before is not None:
             self._share(batch, before, moved)
