@@ -567,7 +567,8 @@ class FileRules:
 
         If no file is known, a plain object at its own key may still appear with a listing."""
         current, tombstone, path = step.current, step.tombstone or Tombstone(0), step.operation.path
-        is_gone = tombstone.when_gone(place.etag) > 0
+        is_told = current is not None and current.is_plain and current.stamp > 0
+        is_gone = tombstone.when_ended(place.etag, is_told=is_told) > 0
         if current is not None:
             return self.is_at(current, place, path) or (not is_gone and self._may_follow(step, current, place))
         unknown = not place.number and tombstone.newest < self._stamp and not is_gone

@@ -369,3 +369,20 @@ def test_object_at_the_key_of_one_that_a_commit_names_stays_when_a_commit_comes_
         ended_and_told_again(n)
         n.commit(25, Remove("f", hides="e9"), writer="0000000d")
         assert n.found("f").etag == "e1"
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_attributes_of_an_object_at_the_key_of_one_that_a_commit_names_are_its_own(
+    tmp_path: Path, is_listed: bool
+) -> None:
+    """Where no listing has shown the object, the store was asked which is there."""
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        n.commit(20, Remove("f", by_date=True), writer="0000000b")
+        n.commit(30, told("e2"), writer="0000000c")
+        if is_listed:
+            n.list(plain("f", "e1", 9))
+        record = merged([Change(operations=[attributes("e1", 0o600)])], "0000000d", at(40), range(1))
+        n.applier.apply(record, ObjectRef(), outdated={"f": "e2"})
+        n.list(plain("f", "e1", 9))
+        assert (n.found("f").etag, n.found("f").mode) == ("e1", 0o600)

@@ -624,6 +624,33 @@ async def test_object_of_which_a_commit_told_with_its_date_is_told_of_with_it_ag
             assert await m.tree() == {"f": b"told"}
 
 
+async def test_object_at_the_key_of_one_that_a_commit_names_is_renamed_while_it_is_written(tmp_path: Path) -> None:
+    """A commit has ended it without naming it, before that. Attributes that were set here do not change that."""
+    store, clock, writer = MemoryStore(), Clock(), "00000abc"
+    store.equal_bytes_have_equal_etags = True
+    store.clock, began_ns = clock, clock.now_ns
+    told = [Put("f", OWN, 0, 4, 0o644, 0, 0, 0, hides=etag) for etag in (store.give("f", b"here").etag, "another")]
+    said: list[Operation] = [told[0], Remove("f", by_date=True), told[1]]
+    for time, operation in enumerate(said, began_ns):
+        record = replace(record_of(time=time), writer=writer)
+        store.give(commit_key(time, writer), commit_of({}, record=record, more=[operation]))
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never") as m:
+        assert await m.tree() == {"f": b"here"}
+        await m.setattr("f", mode=0o600)
+        await m.sync()
+        clock.advance(TTL_S + 1)
+        assert await m.tree() == {"f": b"here"}
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"T")
+        await m.rename("f", "g")
+        await m.close(handle)
+        await m.sync()
+        clock.advance(TTL_S + 1)
+        assert await m.tree() == {"g": b"Tere"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"g": b"Tere"}
+
+
 async def test_directory_that_goes_while_the_store_is_asked_about_an_object_in_it(tmp_path: Path) -> None:
     """The daemon goes on."""
     store, clock = MemoryStore(), Clock()

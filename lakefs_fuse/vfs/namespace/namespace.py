@@ -942,7 +942,7 @@ class Namespace:
             return 0 < entry.stamp < tombstone.stamp
         if not entry.stamp and entry.is_dated_by_store:  # a listing showed it, and it may have been put there again
             return tombstone.hides(entry.etag, entry.ctime_ns, by_date=False)
-        gone = tombstone.when_gone(entry.etag)
+        gone = tombstone.when_ended(entry.etag)
         return bool(gone) and (gone > entry.stamp or not entry.flags & Flag.PUT_AGAIN)
 
     def record_beside(self, batch: Batch) -> None:
