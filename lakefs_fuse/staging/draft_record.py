@@ -38,6 +38,11 @@ class DraftState(StrEnum):
     PUBLISHED = "published"
     DISCARDED = "discarded"
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the draft is closed next, which releases its staged bytes."""
+        return self in (DraftState.PUBLISHING, DraftState.PUBLISHED, DraftState.DISCARDED)
+
 
 TRANSITIONS = {
     DraftState.WRITING: {DraftState.ACKNOWLEDGED, DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},

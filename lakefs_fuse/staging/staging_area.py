@@ -3,7 +3,8 @@
 What always holds:
 
 * (*bounded staging*) writers never stage more than ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer
-without space waits for uploads to free some, and gets `StagingFull` only if no upload in progress can;
+without space waits for uploads and for ends of drafts to free some, and gets `StagingFull` only if none is in
+progress;
 * (*bounded descriptors*) staging files hold at most as many descriptors as `DescriptorPool` allows;
 * (*stable descriptors*) a descriptor stays open until the last `StagedFile.held` block ends, because afterwards its
   number may be another file's.
@@ -79,7 +80,7 @@ class Stager(Protocol):
 
     @property
     def making_room(self) -> bool:
-        """Whether uploads are in progress that will release staged bytes when they end."""
+        """Whether an upload, or the end of a draft, is in progress that will release staged bytes."""
 
     def drop_uploaded(self, *, keep_recent: bool) -> int:
         """Release bytes that are already in the store, or those not written recently; returns how many."""
@@ -240,8 +241,8 @@ class Staging:
             self.notify()
 
     async def reserve(self, count: int) -> None:
-        """Wait for space for ``count`` more bytes and reserve it. Raises StagingFull, immediately if no upload in
-        progress could free space, else after ``wait_s_max``; CacheError if the disk fails."""
+        """Wait for space for ``count`` more bytes and reserve it. Raises StagingFull, immediately if nothing frees
+        space (`Stager.making_room`), else after ``wait_s_max``; CacheError if the disk fails."""
         if self._fits(count) and self._has_free(count):
             self.bytes_used += count
             self.state = StagingState.OK

@@ -157,7 +157,7 @@ class Draft:
     @property
     def making_room(self) -> bool:
         waits = self.sequence > 0 and self.state in (DraftState.ACKNOWLEDGED, DraftState.FAILED)
-        return self.uploading > 0 or self.state is DraftState.PUBLISHING or waits
+        return self.uploading > 0 or self.state.is_ending or waits
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
         """See `Stager`. The journal records it before the bytes are dropped, or the next daemon would read the holes as

@@ -30,7 +30,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback import packer, publisher, scheduler
 from lakefs_fuse.vfs.writeback import queue as writeback
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
-from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
 from tests.vfs.writing_back import (
@@ -1319,6 +1319,57 @@ async def test_a_writer_waits_for_room_and_goes_on(tmp_path: Path) -> None:
         await m.fs.make_durable()
         assert m.metrics.upload.writer_waits
         assert all(store.data(f"{number}") == noise(number, size) for number in range(8))
+
+
+async def test_a_writer_waits_for_a_stored_version_that_is_still_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "WAIT_S_MAX", 0.02)
+    store = MemoryStore()
+    size = 1 << 20
+    async with writing_back(store, tmp_path, staging_bytes_max=2 * size) as m:
+        await m.write("tmp", b"first")
+        await m.fs.make_durable()
+        await m.rename("tmp", "model")
+        commits = pause_of_commits()  # the next version is stored elsewhere, because its key is reserved
+        store.hook = lambda request, when: commits(request, when) if store.count("complete_multipart") else None
+        await m.write("tmp", noise(1, size + PART))
+        await reached(commits.reached)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.write, "next", noise(2, size))
+            await until(lambda: m.metrics.upload.writer_waits > 2)
+            commits.resume()
+        assert await m.read("next") == noise(2, size)
+
+
+async def test_a_writer_waits_for_a_removed_version_whose_upload_is_being_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "WAIT_S_MAX", 0.02)
+    store = MemoryStore()
+    size = 1 << 20
+    part = Pause(lambda request: request.what == "upload_part" and request.number == 5)
+    abort = Pause(lambda request: request.what == "abort_multipart")
+
+    def hook(request: Request, when: When) -> None:
+        part(request, when)
+        abort(request, when)
+
+    store.hook = hook
+    async with writing_back(store, tmp_path, staging_bytes_max=2 * size) as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise(1, size + PART))
+        await reached(part.reached)
+        await m.fs.flush(handle)
+        await m.fs.release(handle)
+        await m.unlink("file")
+        part.resume()
+        await reached(abort.reached)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.write, "next", noise(2, size))
+            await until(lambda: m.metrics.upload.writer_waits > 2)
+            abort.resume()
+        assert await m.read("next") == noise(2, size)
 
 
 async def test_a_writer_that_waited_too_long_hears_enospc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
