@@ -69,6 +69,16 @@ def test_tail_follows_a_published_log_on_the_same_node(publishing: Lake) -> None
             assert reading.readline() == f"line {number}\n"
 
 
+def test_mtime_of_a_published_log_is_that_of_the_last_append(publishing: Lake) -> None:
+    (publishing.path / "runs").mkdir()
+    log = publishing.path / "runs" / "log.txt"
+    log.write_text("line 0\n")
+    os.utime(log, (1000, 1000))
+    with log.open("a") as writing:
+        writing.write("line 1\n")
+    eventually(lambda: log.stat().st_mtime > 1000, "the mtime of the append")
+
+
 def test_file_that_no_rule_names_can_be_mapped_and_one_that_is_published_cannot(publishing: Lake) -> None:
     (publishing.path / "runs").mkdir()
     for name, is_mapped in (("other", True), ("runs/log", False)):

@@ -233,4 +233,7 @@ class Handles:
             await self.open_leases.release(number)
         handle = self._handles.pop(number, None)
         if handle is not None:
-            await self._io.release(handle.file, writer=handle.writable)
+            file = handle.file
+            await self._io.release(file, writer=handle.writable)
+            if file.is_written_directly and not file.handles:  # the kernel keeps the mtime of an inode that it knows
+                self._ns.announce_name(file.entry.parent, file.entry.name)
