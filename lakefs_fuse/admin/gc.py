@@ -364,6 +364,8 @@ class Collector:
         now = lake.clock.wall_ns()
         noted = {key: time_ns for key, time_ns in old.dead.items() if key not in named}
         since = {meta.key: min(now, noted.get(meta.key, now)) for meta in dead}
+        if self.done.unreadable:
+            since = noted  # grace periods go on
         newest = max((_time_of(key) for key in since), default=0)
         index = await self._newest_index()
         folded = max(old.horizon, 0 if index is None else index.horizon)
@@ -386,7 +388,7 @@ class Collector:
     # -- deleting
 
     async def _delete_dead(self, gc_record: GcRecord) -> None:
-        if not gc_record.dead:
+        if not gc_record.dead or self.done.unreadable:
             return
         now = self._lake.clock.wall_ns()
         doomed: list[ObjectMeta] = []
@@ -468,6 +470,8 @@ class Collector:
         )  # fmt: skip
         _require_deleted(self.done.plain)
         await self._delete_unreferenced()
+        if lake.refused:
+            return gc_record  # what was found may be a part
         self._known = self._found
         after = msgspec.structs.replace(gc_record, unreferenced=self._found)
         if after != gc_record and not options.dry_run:

@@ -319,6 +319,24 @@ async def test_a_commit_that_cannot_be_read_keeps_all(store: MemoryStore, clock:
     assert (await collect(store, clock)).commits_deleted == 4
 
 
+async def test_grace_periods_go_on_while_a_commit_cannot_be_read(store: MemoryStore, clock: Clock) -> None:
+    etag = store.give("removed", b"removed").etag
+    clock.advance(10)
+    give_commit(store, clock, Remove("removed", hides=etag), writer="0badcaff")
+    clock.advance(10)
+    hour = GcArgs(grace_s=3600)
+    first = await collect(store, clock, hour)
+    assert (first.commits_later, first.later.objects) == (5, 1)
+    clock.advance(1800)
+    unreadable = store.give(commit_key(clock(), "0badcafd"), b"unreadable").key
+    assert (await collect(store, clock, hour)).unreadable == 1
+    assert len(commits(store)) == 7 and "removed" in store.objects
+    store.take(unreadable)
+    clock.advance(1801)
+    done = await collect(store, clock, hour)
+    assert (done.commits_deleted, done.plain.objects) == (5, 1)
+
+
 async def test_commits_that_came_too_late_stay(store: MemoryStore, clock: Clock) -> None:
     """Whoever folded the index did not see them, so nobody knows whether they count."""
     async with headless(store, clock) as view:
