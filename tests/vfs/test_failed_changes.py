@@ -17,8 +17,8 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.vfs.ops import io
-from tests.memory_store import Failures, MemoryStore
-from tests.upload.drafting import noise
+from tests.memory_store import Failures, MemoryStore, Pause
+from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import NEVER_S, Outage, die, stored, told, until, writing_back
 
@@ -449,3 +449,21 @@ async def test_file_that_is_created_again_is_stored_although_its_deletion_cannot
             clock.advance(2 * m.fs.config.delete_after_s)
             await m.fs.make_durable()
             assert await m.read("f") == store.data("f") == data, f"write {writes + 1} failed"
+
+
+async def test_extended_attribute_that_cannot_be_journaled_while_its_file_is_stored_is_not_set_later(
+    tmp_path: Path,
+) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never") as (one, two):
+        pause = store.hook = Pause(lambda request: request.what == "put" and request.key == "f")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.write, "f", OLD)
+            await reached(pause.reached)
+            with failing_commit(), pytest.raises(CacheFull):
+                await one.set_xattr("f", "user.a", b"1")
+            pause.resume()
+        await one.fs.make_durable()
+        await two.poll()
+        for m in (one, two):
+            assert "user.a" not in await m.xattrs("f")

@@ -131,15 +131,15 @@ class ExtendedAttributes:
         if sum(len(key.encode()) + len(held) for key, held in xattrs.items()) > XATTRS_BYTES_MAX:
             raise FileError(errno.ENOSPC, f"extended attributes of a file hold {XATTRS_BYTES_MAX} bytes")
         file = self._files.get(entry.inode)
-        if file is not None and (file.publishing.locked() or file.late_xattrs is not None):
-            file.late_xattrs = xattrs
         if file is not None and (file.unlinked or file.entry.is_local):
             self._set_local_xattrs(entry.inode, xattrs)
-            return
-        row = self._ns.tree.entry(entry.inode)
-        if row is None:
-            raise FileError(errno.ESTALE)
-        self._names.set_attributes(row, xattrs)
+        else:
+            row = self._ns.tree.entry(entry.inode)
+            if row is None:
+                raise FileError(errno.ESTALE)
+            self._names.set_attributes(row, xattrs)
+        if file is not None and (file.publishing.locked() or file.late_xattrs is not None):
+            file.late_xattrs = xattrs
 
     def _set_local_xattrs(self, inode: int, xattrs: dict[str, bytes]) -> None:
         """Set the attributes of a file that is unlinked or in no commit yet. A commit of the file will have them. Its
