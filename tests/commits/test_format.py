@@ -132,6 +132,13 @@ def test_relocated_only_where_it_is_still_that_version(files: Reader) -> None:
     assert found == dict.fromkeys(names, (moved, None, 99, 6))
 
 
+def test_plain_object_that_was_relocated_before_a_commit_named_it_stays_relocated(files: Reader) -> None:
+    lake = Lake()
+    moved = lake.commit(Relocate("f", OWN, 0, "e", 0, 99, 6, 0, 0, 0, 0, hides="e"))
+    lake.commit(put("f", object=OWN, size=6, hides="e"))
+    assert files(lake.commits, {}) == files(lake.commits, {"f": ("e", 90 * S)}) == {"f": (moved, None, 99, 6)}
+
+
 def test_copy_of_what_the_name_is_not_any_more_is_hidden(files: Reader) -> None:
     lake = Lake()
     key = lake.commit(pack={"f": b"bytes!", "g": b"others"})

@@ -607,14 +607,16 @@ class _State:
         path, etag = operation.path, operation.hides
         known, grave = self.files.get(path), self._grave(path)
         is_elsewhere = known is not None and not known.is_at_own_key(path)
-        hidden = known.order if is_elsewhere and known is not None and known.hides == etag else _BEFORE_ALL
-        if hidden > _BEFORE_ALL and not (operation.is_again or _is_put_since(operation.dated, hidden)):
+        is_hidden = is_elsewhere and known is not None and known.hides == etag
+        hidden = known.order if is_hidden and known is not None else _BEFORE_ALL  # that, too, where it was relocated
+        if is_hidden and not (operation.is_again or _is_put_since(operation.dated, hidden)):
             return False
         is_again = operation.is_again or operation.dated > 0
         named = max(hidden, grave.gone.get(etag, _BEFORE_ALL))
         is_version_gone = named != order and 0 < operation.dated <= grave.dated.get(etag, 0)
         gone = max(hidden, grave.when_gone(etag))  # by what named it, or else by what is later
-        if gone > order or (named > _BEFORE_ALL and (not is_again or is_version_gone)):
+        is_named = is_hidden or etag in grave.gone
+        if gone > order or (is_named and (not is_again or is_version_gone)):
             if grave.floor > order:
                 self.graves[path] = grave.end(etag, grave.floor)
             else:

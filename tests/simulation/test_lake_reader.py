@@ -476,6 +476,15 @@ def test_relocated_plain_object_is_older_than_every_commit() -> None:
     assert shown(removed, moved, plain("a", b"removed", etag="d", at_s=0)) == {"a": b"moved"}
 
 
+def test_plain_object_that_was_relocated_before_a_commit_named_it_stays_relocated() -> None:
+    moved = commit(5, ["relocate", "a", -1, 0, "e", M("m"), 0o600, 1, 2, 3, "e"], members={"m": b"moved"})
+    named = commit(6, put("a", -1, 0, 5, hides="e"))
+    there = plain("a", b"moved", etag="e", at_s=0)
+    assert shown(moved, named) == shown(moved, named, there) == {"a": b"moved"}
+    removed = commit(1, ["remove", "a", False, "", True])
+    assert shown(removed, moved, named) == {"a": b"moved"}
+
+
 def test_relocated_plain_object_that_was_put_in_place_of_another() -> None:
     moved = commit(5, ["relocate", "a", -1, 0, "e", M("m"), 0o600, 1, 2, 3, "e"], members={"m": b"moved"})
     assert shown(commit(1, put("a", -1, 0, 5, hides="d")), moved) == {"a": b"moved"}
