@@ -115,7 +115,7 @@ class Session:
                 nursery.start_soon(_unmount_on_request, end_mount, unmount_requested)
                 if request_loop.begin() and isinstance(operations, Operations):
                     operations.create_offload.begin()
-                await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
+                await serve_requests()
                 unmount = False
                 nursery.cancel_scope.cancel()
         except BaseException:
@@ -125,6 +125,17 @@ class Session:
             if isinstance(operations, Operations):
                 operations.create_offload.end()
             pyfuse3.close(unmount=unmount)
+
+
+async def serve_requests() -> None:
+    """Serve requests until the mount is gone.
+
+    If the kernel unmounts just as a request is read, the read fails with ECONNABORTED, and not with ENODEV, which alone
+    ends the loop of pyfuse3 without an error."""
+    try:
+        await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
+    except* ConnectionAbortedError as error:
+        log.info("the connection to the kernel ended while a request was read: %s", error.exceptions)
 
 
 async def _announce(mountpoint: str, kernel: KernelFeatures, ready: Callable[[], None]) -> None:

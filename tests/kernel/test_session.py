@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pyfuse3
 import pytest
+import trio
 from msgspec import structs
 
 from lakefs_fuse.config import GIB, MIB, MountConfig, Source, StoreConfig
+from lakefs_fuse.kernel import session
 from lakefs_fuse.kernel.features import BACKGROUND_REQUESTS_MAX, background_max, features_for
 from lakefs_fuse.kernel.native.hooks import Feature
 
@@ -28,3 +31,23 @@ def test_what_a_mount_can_use() -> None:
     assert features_for(structs.replace(CONFIG, read_only=True)) == listings | Feature.NOFLUSH
     immutable = features_for(structs.replace(CONFIG, read_only=True, immutable=True))
     assert immutable == listings | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
+
+
+@pytest.mark.parametrize("error", [ConnectionAbortedError(103, "aborted"), OSError(5, "an error of the device")])
+async def test_requests_are_served_until_the_connection_ends_while_one_is_read(
+    monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    async def read() -> None:
+        raise error
+
+    async def main(**_: object) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            nursery.start_soon(trio.sleep_forever)
+
+    monkeypatch.setattr(pyfuse3, "main", main)
+    if isinstance(error, ConnectionAbortedError):
+        await session.serve_requests()
+    else:
+        with pytest.raises(ExceptionGroup):
+            await session.serve_requests()
