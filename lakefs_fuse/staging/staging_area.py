@@ -3,8 +3,8 @@
 What always holds:
 
 * (*bounded staging*) writers never stage more than ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer
-without space waits for uploads and for ends of drafts to free some, and gets `StagingFull` only if none is in
-progress;
+  without space waits for uploads and for ends of drafts to free some, and gets `StagingFull` only if none is in
+  progress;
 * (*bounded descriptors*) staging files hold at most as many descriptors as `DescriptorPool` allows;
 * (*stable descriptors*) a descriptor stays open until the last `StagedFile.held` block ends, because afterwards its
   number may be another file's.

@@ -4,14 +4,14 @@ What always holds:
 
 * (*one visible step*) nothing of a draft is visible in the store until `publish` completes it in one request;
 * (*page origin*) a page comes from staging if it is local, else from its spilled object, else from the base version
-below ``base_limit``, else it is zeros; before a write of a part of a page the rest of it is staged, which is decided in
-the gate, because pages leave staging and bases change while a task waits for it;
+  below ``base_limit``, else it is zeros; before a write of a part of a page the rest of it is staged, which is decided
+  in the gate, because pages leave staging and bases change while a task waits for it;
 * (*one upload a part*) a part is uploaded once every page of it is local, again if it is written to after that, and at
   `publish` if it was not yet; two uploads of one part number never run at the same time;
 * (*journal before cut*) no record names staged bytes beyond the end of the staging file, which would be read as zeros;
-* (*dropped parts*) a part whose staged bytes were dropped to free space can be completed, but not read or changed; *
-(*refused writes unpublished*) a refused write is kept in ``refused``, and nothing is published until its bytes were
-written again or truncated;
+* (*dropped parts*) a part whose staged bytes were dropped to free space can be completed, but not read or changed;
+* (*refused writes unpublished*) a refused write is kept in ``refused``, and nothing is published until its bytes were
+  written again or truncated;
 * (*acknowledged drafts*) an acknowledged draft does not change; its bytes and its record survive a crash of the
   machine;
 * (*draft states*) only `transition` changes ``state``, by the table of `draft_record.TRANSITIONS`.
