@@ -61,34 +61,18 @@ void lakefs_touch_attributes(uint64_t inode, int64_t now_ns)
 		slot->attributes.st_mtim = slot->attributes.st_atim = slot->attributes.st_ctim = timespec_of(now_ns);
 }
 
-/*
- * Cache attributes of a directory; called from Python. With `for_ns` they are valid for this time, and may replace
- * those of another directory that have expired; without such a slot they are not cached. With 0 they replace the
- * directory's cached attributes, if there are any, and expire when those would have.
- */
-void lakefs_cache_attributes(uint64_t inode, uint32_t mode, uint32_t uid, uint32_t gid, int64_t mtime_ns,
-			     int64_t ctime_ns, uint32_t block_bytes, int64_t for_ns)
+/* With `for_ns` the attributes may replace those of another directory that have expired; without such a slot they are
+ * not cached. */
+void lakefs_keep_attributes(const struct stat *attributes, int64_t for_ns)
 {
-	struct cached *slot = find(inode);
+	struct cached *slot = find(attributes->st_ino);
 
 	for (unsigned probe = 0; !slot && for_ns > 0 && probe < PROBES; probe++)
-		if (slot_of(inode, probe)->until_ns < lakefs_monotonic_ns())
-			slot = slot_of(inode, probe);
+		if (slot_of(attributes->st_ino, probe)->until_ns < lakefs_monotonic_ns())
+			slot = slot_of(attributes->st_ino, probe);
 	if (!slot)
 		return;
 	if (for_ns > 0)
 		slot->until_ns = lakefs_monotonic_ns() + for_ns;
-	slot->attributes = (struct stat){
-		.st_ino = inode,
-		.st_nlink = 1,
-		.st_mode = mode,
-		.st_uid = uid,
-		.st_gid = gid,
-		.st_blksize = block_bytes,
-		.st_mtim = timespec_of(mtime_ns),
-		.st_atim = timespec_of(mtime_ns),
-		.st_ctim = timespec_of(ctime_ns),
-	};
-	if (lakefs_newest_created_ns(inode) > mtime_ns)
-		lakefs_touch_attributes(inode, lakefs_newest_created_ns(inode));
+	slot->attributes = *attributes;
 }

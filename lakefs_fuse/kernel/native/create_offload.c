@@ -398,7 +398,7 @@ static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *i
 	file->flush = request;
 	some_due = 1;
 	lakefs_count(FUSE_FLUSH);
-	if (!lakefs_is_without_python())
+	if (!lakefs_without_python)
 		lakefs_hand_over_closed();
 }
 
@@ -423,16 +423,6 @@ void lakefs_wrap_offloaded(struct fuse_lowlevel_ops *operations)
 	operations->getattr = getattr;
 	operations->flush = flush;
 	operations->release = release;
-}
-
-int64_t lakefs_newest_created_ns(uint64_t directory)
-{
-	int64_t newest_ns = INT64_MIN;
-
-	for (unsigned at = 0; at < used && receiving; at++)
-		if (files[at].state == RECEIVING && files[at].parent == directory && files[at].created_ns > newest_ns)
-			newest_ns = files[at].created_ns;
-	return newest_ns;
 }
 
 int lakefs_is_receiving(void)
@@ -497,6 +487,39 @@ void lakefs_hand_over_before(const struct fuse_in_header *head)
 }
 
 /* -- called from Python */
+
+/* Return when the newest file that Python does not know was created in a directory; INT64_MIN if there is none. */
+static int64_t newest_created_ns(uint64_t directory)
+{
+	int64_t newest_ns = INT64_MIN;
+
+	for (unsigned at = 0; at < used && receiving; at++)
+		if (files[at].state == RECEIVING && files[at].parent == directory && files[at].created_ns > newest_ns)
+			newest_ns = files[at].created_ns;
+	return newest_ns;
+}
+
+/* Cache attributes of a directory (attribute_cache.c), for this time or, with 0, instead of those that are cached. Their
+ * times are no earlier than the newest file that was created here. */
+void lakefs_cache_attributes(uint64_t inode, uint32_t mode, uint32_t uid, uint32_t gid, int64_t mtime_ns,
+			     int64_t ctime_ns, uint32_t block_bytes, int64_t for_ns)
+{
+	struct stat attributes = {
+		.st_ino = inode,
+		.st_nlink = 1,
+		.st_mode = mode,
+		.st_uid = uid,
+		.st_gid = gid,
+		.st_blksize = block_bytes,
+		.st_mtim = timespec_of(mtime_ns),
+		.st_atim = timespec_of(mtime_ns),
+		.st_ctim = timespec_of(ctime_ns),
+	};
+
+	lakefs_keep_attributes(&attributes, for_ns);
+	if (newest_created_ns(inode) > mtime_ns)
+		lakefs_touch_attributes(inode, newest_created_ns(inode));
+}
 
 /* Mark everything that Python does not have yet as due; the caller then gets it with `lakefs_next_file`. */
 void lakefs_hand_over_all(void)

@@ -19,17 +19,12 @@ enum feature {
 /* One of FUSE_CAP_* since libfuse 3.17; unused before. */
 #define CAP_HANDLE_KILLPRIV_V2 (1U << 21)
 
+struct fuse_session *lakefs_session;
 static struct fuse_lowlevel_ops next; /* pyfuse3's handlers */
 static int hooked;
 static uint32_t requested, granted;
 static uint32_t background_max;
 static int64_t flush_pid;
-static int64_t answered[FUSE_BATCH_FORGET + 1]; /* by opcode */
-
-void lakefs_count(uint32_t opcode)
-{
-	answered[opcode]++;
-}
 
 /*
  * Handle INIT. With ATOMIC_O_TRUNC the kernel drops the attributes of every file that it opens with O_TRUNC, also of a
@@ -307,28 +302,22 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 				      void *userdata)
 {
 	struct fuse_lowlevel_ops operations = {0};
-	struct fuse_session *session;
 
 	if (!libfuse.session_new)
 		return NULL;
 	size = wrap_table(&operations, table, size);
-	session = libfuse.session_new(args, &operations, size, userdata);
-	lakefs_set_session(session);
-	return session;
+	return lakefs_session = libfuse.session_new(args, &operations, size, userdata);
 }
 
 struct fuse_session *fuse_session_new_versioned(struct fuse_args *args, const struct fuse_lowlevel_ops *table,
 						size_t size, void *version, void *userdata)
 {
 	struct fuse_lowlevel_ops operations = {0};
-	struct fuse_session *session;
 
 	if (!libfuse.session_new_versioned)
 		return NULL;
 	size = wrap_table(&operations, table, size);
-	session = libfuse.session_new_versioned(args, &operations, size, version, userdata);
-	lakefs_set_session(session);
-	return session;
+	return lakefs_session = libfuse.session_new_versioned(args, &operations, size, version, userdata);
 }
 
 /* -- called from Python */
@@ -350,12 +339,6 @@ uint32_t lakefs_granted_features(void)
 int lakefs_is_hooked(void)
 {
 	return hooked;
-}
-
-/* Return how many requests of a kind were handled without entering Python; FORGET includes BATCH_FORGET. */
-int64_t lakefs_answered(uint32_t opcode)
-{
-	return answered[opcode];
 }
 
 /* Return the COPY_FILE_RANGE whose handler runs. */

@@ -42,15 +42,17 @@ static inline struct timespec timespec_of(int64_t ns)
 	return (struct timespec){ns / NS - before, ns % NS + before * NS};
 }
 
-/* -- dispatch.c */
+/* A hash table of a fixed size keeps an inode in one of PROBES consecutive slots, from that of its hash on. `slots` is
+ * 2^24 at most. */
+#define PROBES 8
+static inline uint32_t slot_index(uint64_t inode, unsigned probe, uint32_t slots)
+{
+	return ((uint32_t)(inode * 0x9E3779B97F4A7C15ULL >> 40) + probe) % slots;
+}
 
-/* Count, by opcode, a request that this library handles without entering Python. */
-void lakefs_count(uint32_t opcode);
+/* The parts follow from the lowest to the highest: each uses those before it, none those after it. */
 
-/* Return whether dispatch.c can now handle a request without entering Python. */
-int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body);
-
-/* -- request_loop.c */
+/* -- request.c */
 
 /* When the last request was read. More than one check finds out whether that request needs Python; all of them use this
  * time, so that they agree. */
@@ -59,14 +61,27 @@ struct request_time {
 	int64_t realtime_ns; /* since 1970 */
 };
 extern struct request_time lakefs_request_time;
+void lakefs_note_request_time(void);
 
 int64_t lakefs_monotonic_ns(void);
 
-/* Set the session whose requests request_loop.c reads. */
-void lakefs_set_session(struct fuse_session *session);
+/* Requests are being handled without the GIL; closed files are handed over to Python afterwards. */
+extern int lakefs_without_python;
 
-/* Return whether requests are being handled without the GIL; closed files are handed over to Python afterwards. */
-int lakefs_is_without_python(void);
+/* Count, by opcode, a request that this library handles without entering Python. */
+void lakefs_count(uint32_t opcode);
+
+/* -- attribute_cache.c */
+
+int lakefs_has_attributes(uint64_t inode);
+/* Reply to GETATTR. Requires `lakefs_has_attributes`. */
+void lakefs_reply_attributes(fuse_req_t request, uint64_t inode);
+/* Cache attributes of a directory. With `for_ns` they are valid for this time. With 0 they replace those that are
+ * cached, if there are any, and expire when those would have. */
+void lakefs_keep_attributes(const struct stat *attributes, int64_t for_ns);
+/* Set the times of a directory's cached attributes, because a name was created in it. */
+void lakefs_touch_attributes(uint64_t inode, int64_t now_ns);
+void lakefs_drop_attributes(uint64_t inode);
 
 /* -- leases.c */
 
@@ -99,23 +114,6 @@ void lakefs_add_name(const struct name_lease *lease, const char *name, size_t by
 /* Return whether the table of names is full. */
 int lakefs_is_name_table_full(void);
 
-/* A hash table of a fixed size keeps an inode in one of PROBES consecutive slots, from that of its hash on. `slots` is
- * 2^24 at most. */
-#define PROBES 8
-static inline uint32_t slot_index(uint64_t inode, unsigned probe, uint32_t slots)
-{
-	return ((uint32_t)(inode * 0x9E3779B97F4A7C15ULL >> 40) + probe) % slots;
-}
-
-/* -- attribute_cache.c */
-
-int lakefs_has_attributes(uint64_t inode);
-/* Reply to GETATTR. Requires `lakefs_has_attributes`. */
-void lakefs_reply_attributes(fuse_req_t request, uint64_t inode);
-/* Set the times of a directory's cached attributes, because a name was created in it. */
-void lakefs_touch_attributes(uint64_t inode, int64_t now_ns);
-void lakefs_drop_attributes(uint64_t inode);
-
 /* -- shown_numbers.c */
 
 /* Call libfuse's fuse_add_direntry_plus with the inode number that the file shows. */
@@ -136,9 +134,6 @@ void lakefs_hand_over_before(const struct fuse_in_header *head);
 /* Hand over to Python the files that are due; a file that was closed is. */
 void lakefs_hand_over_closed(void);
 
-/* Return when the newest file that Python does not know was created in a directory; INT64_MIN if there is none. */
-int64_t lakefs_newest_created_ns(uint64_t directory);
-
 /* Return whether files are being received, or wait to be handed over to Python. */
 int lakefs_is_receiving(void);
 
@@ -149,5 +144,13 @@ void lakefs_watch_privileges(struct fuse_session *session, int fd);
 
 /* Accept FUSE_HANDLE_KILLPRIV_V2 if INIT offers it; return whether it does. For the handler of INIT. */
 int lakefs_accept_killpriv(void);
+
+/* -- dispatch.c */
+
+/* The session that was made last; NULL before. */
+extern struct fuse_session *lakefs_session;
+
+/* Return whether dispatch.c can now handle a request without entering Python. */
+int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body);
 
 #endif

@@ -19,28 +19,8 @@
 /* The same limit while files are received: the more of them are closed together, the less each one costs. */
 #define AWAY_RECEIVING_NS 3000000
 
-struct request_time lakefs_request_time;
-static struct fuse_session *session;
-static int begun, without_python;
+static int begun;
 static int drained = 1;
-
-int64_t lakefs_monotonic_ns(void)
-{
-	struct timespec now;
-
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (int64_t)now.tv_sec * NS + now.tv_nsec;
-}
-
-void lakefs_set_session(struct fuse_session *made)
-{
-	session = made;
-}
-
-int lakefs_is_without_python(void)
-{
-	return without_python;
-}
 
 /* Return whether the request is in memory and the wrapped operations handle it without entering Python. */
 static int needs_no_python(const struct fuse_buf *buf)
@@ -56,13 +36,9 @@ static int needs_no_python(const struct fuse_buf *buf)
 static int receive(struct fuse_session *se, struct fuse_buf *buf)
 {
 	int size = libfuse.session_receive_buf(se, buf);
-	struct timespec now;
 
-	if (size > 0) {
-		clock_gettime(CLOCK_REALTIME, &now);
-		lakefs_request_time.realtime_ns = (int64_t)now.tv_sec * NS + now.tv_nsec;
-		lakefs_request_time.monotonic_ns = lakefs_monotonic_ns();
-	}
+	if (size > 0)
+		lakefs_note_request_time();
 	return size;
 }
 
@@ -96,14 +72,14 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
 	int size = receive(se, buf);
 
-	if (!begun || se != session)
+	if (!begun || se != lakefs_session)
 		return size;
 	if (size > 0 && needs_no_python(buf)) {
 		PyThreadState *python = PyEval_SaveThread();
 
-		without_python = 1;
+		lakefs_without_python = 1;
 		size = answer_in_a_row(se, buf);
-		without_python = 0;
+		lakefs_without_python = 0;
 		PyEval_RestoreThread(python);
 	}
 	if (size > 0 && !needs_no_python(buf))
@@ -121,13 +97,13 @@ int lakefs_begin_reading(void)
 {
 	int fd, flags;
 
-	if (!session)
+	if (!lakefs_session)
 		return 0;
-	fd = libfuse.session_fd(session);
+	fd = libfuse.session_fd(lakefs_session);
 	flags = fcntl(fd, F_GETFL);
 	if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0)
 		return 0;
-	lakefs_watch_privileges(session, fd);
+	lakefs_watch_privileges(lakefs_session, fd);
 	begun = 1;
 	return 1;
 }
@@ -141,10 +117,10 @@ int lakefs_is_drained(void)
 /* Return whether the session has ended, for example because the filesystem was unmounted. */
 int lakefs_session_exited(void)
 {
-	return libfuse.session_exited(session);
+	return libfuse.session_exited(lakefs_session);
 }
 
 int lakefs_session_fd(void)
 {
-	return libfuse.session_fd(session);
+	return libfuse.session_fd(lakefs_session);
 }
