@@ -181,6 +181,28 @@ def test_the_table_has_no_cycle() -> None:
     assert len(order) == len(MAY_IMPORT)
 
 
+def test_parts_of_the_c_library_use_those_below_them() -> None:
+    """native.h declares what each part gives to others, the lowest part first."""
+    native = PACKAGE / "kernel" / "native"
+    sections = re.split(r"/\* -- (\w+\.c) \*/", (native / "native.h").read_text())[1:]
+    given = dict(zip(sections[::2], map(shared_names_in, sections[1::2]), strict=True))
+    floors = {part: floor for floor, part in enumerate(given)}
+    assert len(floors) >= 6 and all(given.values())
+    upwards = [
+        (path.name, name)
+        for path in native.glob("*.c")
+        for part, names in given.items()
+        for name in shared_names_in(path.read_text()) & names
+        if floors[part] > floors.get(path.name, len(floors))
+    ]
+    assert not upwards
+
+
+def shared_names_in(text: str) -> set[str]:
+    without_comments = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    return set(re.findall(r"\blakefs_\w+", without_comments))
+
+
 def test_libraries_stay_in_their_layer() -> None:
     for path in modules():
         for name in source_of(path).imports:
