@@ -78,6 +78,29 @@ async def test_small_files_of_a_program_under_writeback_share_packs(
         assert await other.read("d3/f3") == noise(300, 3)
 
 
+async def test_open_for_reading_follows_the_directories_above_a_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading small files in random order is an open for each."""
+    followed: list[int] = []
+    path_of = Tree.path
+
+    def counted(tree: Tree, inode: int) -> list[bytes] | None:
+        followed.append(inode)
+        return path_of(tree, inode)
+
+    async with lake(MemoryStore(), tmp_path, pack="never") as m:
+        await m.mkdir("a")
+        await m.mkdir("a/b")
+        await m.write("a/b/c", b"x")
+        inode = (await m.found("a/b/c")).inode
+        monkeypatch.setattr(Tree, "path", counted)
+        handle = await m.fs.open(inode, os.O_RDONLY)
+        assert await m.fs.read(handle, 0, 10) == b"x"
+        await m.fs.release(handle)
+        assert len(followed) == 1
+
+
 async def rename_file(m: Lake, number: int) -> None:
     await m.rename("temporary", f"file{number}")
 

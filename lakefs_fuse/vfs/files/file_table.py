@@ -170,8 +170,9 @@ class FileTable:
         """One more handle on a file."""
         file = self._files.get(entry.inode)
         if file is None:
-            extent = extent_of(self._tree, entry)
-            file = self._files[entry.inode] = OpenFile(entry, self._tree.key(entry), extent)
+            key = self._tree.key(entry)
+            extent = extent_of(self._tree, entry, key)
+            file = self._files[entry.inode] = OpenFile(entry, key, extent)
             if extent is not None:
                 self._cache.pin(extent.version)
         file.handles += 1

@@ -87,12 +87,13 @@ def checked_key(prefix: str, component: str, source_prefix_bytes: int = 0) -> st
     return key
 
 
-def extent_of(tree: Tree, entry: Entry) -> Extent | None:
-    """Return where a file's bytes are; None if it is not stored yet, or is a symbolic link. Raises FileError(EIO)."""
+def extent_of(tree: Tree, entry: Entry, key: str = "") -> Extent | None:
+    """Return where a file's bytes are; None if it is not stored yet, or is a symbolic link. ``key`` is the file's, if
+    the caller knows it. Raises FileError(EIO)."""
     if entry.flags & (Flag.LOCAL | Flag.SYMLINK):
         return None
     if not entry.place:
-        return Extent.whole(Version(tree.key(entry), entry.etag, entry.size))
+        return Extent.whole(Version(key or tree.key(entry), entry.etag, entry.size))
     row = tree.objects.get(entry.place)
     if row is None:
         raise FileError(errno.EIO, f"the object of {tree.key(entry)} is not known here: delete the cache directory")

@@ -96,7 +96,7 @@ class Handles:
                 await self._io.truncate(file, 0)
                 file.written(self._clock.wall_ns())
             elif not writable and file.draft is None:
-                await self._io.check_version(file.entry, self._reads_of(file.key))
+                await self._io.check_version(file, self._reads_of(file.key))
         except BaseException:
             await self._io.release(file, writer=writable)
             raise

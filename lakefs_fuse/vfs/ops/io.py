@@ -306,16 +306,18 @@ class FileIO:
 
     # -- the version that an OPEN is pinned to
 
-    async def check_version(self, entry: Entry | None, reads: ReadMetrics) -> None:
+    async def check_version(self, file: OpenFile, reads: ReadMetrics) -> None:
         """Begin to read a file if `_is_worth_a_get`. Raises FileError(ESTALE) if its object was replaced; then the name
         has the inode of the present version, if the store tells it, and that version is read."""
-        first: Entry | None = entry
+        first, extent = file.entry, file.extent
+        entry: Entry | None = first
         for _ in range(REPLACED_MAX):
-            if entry is None or await self._is_current(entry, reads):
+            if entry is None or extent is None or await self._is_current(entry, extent.version, reads):
                 break
             if await self._is_elsewhere(entry):
                 return
             entry = await self.renew(entry)
+            extent = None if entry is None else self._ns.extent(entry)
         if entry is not first:
             raise FileError(errno.ESTALE)
 
@@ -328,13 +330,13 @@ class FileIO:
         now = self._ns.tree.entry(entry.inode)
         return now is not None and (now.place, now.offset, now.etag) != (entry.place, entry.offset, entry.etag)
 
-    async def _is_current(self, entry: Entry, reads: ReadMetrics) -> bool:
+    async def _is_current(self, entry: Entry, version: Version, reads: ReadMetrics) -> bool:
         """Return whether the version is at its key; False only if the store says that it is not."""
-        if await self._is_worth_a_get(entry):
+        if await self._is_worth_a_get(entry, version):
             opening = ReadMetrics()
             try:
                 with trio.move_on_after(WAIT_S_MAX):
-                    await self._reader.read(self._version(entry), 0, 1, Readahead(), reads=opening)
+                    await self._reader.read(version, 0, 1, Readahead(), reads=opening)
             except FileError as error:
                 # READ waits for an object that is late, and answers any other error.
                 return error.errno != errno.ESTALE or self._late.is_expected(entry, error)
@@ -366,16 +368,11 @@ class FileIO:
             del self._replaced_in[next(iter(self._replaced_in))]
         return now
 
-    async def _is_worth_a_get(self, entry: Entry) -> bool:
+    async def _is_worth_a_get(self, entry: Entry, version: Version) -> bool:
         """Return whether OPEN sends the GET of the first READ. It does if the first block is not cached, and either any
         first READ of so small a file sends that GET, or files of its directory were replaced recently."""
         if not entry.is_plain or not entry.size:
             return False
         if entry.size > WHOLE_BYTES_MAX and entry.parent not in self._replaced_in:
             return False
-        return not await self._reader.has_first_block(self._version(entry))
-
-    def _version(self, entry: Entry) -> Version:
-        extent = self._ns.extent(entry)
-        assert extent is not None, "a plain file is in the store"
-        return extent.version
+        return not await self._reader.has_first_block(version)
