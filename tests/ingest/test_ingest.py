@@ -57,6 +57,14 @@ MTIME_NS = 1_600_000_000_123_456_789
 MIB = 1 << 20
 
 
+def add_member(archive: tarfile.TarFile, name: str, data: bytes = b"", **header: object) -> None:
+    """Append a file, or what ``header``, fields of `TarInfo`, says."""
+    info = tarfile.TarInfo(name)
+    for key, value in {"size": len(data), **header}.items():
+        setattr(info, key, value)
+    archive.addfile(info, io.BytesIO(data))
+
+
 @dataclass
 class Lake:
     """A store, and how a run of ingest went."""
@@ -310,12 +318,8 @@ async def test_hard_links_of_a_tar_are_references_or_copies(
         for name in names:
             out.add(root / name, name)
         for name in names:
-            link = tarfile.TarInfo(f"links/{name}")
-            link.type, link.linkname, link.mode = tarfile.LNKTYPE, f"./{name}", 0o600
-            out.addfile(link)
-        missing = tarfile.TarInfo("links/missing")
-        missing.type, missing.linkname = tarfile.LNKTYPE, "missing"
-        out.addfile(missing)
+            add_member(out, f"links/{name}", type=tarfile.LNKTYPE, linkname=f"./{name}", mode=0o600)
+        add_member(out, "links/missing", type=tarfile.LNKTYPE, linkname="missing")
     done = await lake.ingest(archive, "x")
     tree = lake.tree()
     for name, content in data.items():
@@ -335,13 +339,9 @@ async def test_hard_link_whose_source_was_replaced_meanwhile_is_reported_and_the
     monkeypatch.setattr(ingest_pack, "PACK_BYTES", MIB)
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as out:
-        large = tarfile.TarInfo("large")
-        large.size = 2 * MIB
-        out.addfile(large, io.BytesIO(bytes(large.size)))
-        link = tarfile.TarInfo("link")
-        link.type, link.linkname = tarfile.LNKTYPE, "large"
-        out.addfile(link)
-        out.addfile(tarfile.TarInfo("rest"))
+        add_member(out, "large", bytes(2 * MIB))
+        add_member(out, "link", type=tarfile.LNKTYPE, linkname="large")
+        add_member(out, "rest")
 
     def copy(_store: ObjectStore, source: str, _target: str, *, etag: str | None = None) -> ObjectMeta:
         raise PreconditionFailed(f"{source!r} is not {etag!r} any more")
@@ -359,9 +359,7 @@ async def test_of_two_members_of_one_name_the_later_wins(
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as out:
         for size in (10, 2 * MIB, 20):
-            info = tarfile.TarInfo("same")
-            info.size = size
-            out.addfile(info, io.BytesIO(b"x" * size))
+            add_member(out, "same", b"x" * size)
     await lake.ingest(archive)
     assert lake.tree()["same"][0] == b"x" * 20
     last = [put for _, record in lake.commits() for put in record.operations if isinstance(put, Put)][-1]
@@ -376,17 +374,11 @@ async def test_member_that_a_directory_would_hide_is_named(
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as out:
         for path in ("file", "in/a/deep/one", "large/x", "linked/x", "hard/x"):
-            info = tarfile.TarInfo(path)
-            info.size = 1
-            out.addfile(info, io.BytesIO(b"x"))
+            add_member(out, path, b"x")
         for path, size in {"in/a": 1, "large": 2 * MIB, "file": 2}.items():
-            info = tarfile.TarInfo(path)
-            info.size = size
-            out.addfile(info, io.BytesIO(b"y" * size))
+            add_member(out, path, b"y" * size)
         for path, kind in {"linked": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE}.items():
-            info = tarfile.TarInfo(path)
-            info.type, info.linkname = kind, "file"
-            out.addfile(info)
+            add_member(out, path, type=kind, linkname="file")
     done = await local.ingest(archive, "at")
     assert done.refused == 4
     assert local.notes == [
@@ -537,10 +529,8 @@ async def test_names_of_a_tar_that_lead_out_of_it(local: Lake, tmp_path: Path) -
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w", format=tarfile.PAX_FORMAT) as out:
         for name in ("../up", "a/../../up", "/etc/passwd", "n" * 256, "ok//./fine", "nul\x01fine"):
-            out.addfile(tarfile.TarInfo(name), io.BytesIO())
-        device = tarfile.TarInfo("device")
-        device.type = tarfile.CHRTYPE
-        out.addfile(device)
+            add_member(out, name)
+        add_member(out, "device", type=tarfile.CHRTYPE)
     done = await local.ingest(archive)
     assert set(local.tree()) == {"ok/fine", "nul\x01fine"}
     assert (done.refused, done.special) == (4, 1)
@@ -554,9 +544,7 @@ async def test_times_of_a_tar_that_are_none_or_out_of_range_are_no_error(
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w", format=tarfile.PAX_FORMAT) as out:
         for name in ("odd", "next"):
-            info = tarfile.TarInfo(name)
-            info.size, info.pax_headers = 1, {"mtime": mtime} if name == "odd" else {}
-            out.addfile(info, io.BytesIO(b"x"))
+            add_member(out, name, b"x", pax_headers={"mtime": mtime} if name == "odd" else {})
     await local.ingest(archive)
     assert set(local.tree()) == {"odd", "next"}
 
@@ -565,7 +553,7 @@ async def test_many_refusals_are_summed_up(local: Lake, tmp_path: Path) -> None:
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as out:
         for number in range(50):
-            out.addfile(tarfile.TarInfo(f"../{number}"))
+            add_member(out, f"../{number}")
     assert (await local.ingest(archive)).refused == 50
     assert len(local.notes) == 21
     assert local.notes[-1] == "left out: 30 more"
