@@ -663,6 +663,24 @@ async def test_object_at_the_key_of_one_that_a_commit_names_is_renamed_while_it_
         assert await other.tree() == {"g": b"Tere"}
 
 
+@pytest.mark.parametrize("path", ["d/f", "d/e/f"])
+async def test_object_at_the_key_of_one_that_a_commit_names_keeps_the_directories_above_it(
+    tmp_path: Path, path: str
+) -> None:
+    """No commit made them, and the object was ended before that by a commit that did not know it."""
+    store, clock, writer = MemoryStore(), Clock(), "00000abc"
+    store.equal_bytes_have_equal_etags = True
+    store.clock, began_ns = clock, clock.now_ns
+    told = [Put(path, OWN, 0, 4, 0o644, 0, 0, 0, hides=etag) for etag in (store.give(path, b"here").etag, "another")]
+    said: list[Operation] = [told[0], Remove(path, by_date=True), told[1]]
+    for time, operation in enumerate(said, began_ns):
+        record = replace(record_of(time=time), writer=writer)
+        store.give(commit_key(time, writer), commit_of({}, record=record, more=[operation]))
+    async with lake(store, tmp_path / "cache", clock=clock) as m:
+        assert await m.names() == ["d"]
+        assert await m.read(path) == b"here"
+
+
 async def test_directory_that_goes_while_the_store_is_asked_about_an_object_in_it(tmp_path: Path) -> None:
     """The daemon goes on."""
     store, clock = MemoryStore(), Clock()

@@ -30,6 +30,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.namespace.key_mapping import path_of_key
+from lakefs_fuse.vfs.namespace.listing_merge import is_removed
 
 NS = 1_000_000_000
 CLOCK_NS = 4 * NS
@@ -93,7 +94,6 @@ class CommitOrder:
         entry = self._tree.resolve(path.split(b"/"))
         if entry is not None and entry.etag == meta.etag:
             return False
-        tombstone = self._tree.tombstones.get(path)
-        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+        if is_removed(self._tree, path, meta, entry):
             return False
         return self._tree.objects.find(meta.key, meta.etag) is None and not self._is_announced(meta.key)

@@ -520,13 +520,7 @@ class DirectoryMerge:
             self._drop_version(batch, entry)
 
     def _is_removed(self, name: bytes, meta: ObjectMeta, known: Entry | None = None) -> bool:
-        """Return whether an object counts as removed. If a commit says that the name is the object at its key, only an
-        object that a commit named does."""
-        tombstone = self._tree.tombstones.get(self._prefix + name)
-        if tombstone is None:
-            return False
-        is_told = known is not None and known.is_plain and known.stamp > 0
-        return tombstone.hides(meta.etag, meta.mtime_ns, is_told=is_told)
+        return is_removed(self._tree, self._prefix + name, meta, known)
 
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
         if self._is_removed(name, meta) or meta.key in self._strays:
@@ -650,6 +644,16 @@ class DirectoryMerge:
         path, floor = self._prefix + entry.name, entry.stamp if entry.stamp < PENDING else 0
         tombstone = bury(self._tree.tombstones.get(path), floor=floor, etag=entry.etag, at=entry.stamp)
         self._tree.tombstones.write(batch, {path: tombstone})
+
+
+def is_removed(tree: Tree, path: bytes, meta: ObjectMeta, known: Entry | None) -> bool:
+    """Return whether an object at a path, of which ``known`` is the file, counts as removed. If a commit says that the
+    file is the object at its key, only an object that a commit named does."""
+    tombstone = tree.tombstones.get(path)
+    if tombstone is None:
+        return False
+    is_told = known is not None and known.is_plain and known.stamp > 0
+    return tombstone.hides(meta.etag, meta.mtime_ns, is_told=is_told)
 
 
 def _is_outside(entry: Entry) -> bool:

@@ -55,7 +55,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
     path_of_key,
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
-from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
+from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, is_removed, read_page
 from lakefs_fuse.vfs.namespace.look_intervals import LookIntervals
 from lakefs_fuse.vfs.namespace.outdated_names import OutdatedNames
 from lakefs_fuse.vfs.namespace.subtree_listing import FlatListing, Place, SubtreeListings
@@ -744,8 +744,7 @@ class Namespace:
 
     def _is_removed(self, meta: ObjectMeta) -> bool:
         path = path_of_key(meta.key).encode("utf-8", "surrogatepass")
-        tombstone = self.tree.tombstones.get(path)
-        return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
+        return is_removed(self.tree, path, meta, self.tree.resolve(path.split(b"/")))
 
     def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
         return DirectoryMerge(

@@ -13,6 +13,7 @@ from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.vfs.namespace.listing_merge import is_removed
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 
@@ -75,8 +76,7 @@ class StoredVersions:
         meta = await self._client.find(key)
         if meta is None:
             return Visible()
-        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass")) if key == path else None
-        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+        if key == path and is_removed(self._ns.tree, path.encode("utf-8", "surrogatepass"), meta, entry):
             return Visible()
         if entry is not None and key == path and _is_hidden(entry, meta):
             return Visible()
