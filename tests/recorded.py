@@ -1,11 +1,12 @@
-"""A server that gives one recorded answer to every request, as a store that fails does. Threads of this process."""
+"""A server that gives recorded answers, mostly one to every request, as a store that fails does. Threads of this
+process."""
 
 from __future__ import annotations
 
 import contextlib
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,14 +23,16 @@ class Answer:
 
 
 @contextlib.contextmanager
-def answering(answer: Answer, certificate: tuple[Path, Path] | None = None) -> Iterator[int]:
-    """The port of a server of ``answer``; with a certificate and its key it speaks TLS only."""
+def answering(answers: Answer | Callable[[str], Answer], certificate: tuple[Path, Path] | None = None) -> Iterator[int]:
+    """The port of a server of one answer, or of one for each method; with a certificate and its key it speaks TLS
+    only."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = answers if isinstance(answers, Answer) else answers(self.command)
             body = answer.body.encode()
             self.send_response(answer.status)
             for name, value in {**answer.headers, "Content-Type": answer.kind}.items():

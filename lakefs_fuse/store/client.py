@@ -533,7 +533,11 @@ class _VersionWrite:
         has_match = able.put_if_match if self._kind == "put" else able.complete_if_match
         call = partial(self._call, if_absent=if_absent, etag=etag if has_match else None)
         try:
-            return await client._attempt(self._kind, call, abandon=False)
+            stored = await client._attempt(self._kind, call, abandon=False)
+            draft = token_of(stored).partition(".")[0]
+            if draft and draft != self._token.partition(".")[0]:  # it was looked up, as the answer had no ETag
+                raise Unavailable(f"{self._key!r} is another version than the one that was sent")
+            return stored
         except StoreError as error:
             if isinstance(error, NotCarriedOut) or not isinstance(error, Unavailable):
                 target.unsure = unsure

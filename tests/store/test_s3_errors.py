@@ -32,11 +32,14 @@ from lakefs_fuse.errors import (
     StoreFull,
     Unavailable,
 )
+from lakefs_fuse.store.client import token_of
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.protocol import Capabilities, PartRef
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.store import S3Store
+from lakefs_fuse.upload.draft import DraftTarget
 from tests import servers
+from tests.fakes import store_client
 from tests.forward_proxy import make_certificate
 from tests.recorded import Answer, answering
 
@@ -76,6 +79,7 @@ OPERATIONS: dict[str, Callable[[S3Store], object]] = {
     "list": lambda store: store.list_page(""),
     "get": lambda store: store.get("dir/a", 0, 1),
     "put": lambda store: store.put("dir/a", b"x"),
+    "large put": lambda store: store.put("dir/a", b"x" * (2 << 20)),
     "delete": lambda store: store.delete("dir/a"),
     "create": lambda store: store.create_multipart("dir/a"),
     "part": lambda store: store.upload_part("dir/a", "id", 1, b"x"),
@@ -235,6 +239,12 @@ CASES = {
         "https://datatracker.ietf.org/doc/html/rfc7710 (the answer itself is made up: portals differ)",
         "log in to the network", Unavailable, errno.EIO, "mount list",
     ),
+    "captive portal in XHTML": Case(
+        Answer(200, '<?xml version="1.0"?>\n<html xmlns="http://www.w3.org/1999/xhtml"><head>'
+               "<title>Log in</title></head><body/></html>", kind="text/html"),
+        "https://datatracker.ietf.org/doc/html/rfc7710 (the answer itself is made up: portals differ)",
+        "log in to the network", Unavailable, errno.EIO, "mount list create part complete delete abort copy uploads",
+    ),
     "captive portal that redirects": Case(
         Answer(302, "", {"Location": "http://127.0.0.1:9/login"}, kind="text/html"),
         "https://datatracker.ietf.org/doc/html/rfc6585#appendix-B (the address is made up)",
@@ -304,6 +314,30 @@ def test_recorded_answer_becomes_one_sentence_that_says_what_to_do(name: str) ->
         for operation in case.operations.split():
             error = failure_at_mount(config_of(port)) if operation == "mount" else failure_of(operation, store)
             check(error, case.kind, case.errno, case.advice)
+
+
+@pytest.mark.parametrize("answer", [Answer(200), Answer(202, "ok")])
+def test_write_with_an_answer_that_is_not_the_stores_is_not_done(answer: Answer) -> None:
+    """The object of another size that is there is not what was sent."""
+    with answering(answer) as port, opened(config_of(port)) as store:
+        for operation in ("put", "large put", "create", "part", "complete"):
+            assert isinstance(failure_of(operation, store), Unavailable)
+
+
+async def test_completion_after_whose_answer_another_version_is_there_is_looked_up_again() -> None:
+    """An answer without an ETag says nothing of what is at the key: first the version before, of the same size."""
+    seen: list[str] = []
+
+    def answer(method: str) -> Answer:
+        seen.append(method)
+        token = "mine" if seen.count("HEAD") > 1 else "theirs"
+        return Answer(200, "x", {"x-amz-meta-lakefs-draft": token, "ETag": '"e"'}) if method == "HEAD" else Answer(200)
+
+    with answering(answer) as port, opened(config_of(port)) as store:
+        client, target = store_client(store, store.capabilities), DraftTarget("f", dict)  # type: ignore[arg-type]
+        stored = await client.complete_multipart("f", "id", [PartRef(1, "e", 1)], version=target, token="mine")
+        assert token_of(stored) == "mine"
+    assert seen == ["POST", "HEAD", "HEAD"]
 
 
 ODD_NAMES = (

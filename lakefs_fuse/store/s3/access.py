@@ -33,6 +33,7 @@ from botocore.config import Config
 from botocore.handlers import add_expect_header
 from botocore.httpsession import ProxyConfiguration
 from botocore.loaders import Loader, create_loader
+from botocore.model import OperationModel
 from botocore.utils import get_environ_proxies
 from msgspec import structs
 
@@ -41,7 +42,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
 from lakefs_fuse.product import ENVIRONMENT_PREFIX, PROGRAM
 from lakefs_fuse.store.s3.advice import NO_CREDENTIALS
-from lakefs_fuse.store.s3.errors import from_boto
+from lakefs_fuse.store.s3.errors import from_boto, refuse_page
 from lakefs_fuse.store.s3.key_files import REREAD_S, follow_files
 from lakefs_fuse.store.s3.stored_objects import STORING_OPERATIONS, boto3_encryption
 
@@ -205,6 +206,7 @@ def _register_handlers(client: Boto3Client, config: StoreConfig) -> None:
     client.meta.events.unregister("before-call.s3", add_expect_header)
     for operation in STORING_OPERATIONS:
         client.meta.events.register(f"before-parameter-build.s3.{operation}", partial(_add_encryption, config))
+    client.meta.events.register("after-call.s3", _refuse_page)
     if config.requester_pays:
         client.meta.events.register("before-sign.s3", _add_payer)
 
@@ -217,6 +219,12 @@ def _addressing(config: StoreConfig) -> dict[str, str]:
 def _add_payer(request: AWSRequest, **_: object) -> None:
     """Every request, while its signature is yet to be made. botocore's parameter RequestPayer is missing from some."""
     request.headers[PAYER_HEADER] = "requester"
+
+
+def _refuse_page(http_response: AWSResponse, model: OperationModel, **_: object) -> None:
+    """botocore takes a page that is XML for the answer. Raises WebPage."""
+    if http_response.status_code < 300 and not model.has_streaming_output:
+        refuse_page(http_response.content)
 
 
 def _add_encryption(config: StoreConfig, params: dict[str, object], **_: object) -> None:

@@ -99,7 +99,7 @@ _PERMISSIONS: Sequence[tuple[str, str, str]] = (
 """The beginning of each operation, what it does, and the permission that it needs, by its name in AWS IAM."""
 
 _REGION_NAME = re.compile(r"expecting '([a-z0-9-]{1,40})'|<Region>([a-z0-9-]{1,40})</Region>")
-_WEB_PAGE = re.compile(r"\s*<(!doctype html|html)\b", re.IGNORECASE)
+_WEB_PAGE = re.compile(r"\s*(<\?xml[^>]*>\s*)?<(!doctype html|html)\b", re.IGNORECASE)
 _OBSTORE_BODY = re.compile(r"Server returned non-2xx status code: [^:]*: (.*)", re.DOTALL)
 _HTTPS_PORT = re.compile(r"plain HTTP request was sent to HTTPS port|HTTP request to an HTTPS server", re.IGNORECASE)
 """nginx and Go's net/http."""

@@ -142,6 +142,11 @@ REGION_HEADER = "x-amz-bucket-region"
 
 _THROTTLED = re.compile(r"SlowDown|Throttl|TooManyRequests|LimitExceeded|ServiceUnavailable")
 
+
+class WebPage(ValueError):
+    """A web page came with 200. What it was asked for was not done."""
+
+
 _Kinds = Sequence[tuple[tuple[type[BaseException], ...], type[StoreError], str]]
 """Exceptions, the kind that the first match becomes, and what a message says of it."""
 _BOTO_KINDS: _Kinds = (
@@ -151,6 +156,7 @@ _BOTO_KINDS: _Kinds = (
         AccessDenied,
         "credentials could not be had ({exception}): log in again or check AWS_PROFILE",
     ),
+    ((WebPage,), Unavailable, advice.WEB_PAGE),
     ((boto.ParamValidationError,), KeyRefused, "the request cannot be expressed: choose a shorter or simpler name"),
     (
         (boto.IncompleteReadError, boto.ResponseStreamingError, ResponseParserError, ElementTree.ParseError),
@@ -184,7 +190,9 @@ _XML_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
 _XML_MESSAGE = re.compile(r"<Message>([^<]{1,400})</Message>")
 
 
-RAISED_BY_BOTO = (boto.BotoCoreError, boto.ClientError, urllib3.exceptions.HTTPError, OSError, ValueError)
+RAISED_BY_BOTO = (
+    boto.BotoCoreError, boto.ClientError, ResponseParserError, urllib3.exceptions.HTTPError, OSError, ValueError,
+)  # fmt: skip
 """What a call may raise. botocore 1.42 and before passes on what urllib3 raises of an error that is cut short."""
 
 
@@ -235,6 +243,12 @@ def from_xml(what: str, status: int, body: bytes, region: str = "", *, signed: b
     if code is None and (page := _from_page(what, status, text)):
         return page
     return from_answer(what, code[1] if code else "", status, message[1] if message else text, region, signed=signed)
+
+
+def refuse_page(body: bytes) -> None:
+    """Raise WebPage for the body of an answer with 200 that is a web page."""
+    if advice.of_page(body[:65_536].decode("utf-8", "replace")):
+        raise WebPage
 
 
 def from_page(what: str, body: bytes) -> StoreError | None:

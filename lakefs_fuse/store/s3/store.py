@@ -150,7 +150,7 @@ class S3Store:
         if is_expressible(key):
             return self._fast.head(key)
         answer = self._call("head_object", f"head {key!r}", key)
-        return _meta(key, int(answer["ContentLength"]), answer)
+        return _meta(key, int(_told(answer, "ContentLength", f"head {key!r}")), answer)
 
     def through_cache(self, url: str) -> CachedGetter | None:
         """See `CacheableStore`."""
@@ -205,7 +205,7 @@ class S3Store:
             meta = self._put_fast(key, small, metadata, if_absent=if_absent)
             if self.sender.compares_md5 and md5_of_sent(small) != meta.etag:
                 raise Unavailable(f"{what}: the received bytes are not those that were sent")
-            return meta if meta.etag else self.head(key)
+            return meta if meta.etag else self._stored(what, key, size)
         parameters: dict[str, object] = {"Metadata": dict(metadata or {}), **self._class_parameter(key, size)}
         if if_absent:
             parameters["IfNoneMatch"] = "*"
@@ -213,7 +213,17 @@ class S3Store:
             parameters["IfMatch"] = f'"{etag}"'
         answer = self.sender.send("put_object", what, key, body, parameters, visible=True)
         new = etag_of(answer)
-        return ObjectMeta(key, size, new, self._clock.wall_ns(), dict(metadata or {})) if new else self.head(key)
+        if not new:
+            return self._stored(what, key, size)
+        return ObjectMeta(key, size, new, self._clock.wall_ns(), dict(metadata or {}))
+
+    def _stored(self, what: str, key: str, size: int) -> ObjectMeta:
+        """The object that an answer without an ETag is about, of ``size`` bytes. Raises Unavailable for another: what
+        answered may not have been the store."""
+        there = self.head(key)
+        if there.size != size:
+            raise Unavailable(f"{what}: an object of {there.size} bytes is there, and {size} were sent")
+        return there
 
     def _put_fast(self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
         storage_class = self._storage_class(key, len(body))
@@ -299,7 +309,9 @@ class S3Store:
         self._refuse_marker(source, NotFound)
         self._refuse_key(target)
         what, stored = f"copy {source!r} to {target!r}", self._class_parameter(target, None)
-        self._copy("copy_object", what, source, etag, target, **stored)
+        answer = self._copy("copy_object", what, source, etag, target, **stored)
+        if not etag_of(answer.get("CopyObjectResult", {})):
+            raise Unsupported(f"{what}: the store answered without copying (CopyObject)")
         return self.head(target)
 
     def _copy(
@@ -328,8 +340,8 @@ class S3Store:
             **self.sender.upload_parameters(),
             **self._class_parameter(key, None),
         }
-        answer = self._call("create_multipart_upload", f"create upload {key!r}", key, **parameters)
-        return str(answer["UploadId"])
+        what = f"create upload {key!r}"
+        return str(_told(self._call("create_multipart_upload", what, key, **parameters), "UploadId", what))
 
     def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
         """See `ObjectStore.upload_part`; a slice is streamed, in pieces of 1 MiB."""
@@ -382,14 +394,14 @@ class S3Store:
             parameters["IfNoneMatch"] = "*"
         if etag is not None:
             parameters["IfMatch"] = f'"{etag}"'
-        answer = self._call("complete_multipart_upload", f"complete {key!r}", key, **parameters)
-        new = etag_of(answer)
+        what, size = f"complete {key!r}", sum(part.size for part in parts)
+        new = etag_of(self._call("complete_multipart_upload", what, key, **parameters))
         if looks or not new or not self.capabilities.complete_etag:
-            there = self.head(key)
+            there = self.head(key) if new else self._stored(what, key, size)
             if looks and new and self.capabilities.complete_etag and there.etag != new:
                 raise PreconditionFailed(f"{key!r} was created by another client at the same time")
             return there
-        return ObjectMeta(key, sum(part.size for part in parts), new, self._clock.wall_ns())
+        return ObjectMeta(key, size, new, self._clock.wall_ns())
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """See `ObjectStore.abort_multipart`."""
@@ -492,6 +504,13 @@ class S3Store:
     def _refuse_marker(self, key: str, kind: type[LakeError]) -> None:
         if self._is_foreign_marker(key):
             raise kind(f"{key!r}: the store has no directory markers")
+
+
+def _told(answer: Answer, name: str, what: str) -> Any:
+    """What every answer to the request has. Raises Unavailable where it is missing: the answer is not the store's."""
+    if name not in answer:
+        raise Unavailable(f"{what}: the answer has no {name}: see whether a proxy changes it")
+    return answer[name]
 
 
 def _meta(key: str, size: int, answer: Answer) -> ObjectMeta:
