@@ -105,6 +105,10 @@ class NotFound(StoreError):
     errno = errno.ENOENT
 
 
+class PartsRefused(StoreError):
+    """The store has lost parts of an upload, or has others than are to make the object."""
+
+
 class NoSuchBucket(StoreError):
     """The bucket (or the exported directory) does not exist."""
 

@@ -271,8 +271,8 @@ class ObjectStore(Protocol):
     def complete_multipart(
         self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False, etag: str | None = None
     ) -> ObjectMeta:
-        """Publish. Raises NotFound where the upload is gone (perhaps because it was completed before), and as `put`
-        (`Capabilities.complete_if_match`)."""
+        """Publish. Raises NotFound where the upload is gone (perhaps because it was completed before), PartsRefused
+        where some of its parts are, and as `put` (`Capabilities.complete_if_match`)."""
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """Absent is success."""

@@ -29,6 +29,7 @@ from lakefs_fuse.errors import (
     KeyRefused,
     LakeError,
     NotFound,
+    PartsRefused,
     PreconditionFailed,
     StoreError,
     Superseded,
@@ -269,9 +270,8 @@ async def _complete(
         draft.forget_upload()
     try:
         meta = await _send_and_complete(draft, append, confirm)
-    except NotFound:
-        log.warning("the multipart upload of %s no longer exists in the store: it starts again", draft.target.key)
-        draft.forget_upload()
+    except (NotFound, PartsRefused) as error:
+        await _drop_upload(draft, error)
         try:
             meta = await _send_and_complete(draft, append, confirm)
         except NotFound as error:
@@ -280,6 +280,17 @@ async def _complete(
     began = {name: value for name, value in draft.upload_metadata.items() if name not in ORIGIN}
     draft.end_upload(in_one_piece=False)
     return meta, began
+
+
+async def _drop_upload(draft: Draft, error: NotFound | PartsRefused) -> None:
+    """Forget the upload, of which the store has lost all parts or some. Raises ``error`` if it may have the only copy
+    of some bytes."""
+    if isinstance(error, PartsRefused):
+        if draft.parts.bytes_dropped:
+            raise error
+        await _abort_unneeded_upload(draft)
+    log.warning("the store has lost the multipart upload of %s, or parts of it: it starts again", draft.target.key)
+    draft.forget_upload()
 
 
 async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confirm | None) -> ObjectMeta:

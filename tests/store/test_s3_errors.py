@@ -27,6 +27,7 @@ from lakefs_fuse.errors import (
     NoSuchBucket,
     NotCarriedOut,
     NotFound,
+    PartsRefused,
     PreconditionFailed,
     StoreError,
     StoreFull,
@@ -292,6 +293,12 @@ CASES = {
         s3(403, "QuotaExceeded", "Your request was denied due to quota exceeded."),
         "https://github.com/versity/versitygw/pull/503",
         "raise the quota, or remove files", StoreFull, errno.ENOSPC, "put part complete",
+    ),
+    "lost part": Case(
+        s3(400, "InvalidPart", "One or more of the specified parts could not be found. The part may not have been "
+           "uploaded, or the specified entity tag may not match the part's entity tag."),
+        "https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html",
+        "which sends them again", PartsRefused, errno.EIO, "complete",
     ),
     "overloaded gateway": Case(
         Answer(504, "<html><body><h1>504 Gateway Time-out</h1></body></html>", kind="text/html"),

@@ -12,7 +12,16 @@ import trio
 
 from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from lakefs_fuse.errors import AccessDenied, FileError, NotCarriedOut, NotFound, StoreError, Superseded, Unavailable
+from lakefs_fuse.errors import (
+    AccessDenied,
+    FileError,
+    NotCarriedOut,
+    NotFound,
+    PartsRefused,
+    StoreError,
+    Superseded,
+    Unavailable,
+)
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
@@ -247,9 +256,10 @@ async def test_completion_conflict_with_another_creator_yields_to_it(tmp_path: P
         draft.close(unlink=True)
 
 
-async def test_completion_conflict_then_no_such_upload_begins_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [NotFound("NoSuchUpload"), PartsRefused("InvalidPart")])
+async def test_completion_conflict_then_a_lost_upload_begins_anew(tmp_path: Path, lost: StoreError) -> None:
     data = noise(2, 5 * PART)
-    answers = [Unavailable("409"), NotFound("NoSuchUpload")]
+    answers = [Unavailable("409"), lost]
 
     def hook(request: Request, when: When) -> None:
         if request.what == "complete_multipart" and when == "before" and answers:
@@ -263,6 +273,7 @@ async def test_completion_conflict_then_no_such_upload_begins_anew(tmp_path: Pat
         assert b.store.data("file") == data
         assert b.store.count("create_multipart") == 2
         assert sorted(b.store.parts_sent()) == sorted([1, 2, 3, 4, 5] * 2)
+        assert not b.store.list_multipart("") or isinstance(lost, NotFound)
         draft.close(unlink=True)
 
 

@@ -26,7 +26,7 @@ import msgspec
 
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.local_disk import free_bytes
-from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
+from lakefs_fuse.errors import KeyRefused, NotFound, PartsRefused, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.store.local.list_pages import LocalPages
 from lakefs_fuse.store.local.tree import (
     UPLOADS_DIR,
@@ -368,11 +368,11 @@ def _append_part(fd: int, path: str, part: PartRef) -> None:
     try:
         source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise StoreError(f"part {part.number} was never uploaded") from error
+        raise PartsRefused(f"part {part.number} was never uploaded") from error
     try:
         status = os.fstat(source)
         if file_etag(status) != part.etag:
-            raise StoreError(f"part {part.number} was uploaded again since")
+            raise PartsRefused(f"part {part.number} was uploaded again since")
         copied = _copy_bytes(source, fd, 0, status.st_size)
         if copied != status.st_size:
             raise StoreError(f"part {part.number} is shorter than it was")

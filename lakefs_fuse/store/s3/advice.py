@@ -51,6 +51,7 @@ OF_CODES: Mapping[str, str] = {
     "InvalidObjectState": (
         "the object is archived (Glacier): restore it with `aws s3api restore-object`, then read again"
     ),
+    "InvalidPart": "the store has lost parts of the upload: sync or flush the file, which sends them again",
     "KMS.DisabledException": _KMS,
     "KMS.KMSInvalidStateException": _KMS,
     "KMS.NotFoundException": _KMS,
