@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.environment.clock import SystemClock
-from lakefs_fuse.errors import AccessDenied, KeyRefused, NotFound, PreconditionFailed, StoreError, StoreFull
+from lakefs_fuse.errors import (
+    AccessDenied,
+    KeyRefused,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+    StoreFull,
+    Unavailable,
+)
 from lakefs_fuse.store.local import list_pages
 from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.local.tree import TMP_AGE_S_MAX, LocalTree
@@ -51,6 +59,52 @@ def test_objects_are_files_and_files_are_objects(store: LocalStore, root: Path) 
     assert store.head("dir/b").metadata == {}
     assert keys(store) == ["dir/a", "dir/b"]
     assert not any((root / ".lakefs/tmp").iterdir())
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_root_whose_disk_is_not_mounted_is_away_until_it_is_back(store: LocalStore, root: Path, is_there: bool) -> None:
+    """Below its mountpoint is nothing, or another directory, which gets no file and whose names are not the lake's."""
+    store.put("a", b"put")
+    upload_id = store.create_multipart("b")
+    root.rename(root.with_name("elsewhere"))
+    if is_there:
+        root.mkdir()
+    operations: tuple[Callable[[], object], ...] = (
+        lambda: store.get("a", 0, 3),
+        lambda: store.head("a"),
+        lambda: store.put("new", b"put"),
+        lambda: store.put("marker/", b""),
+        lambda: store.delete("a"),
+        lambda: store.delete_many(["a"]),
+        lambda: store.copy("a", "new"),
+        lambda: store.list_page(""),
+        lambda: store.list_page("", delimiter="/"),
+        lambda: store.create_multipart("new"),
+        lambda: store.upload_part("b", upload_id, 1, b"x"),
+        lambda: store.complete_multipart("b", upload_id, []),
+        lambda: store.abort_multipart("b", upload_id),
+        lambda: store.list_multipart(""),
+    )
+    for operation in operations:
+        with pytest.raises(Unavailable, match="mount its disk again"):
+            operation()
+    if is_there:
+        root.rmdir()  # it is empty
+    assert not root.exists()
+    root.with_name("elsewhere").rename(root)
+    assert (keys(store), [upload.key for upload in store.list_multipart("")]) == (["a"], ["b"])
+
+
+def test_listing_between_whose_pages_the_root_goes_is_not_believed(store: LocalStore, root: Path) -> None:
+    """What is left of it would say that the other names were removed."""
+    for name in ("a/1", "b/1", "c/1"):
+        store.put(name, b"x")
+    token = store.list_page("", keys_max=1).next_token
+    root.rename(root.with_name("elsewhere"))
+    with pytest.raises(Unavailable):
+        store.list_page("", token=token)
+    root.with_name("elsewhere").rename(root)
+    assert [meta.key for meta in store.list_page("", token=token).objects] == ["b/1", "c/1"]
 
 
 def test_a_file_written_in_place_is_another_version_without_metadata(store: LocalStore, root: Path) -> None:

@@ -47,6 +47,7 @@ class LocalPages:
         if delimiter not in ("", "/"):
             raise Unsupported(f"delimiter {delimiter!r}: only '/' or none")
         walk = None
+        self._tree.require_root()
         if token is not None:
             with self._lock:
                 walk = self._open.pop((prefix, delimiter, token), None)
@@ -58,6 +59,7 @@ class LocalPages:
             last = items[-1]
             next_token = "p" + last if isinstance(last, str) else "k" + last.key
             self._keep((prefix, delimiter, next_token), chain((following,), walk))
+        self._tree.require_root()  # still: without it, directories seem to have been removed
         objects = [item for item in items if isinstance(item, ObjectMeta)]
         prefixes = [item for item in items if isinstance(item, str)]
         return ListPage(objects, prefixes, next_token)

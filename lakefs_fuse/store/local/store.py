@@ -133,6 +133,7 @@ class LocalStore:
         """See `ObjectStore.delete_many`."""
         failed: dict[str, str] = {}
         directories: set[str] = set()
+        self._tree.require_root()
         for key in keys:
             try:
                 with translated("delete", key):
@@ -247,6 +248,7 @@ class LocalStore:
 
     def list_multipart(self, prefix: str) -> Sequence[UploadRef]:
         """See `ObjectStore.list_multipart`."""
+        self._tree.require_root()
         with translated("list uploads of", prefix):
             try:
                 names = os.listdir(self._uploads)
@@ -267,6 +269,7 @@ class LocalStore:
         return f"{self._directory(upload_id)}/{number:05d}"
 
     def _about(self, key: str, upload_id: str) -> _About:
+        self._tree.require_root()
         about = _read_about(self._directory(upload_id)) if _ID.fullmatch(upload_id) else None
         if about is None or about.key != key:
             raise NotFound(f"no upload {upload_id!r} of {key!r}")

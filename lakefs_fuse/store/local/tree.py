@@ -6,7 +6,9 @@ What always holds:
   or ``.lakefs/uploads``;
 * a name appears by one rename or link of a finished, synced temporary file, so a crash leaves at most a file in
   ``.lakefs/tmp``, which is not a key and which the next store removes when it opens, after a day;
-* a directory is removed only when empty (rmdir), so pruning can race with anything.
+* a directory is removed only when empty (rmdir), so pruning can race with anything;
+* *one root*: nothing is read or written where another directory, or none, is at the root's path, as while its disk is
+  not mounted. The root is told by its inode number, as its device gets another number when it is mounted again.
 
 Called by the other modules of `local` only, from any worker thread.
 """
@@ -103,7 +105,7 @@ def require_version(key: str, etag: str, expected: str | None) -> None:
 
 
 class LocalTree:
-    """A root directory; its only state is the newest time stamp it made."""
+    """A root directory; its only state is its identity and the newest time stamp it made."""
 
     def __init__(self, root: str, rng: random.Random, clock: Clock) -> None:
         """Raises NoSuchBucket, AccessDenied, or ConfigError where the file system has no user extended attributes."""
@@ -117,6 +119,7 @@ class LocalTree:
         if not os.path.isdir(self.root):
             why = "is not a directory" if os.path.lexists(self.root) else "does not exist"
             raise NoSuchBucket(f"{root} {why}: create it first, or name another directory")
+        self._inode = os.stat(self.root).st_ino
         if not os.access(self.root, os.R_OK | os.X_OK):
             raise AccessDenied(f"directory {root} cannot be read: check its owner and mode")
         try:
@@ -127,6 +130,18 @@ class LocalTree:
                     f"directory {root}: its file system has no user extended attributes, which object metadata needs"
                 ) from error
         self._remove_old_temporaries()
+
+    def require_root(self) -> None:
+        """Raises Unavailable where the root is not the directory that was opened."""
+        try:
+            inode = os.stat(self.root).st_ino
+        except OSError as error:
+            why = error.strerror
+        else:
+            if inode == self._inode:
+                return
+            why = "another directory is there"
+        raise Unavailable(f"directory {self.root}: {why}: mount its disk again; or mount the lake again if it moved")
 
     def unique_ns(self) -> int:
         """Time of day in ns, never the same twice: kernel time stamps move only every few milliseconds."""
@@ -157,7 +172,8 @@ class LocalTree:
         return None
 
     def path(self, key: str, refused: type[StoreError] = NotFound) -> str:
-        """Path without a trailing slash. Raises ``refused`` if it cannot be a key here."""
+        """Path without a trailing slash. Raises ``refused`` for what is no key here, Unavailable without the root."""
+        self.require_root()
         if refusal := self.refusal(key):
             raise refused(f"{key!r}: not a key of this store: {refusal}")
         return f"{self.root}/{key.removesuffix('/')}"
