@@ -347,6 +347,18 @@ async def test_completion_after_whose_answer_another_version_is_there_is_looked_
     assert seen == ["POST", "HEAD", "HEAD"]
 
 
+@pytest.mark.parametrize("key", ["dir/a", "dir//a"])
+def test_head_that_is_refused_without_a_code_says_what_get_says(key: str) -> None:
+    expired = CASES["expired token"]
+    with (
+        answering(lambda method: Answer(400) if method == "HEAD" else expired.answer) as port,
+        opened(config_of(port)) as store,
+        pytest.raises(LakeError) as caught,
+    ):
+        store.head(key)
+    check(caught.value, expired.kind, expired.errno, expired.advice)
+
+
 ODD_NAMES = (
     "status code: 503.log",
     "status code: 412 <Code>AccessDenied</Code>",

@@ -30,7 +30,7 @@ RETENTION = (
 )
 
 _CHECK_KEYS = "check AWS_ACCESS_KEY_ID or AWS_PROFILE"
-_FULL = "the store has no room: raise the quota, or remove files"
+_FULL = "the store has no room: raise the quota, or remove files (where a mount cannot, another S3 client can)"
 _KMS = "the key that encrypts the object cannot be used: check its state and its region in KMS"
 _SLOW = "it limits the rate of requests: lower --requests and --uploads, or ask for a higher limit"
 _UNIMPLEMENTED = "the store does not implement this request: use another store, or a newer version of it"

@@ -147,10 +147,16 @@ class S3Store:
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
         self._refuse_marker(key, NotFound)
-        if is_expressible(key):
-            return self._fast.head(key)
-        answer = self._call("head_object", f"head {key!r}", key)
-        return _meta(key, int(_told(answer, "ContentLength", f"head {key!r}")), answer)
+        try:
+            if is_expressible(key):
+                return self._fast.head(key)
+            answer = self._call("head_object", f"head {key!r}", key)
+            return _meta(key, int(_told(answer, "ContentLength", f"head {key!r}")), answer)
+        except StoreError as error:
+            if type(error) is StoreError:
+                # Answers to HEAD have no code: S3's 400 is that of an expired token, among others. GET's has one.
+                self._get_object(key, 0, 1, None)["Body"].close()
+            raise
 
     def through_cache(self, url: str) -> CachedGetter | None:
         """See `CacheableStore`."""
