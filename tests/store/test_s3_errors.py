@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -357,6 +359,42 @@ def test_head_that_is_refused_without_a_code_says_what_get_says(key: str) -> Non
     ):
         store.head(key)
     check(caught.value, expired.kind, expired.errno, expired.advice)
+
+
+def test_upload_waits_for_a_server_that_takes_its_body_slowly_as_for_an_answer() -> None:
+    """Longer than for a connection: a part is sent once."""
+    size, connections = 8 << 20, 0
+
+    def take(listener: socket.socket) -> None:
+        nonlocal connections
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connections += 1
+                with connection:
+                    time.sleep(0.5)
+                    left, head = size, b""
+                    while b"\r\n\r\n" not in head:
+                        head += connection.recv(1 << 16)
+                    left -= len(head.partition(b"\r\n\r\n")[2])
+                    while left and (piece := connection.recv(1 << 20)):
+                        left -= len(piece)
+                    connection.sendall(
+                        b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
+                    )
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        thread = threading.Thread(target=take, args=(listener,))
+        thread.start()
+        try:
+            with opened(config_of(listener.getsockname()[1], connect_timeout_s=0.2)) as store:
+                store.adapt(Capabilities(name="s3", md5_etags=False))
+                assert store.upload_part("dir/a", "id", 1, bytes(size)).etag == "e"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    assert connections == 1
 
 
 ODD_NAMES = (

@@ -1,8 +1,9 @@
 """Access to one bucket: its boto3 client, and the addresses, proxies and credentials that the fast path shares.
 
-What always holds: one call is one attempt; a response that stalls longer than the read timeout is an error; credentials
-stay inside boto3 and obstore and are never formatted, and none are looked up where requests are not to be signed; every
-request goes where botocore reads from the environment (``https_proxy``, ``http_proxy``, ``no_proxy``) that it should.
+What always holds: one call is one attempt; a response, or a server that takes a body, is an error once it stalls longer
+than the read timeout; credentials stay inside boto3 and obstore and are never formatted, and none are looked up where
+requests are not to be signed; every request goes where botocore reads from the environment (``https_proxy``,
+``http_proxy``, ``no_proxy``) that it should.
 
 Made once for each store by `store.open_s3`; the client may be used from many threads.
 """
@@ -13,6 +14,7 @@ import contextlib
 import functools
 import io
 import os
+import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +33,7 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
 from botocore.handlers import add_expect_header
-from botocore.httpsession import ProxyConfiguration
+from botocore.httpsession import ProxyConfiguration, URLLib3Session
 from botocore.loaders import Loader, create_loader
 from botocore.model import OperationModel
 from botocore.utils import get_environ_proxies
@@ -54,6 +56,8 @@ CACHE_CONNECT_S_MAX = 0.5
 """A proxy of a cluster cache must be near to be useful."""
 DIRECTORY_BUCKET = "--x-s3"
 """How names of directory buckets end. They take sessions in place of signatures, and list in no order."""
+UPLOADING_OPERATIONS = ("PutObject", "UploadPart")
+"""Requests with large bodies."""
 PAYER_HEADER = "x-amz-request-payer"
 CREDENTIAL_TTL = timedelta(minutes=5, seconds=REREAD_S)
 """Obstore asks again 5 minutes before the end that it was told (TokenCache of object_store), so as often as files of
@@ -81,6 +85,8 @@ class S3Access:
     """botocore's, which it renews, or read from a file again; None where requests are not signed."""
     proxies: Mapping[str, str] = field(repr=False)
     """What botocore's requests use: URLs by scheme, which may hold a password."""
+    uploads: URLLib3Session = field(repr=False)
+    """Connections of uploads."""
 
     def credentials(self) -> dict[str, object]:
         """The callback by which obstore gets credentials, in its format."""
@@ -122,6 +128,11 @@ class S3Access:
             base_url=f"http://{host}{store.path}",
             proxies={"http": f"{proxy.scheme}://{credentials}{proxy.netloc}"},
         )
+
+    def close(self) -> None:
+        """Close connections."""
+        self.uploads.close()
+        self.client.close()
 
     @property
     def bucket_url(self) -> str:
@@ -166,6 +177,7 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")
     base_url, virtual_host = _where(client, config.source.bucket)
     _check_endpoint(base_url)
+    proxies = get_environ_proxies(client.meta.endpoint_url)
     access = S3Access(
         config=config,
         client=client,
@@ -176,7 +188,8 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         connections_max=connections_max,
         clock=clock,
         session_credentials=credentials,
-        proxies=get_environ_proxies(client.meta.endpoint_url),
+        proxies=proxies,
+        uploads=_send_uploads(client, config, ca_bundle, connections_max, proxies),
     )
     if (access.proxy_url or "").count("://") > 1:  # botocore takes any other scheme for a host, and would quote it.
         raise ConfigError("http_proxy or https_proxy: expected http://[user:password@]host:port")
@@ -209,6 +222,27 @@ def _register_handlers(client: Boto3Client, config: StoreConfig) -> None:
     client.meta.events.register("after-call.s3", _refuse_page)
     if config.requester_pays:
         client.meta.events.register("before-sign.s3", _add_payer)
+
+
+def _send_uploads(
+    client: Boto3Client, config: StoreConfig, ca_bundle: str | None, connections_max: int, proxies: Mapping[str, str]
+) -> URLLib3Session:
+    """Have uploads sent by a session of their own: while a body is sent, urllib3 waits for the server no longer than
+    for a connection."""
+    session = URLLib3Session(
+        verify=ca_bundle or True,
+        timeout=(config.read_timeout_s, config.read_timeout_s),
+        max_pool_connections=connections_max,
+        proxies=dict(proxies),
+        socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)],
+    )
+    for operation in UPLOADING_OPERATIONS:
+        client.meta.events.register(f"before-send.s3.{operation}", partial(_send, session))
+    return session
+
+
+def _send(session: URLLib3Session, request: AWSPreparedRequest, **_: object) -> AWSResponse:
+    return session.send(request)
 
 
 def _addressing(config: StoreConfig) -> dict[str, str]:

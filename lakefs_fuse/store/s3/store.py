@@ -461,7 +461,7 @@ class S3Store:
     def close(self) -> None:
         """Close connections."""
         self._pages.close()
-        self._client.close()
+        self.access.close()
 
     # -- how calls are made --------------------------------------------------------------------------------------
 
