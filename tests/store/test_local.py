@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -105,6 +106,25 @@ def test_listing_between_whose_pages_the_root_goes_is_not_believed(store: LocalS
         store.list_page("", token=token)
     root.with_name("elsewhere").rename(root)
     assert [meta.key for meta in store.list_page("", token=token).objects] == ["b/1", "c/1"]
+
+
+@pytest.mark.parametrize(("code", "kind"), [(errno.EIO, StoreError), (errno.ESTALE, Unavailable)])
+def test_listing_of_a_file_that_the_disk_tells_nothing_of_fails(
+    store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[StoreError]
+) -> None:
+    """Without it, it would seem to have been removed."""
+    store.put("a", b"x")
+    store.put("b", b"x")
+    lstat = os.lstat
+
+    def failing(path: str) -> os.stat_result:
+        if path == f"{root}/a":
+            raise OSError(code, os.strerror(code))
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", failing)
+    with pytest.raises(kind):
+        store.list_page("")
 
 
 def test_a_file_written_in_place_is_another_version_without_metadata(store: LocalStore, root: Path) -> None:

@@ -65,6 +65,8 @@ PUBLISH_TRIES_MAX = 16
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_NO_OBJECT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM})
+"""It was removed, or is a link that leads nowhere, or to what this user may not see."""
 _KINDS: Mapping[int, type[StoreError]] = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV), NotFound),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), StoreFull),
@@ -212,13 +214,16 @@ class LocalTree:
             os.close(fd)
 
     def stat_for_listing(self, path: str) -> os.stat_result | None:
-        """Status of what is listed at ``path`` (its directory is known to be genuine), None if it is no object."""
+        """Status of what is listed at ``path`` (its directory is known to be genuine), None if it is no object. Raises
+        OSError if that cannot be found out: a listing without it would say that it was removed."""
         try:
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
                 target = os.path.realpath(path)
                 status = os.lstat(target) if self.inside(target) else status
-        except OSError:
+        except OSError as error:
+            if error.errno not in _NO_OBJECT:
+                raise
             return None
         return status if stat.S_ISREG(status.st_mode) else None
 
