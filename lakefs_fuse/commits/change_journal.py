@@ -2,13 +2,14 @@
 
 What always holds:
 
-* *journal first*: a change is in the database before anything shows it, and leaves it once its commit is in the store;
+* *journal first*: a change is in the database before anything shows it, and leaves it once its commit is in the store.
+  A volatile one is in memory while the disk is full;
 * *applied once*: a row names the newest change as long as it may not be in effect, and is deleted once it is. So the
   next daemon applies no change over what other nodes did after it;
 * *reserved keys*: a change that dooms an object at a key other than its own paths reserves that key until the change is
   in the store. This node does not write to the key meanwhile: other nodes still find the bytes of a name there.
 
-Trio thread only. After a crash `load` reads every change that was journaled.
+Trio thread only. After a crash `load` reads every change that was journaled, without volatile ones in memory.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ class ChangeJournal:
 
     # -- changing
 
-    def append(self, change: Change, batch: Batch) -> int:
-        """Write ``batch`` with the change, and return its number. Call `end_applying` once the change is in effect.
-        Raises CacheError; then nothing happened."""
+    def append(self, change: Change, batch: Batch, *, volatile: bool = False) -> int:
+        """Write ``batch`` with the change, and return its number. ``volatile`` as in `Committer.enqueue`. Call
+        `end_applying` once the change is in effect. Raises CacheError; then nothing happened."""
         sequence = self.newest + 1
         self._rows.put(batch, sequence, change)
         batch.rows[schema.SINGLE_UNAPPLIED] = schema.NUMBER.pack(sequence)
-        self.database.commit(batch)
+        (self.database.commit_volatile if volatile else self.database.commit)(batch)
         self._add(sequence, change)
         self.unapplied = sequence
         return sequence

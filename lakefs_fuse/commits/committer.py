@@ -323,8 +323,9 @@ class Committer:
 
     # -- journaled changes
 
-    def enqueue(self, change: Change, batch: Batch | None = None) -> None:
-        """Journal a change in one write with ``batch``, apply it here at once, and have `run` send it.
+    def enqueue(self, change: Change, batch: Batch | None = None, *, volatile: bool = False) -> None:
+        """Journal a change in one write with ``batch``, apply it here at once, and have `run` send it. ``volatile``:
+        while the disk is full it is journaled in memory, because without it a listing shows almost the same.
 
         If the disk fails after the change was journaled, it may take effect later: see *in effect*. The next call then
         raises the same error, because its change may have been planned before this one took effect. Raises CacheError;
@@ -337,7 +338,7 @@ class Committer:
             sendable = self._sendable()
             passed = [each for each in self.journal.changes if each not in sendable]
             self._supersede(batch, paths_of(change.operations), passed)
-        sequence = self.journal.append(change, batch)
+        sequence = self.journal.append(change, batch, volatile=volatile)
         try:
             self._applier.apply_pending(change, PENDING | sequence)
             self.journal.end_applying()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
 
 from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.meta import database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.ops import link as linking
-from tests.fakes import delete_all_due
-from tests.memory_store import Failures, MemoryStore, Pause
+from tests.fakes import delete_all_due, node_of
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.meta.full_disk import FullDisk
 from tests.tiers import sized
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import rewrite
@@ -331,3 +334,37 @@ async def test_link_of_an_open_file_whose_name_another_node_has_is_ebusy(tmp_pat
         assert caught.value.errno == errno.EEXIST
         assert await one.names() == await two.names() == ["tmp"]
         assert await one.read("tmp") == b"theirs"
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_link_succeeds_where_the_disk_gets_full_once_the_store_has_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, is_busy: bool
+) -> None:
+    """It failed with ENOSPC, and the next try with EEXIST: the program gave up a name that it had. ``is_busy``: another
+    change waits for its commit."""
+    monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
+    store, disk, clock = MemoryStore(), FullDisk(), Clock()
+
+    def fill(request: Request, when: When) -> None:
+        disk.is_full = disk.is_full or (when == "after" and (request.what, request.key) == ("put", "g"))
+
+    node = replace(node_of(clock, "full"), engines=disk)
+    async with lake(store, tmp_path / "1", clock=clock, node=node, pack=pack) as m:
+        await m.write("f", b"first")
+        await m.setattr("f", mode=0o600)
+        await m.write("other", b"other")
+        await m.sync()
+        if is_busy:
+            await m.setattr("other", mode=0o600)
+        store.hook = fill
+        assert await link_errno(m, "f", "g") == 0
+        assert disk.is_full
+        assert await m.tree() == {"f": b"first", "g": b"first", "other": b"other"}
+        assert (await m.getattr("g")).mode == 0o600
+        disk.is_full = False
+        clock.advance(2)
+        await m.sync()
+        async with lake(store, tmp_path / "2", clock=clock) as other:
+            assert await other.tree() == await m.tree()
+            assert (await other.getattr("g")).mode == 0o600

@@ -534,7 +534,7 @@ class ObjectWriter:
 
     def _enqueue_location(
         self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0,
-        replaced: Remove | None = None,
+        replaced: Remove | None = None, volatile: bool = False,
     ) -> None:  # fmt: skip
         """Journal that a name refers to the plain object at ``key``, and no other name does. ``is_again``: it has the
         bytes that it replaced, which another node may be removing. ``dated_s`` is the store's date of it, 0 if unknown.
@@ -549,10 +549,9 @@ class ObjectWriter:
             builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             hide_object(builder, self._ns.tree, key, entry.etag)
-        doomed: list[Deletion] = []
-        if key != path:
-            doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
-        self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
+        doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path)) if key != path else []
+        change = msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True)
+        self._committer.enqueue(change, volatile=volatile)
 
     async def finish(self, draft: Draft, path: str, check_replaceable: Callable[[], Awaitable[None]]) -> None:
         """Store an orphan's bytes as the newest version of its file. The caller holds ``draft.gate``.
@@ -625,12 +624,13 @@ class ObjectWriter:
 
     async def record_link(self, path: str, source: Entry, meta: ObjectMeta, client: StoreClient) -> None:
         """Record a link: a copy of the bytes of ``source`` that this node has stored as the plain object at ``path``,
-        where nothing was. It has the attributes of ``source``. Raises CacheError."""
+        where nothing was. It has the attributes of ``source``. While the disk is full, that is recorded in memory,
+        because the name is taken for all nodes. Raises CacheError."""
         dated_s = await self._find_date(client, meta) if self._has_tombstone(path) else 0
         self._note_stored(path, path, meta.etag)
         flags = (source.flags & (Flag.XATTRS | Flag.MTIME_KEPT)) | Flag.ATTRIBUTES_KNOWN
         entry = msgspec.structs.replace(source, flags=flags, etag=meta.etag, size=meta.size, stamp=0, place=0, offset=0)
-        self._enqueue_location(path, entry, path, dated_s=self._date_again(meta, dated_s))
+        self._enqueue_location(path, entry, path, dated_s=self._date_again(meta, dated_s), volatile=True)
 
     # -- what is left behind
 
