@@ -54,6 +54,8 @@ STORED_MAX = 4096
 """Maximum of keys whose object history is kept in memory."""
 ORIGIN = DRAFT_METADATA, REPLACES_METADATA
 UPLOAD_CHECK_S = 0.05
+SPILLS_S_MAX = 15.0
+"""Maximum time that a close waits for the deletion of spilled parts: a few requests, even for 10,000 parts."""
 LOST = errno.EEXIST, errno.ESTALE
 """Errors after which an attempt cannot succeed: another client has the name, or the version to change no longer
 exists."""
@@ -113,13 +115,22 @@ async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
         raise
     draft.end_publish()
     draft.uploader.metrics.publishes += 1
-    if draft.spills.used:
-        try:
-            await draft.delete_spills()
-        except LakeError as error:
-            log.warning("hidden objects of %s are left to `gc`: %s", draft.target.key, error)
+    await _delete_spills(draft)
     is_back = _is_back(draft.uploader, meta)
     return Published(meta, await _all_hashes(draft) if hashes is None else hashes, described, is_superseded, is_back)
+
+
+async def _delete_spills(draft: Draft) -> None:
+    """Delete the spilled parts of a published draft, or leave them to `gc` if that fails or takes SPILLS_S_MAX. A
+    caller that is cancelled waits, or it would not learn what the store has."""
+    why: LakeError | str = f"deleting them took more than {SPILLS_S_MAX:.0f} s"
+    with trio.move_on_after(SPILLS_S_MAX, shield=True):
+        try:
+            await draft.delete_spills()
+            return
+        except LakeError as error:
+            why = error
+    log.warning("hidden objects of %s are left to `gc`: %s", draft.target.key, why)
 
 
 async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mapping[str, str]]:

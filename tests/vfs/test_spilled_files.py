@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import trio.testing
 
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.upload import draft as drafts
 from lakefs_fuse.upload.spilled_parts import SPILLED
 from tests.memory_store import WAIT_S_MAX, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Lake, lake
-from tests.vfs.writing_back import die, until
+from tests.vfs.writing_back import Outage, die, until
 
 PART = 64 * 1024
 COUNT = 40
@@ -137,3 +138,41 @@ async def test_spilled_file_of_a_dead_daemon_is_finished_or_leaves_nothing(tmp_p
         if how == "finish":
             assert store.data("f") == await m.read("f") == expected
     assert store.uploads == {}
+
+
+async def test_close_that_is_cancelled_while_hidden_objects_are_deleted_has_stored_the_file(tmp_path: Path) -> None:
+    """The kernel interrupts the close of a program that is killed. Each further one failed with an internal error."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", staging_bytes_max=10 * PART) as m:
+        handle, expected = await write_halves(m, "f")
+        pause = store.hook = Pause(lambda request: request.what == "list" and request.key.startswith(SPILLED))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.flush, handle)
+            await reached(pause.reached)
+            nursery.cancel_scope.cancel()
+            pause.resume()
+        sent = store.count("complete_multipart")
+        await m.close(handle)
+        assert store.count("complete_multipart") == sent == 1
+        assert await m.read("f") == store.data("f") == expected
+        assert hidden(store) == []
+
+
+async def test_file_that_is_removed_after_its_close_failed_leaves_its_room_while_the_store_is_asked_about_it(
+    tmp_path: Path,
+) -> None:
+    """The next writer failed at once with ENOSPC, although no program could use the bytes any more."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", staging_bytes_max=10 * PART, pack="never", retry_timeout_s=0.0) as m:
+        outage = Outage(store)
+        with pytest.raises(LakeError):
+            await m.write("f", noise("f", 8 * PART))
+        asks = Pause(lambda request: (request.what, request.key) == ("head", "f") and store.count("head") > heads + 1)
+        heads, store.hook = store.count("head"), asks
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.unlink, "f")
+            await reached(asks.reached)
+            outage.away = False
+            await m.write("g", noise("g", 5 * PART))
+            asks.resume()
+        assert store.data("g") == noise("g", 5 * PART)

@@ -402,8 +402,11 @@ class WriteBack:
         self._nursery.start_soon(self._discard, draft)
 
     async def _discard(self, draft: Draft) -> None:
-        """Try until the store has nothing left of the draft. If this mount ends before, the next one continues."""
+        """Try until the store has nothing left of the draft. If this mount ends before, the next one continues. The
+        staged bytes go first, unless a part is being sent: a writer may wait for their room while the store is away."""
         reached("discard.begun")
+        if not draft.uploading:
+            draft.close(unlink=True)
         backoff = Backoff(DISCARD_S_FIRST, DISCARD_S_MAX)
         while True:
             try:
