@@ -7,6 +7,7 @@ import os
 import random
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import trio
@@ -16,6 +17,7 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, U
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.ops import handles
 from lakefs_fuse.vfs.ops import unlink as unlinking
@@ -1084,3 +1086,30 @@ async def test_open_file_with_mtime_set_elsewhere_keeps_inode_if_written_here(tm
         await two.close(handle)
         assert ((await two.found("f")).inode == inode) == writes
         assert await two.read("f") == (b"more" if writes else b"data")
+
+
+async def test_attributes_that_a_get_answers_are_learned_without_a_look_at_the_other_files_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tens of thousands wait for the store under write-back, and each GET looked at all of them."""
+    store = MemoryStore()
+    for name in ("open", "ahead"):
+        store.give(name, noise(name, 100), S3FS)
+    async with lake(store, tmp_path) as m:
+        assert await m.names() == ["ahead", "open"]
+        handle, ahead = await m.open("open", os.O_RDONLY), (await m.found("ahead")).inode
+
+        class Unread(dict[int, OpenFile]):
+            def values(self) -> NoReturn:
+                raise AssertionError("all files in use are read")
+
+        files = m.parts.files
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "_files", Unread(files.by_inode))
+            for name in ("open", "ahead"):
+                m.fs.events.announce_metadata(store.objects[name][1])
+        heads = store.count("head")
+        for inode in (m.fs.handle(handle).file.entry.inode, ahead):
+            assert (await m.fs.getattr(inode)).mode == 0o600
+        assert store.count("head") == heads
+        await m.close(handle)

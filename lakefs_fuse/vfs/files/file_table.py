@@ -385,22 +385,14 @@ class FileTable:
                 target.replaces, target.copied_from, target.if_absent = entry.etag, copied_from, False
 
     def learn_from(self, meta: ObjectMeta) -> None:
-        """Keep the metadata that a GET answered where it belongs to a file in use, or is of a plain object that is
-        fetched ahead of use."""
-        if meta.metadata is None:
+        """Keep the metadata that a GET answered, if the object is the plain file at its key: in use, or fetched ahead
+        of use."""
+        if meta.metadata is None or meta.key.startswith(RESERVED_PREFIX):
             return
-        for file in self._files.values():
-            is_it = file.extent is not None and file.extent.version.key == meta.key and file.entry.etag == meta.etag
-            if is_it and file.draft is None:
-                self._learn_from(file.entry, meta)
-                return
-        names = [name.encode("utf-8", "surrogatepass") for name in meta.key.split("/")]
-        entry = None if meta.key.startswith(RESERVED_PREFIX) else self._tree.resolve(names)
-        if entry is not None and entry.is_plain:
-            self._learn_from(entry, meta)
-
-    def _learn_from(self, entry: Entry, meta: ObjectMeta) -> None:
-        if entry.etag != meta.etag or entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL):
+        entry = self._tree.resolve([name.encode("utf-8", "surrogatepass") for name in meta.key.split("/")])
+        if entry is None or not entry.is_plain or entry.etag != meta.etag:
+            return
+        if entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL) or self.is_dirty(entry):
             return
         try:
             self.learn(entry, meta)
