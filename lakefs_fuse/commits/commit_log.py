@@ -44,7 +44,7 @@ from lakefs_fuse.commits.bundles import (
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.listing_digest import DigestStore
 from lakefs_fuse.commits.pack_budget import PACK_BYTES_MIN, PackBudget
-from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record, encode, newest_read
+from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record, encode_checked, newest_read
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import DamagedCommit, Unavailable, Unsupported
 from lakefs_fuse.store.client import StoreClient
@@ -139,8 +139,8 @@ class CommitLog:
         return commit_key(time_ns, self.writer)
 
     def encode(self, record: Record) -> bytes:
-        """Return the bytes of a record in the format of this lake."""
-        return encode(record, self._client.commit_format)
+        """Return a record in the format of this lake. Raises FileError(EINVAL) if no node could read it."""
+        return encode_checked(record, self._client.commit_format)
 
     async def build(
         self, members: Sequence[Member], make_record: Callable[[Sequence[int]], Record], *, is_large: bool = False

@@ -60,7 +60,7 @@ from lakefs_fuse.commits.file_rules import Step
 from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import STORED_MAX, Mkdir, ObjectRef, Put, Record, Remove, SetAttr
+from lakefs_fuse.commits.record import STORED_MAX, Mkdir, ObjectRef, Put, Record, Remove, SetAttr, refuse_unreadable
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
@@ -328,8 +328,9 @@ class Committer:
         while the disk is full it is journaled in memory, because without it a listing shows almost the same.
 
         If the disk fails after the change was journaled, it may take effect later: see *in effect*. The next call then
-        raises the same error, because its change may have been planned before this one took effect. Raises CacheError;
-        then nothing happened."""
+        raises the same error, because its change may have been planned before this one took effect. Raises CacheError,
+        and FileError(EINVAL) for a change that no node could read; then nothing happened."""
+        refuse_unreadable(change.operations, change.objects)
         if self.journal.unapplied:
             self._apply_unapplied()
             raise self._unapplied_why

@@ -12,6 +12,7 @@ A large record is kept as its bytes (`Operations`): as objects its operations wo
 
 from __future__ import annotations
 
+import errno
 import operator
 import re
 import struct
@@ -19,13 +20,14 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TypeAlias, overload
 
 import msgspec
 import xxhash
 
-from lakefs_fuse.errors import MALFORMED, DamagedCommit
+from lakefs_fuse.errors import MALFORMED, DamagedCommit, FileError
 from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, MTIME_NS_MAX, MTIME_NS_MIN, kept_ns
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
 from lakefs_fuse.store.protocol import Buffer
@@ -316,6 +318,29 @@ class _Reads(msgspec.Struct):
     """The field that says what the writer reads; programs older than the lake record do not write it."""
 
     reads: int = 1
+
+
+def encode_checked(record: Record, format: int = 1) -> bytes:
+    """As `encode`, but raise FileError(EINVAL) for a record that `decode` refuses."""
+    record = msgspec.structs.replace(record, operations=list(map(_within_limits, record.operations)))
+    with _refusing():
+        check(record)
+    return encode(record, format)
+
+
+def refuse_unreadable(operations: Sequence[Operation], objects: list[ObjectRef]) -> None:
+    """Raise FileError(EINVAL) for operations with which no node could read a commit, nor the other changes in it."""
+    with _refusing():
+        for operation in operations:
+            _check_operation(_within_limits(operation), objects)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except DamagedCommit as error:
+        raise FileError(errno.EINVAL, f"no node could read this change: {error}") from error
 
 
 def encode(record: Record, format: int = 1) -> bytes:

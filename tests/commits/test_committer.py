@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -999,3 +1001,23 @@ async def test_pauses_of_gathering_grow_while_more_comes_at_once(autojump_clock:
     assert await paused_s() == 0.05
     gathering = Gathering(1.0, 1.0)
     assert [await paused_s() for _ in range(3)] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [mkdir("a/../b"), mkdir("d/" + "x" * 1025), mkdir(".lakefs/x"), link("l", "x" * 5000), Remove("a\ud800")],
+)
+async def test_change_that_no_node_could_read_is_refused_and_others_are_sent(
+    tmp_path: Path, operation: Operation
+) -> None:
+    """Its commit would be lost for all nodes, with the other changes in it, and none could repair it."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(mkdir("before"))
+        for refused in (partial(a.enqueue, operation), partial(a.committer.commit, Change(operations=[operation]))):
+            with pytest.raises(FileError) as raised:
+                if made := refused():
+                    await made
+            assert raised.value.errno == errno.EINVAL
+        await a.committer.flush()
+        assert sorted(await seen_by_others(site)) == sorted(a.shown()) == ["before/"]
