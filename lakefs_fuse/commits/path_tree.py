@@ -7,7 +7,7 @@ Inodes of paths are cached in memory until the paths may lead elsewhere; a crash
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import islice, zip_longest
 from types import MappingProxyType
@@ -493,24 +493,47 @@ class _CarryOver:
             watcher.relocated(relocated)
 
     def _switch(self) -> Carried:
-        """Move each source to its target."""
-        paths, moves = self._paths, self._record.moves
+        """Move each source to its target: in one batch if it is one rename or an exchange."""
+        paths, moves, batch = self._paths, self._record.moves, Batch()
         moving = [(found, target) for source, target in moves if (found := paths.child(source)) is not None]
-        batch = Batch()
+        is_one = self._is_one_change()
         for found, _ in moving:
             paths.tree.detach(batch, found)
             paths.show_file(batch, found)
-        paths.commit(batch)
-        for found, _ in moving:
             paths.notify(found.parent, found.name)
-        paths.forget_paths()
+        leaving = {found.inode for found, _ in moving}
+        if not is_one:
+            batch = self._commit(batch)
+        attached = []
         for found, target in moving:
             if self._own and found.flags & (Flag.DIRECTORY | Flag.SYMLINK):  # the kernel keeps the ctime of a file
                 found = msgspec.structs.replace(found, ctime_ns=self._record.time)
-            file = _attach(paths, found, target, self._record.time, self._stamp)
+            moved, file = _attach(paths, batch, found, target, self._record.time, self._stamp, leaving)
+            attached.append(moved)
             if file is not None:
                 self._before[target] = file
+            if not is_one:
+                batch = self._commit(batch)
+        self._commit(batch)
+        for moved in attached:
+            if moved.inode in paths.watcher.in_use:
+                paths.watcher.updated([moved])
+            paths.notify(moved.parent, moved.name)
         return Carried([found.parent for found, _ in moving], self._before)
+
+    def _is_one_change(self) -> bool:
+        """Return whether no move changes the path of another target, or of a directory above one."""
+        moves = self._record.moves
+        targets = {target for _, target in moves}
+        above = [target.rpartition("/")[0] + "/" for target in targets]
+        is_apart = not any(each.startswith(path + "/") for each in above for pair in moves[:2] for path in pair)
+        return len(moves) <= len(targets) <= 2 and is_apart
+
+    def _commit(self, batch: Batch) -> Batch:
+        """Commit a batch, and return the next."""
+        self._paths.commit(batch)
+        self._paths.forget_paths()
+        return Batch()
 
 
 def _is_free(
@@ -587,16 +610,20 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
     return ref.key == path and ref.etag == found.etag
 
 
-def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -> Entry | None:
-    """Attach an entry at its target, and return the file that was there."""
+def _attach(
+    paths: PathTree, batch: Batch, entry: Entry, target: str, time: int, stamp: int, leaving: Set[int]
+) -> tuple[Entry, Entry | None]:
+    """Attach an entry at its target; return it, and the file that was there. ``leaving`` are detached inodes."""
     file: Entry | None = None
     above, _, last = target.rpartition("/")
     parent, name = paths.ensure_directory(above, time), last.encode(*schema.PATH)
     row = paths.tree.objects.get(entry.place) if entry.place else None
     is_back = row is not None and row.key == target  # what lies there is the file, whatever its ETag
-    batch = Batch()
-    for there in paths.tree.named_many([(parent, name), (parent, name + b"/")]):
-        if there is not None:
+    hidden, directory = paths.tree.named_many([(parent, name), (parent, name + b"/")])
+    if hidden is not None and directory is not None and directory.inode in leaving:
+        hidden = msgspec.structs.replace(hidden, flags=hidden.flags & ~Flag.SHADOWED)  # see `show_file`
+    for there in (hidden, directory):
+        if there is not None and there.inode not in leaving:
             paths.tree.remove(batch, there)
             file = file if there.is_dir else there
             if there.is_dir:  # the moved directory's listing lacks what others announced there
@@ -605,10 +632,4 @@ def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -
                 raw = target.encode(*schema.PATH)
                 tombstone = bury(paths.tree.tombstones.get(raw), etag=there.etag, at=stamp)
                 paths.tree.tombstones.write(batch, {raw: tombstone})
-    moved = paths.tree.attach(batch, entry, parent, name)
-    paths.commit(batch)
-    paths.forget_paths()
-    if moved.inode in paths.watcher.in_use:
-        paths.watcher.updated([moved])
-    paths.notify(parent, name)
-    return file
+    return paths.tree.attach(batch, entry, parent, name), file

@@ -19,7 +19,7 @@ from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.vfs.ops import io
 from tests.memory_store import Failures, MemoryStore, Pause
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.vfs.lakes import RENAME_EXCHANGE, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import NEVER_S, Outage, die, stored, told, until, writing_back
 
 OLD, NEWER = noise("old", 800), noise("newer", 900)
@@ -467,3 +467,28 @@ async def test_extended_attribute_that_cannot_be_journaled_while_its_file_is_sto
         await two.poll()
         for m in (one, two):
             assert "user.a" not in await m.xattrs("f")
+
+
+@pytest.mark.parametrize("after", range(7))
+async def test_exchange_that_the_disk_refuses_half_way_loses_neither_file(tmp_path: Path, after: int) -> None:
+    """Both names were gone in between two writes of it, and the file that was being written took the other's name."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "1", clock=clock, pack="never") as m:
+        await m.mkdir("d")
+        await m.write("a", b"stored")
+        await m.write("d/b", b"old")
+        await m.sync()
+        handle = await m.open("d/b", os.O_RDWR | os.O_TRUNC)
+        await m.fs.write(handle, 0, b"being written")
+        with failing_commit(after=after, volatile=True), suppress(LakeError):
+            await m.rename("a", "d/b", RENAME_EXCHANGE)
+        await m.close(handle)
+        await m.sync()
+        kept = (
+            {"a": b"stored", "d": None, "d/b": b"being written"},
+            {"a": b"being written", "d": None, "d/b": b"stored"},
+        )
+        clock.advance(3)
+        async with lake(store, tmp_path / "2", clock=clock) as other:
+            assert await other.tree() == await m.tree()
+        assert await m.tree() in kept
