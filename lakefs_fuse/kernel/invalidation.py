@@ -38,6 +38,8 @@ from lakefs_fuse.vfs.changed_names import ChangedNames
 NAMES_MAX = 4096
 """Maximum of names that wait in memory, and of names from the overflow file in one notification."""
 DIRECTORIES_MAX = 65_536
+WRITE_OUTS_MAX = 16
+"""Files of which the kernel writes pages at a time."""
 AGAIN_S = 1.0
 log = logging.getLogger(__name__)
 
@@ -80,12 +82,6 @@ def _open_temporary(directory: str | os.PathLike[str]) -> BinaryIO:
     return cast("BinaryIO", tempfile.TemporaryFile(dir=directory))
 
 
-async def write_out(inode: int) -> None:
-    """Have the kernel write the dirty pages of a file to this daemon, and drop its pages. Another request for the file,
-    except WRITE, may be in progress."""
-    await trio.to_thread.run_sync(notify_kernel, (inode,), (), abandon_on_cancel=True)
-
-
 class Invalidations:
     """Queue of invalidations, with the directories whose listing the kernel may hold."""
 
@@ -100,6 +96,7 @@ class Invalidations:
         ``directory``."""
         self._count, self._notify = count, notify
         self._open_file = partial(_open_temporary, directory)
+        self._write_outs = trio.CapacityLimiter(WRITE_OUTS_MAX)
         self._names: dict[tuple[int, bytes], None] = {}
         self._overflow: ChangedNames | None = None
         """Names beyond NAMES_MAX."""
@@ -117,6 +114,11 @@ class Invalidations:
     def __len__(self) -> int:
         """Return the number of directories whose listing the kernel may hold."""
         return len(self._until)
+
+    async def write_out(self, inode: int) -> None:
+        """Have the kernel write the dirty pages of a file to this daemon, and drop its pages. Another request for the
+        file, except WRITE, may be in progress. Threads of their own wait for that, because WRITE may need others."""
+        await trio.to_thread.run_sync(notify_kernel, (inode,), (), abandon_on_cancel=True, limiter=self._write_outs)
 
     def invalidate_name(self, parent: int, name: bytes) -> None:
         """Invalidate a name, and the listing that it is in."""

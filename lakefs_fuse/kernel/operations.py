@@ -23,7 +23,7 @@ import pyfuse3
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.kernel.create_offload import CreateOffload
 from lakefs_fuse.kernel.features import KernelFeatures
-from lakefs_fuse.kernel.invalidation import Invalidations, invalidate_attributes, write_out
+from lakefs_fuse.kernel.invalidation import Invalidations, invalidate_attributes
 from lakefs_fuse.kernel.leases import Leases
 from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.readdir import RowReplies
@@ -129,7 +129,7 @@ class Operations(pyfuse3.Operations):
         self.invalidations = Invalidations(self._count_invalidations, fs.config.cache_dir)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
         fs.events.kernel_told.append(self.invalidations.wait_notified)
-        fs.events.pages_wanted.append(write_out)
+        fs.events.pages_wanted.append(self.invalidations.write_out)
         fs.events.statistics_requested.append(self._statistics)
         self._kernel = kernel
         self._answered: dict[str, int] = {}

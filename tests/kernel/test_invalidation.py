@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import trio
+import trio.testing
 from trio.testing import MockClock
 
 from lakefs_fuse.errors import CacheError
@@ -216,3 +217,17 @@ async def test_wait_notified_returns_after_what_was_invalidated_before(
         assert [name for *_, name in kernel.names] == [b"a", b"b", b"c"]
         nursery.cancel_scope.cancel()
     assert trio.current_time() - began == 6
+
+
+async def test_many_write_outs_leave_threads_to_the_write_requests_for_which_they_wait(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 concurrent links of open files had all of trio's threads, and each waited for a WRITE that needed one."""
+    written = threading.Event()
+    monkeypatch.setattr(invalidating, "notify_kernel", lambda *_: written.wait(10) or pytest.fail("nothing is written"))
+    with trio.fail_after(5):
+        async with telling(kernel) as invalidations, trio.open_nursery() as nursery:
+            for inode in range(60):
+                nursery.start_soon(invalidations.write_out, inode)
+            await trio.testing.wait_all_tasks_blocked()
+            await trio.to_thread.run_sync(written.set)
