@@ -42,6 +42,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import (
+    FileError,
     KeyRefused,
     LakeError,
     NotFound,
@@ -229,7 +230,7 @@ class Ingest:
         try:
             key, hides = await self._choose_key(step.path)
             meta = await self._upload(step, key)
-        except (Changed, KeyRefused, Overtaken) as error:
+        except (Changed, KeyRefused, Overtaken, FileError) as error:
             self._packer.refused.append(Refused(step.path, str(error)))
         except OSError as error:
             self._packer.refused.append(Refused(step.path, f"cannot be read: {error.strerror}"))

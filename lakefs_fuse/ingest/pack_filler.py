@@ -18,7 +18,7 @@ from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Symlink
 from lakefs_fuse.config import MIB
 from lakefs_fuse.environment.disk import Disk
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.ingest.source import (
     Attributes,
     Changed,
@@ -331,7 +331,7 @@ class Packer:
             data = content.read(0, content.size)
             whole = b"".join(data.pieces()) if isinstance(data, FileSlice) else data
             content.check()
-        except Changed as error:
+        except (Changed, FileError) as error:
             self.refused.append(Refused(item.path, str(error)))
             return
         except OSError as error:

@@ -7,7 +7,7 @@ What always holds:
 * a version is (key, ETag); ``get`` returns bytes of exactly the version asked for or raises PreconditionFailed;
 * a write is visible whole or not at all, and after it returns every later call sees it;
 * one call is one attempt (of LIST: one page): retrying, counting and deadlines belong to `client.StoreClient`;
-* errors are the `StoreError` kinds of `lakefs_fuse.errors` only.
+* errors are the `StoreError` kinds of `lakefs_fuse.errors` only, and FileError(EIO) for a body that cannot be read.
 
 `NetworkStore`, `CacheableStore` and `DirectoryStore` are optional. Implementations are called from worker threads,
 many at once, and keep no state that a crash could lose.
@@ -25,7 +25,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from lakefs_fuse.environment.local_disk import pread_all
-from lakefs_fuse.errors import StoreError
+from lakefs_fuse.errors import FileError, StoreError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -73,8 +73,12 @@ class FileSlice:
             yield piece
 
     def read(self, at: int, count: int) -> bytes:
-        """Bytes from offset ``at`` of the file, in the slice or not; zeros beyond the end. Raises OSError."""
-        piece = pread_all(self.fd, count, at)
+        """Bytes from offset ``at`` of the file, in the slice or not; zeros beyond the end. Raises FileError(EIO): the
+        disk of this node failed, and no store."""
+        try:
+            piece = pread_all(self.fd, count, at)
+        except OSError as error:
+            raise FileError(errno.EIO, f"the file on this node's disk cannot be read: {error.strerror}") from error
         return piece if len(piece) == count else piece + bytes(count - len(piece))
 
 

@@ -5,6 +5,7 @@ Where a store cannot do something, the test asserts what is done instead.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -14,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable, Unsupported
+from lakefs_fuse.errors import (
+    FileError,
+    KeyRefused,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+    Unavailable,
+    Unsupported,
+)
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ListPage, ObjectMeta, ObjectStore
 from tests.store.lakes import Lake
 from tests.tiers import sized
@@ -123,6 +132,21 @@ def test_a_slice_beyond_the_end_of_its_file_reads_as_zeros(lake: Lake, tmp_path:
         lake.store.put("large", FileSlice(file.fileno(), 0, (2 << 20) + 1))
     assert read(lake.store, "small") == b"bc\0\0\0"
     assert read(lake.store, "large") == b"abc" + bytes((2 << 20) - 2)
+
+
+def test_body_whose_file_cannot_be_read_is_no_error_of_the_store(lake: Lake, tmp_path: Path) -> None:
+    """It was retried as an outage, or ended the caller's task."""
+    upload_id = lake.store.create_multipart("part")
+    with (tmp_path / "body").open("wb") as file:  # reading it fails with EBADF
+        file.write(os.urandom(2 << 20))
+        for size in (100, 2 << 20):
+            body = FileSlice(file.fileno(), 0, size)
+            for send in (lambda: lake.store.put("a", body), lambda: lake.store.upload_part("part", upload_id, 1, body)):  # noqa: B023
+                with pytest.raises(FileError, match="this node's disk") as raised:
+                    send()
+                assert raised.value.errno == errno.EIO
+    lake.store.abort_multipart("part", upload_id)
+    assert not listed(lake.store)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 100), (3, 7), (99, 100), (90, 200), (0, 1 << 40)])

@@ -271,6 +271,12 @@ def _from_page(what: str, status: int, text: str) -> StoreError | None:
     return None
 
 
+def wrapped(error: Exception) -> Exception | None:
+    """The exception that ended a request of botocore, if it says so."""
+    cause: Exception | None = getattr(error, "kwargs", {}).get("error")
+    return cause
+
+
 def from_boto(what: str, error: Exception, *, signed: bool = True) -> StoreError:
     """The error of a boto3 call. ``error`` is anything but a `StoreError`."""
     if isinstance(error, boto.ClientError):
@@ -282,8 +288,7 @@ def from_boto(what: str, error: Exception, *, signed: bool = True) -> StoreError
         return from_answer(what, code, status, reason, str(region), signed=signed)
     if isinstance(error, _BOTO_CONNECTIONS):
         # The text of botocore's own exception has the URL, which may be anything.
-        cause = getattr(error, "kwargs", {}).get("error")
-        is_begun, sentence = advice.of_connection(f"{type(error).__name__}: {cause or error}")
+        is_begun, sentence = advice.of_connection(f"{type(error).__name__}: {wrapped(error) or error}")
         if is_begun and isinstance(error, _BOTO_NOT_BEGUN):
             is_begun, sentence = False, advice.NO_CONNECTION
         return _unanswered(what, error, sentence, is_begun=is_begun)

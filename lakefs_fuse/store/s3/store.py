@@ -28,6 +28,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
     ConfigError,
+    FileError,
     KeyRefused,
     LakeError,
     NoSuchBucket,
@@ -61,6 +62,7 @@ from lakefs_fuse.store.s3.errors import (
     from_answer,
     from_boto,
     unconditional,
+    wrapped,
 )
 from lakefs_fuse.store.s3.fast_path import CachedGets, S3FastPath, is_expressible
 from lakefs_fuse.store.s3.list_pages import S3Pages
@@ -471,6 +473,8 @@ class S3Store:
         try:
             answer: Answer = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
         except RAISED_BY_BOTO as error:
+            if isinstance(cause := wrapped(error), FileError):  # of the body's file
+                raise cause from error
             failure = from_boto(what, error, signed=not self.access.config.unsigned)
             raise (unconditional(failure) if _CONDITIONS.isdisjoint(parameters) else failure) from error
         if operation == "get_object":
