@@ -2,7 +2,7 @@
 
 It reads a `MountConfig` as JSON from standard input, opens the lake, serves until the mount ends, and then drains
 within a bound. *One answer*: the descriptor of ``--ready-fd`` gets one line, that the mount answers or why it does not.
-SIGTERM and SIGINT unmount and drain; a second one ends draining. Bytes that cannot be stored stay in staging, are named
+SIGTERM and SIGINT unmount and drain; a second one that comes then ends draining. Bytes that cannot be stored stay in staging, are named
 in the log, and make the exit code 1.
 
 ``--restarts`` is the number of daemons that the supervisor started before, and ``--replace`` the device (major:minor)
@@ -184,10 +184,10 @@ class Daemon(Generic[Fs]):
                     continue
                 if self._stage is Stage.STARTING:
                     self._startup.cancel()
+                elif self._stage is Stage.SERVING:  # until the last file is closed
+                    self._request_unmount()
                 elif self._stop_asked:
                     self._draining.cancel()
-                elif self._stage is Stage.SERVING:
-                    self._request_unmount()
                 self._stop_asked = True
                 self._readiness.end_serving()
 

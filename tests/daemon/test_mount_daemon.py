@@ -241,10 +241,13 @@ async def test_sigterm_where_unmounting_fails_keeps_what_programs_still_write(ca
     assert "not in the store: half (1000 bytes, open)" in caplog.text
 
 
-async def test_sigterm_of_a_mount_in_use_stores_closed_files_at_once() -> None:
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_sigterm_of_a_mount_in_use_stores_closed_files_at_once_and_others_later(signals: int) -> None:
+    """A second one, sent because the daemon waits, had the files that were closed last left unstored."""
     fs = FakeFilesystem([FakeFile("1", "acknowledged"), FakeFile("2", "half", state="open")])
     mount, codes = FakeMount(), list[int]()
-    daemon = Daemon(mount_config("/mnt/lake"), Parts(Lake(fs).open, mount.serve, lambda: None), Readiness(None))
+    config = msgspec.structs.replace(mount_config("/mnt/lake"), supervise=False)
+    daemon = Daemon(config, Parts(Lake(fs).open, mount.serve, lambda: None), Readiness(None))
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
 
@@ -259,8 +262,12 @@ async def test_sigterm_of_a_mount_in_use_stores_closed_files_at_once() -> None:
                 await trio.sleep(0.01)
                 fs.unfinished()
             assert [file.path for file in fs.files] == ["half"]
+            if signals > 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await trio.sleep(0.05)
             mount.gone.set()
     assert codes == [0]
+    assert fs.files == []
 
 
 async def test_an_error_of_serving_that_no_end_was_requested_of_is_a_failure() -> None:
