@@ -2,8 +2,8 @@
 
 It reads a `MountConfig` as JSON from standard input, opens the lake, serves until the mount ends, and then drains
 within a bound. *One answer*: the descriptor of ``--ready-fd`` gets one line, that the mount answers or why it does not.
-SIGTERM and SIGINT unmount and drain; a second one that comes then ends draining. Bytes that cannot be stored stay in staging, are named
-in the log, and make the exit code 1.
+SIGTERM and SIGINT unmount and drain; a second one that comes then ends draining. Bytes that cannot be stored stay in
+staging, are named in the log, and make the exit code 1.
 
 ``--restarts`` is the number of daemons that the supervisor started before, and ``--replace`` the device (major:minor)
 of the dead mount to replace: it is detached when the lake is open, right before the new mount is made. If it no longer
