@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -37,11 +37,14 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import PathRows
 from lakefs_fuse.path_rules import translate
+from lakefs_fuse.sync.steps import finish_paced
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 FILES_MAX = 1 << 16
 """Files of kept checkpoints, about 500 bytes of memory each."""
 ROWS_MAX = 4096
+ROWS_PER_STEP = 100
+"""A row takes some 50 µs."""
 RECHECK_S = 60.0
 """Removals, and what other nodes did, are seen so late at most."""
 DEBOUNCE_S = 0.05
@@ -268,7 +271,7 @@ class Pinner:
         wanted: set[Version] = set()
         extents: list[Extent] = []
         room = self._bytes_max
-        for path in self._in_order():
+        for path in await finish_paced(self._in_order()):
             kept = False
             async for extent in self._extents(path):
                 cost = 0 if extent.version in wanted else extent.version.size
@@ -302,28 +305,38 @@ class Pinner:
             self._pinned.add(version)
             self._fresh.add(version)
 
-    def _in_order(self) -> list[str]:
-        """Checkpoints to keep: those that count, newest first, then those that do not count yet."""
-        groups: dict[str, tuple[int, list[tuple[int, str]]]] = {}
-        for path, row in self._rows.items():
+    def _in_order(self) -> Generator[None, None, list[str]]:
+        """Return checkpoints to keep: those that count, newest first, then those that do not count yet. In steps."""
+        groups: dict[str, tuple[int, list[tuple[int, str, Row]]]] = {}
+        for number, (path, row) in enumerate(list(self._rows.items()), 1):
             unit = self._units.of(path)
             if unit is not None:
-                groups.setdefault(unit.group, (unit.keep, []))[1].append((row.sequence, path))
+                groups.setdefault(unit.group, (unit.keep, []))[1].append((row.sequence, path, row))
+            if not number % ROWS_PER_STEP:
+                yield
         counted: list[tuple[int, str]] = []
         begun: list[tuple[int, str]] = []
         for keep, rows in groups.values():
-            self._choose(keep, sorted(rows, reverse=True), counted, begun)
+            yield from self._choose(keep, sorted(rows, reverse=True), counted, begun)
         return [path for _, path in (*sorted(counted, reverse=True), *sorted(begun, reverse=True))]
 
     def _choose(
-        self, keep: int, rows: list[tuple[int, str]], counted: list[tuple[int, str]], begun: list[tuple[int, str]]
-    ) -> None:
+        self, keep: int, rows: list[tuple[int, str, Row]], counted: list[tuple[int, str]], begun: list[tuple[int, str]]
+    ) -> Generator[None, None, None]:
         """``rows`` are of one group, newest first."""
-        there = [(sequence, path, entry) for sequence, path in rows if (entry := self._ns.at(path)) is not None]
-        marked = {path for _, path, entry in there if entry.is_dir and self._has_marker(entry)}
+        there: list[tuple[int, str, Row, Entry]] = []
+        marked = set[str]()
+        for number, (sequence, path, row) in enumerate(rows, 1):
+            entry = self._ns.at(path)
+            if entry is not None:
+                there.append((sequence, path, row, entry))
+                if entry.is_dir and self._has_marker(entry):
+                    marked.add(path)
+            if not number % ROWS_PER_STEP:
+                yield
         left = keep
-        for place, (sequence, path, entry) in enumerate(there):
-            whole = not entry.is_dir or path in marked or self._rows[path].whole
+        for place, (sequence, path, row, entry) in enumerate(there):
+            whole = not entry.is_dir or path in marked or row.whole
             open_ended = not whole and (bool(marked) or place == 0)
             if looks_temporary(path.rpartition("/")[2]) or self._is_dirty(entry) or open_ended:
                 if left == keep:  # older ones that were never finished are of no use
@@ -331,6 +344,8 @@ class Pinner:
             elif left:
                 left -= 1
                 counted.append((sequence, path))
+            if place % ROWS_PER_STEP == ROWS_PER_STEP - 1:
+                yield
 
     def _has_marker(self, directory: Entry) -> bool:
         return any(self._ns.tree.named(directory.inode, name.encode()) is not None for name in MARKERS)
