@@ -115,7 +115,8 @@ async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
         raise
     draft.end_publish()
     draft.uploader.metrics.publishes += 1
-    await _delete_spills(draft)
+    if draft.spills.used:
+        await _delete_spills(draft)
     is_back = _is_back(draft.uploader, meta)
     return Published(meta, await _all_hashes(draft) if hashes is None else hashes, described, is_superseded, is_back)
 

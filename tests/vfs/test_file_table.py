@@ -17,7 +17,6 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, U
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.ops import handles
 from lakefs_fuse.vfs.ops import unlink as unlinking
@@ -1093,23 +1092,24 @@ async def test_attributes_that_a_get_answers_are_learned_without_a_look_at_the_o
 ) -> None:
     """Tens of thousands wait for the store under write-back, and each GET looked at all of them."""
     store = MemoryStore()
-    for name in ("open", "ahead"):
+    for name in ("other", "open", "ahead"):
         store.give(name, noise(name, 100), S3FS)
     async with lake(store, tmp_path) as m:
-        assert await m.names() == ["ahead", "open"]
-        handle, ahead = await m.open("open", os.O_RDONLY), (await m.found("ahead")).inode
+        assert await m.names() == ["ahead", "open", "other"]
+        other, handle = await m.open("other", os.O_RDONLY), await m.open("open", os.O_RDONLY)
+        opened, ahead = m.fs.handle(handle).file.entry.inode, (await m.found("ahead")).inode
 
-        class Unread(dict[int, OpenFile]):
-            def values(self) -> NoReturn:
-                raise AssertionError("all files in use are read")
+        class Unread:
+            def __getattr__(self, name: str) -> NoReturn:
+                raise AssertionError("another file in use is looked at")
 
-        files = m.parts.files
         with monkeypatch.context() as patch:
-            patch.setattr(files, "_files", Unread(files.by_inode))
+            patch.setattr(m.fs.handle(other).file, "extent", Unread())
             for name in ("open", "ahead"):
                 m.fs.events.announce_metadata(store.objects[name][1])
         heads = store.count("head")
-        for inode in (m.fs.handle(handle).file.entry.inode, ahead):
+        for inode in (opened, ahead):
             assert (await m.fs.getattr(inode)).mode == 0o600
         assert store.count("head") == heads
         await m.close(handle)
+        await m.close(other)
