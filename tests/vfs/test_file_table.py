@@ -1113,3 +1113,25 @@ async def test_attributes_that_a_get_answers_are_learned_without_a_look_at_the_o
         assert store.count("head") == heads
         await m.close(handle)
         await m.close(other)
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_file_that_is_almost_only_a_hole_is_one_put_in_a_local_directory(tmp_path: Path, durability: str) -> None:
+    """5 TiB were 10,000 parts, each of which was synced and journaled with those before it."""
+    store = MemoryStore(Capabilities(name="local", put_if_match=True))
+    async with lake(store, tmp_path, pack="never", durability=durability) as m:
+        await m.write("f", b"begin")
+        await m.fs.make_durable()
+        puts = store.count("put", "f")
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, LARGE // 2, b"middle")
+        await m.setattr("f", size=LARGE)
+        await m.close(handle)
+        await m.fs.make_durable()
+        expected = bytearray(LARGE)
+        expected[:5], expected[LARGE // 2 : LARGE // 2 + 6] = b"begin", b"middle"
+        assert store.data("f") == await m.read("f") == expected
+        assert store.count("create_multipart") == 0
+        assert store.count("put", "f") - puts == 1
+    async with lake(store, tmp_path, pack="never") as m:
+        assert await m.read("f") == expected
