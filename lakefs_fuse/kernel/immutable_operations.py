@@ -77,7 +77,7 @@ class ImmutableOperations(pyfuse3.Operations):
         CacheError if the local disk lost some of the names."""
         try:
             self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
-        except OSError as error:
+        except CacheError as error:
             message = "the local disk failed, so programs may see names as they were before: unmount, and mount again"
             log.error("%s (%s)", message, error)
             raise CacheError(message) from error

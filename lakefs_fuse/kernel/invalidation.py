@@ -138,7 +138,7 @@ class Invalidations:
             self._overflow = ChangedNames(self._open_file)
         try:
             self._overflow.add(parent, name)
-        except OSError as error:  # on a full disk changes soon end, because their rows cannot be written
+        except CacheError as error:  # on a full disk changes soon end, because their rows cannot be written
             if len(self._names) == NAMES_MAX:
                 log.warning("names that changed are kept in memory until the kernel was notified: %s", error)
             self._names[parent, name] = None
@@ -213,7 +213,7 @@ class Invalidations:
             return []
         try:
             return list(islice(self._draining[1], NAMES_MAX))
-        except OSError as error:
+        except CacheError as error:
             log.warning("names that changed show as they were until --metadata-ttl ends: %s", error)
             self._overflow_lost = self._overflows_begun
             return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,7 +77,7 @@ async def test_refresh_whose_names_cannot_be_read_says_what_to_do(
     store.put("a", b"x")
 
     def fail(_: ChangedNames) -> Iterator[tuple[int, bytes]]:
-        raise OSError(errno.EIO, "Input/output error")
+        raise CacheError("Input/output error")
 
     monkeypatch.setattr(ChangedNames, "names", fail)
     async with shown(store, tmp_path) as fs:

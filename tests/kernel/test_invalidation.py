@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -175,7 +174,7 @@ async def test_wait_notified_fails_where_the_disk_lost_names(
 
     def fail(changed: ChangedNames) -> Iterator[tuple[int, bytes]]:
         for _ in range(changed.count):
-            raise OSError(errno.EIO, "Input/output error")
+            raise CacheError("Input/output error")
         yield 0, b""
 
     monkeypatch.setattr(invalidating, "NAMES_MAX", 2)

@@ -10,17 +10,20 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import CacheFull
 from lakefs_fuse.meta import database, schema
 from lakefs_fuse.meta.database import RocksEngines
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.vfs import changed_names
 from lakefs_fuse.vfs.changed_names import ChangedNames
 from lakefs_fuse.vfs.immutable import states
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
@@ -201,3 +204,25 @@ async def test_names_of_another_lake_that_was_at_this_place_before_are_not_shown
         opened = mounted(store, tmp_path / "cache", node=node_of(clock), mounting=lake_id, lake_id=lake_id)
         async with opened as fs:
             assert [entry.name.decode() for entry in fs.readdir(fs.top, 0)] == [name]
+
+
+async def test_refresh_whose_list_of_names_has_no_room_fails_as_on_a_full_disk_and_shows_the_state_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was an internal error."""
+    store = MemoryStore()
+    store.put("name", b"x")
+    async with mounted(store, tmp_path) as fs:
+        store.put("later", b"x")
+
+        def fail(*_: object) -> NoReturn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(changed_names, "CHANGED_NAMES_BYTES_MAX", 0)
+            patch.setattr(LocalDisk, "temporary_file", fail)
+            with pytest.raises(CacheFull):
+                await fs.refresh()
+        assert fs.lookup(ROOT_INODE, b"later") is None
+        await fs.refresh()
+        assert fs.lookup(ROOT_INODE, b"later") is not None

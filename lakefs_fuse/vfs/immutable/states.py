@@ -317,7 +317,7 @@ class States:
 
 async def _add_names(tree: Tree, directory: int, changed: ChangedNames, *, shown_in: int) -> None:
     """Add all names of a directory as those of the directory ``shown_in``: for the kernel, the one that is the top now
-    has the number of the one that was. Raises OSError."""
+    has the number of the one that was. Raises CacheError."""
     for children in tree.children_in_steps(directory):
         for child in children:
             changed.add(shown_in, child.name)
