@@ -22,7 +22,7 @@ from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, fd_sink
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
-from lakefs_fuse.commits.committer import LATE_NS
+from lakefs_fuse.commits.hybrid_clock import LATE_NS
 from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Operation, Record, Relocate
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import LakeError, NotFound

@@ -58,7 +58,7 @@ from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.file_rules import Step
 from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_newest
-from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
+from lakefs_fuse.commits.hybrid_clock import LATE_NS, WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import STORED_MAX, Mkdir, ObjectRef, Put, Record, Remove, SetAttr, refuse_unreadable
 from lakefs_fuse.environment.failpoints import reached
@@ -76,9 +76,6 @@ from lakefs_fuse.sync.wakeup import Wakeup
 NS = 1_000_000_000
 ASK_S_MAX = 5.0
 """After a PUT fails, the HEAD that looks for the commit may take this long; then the error is raised."""
-LATE_NS = WINDOW_NS // 2
-"""A commit that was stored this long after its time is repeated by another one, because polls may be past it. See
-WINDOW_NS."""
 ANNOUNCED_MAX = 1 << 16
 """Maximum of stored objects that wait for their announcement, some 10 MB. Other nodes find further ones when they list
 the directory."""

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change, is_of_directory, merged
 from lakefs_fuse.commits.commit_log import CommitLog
-from lakefs_fuse.commits.hybrid_clock import NS
+from lakefs_fuse.commits.hybrid_clock import LATE_NS, NS
 from lakefs_fuse.commits.record import (
     COMMITS,
     THIS,
@@ -186,18 +186,23 @@ class Redater:
         return newer > since_ns
 
     async def _commit(self, repeated: Repeated) -> None:
-        """Commit the operations that wait, as one commit, and call ``repeated`` for each original."""
+        """Commit the operations that wait, as one commit, and call ``repeated`` for each original. A commit that took
+        so long that polls may be past its time is followed by another one, of what no other commit changed since."""
         waiting, self._waiting = self._waiting, []
         changes = [
             linked(ObjectRef(original.meta.key, original.meta.etag, original.meta.size), original.record, operations)
             for original, operations in waiting
             if operations
         ]
-        time = self._clock.now()
-        if changes:
-            await self._log.put_record(merged(changes, self._log.writer, time))
+        again = merged(changes, self._log.writer, self._clock.now())
+        while again.operations:
+            this = await self._log.put_record(again)
+            if self._clock.wall_ns() - again.time <= LATE_NS:
+                break
+            change = linked(this, again, await still_newest(self._log, again))
+            again = replace(again, time=self._clock.now(), objects=change.objects, operations=change.operations)
         for original, operations in waiting:
-            repeated(original, operations, time)
+            repeated(original, operations, again.time)
 
 
 async def still_newest(log: CommitLog, record: Record) -> list[Operation]:

@@ -28,6 +28,8 @@ AHEAD_NS_MAX = COMMIT_AHEAD_MAX_S * NS
 WINDOW_NS = 120_000_000_000
 """Polls look for commits whose time is no more than this behind the newest one seen. Half of it is for clocks that
 differ after correction; if a PUT takes the other half, its writer repeats the commit under a new time."""
+LATE_NS = WINDOW_NS // 2
+"""A commit that was stored this long after its time is repeated by another one, because polls may be past it."""
 DIFFERENCE_NS_MAX = 2 * NS
 """A difference from the store's clock up to this is ignored, because stores tell the time to the second. A wall clock
 that moves by more against the time since boot has jumped."""

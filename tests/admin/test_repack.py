@@ -18,8 +18,7 @@ from lakefs_fuse.admin.commands import run_gc
 from lakefs_fuse.admin.repack import Packed, Unpacked
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.archive import ArchiveBuilder
-from lakefs_fuse.commits.committer import LATE_NS
-from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
+from lakefs_fuse.commits.hybrid_clock import LATE_NS, WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import COMMITS, OBJECTS, ObjectRef, Put, Remove
 from lakefs_fuse.config import DELETE_AFTER_S

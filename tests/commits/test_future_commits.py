@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.commits.archive import Member, commit_key
 from lakefs_fuse.commits.change import Change
-from lakefs_fuse.commits.hybrid_clock import CONFIRM_S
+from lakefs_fuse.commits.hybrid_clock import CONFIRM_S, NS, WINDOW_NS
 from lakefs_fuse.commits.record import OWN, Put, Remove
 from lakefs_fuse.errors import StoreError, Unsupported
 from lakefs_fuse.meta.sorted_tables import drop_names
 from tests.commits.committing import Clock, Daemon, Site
 from tests.commits.nodes import at, put
-from tests.memory_store import Failures
+from tests.memory_store import Failures, Pause
+from tests.upload.drafting import reached
 
 YEARS_S = 12 * 365 * 86400.0
 
@@ -152,4 +154,37 @@ async def test_redate_before_commits_again_what_the_last_daemon_dated_ahead(
         with site.daemon("c") as c:
             await c.poller.poll()
             assert sorted(c.shown()) == ["new", "plain"]
+    caplog.clear()
+
+
+async def test_repetition_that_is_stored_late_is_repeated_without_what_others_changed_since(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mounts whose polls were past its time never saw what was committed again."""
+    site = Site(tmp_path)
+    machine = Machine(site)
+    machine.jump(YEARS_S)
+    with site.daemon("a") as a:
+        await a.committer.redate_before()
+        await pack(a, new=b"new", both=b"1")
+    machine.jump(-YEARS_S)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        drop_names(a.database)
+        await a.poller.poll()
+        await b.poller.poll()
+        pause = site.store.hook = Pause(lambda request: request.what == "put" and a.writer in request.key)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.redate_before)
+            await reached(pause.reached)
+            machine.pass_s(2 * WINDOW_NS / NS)
+            await pack(b, both=b"22")
+            await b.poller.poll()
+            machine.pass_s(1)
+            pause.resume()
+        for _ in range(2):
+            machine.pass_s(1)
+            await b.poller.poll()
+            await a.poller.poll()
+        assert {path: b.found(path).size for path in b.shown()} == {"new": 3, "both": 2}
+        assert b.shown() == a.shown()
     caplog.clear()
