@@ -198,8 +198,8 @@ async def test_rename_of_which_only_the_journal_has_room_is_in_effect_at_once(
     monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
     store, disk, clock, append = MemoryStore(), FullDisk(), Clock(), ChangeJournal.append
 
-    def append_last(journal: ChangeJournal, change: Change, batch: Batch) -> int:
-        sequence = append(journal, change, batch)
+    def append_last(journal: ChangeJournal, change: Change, batch: Batch, *, volatile: bool) -> int:
+        sequence = append(journal, change, batch, volatile=volatile)
         disk.is_full = True
         return sequence
 
