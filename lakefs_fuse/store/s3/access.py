@@ -11,6 +11,7 @@ Made once for each store by `store.open_s3`; the client may be used from many th
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import os
@@ -34,6 +35,8 @@ from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
 from botocore.handlers import add_expect_header
 from botocore.httpsession import ProxyConfiguration, URLLib3Session
+from botocore.hooks import HierarchicalEmitter
+from botocore.httpsession import ProxyConfiguration
 from botocore.loaders import Loader, create_loader
 from botocore.model import OperationModel
 from botocore.utils import get_environ_proxies
@@ -155,7 +158,9 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         )
     ca_bundle = _checked_ca_bundle(config.ca_bundle)
     with _configuration_errors(config):
-        core = botocore.session.Session(profile=config.profile)
+        core = botocore.session.Session(
+            event_hooks=copy.copy(_builtin_handlers()), include_builtin_handlers=False, profile=config.profile
+        )
         core.register_component("data_loader", _service_files(core.get_config_variable("data_path")))
         session = boto3.session.Session(region_name=config.region, botocore_session=core)
         follow_files(core.get_component("credential_provider"), clock)
@@ -263,6 +268,14 @@ def _refuse_page(http_response: AWSResponse, model: OperationModel, **_: object)
 
 def _add_encryption(config: StoreConfig, params: dict[str, object], **_: object) -> None:
     params |= boto3_encryption(config)
+
+
+@functools.cache
+def _builtin_handlers() -> HierarchicalEmitter:
+    """The handlers of a new session of botocore, to copy for each: to register them takes longer than a client."""
+    handlers = HierarchicalEmitter()
+    botocore.session.Session(event_hooks=handlers)
+    return handlers
 
 
 @functools.cache
