@@ -39,8 +39,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker(INTEGRATION) is None)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The modules and items of all tests are a million objects, none of them garbage: no collection looks at them, not
+    while they are made, a tenth of the time, nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The modules and items of all tests are a million objects, which each full collection would look at again."""
     gc.collect()
     gc.freeze()
 

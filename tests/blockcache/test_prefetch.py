@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,9 +24,14 @@ from tests.blockcache.reading import MIB, MemoryStore, block_of, content, for_ta
 BLOCKS = 96
 ENOUGH = 6
 """A sixteenth."""
-DATA = content("whole", BLOCKS * MIB - 17)
 FAR = [3, 90, 41, 60, 12, 77]
 """Blocks that do not follow one another."""
+
+
+@functools.cache
+def whole_data() -> bytes:
+    """Of an object. Made once, by the first test: each worker collects this module."""
+    return content("whole", BLOCKS * MIB - 17)
 
 
 class Store(MemoryStore):
@@ -42,14 +48,14 @@ class Lake:
         self.store, self.metrics, self.nursery = Store(), CacheMetrics(), nursery
         self.cache = make_cache(directory, self.metrics, bytes_max, scanned)
         self.reader = BlockReader(self.store, for_tasks(self.cache, nursery), self.metrics, nursery)
-        self.version = self.store.put("file", DATA)
+        self.version = self.store.put("file", whole_data())
 
     async def jump(self, blocks: list[int], version: Version | None = None) -> None:
         """Read a little of each, as somebody does who opened the file for it."""
         for index in blocks:
             at = index * MIB + 100
             data = await self.reader.read(version or self.version, at, 50_000, Readahead())
-            assert bytes(data) == DATA[at : at + 50_000]
+            assert bytes(data) == whole_data()[at : at + 50_000]
 
     async def settled(self) -> None:
         """Nothing is under way, and nothing begins."""
@@ -81,7 +87,7 @@ async def test_what_readers_jump_about_in_is_fetched_whole_in_a_few_gets(tmp_pat
         await lake.jump(FAR)
         await lake.settled()
         assert lake.metrics.fetched_whole == 1
-        assert lake.bytes_asked == len(DATA), "each block once"
+        assert lake.bytes_asked == len(whole_data()), "each block once"
         assert len(lake.store.gets) <= ENOUGH + BLOCKS // 8 + ENOUGH
         assert lake.metrics.misses == ENOUGH
         asked = len(lake.store.gets)
@@ -104,7 +110,7 @@ async def test_it_stays_on_the_disk_and_what_was_read_in_memory(tmp_path: Path) 
         await lake.jump(FAR)
         await lake.settled()
         assert lake.reader.statistics().memory_blocks == ENOUGH
-        assert lake.cache.bytes_used >= len(DATA)
+        assert lake.cache.bytes_used >= len(whole_data())
 
 
 async def test_a_reader_that_comes_meanwhile_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
@@ -112,7 +118,7 @@ async def test_a_reader_that_comes_meanwhile_waits_for_what_is_on_its_way(tmp_pa
         await lake.jump(FAR)
         await lake.jump([0, 1, 20, 95 - 1, 50])
         await lake.settled()
-        assert lake.bytes_asked == len(DATA)
+        assert lake.bytes_asked == len(whole_data())
 
 
 async def test_files_of_a_pack_that_is_coming_are_read_alone_up_to_a_share_of_it(tmp_path: Path) -> None:
@@ -123,7 +129,9 @@ async def test_files_of_a_pack_that_is_coming_are_read_alone_up_to_a_share_of_it
 
         async def read(index: int) -> None:
             at = index * MIB + 1000
-            assert await lake.reader.read(lake.version, at, size, within=(at, at + size)) == DATA[at : at + size]
+            assert (
+                await lake.reader.read(lake.version, at, size, within=(at, at + size)) == whole_data()[at : at + size]
+            )
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lake.jump, FAR[-1:])
@@ -136,8 +144,8 @@ async def test_files_of_a_pack_that_is_coming_are_read_alone_up_to_a_share_of_it
             alone = [end - start for _, start, end in lake.store.gets[before:] if end - start < MIB]
             gate.set()
         await lake.settled()
-        assert len(alone) == len(DATA) // 16 // size < len(set(blocks) - set(FAR)), "the others by the block"
-        assert lake.bytes_asked == len(DATA) + sum(alone)
+        assert len(alone) == len(whole_data()) // 16 // size < len(set(blocks) - set(FAR)), "the others by the block"
+        assert lake.bytes_asked == len(whole_data()) + sum(alone)
         assert (lake.metrics.fetched_whole, lake.metrics.bypasses) == (1, 0)
 
 
@@ -166,7 +174,7 @@ async def test_who_reads_on_is_not_taken_for_one_that_jumps(tmp_path: Path) -> N
             await lake.reader.read(lake.version, at, MIB // 2, readahead)
         await lake.settled()
         assert lake.metrics.fetched_whole == 0
-        assert lake.bytes_asked < len(DATA)
+        assert lake.bytes_asked < len(whole_data())
 
 
 async def test_nothing_is_evicted_for_it(tmp_path: Path) -> None:
@@ -174,11 +182,11 @@ async def test_nothing_is_evicted_for_it(tmp_path: Path) -> None:
         await lake.jump(FAR)
         await lake.settled()
         assert lake.metrics.fetched_whole == 1
-        other = lake.store.put("other", DATA)
+        other = lake.store.put("other", whole_data())
         await lake.jump(FAR, other)
         await lake.settled()
         assert (lake.metrics.fetched_whole, lake.metrics.evicted_bytes) == (1, 0)
-        assert lake.bytes_asked == len(DATA) + ENOUGH * MIB
+        assert lake.bytes_asked == len(whole_data()) + ENOUGH * MIB
 
 
 async def test_prefetch_ends_when_readers_use_up_the_free_space(tmp_path: Path) -> None:
@@ -189,9 +197,9 @@ async def test_prefetch_ends_when_readers_use_up_the_free_space(tmp_path: Path) 
             nursery.start_soon(lake.jump, FAR[-1:])
             while len(lake.store.gets) < ENOUGH + FETCHES_AT_ONCE:
                 await trio.sleep(0.002)
-            other = lake.store.put("other", DATA)
+            other = lake.store.put("other", whole_data())
             for index in range(BLOCKS - 1):
-                write_block(lake.cache, other, index, block_of(DATA, index))
+                write_block(lake.cache, other, index, block_of(whole_data(), index))
             gate.set()
         await lake.settled()
         assert lake.metrics.evicted_bytes == 0
@@ -202,7 +210,7 @@ async def test_prefetch_ends_when_readers_use_up_the_free_space(tmp_path: Path) 
 
 async def test_objects_have_their_turn_one_after_the_other(tmp_path: Path) -> None:
     async with lake_at(tmp_path, 3 * BLOCKS * MIB) as lake:
-        versions = [lake.store.put(name, DATA) for name in ("one", "two", "three")]
+        versions = [lake.store.put(name, whole_data()) for name in ("one", "two", "three")]
         for version in versions:
             await lake.jump(FAR, version)
         await lake.settled()
@@ -222,7 +230,7 @@ async def test_room_for_the_hashes_of_a_file_counts_before_any_block_is_written(
             return write_runs(runs, spared_s=spared_s)
 
         monkeypatch.setattr(lake.cache, "write_runs", held_back)
-        for version in [lake.store.put(name, DATA) for name in ("one", "two", "three")]:
+        for version in [lake.store.put(name, whole_data()) for name in ("one", "two", "three")]:
             await lake.jump(FAR, version)
         released.set()
         await lake.settled()

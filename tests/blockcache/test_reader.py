@@ -1,6 +1,7 @@
 """The reader over a counting store and real cache files: bytes, GET counts, sharing, errors, bounds."""
 
 import errno
+import functools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,12 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, for_tasks, make_cache
 
 KIB = 1024
-DATA = content("reader", 20 * MIB + 123)
+
+
+@functools.cache
+def reader_data() -> bytes:
+    """Of an object. Made once, by the first test: each worker collects this module."""
+    return content("reader", 20 * MIB + 123)
 
 
 class Lake:
@@ -34,7 +40,7 @@ class Lake:
         self.nursery = nursery
         self.clock: Clock = SystemClock()
         self.store = MemoryStore()
-        self.version = self.store.put("file", DATA)
+        self.version = self.store.put("file", reader_data())
         self.restart()
 
     def restart(self, *, scanned: bool = True, **options: int) -> None:
@@ -79,14 +85,14 @@ async def lake_at(directory: Path) -> AsyncIterator[Lake]:
 
 async def test_ranges_are_cut_at_the_end_and_come_from_memory_the_second_time(tmp_path: Path) -> None:
     async with lake_at(tmp_path) as lake:
-        assert await lake.read(5, 10) == DATA[5:15]
-        assert await lake.read(MIB - 1, 2) == DATA[MIB - 1 : MIB + 1]
-        assert await lake.read(20 * MIB + 100, 1000) == DATA[20 * MIB + 100 :]
-        assert await lake.read(len(DATA), 1000) == b""
-        assert await lake.read(len(DATA) + 5, 1000) == b""
+        assert await lake.read(5, 10) == reader_data()[5:15]
+        assert await lake.read(MIB - 1, 2) == reader_data()[MIB - 1 : MIB + 1]
+        assert await lake.read(20 * MIB + 100, 1000) == reader_data()[20 * MIB + 100 :]
+        assert await lake.read(len(reader_data()), 1000) == b""
+        assert await lake.read(len(reader_data()) + 5, 1000) == b""
         assert await lake.read(0, 0) == b""
         assert len(lake.store.gets) == 3
-        assert await lake.read(0, 2 * MIB) == DATA[: 2 * MIB]
+        assert await lake.read(0, 2 * MIB) == reader_data()[: 2 * MIB]
         assert len(lake.store.gets) == 3
         assert (lake.metrics.hits, lake.metrics.misses, lake.metrics.prefetched_blocks) == (3, 3, 0)
         assert isinstance(await lake.reader.read(lake.version, 0, 100), memoryview), "no copy"
@@ -158,11 +164,11 @@ async def test_small_object_that_was_evicted_is_not_taken_for_local(tmp_path: Pa
 
 async def test_adjacent_blocks_are_one_get_up_to_a_bound(tmp_path: Path) -> None:
     async with lake_at(tmp_path) as lake:
-        assert await lake.read(0, len(DATA)) == DATA
+        assert await lake.read(0, len(reader_data())) == reader_data()
         assert sorted(lake.store.gets) == [
             ("file", 0, 8 * MIB),
             ("file", 8 * MIB, 16 * MIB),
-            ("file", 16 * MIB, len(DATA)),
+            ("file", 16 * MIB, len(reader_data())),
         ]
 
 
@@ -172,7 +178,7 @@ async def test_a_restart_reads_from_disk_and_only_what_is_missing_from_the_store
         await lake.idle()
         lake.cache.close()
         lake.restart()
-        assert await lake.read(2 * MIB, 4 * MIB) == DATA[2 * MIB : 6 * MIB]
+        assert await lake.read(2 * MIB, 4 * MIB) == reader_data()[2 * MIB : 6 * MIB]
         assert sorted(lake.store.gets) == [("file", 2 * MIB, 3 * MIB), ("file", 5 * MIB, 6 * MIB)]
         assert (lake.metrics.hits, lake.metrics.misses) == (2, 2)
 
@@ -185,12 +191,12 @@ async def test_a_damaged_block_is_fetched_again(tmp_path: Path) -> None:
         with path.open("r+b") as file:
             os.pwrite(file.fileno(), b"\xff\x00\xff", 100)
         lake.restart()
-        assert await lake.read(0, 2 * MIB) == DATA[: 2 * MIB]
+        assert await lake.read(0, 2 * MIB) == reader_data()[: 2 * MIB]
         assert lake.store.gets == [("file", 0, MIB)]
         assert lake.metrics.damaged == 1
         await lake.idle()
         lake.restart()
-        assert await lake.read(0, 2 * MIB) == DATA[: 2 * MIB]
+        assert await lake.read(0, 2 * MIB) == reader_data()[: 2 * MIB]
         assert lake.store.gets == []
 
 
@@ -204,7 +210,7 @@ async def test_readers_of_one_block_share_one_get(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             for piece in range(8):
                 nursery.start_soon(read, piece * 128 * KIB)
-        assert b"".join(sorted(answers, key=DATA.find)) == DATA[:MIB]
+        assert b"".join(sorted(answers, key=reader_data().find)) == reader_data()[:MIB]
         assert lake.store.gets == [("file", 0, MIB)]
         assert (lake.metrics.hits, lake.metrics.misses) == (7, 1)
 
@@ -231,7 +237,7 @@ async def test_one_who_is_cancelled_takes_nobody_along(tmp_path: Path) -> None:
             await trio.testing.wait_all_tasks_blocked()
             lake.store.gate.set()
         assert first.cancelled_caught
-        assert answers == [DATA[5:15]]
+        assert answers == [reader_data()[5:15]]
         assert len(lake.store.gets) == 1
 
 
@@ -254,7 +260,7 @@ async def test_an_error_wakes_all_who_wait_and_is_not_remembered(tmp_path: Path)
         assert codes == [errno.EACCES] * 5
         assert len(lake.store.gets) == 1
         lake.store.fail_with = None
-        assert await lake.read(0, 10) == DATA[:10]
+        assert await lake.read(0, 10) == reader_data()[:10]
 
 
 @pytest.mark.parametrize("error", [Unavailable("down"), RuntimeError("a bug")])
@@ -291,7 +297,7 @@ async def test_page_of_a_read_that_failed_is_refused_without_a_get(
         assert len(lake.store.gets) == gets
         lake.store.fail_with = None
         data = await lake.reader.read(lake.version, MIB, 4 * KIB, Readahead(), within=within)
-        assert bytes(data) == DATA[MIB : MIB + 4 * KIB]
+        assert bytes(data) == reader_data()[MIB : MIB + 4 * KIB]
 
 
 async def test_readers_wake_when_the_mount_ends(tmp_path: Path) -> None:
@@ -318,14 +324,14 @@ async def test_readers_wake_when_the_mount_ends(tmp_path: Path) -> None:
 async def test_a_replaced_object_is_stale_never_mixed(tmp_path: Path, ignores_etag: bool) -> None:
     async with lake_at(tmp_path) as lake:
         lake.store.ignores_etag = ignores_etag
-        assert await lake.read(0, 10) == DATA[:10]
-        lake.store.put("file", content("newer", len(DATA)))
-        assert await lake.read(100, 10) == DATA[100:110], "what is here is the old version still"
+        assert await lake.read(0, 10) == reader_data()[:10]
+        lake.store.put("file", content("newer", len(reader_data())))
+        assert await lake.read(100, 10) == reader_data()[100:110], "what is here is the old version still"
         with pytest.raises(FileError) as caught:
             await lake.read(5 * MIB, 10)
         assert caught.value.errno == errno.ESTALE
         new = lake.store.version("file")
-        assert bytes(await lake.reader.read(new, 0, 10)) == content("newer", len(DATA))[:10]
+        assert bytes(await lake.reader.read(new, 0, 10)) == content("newer", len(reader_data()))[:10]
         del lake.store.objects["file"]
         with pytest.raises(FileError) as caught:
             await lake.read(7 * MIB, 10)
@@ -334,9 +340,9 @@ async def test_a_replaced_object_is_stale_never_mixed(tmp_path: Path, ignores_et
 
 async def test_an_answer_of_the_wrong_length_is_an_error(tmp_path: Path) -> None:
     async with lake_at(tmp_path) as lake:
-        longer = Version("file", lake.version.etag, len(DATA) + 10)
+        longer = Version("file", lake.version.etag, len(reader_data()) + 10)
         with pytest.raises(FileError, match="answered"):
-            await lake.reader.read(longer, len(DATA), 10)
+            await lake.reader.read(longer, len(reader_data()), 10)
         assert cache_files(tmp_path) == []
 
 
@@ -377,18 +383,18 @@ async def test_a_starved_sequential_reader_still_makes_large_gets(tmp_path: Path
 
 async def test_a_small_file_is_fetched_whole_by_a_handle_and_by_block_without_one(tmp_path: Path) -> None:
     async with lake_at(tmp_path) as lake:
-        lake.version = lake.store.put("small", DATA[: 3 * MIB])
-        assert await lake.read(2 * MIB, 5, Readahead()) == DATA[2 * MIB : 2 * MIB + 5]
+        lake.version = lake.store.put("small", reader_data()[: 3 * MIB])
+        assert await lake.read(2 * MIB, 5, Readahead()) == reader_data()[2 * MIB : 2 * MIB + 5]
         assert lake.store.gets == [("small", 0, 3 * MIB)]
         assert (lake.metrics.misses, lake.metrics.prefetched_blocks) == (1, 2)
-        lake.version = lake.store.put("other", DATA[1 : 3 * MIB])
+        lake.version = lake.store.put("other", reader_data()[1 : 3 * MIB])
         await lake.read(2 * MIB, 5)
         assert lake.store.gets[1:] == [("other", 2 * MIB, 3 * MIB - 1)]
 
 
 async def test_memory_is_bounded_with_many_readers_ahead(tmp_path: Path) -> None:
     async with lake_at(tmp_path) as lake:
-        versions = [lake.store.put(f"f{number}", DATA[number:]) for number in range(6)]
+        versions = [lake.store.put(f"f{number}", reader_data()[number:]) for number in range(6)]
         lake.restart(memory_blocks=8, inflight_bytes_max=16 * MIB)
         peak = 0
 
@@ -397,7 +403,7 @@ async def test_memory_is_bounded_with_many_readers_ahead(tmp_path: Path) -> None
             readahead = Readahead()
             for offset in range(0, versions[number].size, 512 * KIB):
                 got = await lake.reader.read(versions[number], offset, 512 * KIB, readahead)
-                assert got == DATA[number + offset : number + offset + 512 * KIB]
+                assert got == reader_data()[number + offset : number + offset + 512 * KIB]
                 statistics = lake.reader.statistics()
                 peak = max(peak, statistics.memory_bytes + statistics.bytes_inflight)
 
@@ -442,14 +448,14 @@ async def test_nobody_looks_on_the_disk_for_what_is_not_there(tmp_path: Path, mo
     watch("has_blocks")
     watch("has_blocks_now")
     async with lake_at(tmp_path) as lake:
-        other = lake.store.put("other", DATA)
-        assert await lake.read(0, 10) == DATA[:10]
+        other = lake.store.put("other", reader_data())
+        assert await lake.read(0, 10) == reader_data()[:10]
         assert await lake.reader.ensure(other, 0, MIB)
         assert looked == ["has_blocks_now"], "that it was kept"
         await lake.idle()
         lake.cache.close()
         lake.restart()
-        assert await lake.read(0, 10) == DATA[:10]
+        assert await lake.read(0, 10) == reader_data()[:10]
         assert looked[1:] == ["read_blocks"]
         assert lake.store.gets == []
 
@@ -459,9 +465,9 @@ async def test_ensure_brings_a_range_to_disk(tmp_path: Path) -> None:
         await lake.read(4 * MIB, 10)
         await lake.idle()
         lake.store.gets.clear()
-        assert await lake.reader.ensure(lake.version, 2 * MIB + 5, len(DATA))
+        assert await lake.reader.ensure(lake.version, 2 * MIB + 5, len(reader_data()))
         assert lake.cache.has_blocks(lake.version, 0, 21) == [False] * 2 + [True] * 19
-        assert sum(end - start for _, start, end in lake.store.gets) == len(DATA) - 3 * MIB
+        assert sum(end - start for _, start, end in lake.store.gets) == len(reader_data()) - 3 * MIB
         count = len(lake.store.gets)
         assert await lake.reader.ensure(lake.version, 2 * MIB + 5, 1 << 40)
         assert await lake.reader.ensure(lake.version, 5, 5)

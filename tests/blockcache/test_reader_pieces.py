@@ -17,7 +17,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.environment import local_disk as disk
 from lakefs_fuse.environment.threads import WorkerThreads
 from tests.blockcache.reading import MIB, cache_files, content, reads_now
-from tests.blockcache.test_reader import DATA, KIB, Lake, lake_at
+from tests.blockcache.test_reader import KIB, Lake, lake_at, reader_data
 from tests.fakes import FakeClock
 
 
@@ -43,7 +43,7 @@ def disk_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def on_disk(lake: Lake) -> None:
     """All of the file is in the cache of a daemon that was just started."""
-    assert await lake.reader.ensure(lake.version, 0, len(DATA))
+    assert await lake.reader.ensure(lake.version, 0, len(reader_data()))
     await lake.idle()
     lake.cache.close()
     lake.restart()
@@ -54,12 +54,12 @@ async def test_who_jumps_about_reads_from_the_disk_about_what_he_asks_for(
 ) -> None:
     async with lake_at(tmp_path) as lake:
         await on_disk(lake)
-        wanted = [(place * 700 * KIB % len(DATA), 50 * KIB) for place in range(1, 200, 7)]
+        wanted = [(place * 700 * KIB % len(reader_data()), 50 * KIB) for place in range(1, 200, 7)]
         for how in ({"jumps": True}, {"readahead": Readahead()}):
             disk_bytes.clear()
             for offset, length in wanted:
                 got = await lake.reader.read(lake.version, offset, length, **how)
-                assert got == DATA[offset : offset + length]
+                assert got == reader_data()[offset : offset + length]
             assert sum(disk_bytes) < len(wanted) * 120 * KIB
         assert lake.metrics.hits >= 2 * len(wanted)
         assert (lake.store.gets, lake.metrics.misses) == ([], 0)
@@ -86,7 +86,7 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
 
         async def threads_for(offset: int) -> int:
             threads.clear()
-            assert await lake.read(offset, 50 * KIB, jumps=True) == DATA[offset : offset + 50 * KIB]
+            assert await lake.read(offset, 50 * KIB, jumps=True) == reader_data()[offset : offset + 50 * KIB]
             return len(threads)
 
         assert await threads_for(2 * MIB) == 0
@@ -116,7 +116,7 @@ async def test_a_prompt_disk_is_read_without_a_thread(tmp_path: Path, monkeypatc
             patch.setattr(WorkerThreads, "run", staticmethod(refuse))
             for number, version in enumerate(small):
                 assert await lake.reader.read(version, 0, 1 << 20) == content(number, 50 * KIB)
-            assert await lake.read(7 * MIB, 50 * KIB, jumps=True) == DATA[7 * MIB : 7 * MIB + 50 * KIB]
+            assert await lake.read(7 * MIB, 50 * KIB, jumps=True) == reader_data()[7 * MIB : 7 * MIB + 50 * KIB]
         assert lake.cache.statistics().files_open == FILES_OPEN_MAX
         with lake.cache.files._files_lock:  # noqa: SLF001  # as above
             with pytest.raises(BlockingIOError):  # somebody creates or removes files
@@ -143,7 +143,7 @@ async def test_parts_of_what_is_not_there_take_no_thread(tmp_path: Path, monkeyp
         lake.cache.close()
         lake.restart()
         monkeypatch.setattr(Promptness, "is_prompt", True)
-        assert await lake.read(3 * MIB, 10, jumps=True) == DATA[3 * MIB :][:10]
+        assert await lake.read(3 * MIB, 10, jumps=True) == reader_data()[3 * MIB :][:10]
         assert await lake.reader.read(small, 5, 10, jumps=True) == content("small", MIB)[5:15]
         assert looked == []
         assert len(lake.store.gets) == 1
@@ -168,7 +168,7 @@ async def test_who_wants_what_is_around_gets_it_with_one_read(tmp_path: Path, di
         await on_disk(lake)
         await lake.read(5 * MIB + 10, 100, jumps=True, around=True)
         disk_bytes.clear()
-        assert await lake.read(5 * MIB, MIB) == DATA[5 * MIB : 6 * MIB]
+        assert await lake.read(5 * MIB, MIB) == reader_data()[5 * MIB : 6 * MIB]
         assert disk_bytes == []
 
 
@@ -179,10 +179,10 @@ async def test_a_damaged_part_is_fetched_again(tmp_path: Path) -> None:
         with path.open("r+b") as file:
             file.seek(3 * MIB + 5)
             file.write(b"\xff\x00\xff")
-        assert await lake.read(3 * MIB, 100, jumps=True) == DATA[3 * MIB : 3 * MIB + 100]
+        assert await lake.read(3 * MIB, 100, jumps=True) == reader_data()[3 * MIB : 3 * MIB + 100]
         assert lake.store.gets == [("file", 3 * MIB, 4 * MIB)]
         assert lake.metrics.damaged == 1
         await lake.idle()
         lake.restart()
-        assert await lake.read(3 * MIB, 100, jumps=True) == DATA[3 * MIB : 3 * MIB + 100]
+        assert await lake.read(3 * MIB, 100, jumps=True) == reader_data()[3 * MIB : 3 * MIB + 100]
         assert lake.store.gets == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import random
@@ -18,7 +19,12 @@ from tests.mount.writeback_lakes import COMMITS, state
 from tests.servers import Server
 
 SMALL_STAGING = ("--staging-size", "64MiB", "--staging-timeout", "5s")
-OLD = noise(40 * MIB, 1)
+
+
+@functools.cache
+def old_bytes() -> bytes:
+    """What files are before. Made once, by the first test: each worker collects this module."""
+    return noise(40 * MIB, 1)
 
 
 def write_shuffled(path: Path, pieces: int, seed: int = 3) -> int:
@@ -85,16 +91,16 @@ def abort(lake: Lake, orphan: str) -> None:
 def test_shuffled_pieces_beyond_staging_are_not_published(make_lake: LakeMaker) -> None:
     lake = make_lake("file", *SMALL_STAGING, "--durability", "writeback").mount()
     path = lake.path / "f"
-    path.write_bytes(OLD)
+    path.write_bytes(old_bytes())
     assert lake.cli("flush", str(path)).returncode == 0
     assert write_shuffled(path, 200) == errno.ENOSPC
-    orphan = check_told(lake, "f", OLD)
+    orphan = check_told(lake, "f", old_bytes())
     check_refused_to_finish(lake, orphan)
     lake.kill()
     lake.mount("--orphans", "finish")
-    assert check_told(lake, "f", OLD) == orphan
+    assert check_told(lake, "f", old_bytes()) == orphan
     abort(lake, orphan)
-    path.write_bytes(OLD[: 20 * MIB])
+    path.write_bytes(old_bytes()[: 20 * MIB])
     lake.umount()
     assert lake.outside.objects() == {"f": 20 * MIB}
     assert lake.outside.uploads() == []
@@ -104,7 +110,7 @@ def test_shuffled_pieces_beyond_staging_are_not_published(make_lake: LakeMaker) 
 def test_shuffled_pieces_beyond_staging_are_stored_where_parts_can_be_copied(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs", *SMALL_STAGING).mount()
     path = lake.path / "f"
-    path.write_bytes(OLD[:MIB])
+    path.write_bytes(old_bytes()[:MIB])
     pieces = 120  # more than is staged
     assert write_shuffled(path, pieces) == 0
     assert lake.number("upload.parts_spilled") > 0
@@ -118,7 +124,7 @@ def test_daemon_killed_after_a_refused_write_publishes_nothing(make_lake: LakeMa
     """The file is still open when it dies."""
     lake = make_lake("file", *SMALL_STAGING).mount()
     path = lake.path / "f"
-    path.write_bytes(OLD[:MIB])
+    path.write_bytes(old_bytes()[:MIB])
     fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
     try:
         write_in_many_parts(fd)
@@ -133,7 +139,7 @@ def test_daemon_killed_after_a_refused_write_publishes_nothing(make_lake: LakeMa
     finally:
         closed(fd)
     lake.mount("--orphans", "finish")
-    abort(lake, check_told(lake, "f", OLD[:MIB]))
+    abort(lake, check_told(lake, "f", old_bytes()[:MIB]))
 
 
 def test_range_written_again_is_published(make_lake: LakeMaker) -> None:
@@ -156,21 +162,21 @@ def test_uploads_forbidden_in_the_middle_are_not_published(make_lake: LakeMaker,
     """Nothing of it is shown; written again whole, it is stored."""
     lake = make_lake("seaweedfs", *SMALL_STAGING, through=faults[0]).mount()
     path = lake.path / "f"
-    path.write_bytes(OLD)
+    path.write_bytes(old_bytes())
     faults[1].forbid(10**9, method="PUT")
     fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
     for number in range(150):
         os.pwrite(fd, noise(MIB, number), number * MIB)
     assert closed(fd) in (errno.ENOSPC, errno.EACCES)
-    orphan = check_told(lake, "f", OLD)
+    orphan = check_told(lake, "f", old_bytes())
     check_refused_to_finish(lake, orphan)
     faults[1].clear()
-    path.write_bytes(OLD[:MIB])
+    path.write_bytes(old_bytes()[:MIB])
     eventually(lambda: lake.unfinished() == [], "the orphan is superseded", 60)
     lake.umount()
     files = {key: size for key, size in lake.outside.objects().items() if not key.startswith(COMMITS)}
     assert files == {"f": MIB}, "and the commit that announces it"
-    assert lake.outside.read("f") == OLD[:MIB]
+    assert lake.outside.read("f") == old_bytes()[:MIB]
     assert lake.outside.uploads() == []
 
 
@@ -181,7 +187,7 @@ def test_full_disk_is_not_published(make_lake: LakeMaker, small_disk: Disk, dura
     lake.cache_dir = small_disk.path / "cache"
     lake.mount(*small_disk.options)
     path = lake.path / "f"
-    path.write_bytes(OLD[: 8 * MIB])
+    path.write_bytes(old_bytes()[: 8 * MIB])
     assert lake.cli("flush", str(path)).returncode == 0
     fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_DIRECT)
     with mmap.mmap(-1, MIB) as piece:
@@ -196,12 +202,12 @@ def test_full_disk_is_not_published(make_lake: LakeMaker, small_disk: Disk, dura
             os.pwrite(fd, piece, 4 * MIB)
     assert raised.value.errno == errno.ENOSPC
     assert closed(fd) in (errno.ENOSPC, errno.EIO)  # the kernel sends times before, which cannot be journaled
-    assert lake.outside.read("f") == OLD[: 8 * MIB]
+    assert lake.outside.read("f") == old_bytes()[: 8 * MIB]
     lake.kill()
     hog.unlink()
     lake.mount("--orphans", "finish", *small_disk.options)
-    orphan = check_told(lake, "f", OLD[: 8 * MIB])
+    orphan = check_told(lake, "f", old_bytes()[: 8 * MIB])
     abort(lake, orphan)
-    path.write_bytes(OLD[:MIB])
+    path.write_bytes(old_bytes()[:MIB])
     lake.umount()
     assert lake.outside.objects() == {"f": MIB}
