@@ -7,6 +7,7 @@ Used by fixtures (`conftest.py`) and by scripts; no store of these may be reache
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -79,8 +80,10 @@ def program(name: str) -> str:
     return found
 
 
+@functools.cache
 def s3_client(server: Server):  # type: ignore[no-untyped-def]  # boto3 makes its clients at run time
-    """A plain boto3 client: the outside view of a store."""
+    """A plain boto3 client: the outside view of a store. One for all tests of a process, because to make one takes
+    longer than some requests; `close` ends its connections, and the next request makes another."""
     return boto3.client(
         "s3",
         endpoint_url=server.url,

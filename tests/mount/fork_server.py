@@ -39,6 +39,7 @@ START = [sys.executable, "-P", "-m"]
 FORKED = (
     "lakefs_fuse.daemon.mount_daemon",
     "lakefs_fuse.daemon.admin_worker",
+    "lakefs_fuse.daemon.diagnosis",
     "lakefs_fuse.daemon.supervisor",
 )
 IMPORT_PREFIXES = ("LAKEFS_", "LD_", "PYTHON")
