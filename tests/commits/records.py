@@ -24,10 +24,9 @@ from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, MTIME_NS_MAX, MTIME_NS_MIN
 WRITER = "0badcafe"
 TIME = 1_700_000_000_000_000_000
 
-names = (
-    st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=20)
-    .filter(lambda name: name not in (".", "..", ".lakefs"))
-    .filter(lambda name: len(name.encode()) <= rec.NAME_BYTES_MAX)
+# Mapped, not filtered: hypothesis 6 looks at the source of a filter again for each value that it draws.
+names = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=20).map(
+    lambda name: name + "_" if name in (".", "..", ".lakefs") else name
 )
 paths = st.lists(names, min_size=1, max_size=5).map("/".join)
 etags = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=ETAG_BYTES_MAX)
