@@ -34,9 +34,8 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
 from botocore.handlers import add_expect_header
-from botocore.httpsession import ProxyConfiguration, URLLib3Session
 from botocore.hooks import HierarchicalEmitter
-from botocore.httpsession import ProxyConfiguration
+from botocore.httpsession import ProxyConfiguration, URLLib3Session
 from botocore.loaders import Loader, create_loader
 from botocore.model import OperationModel
 from botocore.utils import get_environ_proxies
