@@ -962,6 +962,18 @@ async def test_a_file_being_written_is_listed_with_its_size(tmp_path: Path) -> N
         await m.close(handle)
 
 
+async def test_attribute_fresh_s_directory_with_dirty_file_after_the_ttl_is_that_of_lookup(tmp_path: Path) -> None:
+    store, clock = store_of("d/a"), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await m.names()
+        await m.names("d")
+        await m.fs.write(await m.create("d/new"), 0, b"new")
+        clock.advance(TTL_S + 1)
+        entry, fresh_s = await m.fs.lookup(ROOT_INODE, b"d")
+        assert entry is not None
+        assert m.fs.attribute_fresh_s(entry) == fresh_s == TTL_S, "else the kernel asks again for each path below"
+
+
 async def test_a_lookup_while_its_directory_is_dirty_asks_nothing(tmp_path: Path) -> None:
     store, clock = store_of("d/x"), Clock()
     async with lake(store, tmp_path, clock=clock) as m:

@@ -136,14 +136,20 @@ class FileTable:
         if not entry.is_dir:
             file = self._files.get(entry.inode)
             return file is not None and file.state in DIRTY
-        parents = {file.entry.parent for file in self._files.values() if file.state in DIRTY}
-        return any(self._is_at_or_below(parent, entry.inode) for parent in parents)
+        passed = set[int]()  # directories that are not at or below the entry
+        return any(
+            self._is_at_or_below(file.entry.parent, entry.inode, passed)
+            for file in self._files.values()
+            if file.entry.parent not in passed and file.state in DIRTY
+        )
 
-    def _is_at_or_below(self, inode: int, directory: int) -> bool:
+    def _is_at_or_below(self, inode: int, directory: int, passed: set[int]) -> bool:
+        """``passed`` are inodes of which that is false; those found on the way up are added."""
         while inode != directory:
-            above = self._tree.entry(inode)
+            above = None if inode in passed else self._tree.entry(inode)
             if above is None:
                 return False
+            passed.add(inode)
             inode = above.parent
         return True
 

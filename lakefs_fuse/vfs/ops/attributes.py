@@ -141,7 +141,10 @@ class Attributes:
         inode = entry.inode
         if inode == ROOT_INODE or self._files.get(inode) is not None or self.is_unlinked(inode):
             return self.config.metadata_ttl_s
-        return max(self._ns.listing_fresh_s(entry.parent), self._ns.answer_fresh_s(entry.parent, entry.name))
+        fresh_s = max(self._ns.listing_fresh_s(entry.parent), self._ns.answer_fresh_s(entry.parent, entry.name))
+        if fresh_s <= 0 and entry.is_dir and self._files.is_dirty(entry):  # as LOOKUP answers
+            return self.config.metadata_ttl_s
+        return fresh_s
 
     async def setattr(self, inode: int, change: AttributeChange, handle: int | None = None) -> Entry:
         """Set size, mode, owner and times of an inode. If it has a name and no open writer, a new size is stored (under
