@@ -464,7 +464,7 @@ MECHANISMS = (
         ),
         (PUSH,),
     ),
-    Mechanism("request-loop", replaced(("kernel.request_loop:begin", "lambda: False")), (CREATE, SHUFFLED)),
+    Mechanism("request-loop", replaced(("kernel.request_loop:begin", "lambda waiting: False")), (CREATE, SHUFFLED)),
     Mechanism("reading-turns", replaced(("kernel.request_loop:BURST_S", "0.0")), (CLOSE, EPOCH)),
     Mechanism("directory-block-size", replaced(("kernel.reply:DIRECTORY_BLKSIZE", "4096")), (LIST_AGAIN,)),
     Mechanism("kernel-readahead", replaced(("kernel.features:READ_AHEAD_KIB", "0")), (LARGE_CACHED,)),

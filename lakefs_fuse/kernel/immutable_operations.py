@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -65,6 +65,7 @@ class ImmutableOperations(pyfuse3.Operations):
         fs.statistics_requested.append(self._statistics)
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls
+        self.waiting = list[Callable[[], None]]()
         self.barrier = Barrier(lambda _: None, lambda _: None)  # never up: a state is complete before it is shown
         self.idleness: Sleeper = AlwaysAwake()
         fs.refreshed.append(self._invalidate_names)

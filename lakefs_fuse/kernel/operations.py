@@ -14,7 +14,8 @@ import logging
 import os
 import stat
 import struct
-from collections.abc import Callable, Coroutine, Sequence
+import types
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
@@ -65,12 +66,33 @@ class Counted(Protocol):
     upcalls: dict[str, int]
     barrier: Barrier
     idleness: Sleeper
+    waiting: list[Callable[[], None]]
+    """Called when a handler first waits."""
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", bound=Counted)
 Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
+
+
+@types.coroutine
+def handled(work: Coroutine[Any, Any, T], waiting: Sequence[Callable[[], None]]) -> Generator[Any, Any, T]:
+    """Run the handler of a request, and call ``waiting`` when it first waits."""
+    try:
+        trap = work.send(None)
+        for listener in waiting:
+            listener()
+        while True:
+            try:
+                result = yield trap
+            except BaseException as error:
+                trap = work.throw(error)
+            else:
+                trap = work.send(result)
+    except StopIteration as done:
+        value: T = done.value
+        return value
 
 
 def upcall(
@@ -82,18 +104,20 @@ def upcall(
     the request are kept from its arrival."""
 
     def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
+        async def wait_and_handle(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+            with hooks.keep_request_facts():
+                if wakes and self.idleness.is_idle:
+                    await self.idleness.wake()
+                if about is not None and self.barrier.is_up:
+                    await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
+                return await handler(self, *args, **kwargs)
+
         @functools.wraps(handler)
         async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
             self.upcalls[name] += 1
+            waits = (wakes and self.idleness.is_idle) or (about is not None and self.barrier.is_up)
             try:
-                if (wakes and self.idleness.is_idle) or (about is not None and self.barrier.is_up):
-                    with hooks.keep_request_facts():
-                        if wakes and self.idleness.is_idle:
-                            await self.idleness.wake()
-                        if about is not None and self.barrier.is_up:
-                            await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
-                        return await handler(self, *args, **kwargs)
-                return await handler(self, *args, **kwargs)
+                return await handled((wait_and_handle if waits else handler)(self, *args, **kwargs), self.waiting)
             except pyfuse3.FUSEError:
                 raise
             except LakeError as error:
@@ -121,6 +145,7 @@ class Operations(pyfuse3.Operations):
         self.config = fs.config
         self.enable_writeback_cache = kernel.writeback_cache
         self.upcalls = fs.metrics.upcalls
+        self.waiting = list[Callable[[], None]]()
         self.barrier = fs.namespace.tree.barrier
         self.idleness: Sleeper = fs.namespace.idleness
         self._metrics = fs.metrics.namespace

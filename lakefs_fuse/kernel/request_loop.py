@@ -1,16 +1,19 @@
 """Chooses the task that reads /dev/fuse, as pyfuse3 does, at a fraction of its cost.
 
 pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task continues to
-read while there are requests, for `BURST_S` at most, and another takes over when it must wait; the most recently busy
-tasks go first, so that few buffers are ever touched. A task may be busy with its request for minutes, so a task begins
-its request only when another one waits for the descriptor or is about to. Needs request_loop.c; without it, or with a
-pyfuse3 that waits in another way, pyfuse3's own loop runs. Trio thread only.
+read while there are requests, for `BURST_S` at most. Most handlers never wait, and then the same task reads the next
+request. A handler that waits may do so for minutes: when it first waits, `operations.upcall`, in which every handler
+runs that may wait, has another task woken, which reads from then on. The most recently busy tasks go first, so that few
+buffers are ever touched. Needs request_loop.c; without it, or with a pyfuse3 that reads in another way, pyfuse3's own
+loop runs. Trio thread only.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
@@ -41,7 +44,6 @@ class RequestTurns:
         """Wait until the caller may read a request; return False if the session has ended."""
         while not self._exited():
             if not self._drained() and time.perf_counter() - self._begun_s < BURST_S:
-                self._wake_successor()
                 return True
             if self._watched:
                 await self._park()
@@ -50,15 +52,22 @@ class RequestTurns:
             try:
                 await trio.lowlevel.wait_readable(self._fd)
             except trio.ClosedResourceError:
-                self._wake(len(self._idle))
                 return False
             finally:
                 self._watched = False
-            self._wake_successor()
             self._begun_s = time.perf_counter()
             return True
-        self._wake(len(self._idle))
         return False
+
+    def ending_together(self, loop: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        """Return the loop of each task. One that ends, because the session has ended, wakes the others."""
+
+        @functools.wraps(loop)
+        async def read_requests(*arguments: object) -> None:
+            await loop(*arguments)
+            self._wake(len(self._idle))
+
+        return read_requests
 
     async def _park(self) -> None:
         task = trio.lowlevel.current_task()
@@ -71,8 +80,8 @@ class RequestTurns:
         await trio.lowlevel.wait_task_rescheduled(abort)
         self._coming -= 1
 
-    def _wake_successor(self) -> None:
-        """Let another task read the next request while the caller is busy with this one."""
+    def wake_successor(self) -> None:
+        """Let another task read the next request while the caller waits for something else."""
         if not self._watched and not self._coming:
             self._wake(1)
 
@@ -83,14 +92,19 @@ class RequestTurns:
 
 
 def is_possible() -> bool:
-    """Return whether the library is loaded, and pyfuse3 waits in the way that `begin` replaces."""
-    return hooks.library() is not None and hasattr(pyfuse3, "_wait_fuse_readable")
+    """Return whether the library is loaded, and pyfuse3 reads requests in the way that `begin` replaces."""
+    replaced = "_wait_fuse_readable", "_session_loop"
+    return hooks.library() is not None and all(hasattr(pyfuse3, name) for name in replaced)
 
 
-def begin() -> bool:
-    """Replace pyfuse3's way of waiting, between its `init` and `main`; return False if that is not possible."""
+def begin(waiting: list[Callable[[], None]]) -> bool:
+    """Replace pyfuse3's way of reading, between its `init` and `main`; return False if that is not possible.
+    ``waiting`` gets what is to be called when a handler first waits."""
     library = hooks.library()
     if library is None or not is_possible() or not library.lakefs_begin_reading():
         return False
-    vars(pyfuse3)["_wait_fuse_readable"] = RequestTurns().wait
+    turns, of_pyfuse3 = RequestTurns(), vars(pyfuse3)
+    waiting.append(turns.wake_successor)
+    of_pyfuse3["_wait_fuse_readable"] = turns.wait
+    of_pyfuse3["_session_loop"] = turns.ending_together(of_pyfuse3["_session_loop"])
     return True

@@ -113,7 +113,7 @@ class Session:
                 nursery.start_soon(background.run)
                 nursery.start_soon(_announce, config.mountpoint, kernel, answers)
                 nursery.start_soon(_unmount_on_request, end_mount, unmount_requested)
-                if request_loop.begin() and isinstance(operations, Operations):
+                if request_loop.begin(operations.waiting) and isinstance(operations, Operations):
                     operations.create_offload.begin()
                 await serve_requests()
                 unmount = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,7 @@ class Facts:
 
     def __init__(self, idleness: Sleeper) -> None:
         self.upcalls: dict[str, int] = Counter()
+        self.waiting: list[Callable[[], None]] = []
         self.idleness = idleness
         self.barrier = Barrier(lambda _: None, lambda _: None)
         self.noted: dict[int, tuple[int, bool, int]] = {}
