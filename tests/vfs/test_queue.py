@@ -771,6 +771,29 @@ async def test_a_large_file_is_not_changed_in_place_where_the_store_stays_away(
         await until(lambda: m.parts.staging.bytes_used == 0)
 
 
+async def test_read_of_an_acknowledged_file_larger_than_staging_waits_for_the_store(tmp_path: Path) -> None:
+    """Parts that were uploaded and dropped can be read once the upload is complete."""
+    store, refused, data = MemoryStore(), list[str](), noise(1, 40 * PART)
+    away = True
+
+    def refuse(request: Request, when: When) -> None:
+        if away and when == "before" and request.what == "complete_multipart":
+            refused.append(request.key)
+            raise Unavailable("the store is away")
+
+    store.hook = refuse
+    async with writing_back(store, tmp_path, staging_bytes_max=10 * PART) as m:
+        handle = await m.create("file")
+        for offset in range(0, len(data), PART):
+            await m.fs.write(handle, offset, data[offset : offset + PART])
+        await m.close(handle)
+        await until(lambda: refused)
+        with pytest.raises(Unavailable):
+            await m.read("file")
+        away = False
+        assert await m.read("file") == data == store.data("file")
+
+
 async def test_appending_to_a_file_that_waits(tmp_path: Path) -> None:
     store = MemoryStore()
     outage = Outage(store)

@@ -26,7 +26,7 @@ import trio
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.blockcache.readahead import WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.errors import FileError, LakeError, StagingFull
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import ReadMetrics
 from lakefs_fuse.staging.draft_record import DraftState
@@ -87,14 +87,19 @@ class FileIO:
             reads.count_read(request, trio.current_time() - began_s)
 
     async def _read(self, file: OpenFile, offset: int, length: int, readahead: Readahead, reads: ReadMetrics) -> Buffer:
-        while file.draft is not None:
+        while (draft := file.draft) is not None:
             began_s = trio.current_time()
             try:
-                data = await file.draft.read(offset, length)
+                data = await draft.read(offset, length)
             except DraftEnded:
                 async with file.publishing:
                     pass
                 await self._record_published(file)
+                continue
+            except StagingFull:
+                await self._store_acknowledged(file, draft)
+                if file.draft is draft:
+                    raise
                 continue
             reads.waited_disk_s += trio.current_time() - began_s
             reads.bytes_of_disk += len(data)
@@ -125,6 +130,12 @@ class FileIO:
                     if file.entry.place and file.extent == extent:
                         self._log_gone(file, extent.version.key)
                     raise
+
+    async def _store_acknowledged(self, file: OpenFile, draft: Draft) -> None:
+        """Store an acknowledged version that is larger than staging: what was dropped there can be read only then.
+        Raises LakeError."""
+        if draft.sequence and not file.unlinked:
+            await self.publish(file)
 
     def _log_gone(self, file: OpenFile, key: str) -> None:
         """Log that the store lacks bytes that a commit names, once for each object."""
