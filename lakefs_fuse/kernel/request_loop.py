@@ -3,9 +3,9 @@
 pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task continues to
 read while there are requests, for `BURST_S` at most. Most handlers never wait, and then the same task reads the next
 request. A handler that waits may do so for minutes: when it first waits, `operations.upcall`, in which every handler
-runs that may wait, has another task woken, which reads from then on. The most recently busy tasks go first, so that few
-buffers are ever touched. Needs request_loop.c; without it, or with a pyfuse3 that reads in another way, pyfuse3's own
-loop runs. Trio thread only.
+runs that may wait, has another task woken, which reads from then on. The most recently busy tasks go first, and new
+ones last, because each keeps a buffer as large as the largest request that it has read. Needs request_loop.c; without
+it, or with a pyfuse3 that reads in another way, pyfuse3's own loop runs. Trio thread only.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class RequestTurns:
         self._drained, self._exited = library.lakefs_is_drained, library.lakefs_session_exited
         self._fd = int(library.lakefs_session_fd())
         self._idle: list[trio.lowlevel.Task] = []
+        """The one to go first is the last."""
+        self._known: set[trio.lowlevel.Task] = set()
+        """Tasks that have waited here. pyfuse3 starts one with each request that is read, up to its maximum."""
         self._watched = False
         self._coming = 0
         """Number of tasks that were woken and have not run since."""
@@ -42,11 +45,17 @@ class RequestTurns:
 
     async def wait(self) -> bool:
         """Wait until the caller may read a request; return False if the session has ended."""
+        task = trio.lowlevel.current_task()
+        if task not in self._known:
+            self._known.add(task)
+            if not self._exited() and (self._idle or self._watched or self._coming):
+                self.wake_successor()
+                await self._park(0)
         while not self._exited():
             if not self._drained() and time.perf_counter() - self._begun_s < BURST_S:
                 return True
             if self._watched:
-                await self._park()
+                await self._park(len(self._idle))
                 continue
             self._watched = True
             try:
@@ -69,9 +78,9 @@ class RequestTurns:
 
         return read_requests
 
-    async def _park(self) -> None:
+    async def _park(self, place: int) -> None:
         task = trio.lowlevel.current_task()
-        self._idle.append(task)
+        self._idle.insert(place, task)
 
         def abort(_: object) -> trio.lowlevel.Abort:
             self._idle.remove(task)

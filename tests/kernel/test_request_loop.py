@@ -140,3 +140,26 @@ def test_handled_every_handler_that_waits_runs_in_it(operations: type[pyfuse3.Op
     """The one never waits, and the other awaits one of two that are handled."""
     handlers = {name for name, each in vars(operations).items() if iscoroutinefunction(each) and name[0] != "_"}
     assert {name for name in handlers if not hasattr(vars(operations)[name], "__wrapped__")} <= bare
+
+
+@pytest.mark.usefixtures("session")
+async def test_new_task_reads_no_request_while_another_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyfuse3 starts a task with each request, and each keeps the buffer of its largest request."""
+    requests, readers = 0, set[trio.lowlevel.Task]()
+    monkeypatch.setattr(hooks.library(), "lakefs_is_drained", lambda: requests % 10 == 0)
+    turns = RequestTurns()
+
+    async def take_requests() -> None:
+        nonlocal requests
+        while requests < 50 * TASKS:
+            assert await turns.wait()
+            requests += 1
+            readers.add(trio.lowlevel.current_task())
+            nursery.start_soon(take_requests)
+            turns.wake_successor()
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take_requests)
+    assert len(readers) <= 2 * TASKS
