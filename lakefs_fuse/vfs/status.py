@@ -109,7 +109,7 @@ class Status:
             **msgspec.to_builtins(self.metrics.writeback),
             "files": len(items),
             "bytes": sum(item.draft.size for item in items),
-            "oldest_s": max(((now - item.draft.created_ns) / NS for item in items), default=0.0),
+            "oldest_s": max((max((now - item.draft.created_ns) / NS, item.waited_s) for item in items), default=0.0),
             "failed": sum(item.is_refused for item in items),
             "waiting_because": str(self._writeback.error or ""),
         }

@@ -557,14 +557,29 @@ async def test_an_attempt_that_began_before_tells_nothing(tmp_path: Path) -> Non
 async def test_only_the_newest_is_stored(tmp_path: Path) -> None:
     store = MemoryStore()
     async with writing_back(store, tmp_path, pack="auto", delay_s=NEVER_S) as m:
-        for text in (b"one", b"two", b"three"):
-            await (m.write("file", text) if text == b"one" else rewrite(m, "file", text))
+        await m.write("file", b"one")
+        first_s = trio.current_time()
+        for text in (b"two", b"three"):
+            await trio.sleep(0.05)
+            await rewrite(m, "file", text)
             assert await m.read("file") == text
         assert (told(m)["files"], told(m)["superseded"]) == (1, 2)
+        assert told(m)["oldest_s"] >= trio.current_time() - first_s - 0.01
         await m.fs.make_durable()
         assert store.count("put", "file") == 1
         assert store.data("file") == b"three"
     assert list((tmp_path / "staging").glob("[0-9a-f]*")) == []
+
+
+async def test_file_written_again_within_each_delay_is_stored_after_the_delay(tmp_path: Path) -> None:
+    """As a log of which each line is appended, and the file closed. It is no burst, of 20 files in a second."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, pack="auto", delay_s=0.2) as m:
+        await m.write("log", b"line")
+        with trio.fail_after(5):
+            while "log" not in store.objects:
+                await trio.sleep(0.06)
+                await rewrite(m, "log", b"line")
 
 
 async def test_one_that_is_being_sent_is_followed_by_the_next(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ class AcknowledgedVersion:
     file: OpenFile
     draft: Draft
     since_s: float
+    """When it was acknowledged, or the first of the versions that it superseded. By trio's clock."""
     state: VersionState = VersionState.WAITING
     is_attempted: bool = False
     """The scheduler is working on it: its parts are uploaded, it is reconciled, or it is published."""
@@ -125,6 +126,10 @@ class AcknowledgedVersion:
     @property
     def is_refused(self) -> bool:
         return self.state is VersionState.REFUSED
+
+    @property
+    def waited_s(self) -> float:
+        return trio.current_time() - self.since_s
 
     def begin_publishing(self) -> None:
         """Enter PUBLISHING; an attempt that plans again calls this more than once."""
@@ -267,12 +272,11 @@ class WriteBack:
 
     def add(self, file: OpenFile, draft: Draft, *, is_unreconciled: bool = False) -> None:
         """Queue an acknowledged draft for publication, and end the drafts that it superseded."""
+        now_s = since_s = trio.current_time()
         if not is_unreconciled:
-            self._end_superseded(file)
+            since_s = self._end_superseded(file, now_s)
             self._metrics.accepted += 1
-        item = AcknowledgedVersion(
-            draft.sequence, draft.began, file, draft, trio.current_time(), is_unreconciled=is_unreconciled
-        )
+        item = AcknowledgedVersion(draft.sequence, draft.began, file, draft, since_s, is_unreconciled=is_unreconciled)
         self.versions[draft.sequence] = item
         if item.place < item.sequence:
             self._standing_in[draft.sequence] = item
@@ -284,10 +288,10 @@ class WriteBack:
         self._small_bytes += draft.size
         self._small_files += 1
         if not is_unreconciled:
-            self.bursts.count(item.since_s)
+            self.bursts.count(now_s)
         full = self._small_bytes >= PACK_BYTES_MAX or self._small_files >= PACK_FILES_MAX
         pressed = draft.uploader.staging.is_half_full
-        if self._small_files == 1 or pressed or (full and not self.bursts.is_lasting(item.since_s)):
+        if self._small_files == 1 or pressed or (full and not self.bursts.is_lasting(now_s)):
             self.changed.wake_all()
 
     @property
@@ -351,12 +355,16 @@ class WriteBack:
                 item.draft.start_uploads()
         self.changed.wake_all()
 
-    def _end_superseded(self, file: OpenFile) -> None:
+    def _end_superseded(self, file: OpenFile, since_s: float) -> float:
+        """End the superseded versions of a file; return since when they waited, or ``since_s`` if there are none. A
+        file that is written again and again would otherwise never have waited long enough."""
         for earlier, item in self._behind(file):
             if item.state is not VersionState.SUPERSEDED:
                 continue
+            since_s = min(since_s, item.since_s)
             file.behind.remove(earlier)
             self.discard_superseded(item.draft)
+        return since_s
 
     def supersede_all(self, file: OpenFile) -> None:
         """Supersede all versions but the newest, even those for which other files wait."""
