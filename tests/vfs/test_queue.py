@@ -1319,6 +1319,21 @@ async def test_extended_attributes_that_are_set_while_it_is_sent(tmp_path: Path,
         assert await other.read("file") == b"data"
 
 
+async def test_extended_attributes_stay_where_an_earlier_version_is_stored_first(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, delay_s=NEVER_S, pack="auto") as m:
+        await m.write("file", b"first")
+        await m.write("other", b"data")
+        await rewrite(m, "file", b"second")
+        await m.set_xattr("file", "user.note", b"kept")
+        await m.rename("file", "new")  # it stores the version that was acknowledged before the other file
+        assert await m.xattrs("new") == {"user.note": b"kept"}
+        await m.set_xattr("new", "user.more", b"also")
+        await m.fs.make_durable()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.xattrs("new") == {"user.note": b"kept", "user.more": b"also"}
+
+
 async def test_the_mtime_is_that_of_the_last_write(tmp_path: Path) -> None:
     store = MemoryStore()
     clock = Clock()

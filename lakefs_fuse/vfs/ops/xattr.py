@@ -151,6 +151,6 @@ class ExtendedAttributes:
         if row is not None:
             self._ns.tree.update(batch, msgspec.structs.replace(row, flags=(row.flags & ~Flag.XATTRS) | held))
         self._ns.database.commit(batch)
-        if file is not None:
-            entry = file.entry
-            file.entry = msgspec.structs.replace(entry, flags=(entry.flags & ~Flag.XATTRS) | held)
+        for each in file.versions if file is not None else ():  # one that is stored first writes the row
+            flags = (each.entry.flags & ~Flag.XATTRS) | held
+            each.entry = msgspec.structs.replace(each.entry, flags=flags)
