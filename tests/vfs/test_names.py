@@ -346,6 +346,27 @@ async def test_attributes_survive_a_rewrite(tmp_path: Path) -> None:
             assert await each.xattrs("f") == {"user.early": b"1", "user.late": b"2"}
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_extended_attributes_of_an_open_file_without_a_name_stay_in_memory(
+    tmp_path: Path, is_stored: bool
+) -> None:
+    async with lake(MemoryStore(), tmp_path) as m:
+        handle = await m.create("f")
+        await m.set_xattr("f", "user.early", b"1")
+        if is_stored:
+            await m.close(handle)
+            handle = await m.open("f", os.O_RDWR)
+        inode = (await m.found("f")).inode
+        await m.unlink("f")
+        assert m.fs.xattr_names(inode) == ["user.early"]
+        await m.fs.set_xattr(inode, "user.late", b"2")
+        await m.fs.set_xattr(inode, "user.early", None)
+        assert (m.fs.xattr_names(inode), m.fs.xattr(inode, "user.late")) == (["user.late"], b"2")
+        await m.close(handle)
+        await m.fs.sync_names()
+        assert m.fs.namespace.tree.xattrs(inode) == {}  # no row that nothing would remove
+
+
 async def test_others_replace_a_file_while_its_attributes_are_set_here(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):

@@ -216,6 +216,12 @@ class FileTable:
         """Whether the file has no name; while the name is being removed the row still exists."""
         return file.unlinked and self._tree.entry(file.entry.inode) is None
 
+    def xattrs(self, file: OpenFile) -> dict[str, bytes]:
+        """Return the extended attributes of a file."""
+        if file.late_xattrs is not None:
+            return dict(file.late_xattrs)
+        return self._tree.xattrs(file.entry.inode) if file.entry.flags & Flag.XATTRS else {}
+
     def detach(self, file: OpenFile) -> None:
         """Separate the file from the version that it was to replace."""
         if file.extent is not None:

@@ -85,7 +85,8 @@ class OpenFile:
     """True if it was opened with O_DIRECT: after a refused direct write beyond the end, the kernel truncates the file
     to its present size. Any other truncation is by a program."""
     late_xattrs: dict[str, bytes] | None = None
-    """Extended attributes that were set while a version was being stored, which may lack them; None if none were."""
+    """Extended attributes that were set while a version was being stored, which may lack them; None if none were. Those
+    of a file without a name, which has no row that could hold them."""
     lost_name: bool = False
     """True if another client has the name at which it was created with O_EXCL, so that it is stored under no name."""
     is_redated: bool = False

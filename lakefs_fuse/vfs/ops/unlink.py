@@ -85,7 +85,9 @@ class Unlinker:
                 is_away = await self._keep_for_handles(file)
                 late = [] if is_away else await self._late_objects(file)
                 newest = self._committer.journal.newest
+                xattrs = self._files.xattrs(file)  # their row goes with the name
                 await delete(file.entry, late)
+                file.late_xattrs = xattrs if file.late_xattrs is None else file.late_xattrs
         except BaseException:
             file.relink()
             self._io.unpin(file)  # its close may have ended while the file was unlinked

@@ -2,8 +2,9 @@
 
 ``user.lakefs.state``, ``user.lakefs.location`` and ``user.lakefs.version`` are not listed, so that no program copies
 them. Immutable mounts have their own implementation, `vfs.immutable.filesystem`, which must follow a change here. What
-always holds: an attribute set while a version is being stored is not lost (`OpenFile.late_xattrs`). A crash leaves what
-the committer journaled; attributes of a file that is in no commit yet are committed with it. Trio thread only.
+always holds: an attribute set while a version is being stored is not lost (`OpenFile.late_xattrs`), and a file
+without a name keeps its attributes there. A crash leaves what the committer journaled; attributes of a file that is in
+no commit yet are committed with it. Trio thread only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lakefs_fuse.product import RESERVED_XATTR, XATTR_LOCATION, XATTR_STATE, XAT
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
-from lakefs_fuse.vfs.files.open_file import FileState
+from lakefs_fuse.vfs.files.open_file import FileState, OpenFile
 from lakefs_fuse.vfs.namespace.key_mapping import location_of, version_of
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
@@ -107,8 +108,8 @@ class ExtendedAttributes:
 
     def _xattrs(self, entry: Entry) -> dict[str, bytes]:
         file = self._files.get(entry.inode)
-        if file is not None and file.late_xattrs is not None:
-            return dict(file.late_xattrs)
+        if file is not None:
+            return self._files.xattrs(file)
         return self._ns.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
 
     def set_xattr(self, entry: Entry, name: str, value: bytes | None) -> None:
@@ -130,27 +131,24 @@ class ExtendedAttributes:
             xattrs[name] = value
         if sum(len(key.encode()) + len(held) for key, held in xattrs.items()) > XATTRS_BYTES_MAX:
             raise FileError(errno.ENOSPC, f"extended attributes of a file hold {XATTRS_BYTES_MAX} bytes")
-        file = self._files.get(entry.inode)
-        if file is not None and (file.unlinked or file.entry.is_local):
-            self._set_local_xattrs(entry.inode, xattrs)
-        else:
-            row = self._ns.tree.entry(entry.inode)
-            if row is None:
-                raise FileError(errno.ESTALE)
+        file, row = self._files.get(entry.inode), self._ns.tree.entry(entry.inode)
+        if row is None and (file is None or not file.unlinked):
+            raise FileError(errno.ESTALE)
+        if row is not None and file is not None and (file.unlinked or file.entry.is_local):
+            self._set_local_xattrs(file, row, xattrs)
+        elif row is not None:
             self._names.set_attributes(row, xattrs)
-        if file is not None and (file.publishing.locked() or file.late_xattrs is not None):
+        if file is not None and (row is None or file.publishing.locked() or file.late_xattrs is not None):
             file.late_xattrs = xattrs
 
-    def _set_local_xattrs(self, inode: int, xattrs: dict[str, bytes]) -> None:
-        """Set the attributes of a file that is unlinked or in no commit yet. A commit of the file will have them. Its
-        row may be that of an earlier version."""
+    def _set_local_xattrs(self, file: OpenFile, row: Entry, xattrs: dict[str, bytes]) -> None:
+        """Set the attributes of a file that is being unlinked or is in no commit yet. A commit of the file will have
+        them. Its row may be that of an earlier version."""
         held = Flag.XATTRS if xattrs else 0
         batch = Batch()
-        self._ns.tree.set_xattrs(batch, inode, xattrs)
-        row, file = self._ns.tree.entry(inode), self._files.get(inode)
-        if row is not None:
-            self._ns.tree.update(batch, msgspec.structs.replace(row, flags=(row.flags & ~Flag.XATTRS) | held))
+        self._ns.tree.set_xattrs(batch, row.inode, xattrs)
+        self._ns.tree.update(batch, msgspec.structs.replace(row, flags=(row.flags & ~Flag.XATTRS) | held))
         self._ns.database.commit(batch)
-        for each in file.versions if file is not None else ():  # one that is stored first writes the row
+        for each in file.versions:  # one that is stored first writes the row
             flags = (each.entry.flags & ~Flag.XATTRS) | held
             each.entry = msgspec.structs.replace(each.entry, flags=flags)
