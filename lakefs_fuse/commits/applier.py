@@ -204,6 +204,11 @@ class Applier:
                 self._run(merged([said], "", time), ObjectRef(), time, own=True)
         self._restamp(names, time)
 
+    def restamp_superseded(self, operations: Sequence[Operation], stamp: int, time: int) -> None:
+        """As `restamp`, for operations that no commit will contain, because a newer one replaced the files. What they
+        said of attributes stays with the versions before."""
+        self._restamp([(_row_path(each), stamp) for each in operations], time)
+
     def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
         """Give what a commit changed the time of the commit that repeats it.
 

@@ -370,8 +370,8 @@ class Committer:
     def _supersede(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
         """Remove operations on files at ``paths`` from held changes (``passed``), because newer ones are sent first.
 
-        Otherwise the held changes would bring back stale locations. With ``time``, names that the removed operations
-        set, other than by attributes, get that stamp in place of their pending one."""
+        Otherwise the held changes would bring back stale locations. With ``time``, what the removed operations said
+        gets that stamp in place of its pending one, which would count over the changes of the next daemon."""
         for sequence in passed:
             change = self.journal.changes.get(sequence)
             if change is None:
@@ -382,8 +382,7 @@ class Committer:
             kept = [each for each in change.operations if each not in gone]
             moves = [pair for pair in change.moves if not paths.intersection(pair)]
             if time:
-                said = [each for each in gone if not isinstance(each, SetAttr)]
-                self._applier.restamp([(replace(change, operations=said), PENDING | sequence)], time)
+                self._applier.restamp_superseded(gone, PENDING | sequence, time)
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves))
 
     def read_again(self, since: int) -> None:

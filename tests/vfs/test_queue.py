@@ -1334,6 +1334,28 @@ async def test_extended_attributes_stay_where_an_earlier_version_is_stored_first
         assert await other.xattrs("new") == {"user.note": b"kept", "user.more": b"also"}
 
 
+async def test_attributes_in_a_held_change_that_a_pack_passes_do_not_count_over_those_of_the_next_mount(
+    tmp_path: Path,
+) -> None:
+    """The next daemon numbers its changes from 1 again."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, pack="always", delay_s=NEVER_S) as m:
+        for path in ("file", "removed"):
+            await m.write(path, b"first")
+        for number in range(5):
+            await m.mkdir(f"directory{number}")
+        await m.fs.make_durable()
+        await rewrite(m, "file", b"second")
+        await m.unlink("removed")  # it waits for the new version, as do the attributes behind it
+        await m.set_xattr("file", "user.note", b"kept")
+        await m.fs.make_durable()
+    async with writing_back(store, tmp_path, pack="always", delay_s=NEVER_S) as m:
+        assert await m.xattrs("file") == {"user.note": b"kept"}
+        await rewrite(m, "file", b"third")
+        await m.set_xattr("file", "user.note", None)
+        assert await m.xattrs("file") == {}
+
+
 async def test_the_mtime_is_that_of_the_last_write(tmp_path: Path) -> None:
     store = MemoryStore()
     clock = Clock()
