@@ -233,7 +233,7 @@ class Application:
         if step.relists and step.parent is not None:
             self._tree.forget_listing(changes.batch, step.parent)
         if entry is None:
-            step.current = self._drop(row) if row is not None and step.effect == Effect.GONE else row
+            step.current = None if row is None else self._drop(row)
         elif row is None or step.effect == Effect.SET:
             self._set(step, row, entry)
         elif step.effect == Effect.NOTED:

@@ -597,3 +597,23 @@ async def test_what_another_client_put_in_the_second_of_a_commit_is_kept(tmp_pat
         await two.poll()
         assert (await two.found("f")).etag == theirs.etag
         assert asked < store.count("head", "f") <= asked + 5  # it waits for who may know more, for a second
+
+
+async def test_file_that_two_nodes_remove_while_one_writes_it_is_gone_on_both(tmp_path: Path) -> None:
+    """Its row stays for who writes it, when the other's removal is heard of, until that program removes it, too."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "1", pack="always") as one, lake(store, tmp_path / "2", pack="always") as two:
+        await one.write("f", b"before")
+        await two.poll()
+        handle = await two.open("f", os.O_RDWR)
+        await two.fs.write(handle, 0, b"later")
+        await one.unlink("f")
+        await one.fs.sync_names()
+        await two.poll()
+        await two.unlink("f")
+        await two.close(handle)
+        await two.fs.sync_names()
+        assert await two.names() == await one.names() == []
+        await one.write("f", b"next")
+        await two.poll()
+        assert await two.read("f") == b"next"
