@@ -14,9 +14,9 @@ What always holds:
 
 A write that is tried again may have succeeded the first time. If others write to the key (`VersionTarget`), what always
 holds is *no blind retry*: after an attempt that may have taken effect, the next one begins with a HEAD, also in a later
-call. If the HEAD shows the version, it arrived. If it shows the object that its writer knew, or none, the version did
-not arrive, and is sent with that as precondition, if the store has such preconditions. Any other version is that of
-another writer:
+call. If the HEAD shows the version, it arrived. If it shows the object that its writer knew, as present or removed, or
+none, the version did not arrive, and is sent with that as precondition, if the store has such preconditions. Any other
+version is that of another writer:
 
 * dated before the first attempt, and stored by one PUT: ours did not arrive, or it would have replaced that one. It is
   sent again, with the other version as precondition;
@@ -117,6 +117,8 @@ class VersionTarget(Protocol):
     """ETag of the object that the writer knew at the key; empty for none."""
     expected: str | None
     """ETag of the object to replace, if the store can check it: empty for none, None for any."""
+    removed: str
+    """ETag of the version that the writer knows as removed, and that may still be at the key; empty for none."""
     if_absent: bool
     """Another version at the key is refused, not replaced."""
     unsure: tuple[str, str, float] | None
@@ -580,7 +582,7 @@ class _VersionWrite:
         is_damaged = self._is_ours(there)
         if self._target.if_absent and not is_damaged:
             raise PreconditionFailed(f"{self._key!r} exists")
-        known = self._target.replaces, self._target.expected
+        known = self._target.replaces, self._target.expected, self._target.removed
         if not is_damaged and there.etag not in known and not await self._is_older(there, since_s):
             raise Superseded(f"{self._key!r} was replaced by another client in the meantime")
         return there.etag, False

@@ -81,6 +81,8 @@ class DraftTarget:
     """Key of the object elsewhere with the bytes of the replaced version, if any. A relocation copies it to ``key``."""
     expected: str | None = None
     """See `store.client.VersionTarget`; each attempt to publish sets it again."""
+    removed: str = ""
+    """As ``expected``."""
     if_absent: bool = False
     path: str = ""
     """The path of the file in the lake, if that is not ``key``."""

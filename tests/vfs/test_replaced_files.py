@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
@@ -122,3 +123,24 @@ async def test_write_to_an_acknowledged_change_that_is_being_completed_keeps_all
         await m.close(handle)
         await stored(m)
         assert store.data("f") == b"A" * PART + b"B" * KIB + before[PART + KIB :]
+
+
+async def test_file_made_where_an_object_of_parts_was_removed_is_stored_although_its_first_request_is_lost(
+    tmp_path: Path,
+) -> None:
+    """The object of the removed file is at the key until it is deleted. S3 dates it by the beginning of its upload, so
+    its date does not say that it is no later version of another client."""
+    store = MemoryStore(Capabilities(name="memory", put_if_absent=True, put_if_match=True))
+    parts = store.give("f", b"of a multipart upload")
+    store.objects["f"] = store.data("f"), msgspec.structs.replace(parts, etag=f"{parts.etag}-2")
+    async with lake(store, tmp_path / "1", pack="never") as one, lake(store, tmp_path / "2", pack="never") as two:
+        assert await two.names() == await one.names() == ["f"]
+        await one.unlink("f")
+        await one.fs.sync_names()
+        await two.poll()
+        store.hook = Failures(lambda request: (request.what, request.key) == ("put", "f"), Unavailable("lost"))
+        await two.write("f", b"new")
+        assert await two.read("f") == store.data("f") == b"new"
+        await two.fs.sync_names()
+        await one.poll()
+        assert await one.read("f") == b"new"

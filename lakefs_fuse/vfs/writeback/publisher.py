@@ -281,9 +281,9 @@ class ObjectWriter:
             found = await draft.uploader.client.find(target.key)  # because no precondition guards its completion
             if found is None or not is_own_object(draft, found):  # an attempt whose answer was lost
                 there = "" if found is None else found.etag
-        removed = self._ns.tree.tombstones.get(path.encode())
+        removed, row = self._ns.tree.tombstones.get(path.encode()), self._ns.tree.entry(file.entry.inode)
         used = self._ns.tree.objects.used(target.key) if has_upload else None
-        row = self._ns.tree.entry(file.entry.inode)
+        own_etag = target.removed = self._own_etag(file, target, removed)
         plan = plan_publish(
             VersionFacts(
                 path,
@@ -297,7 +297,7 @@ class ObjectWriter:
                 and policy.mode == "auto"
                 and self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain),
                 if_absent=target.if_absent,
-                own_etag=self._own_etag(file, target, removed),
+                own_etag=own_etag,
                 etag_in_place="" if file.entry.place else target.replaces,
                 superseded_etag="" if removed is None else self._deletions.superseded_etag(path),
                 etag_there=there,
