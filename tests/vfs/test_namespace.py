@@ -501,12 +501,17 @@ async def test_many_questions_list_the_directory_in_the_background(tmp_path: Pat
             with trio.fail_after(5):
                 while m.fs.namespace.statistics()["listings_under_way"]:
                     await trio.sleep(0.001)
-        before = len(store.requests)
-        assert before <= 20
+        before = len(requests_about_names(store))
+        assert before <= 15
         assert m.metrics.namespace.listings == 1
         assert await m.lookup("absent") is None
         assert len(await m.names()) == 100
-        assert len(store.requests) == before
+        assert len(requests_about_names(store)) == before
+
+
+def requests_about_names(store: MemoryStore) -> list[Request]:
+    """Without polls for commits, of which there are more on a slow machine."""
+    return [request for request in store.requests if not request.key.startswith(".lakefs")]
 
 
 async def test_a_large_directory_does_not_make_one_name_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
