@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from lakefs_fuse.errors import MountError
 
 LOG_BYTES_MAX = 10 * MIB
 LOG_FILES_KEPT = 3
+REPEATED_S = 60.0
+"""A line like the one before it is written again after this time."""
 STDERR = 2
 
 _SIGNED = re.compile(
@@ -64,6 +66,30 @@ class PlainLine(logging.Formatter):
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text.encode("utf-8", "backslashreplace").decode()
+
+
+class RepeatedLines(logging.Filter):
+    """Holds back lines that repeat the one before, for REPEATED_S; a line before the next one says how many. A program
+    whose writes are refused gets an error for each of them."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        super().__init__()
+        self._handler = handler
+        self._last, self._written_s, self._count = ("", 0, ""), 0.0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        line = record.name, record.levelno, record.getMessage()
+        with self._handler.lock or nullcontext():
+            if line == self._last and record.created - self._written_s < REPEATED_S and not record.exc_info:
+                self._count += 1
+                return False
+            if self._count:
+                more = logging.makeLogRecord({**vars(record), "exc_info": None, "args": None})
+                more.name, more.levelno, more.msg = *self._last[:2], f"the line before was repeated {self._count} times"
+                more.levelname = logging.getLevelName(more.levelno)
+                self._handler.emit(more)
+            self._last, self._written_s, self._count = line, record.created, 0
+        return True
 
 
 class _PrivateFile(logging.FileHandler):
@@ -109,6 +135,8 @@ def open_logs(config: MountConfig, *, is_restart: bool = False) -> None:
         lambda path: PrivateRotatingFile(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=False),
         is_required=not is_restart,
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RepeatedLines(handler))
     # At DEBUG these log requests with their headers.
     for name in ("boto3", "botocore", "s3transfer", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)

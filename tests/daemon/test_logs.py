@@ -133,3 +133,24 @@ def test_restarted_daemon_goes_on_without_a_log_that_cannot_be_opened(tmp_path: 
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+def test_line_that_is_repeated_is_counted(log_file: Path) -> None:
+    log = logging.getLogger("repeated")
+    for _ in range(100):
+        log.warning("write: %s", "no room")
+    log.error("write: %s", "no room")
+    log.error("flush: no room")
+    assert [line.split(" ", 1)[1] for line in log_file.read_text().splitlines()] == [
+        "WARNING repeated: write: no room",
+        "WARNING repeated: the line before was repeated 99 times",
+        "ERROR repeated: write: no room",
+        "ERROR repeated: flush: no room",
+    ]
+
+
+def test_line_that_is_repeated_later_is_written_again(log_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "REPEATED_S", 0.0)
+    for _ in range(3):
+        logging.getLogger("repeated").warning("once a minute")
+    assert log_file.read_text().count("once a minute") == 3

@@ -191,7 +191,7 @@ async def check_free(client: StoreClient, name: str) -> None:
 async def delete(client: StoreClient, name: str) -> None:
     """Delete a snapshot, its manifest first; `gc` frees what it kept. Raises ConfigError if there is none."""
     if name not in await names(client):
-        raise ConfigError(f"there is no snapshot {name}")
+        raise ConfigError(f"there is no snapshot {name}: `lakefs-fuse snapshot SOURCE --list` shows all")
     await remove(client, name)
 
 

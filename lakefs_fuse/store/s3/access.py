@@ -312,7 +312,10 @@ def _configuration_errors(config: StoreConfig) -> Iterator[None]:
     except LakeError:
         raise
     except boto.ProfileNotFound as error:
-        raise ConfigError(f"profile {config.profile or os.environ.get('AWS_PROFILE')!r} is not configured") from error
+        profile = config.profile or os.environ.get("AWS_PROFILE")
+        raise ConfigError(
+            f"profile {profile!r} is not configured: check --profile, AWS_PROFILE and ~/.aws/config"
+        ) from error
     except boto.InvalidRegionError as error:
         raise ConfigError(f"region {config.region!r} is not a region's name") from error
     except ValueError as error:
