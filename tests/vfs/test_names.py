@@ -614,6 +614,7 @@ async def test_file_that_two_nodes_remove_while_one_writes_it_is_gone_on_both(tm
         await two.close(handle)
         await two.fs.sync_names()
         assert await two.names() == await one.names() == []
+        await one.poll()
         await one.write("f", b"next")
         await two.poll()
         assert await two.read("f") == b"next"
