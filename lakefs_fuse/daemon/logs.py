@@ -69,8 +69,8 @@ class PlainLine(logging.Formatter):
 
 
 class RepeatedLines(logging.Filter):
-    """Holds back lines that repeat the one before, for REPEATED_S; a line before the next one says how many. A program
-    whose writes are refused gets an error for each of them."""
+    """Drops lines that repeat the one before, for REPEATED_S, and writes their number before the next line. A program
+    whose writes are refused causes a line for each of them."""
 
     def __init__(self, handler: logging.Handler) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ class DraftTarget:
     expected: str | None = None
     """See `store.client.VersionTarget`; each attempt to publish sets it again."""
     removed: str = ""
-    """As ``expected``."""
+    """See `store.client.VersionTarget`; set with ``expected``."""
     if_absent: bool = False
     path: str = ""
     """The path of the file in the lake, if that is not ``key``."""

@@ -231,8 +231,8 @@ def _register_handlers(client: Boto3Client, config: StoreConfig) -> None:
 def _send_uploads(
     client: Boto3Client, config: StoreConfig, ca_bundle: str | None, connections_max: int, proxies: Mapping[str, str]
 ) -> URLLib3Session:
-    """Have uploads sent by a session of their own: while a body is sent, urllib3 waits for the server no longer than
-    for a connection."""
+    """Have uploads sent by a session of their own, whose connect timeout is the read timeout: urllib3 applies the
+    connect timeout while it sends a body."""
     session = URLLib3Session(
         verify=ca_bundle or True,
         timeout=(config.read_timeout_s, config.read_timeout_s),
@@ -271,7 +271,7 @@ def _add_encryption(config: StoreConfig, params: dict[str, object], **_: object)
 
 @functools.cache
 def _builtin_handlers() -> HierarchicalEmitter:
-    """The handlers of a new session of botocore, to copy for each: to register them takes longer than a client."""
+    """The built-in handlers of botocore. Each session gets a copy, because registering them takes some 15 ms."""
     handlers = HierarchicalEmitter()
     botocore.session.Session(event_hooks=handlers)
     return handlers
