@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
+from msgspec.structs import replace
 
-from lakefs_fuse.commits.record import COMMITS
+from lakefs_fuse.commits.record import COMMITS, THIS, ObjectRef, Operation, Put, Record
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ObjectMeta
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.namespace.renamed_objects import NAMES_PER_STEP
 from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
@@ -1176,3 +1179,41 @@ async def test_new_file_is_stored_where_others_have_deleted_the_object_of_one_th
         await m.write("f", noise(2, size))
         await m.fs.sync_names()
         assert await m.tree() == {"f": noise(2, size)}
+
+
+class Counted(list[Operation]):
+    """Operations that count how many of them were read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[Operation]:
+        for each in super().__iter__():
+            self.read += 1
+            yield each
+
+
+async def test_commit_applied_large_record_is_searched_in_steps(tmp_path: Path) -> None:
+    """The loop serves requests between two steps, however many names a commit gives to other objects."""
+    operations = Counted(Put(f"name {number}", THIS, 0, 1, 0o644, 0, 0, 0) for number in range(8 * NAMES_PER_STEP))
+    counts = [0]
+    async with lake(MemoryStore(), tmp_path, pack="never") as m:
+        await m.write("f", b"second")
+        record = Record(writer="0000000a", time=1, objects=[ObjectRef(), ObjectRef("f", "first", 1)])
+        m.parts.renamed.commit_applied(replace(record, operations=operations))
+        while m.parts.renamed.adopting:
+            counts.append(operations.read)
+            await trio.lowlevel.checkpoint()
+    assert operations.read == len(operations)
+    read = [after - before for before, after in pairwise([*counts, operations.read])]
+    assert max(read) <= 2 * NAMES_PER_STEP  # the search may come first in one turn and last in the next
+
+
+async def test_commit_applied_of_other_objects_reads_no_operation(tmp_path: Path) -> None:
+    """A node that has not replaced any of a commit's objects need not search its operations, which may be a million."""
+    operations = Counted([Put("name", 1, 0, 1, 0o644, 0, 0, 0)])
+    async with lake(MemoryStore(), tmp_path, pack="never") as m:
+        await m.write("f", b"second")
+        record = Record(writer="0000000a", time=1, objects=[ObjectRef(), ObjectRef("other", "first", 1)])
+        m.parts.renamed.commit_applied(replace(record, operations=operations))
+        await m.parts.renamed.wait_adopted()
+    assert not operations.read

@@ -20,7 +20,7 @@ only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -78,22 +78,32 @@ class RenamedObjects:
         """Start adoptions after another node's commit, or a rename of this node, has taken effect here.
 
         Names that it gives to objects that this node has replaced soon get the version that is there now."""
-        replaced = {
-            number
-            for number, ref in enumerate(record.objects)
-            if number > THIS and self._deletions.has_replaced(ref.key, ref.etag)
-        }
-        puts = (each for each in record.operations if isinstance(each, Put) and each.object in replaced)
-        named = {each.path: record.objects[each.object] for each in puts}
-        if named:
-            time = record.time if isinstance(record, Record) else 0
-            self._start_adopting(next(iter(named)), partial(self._adopt_replaced, named, time))
+        if self._deletions.has_stored_any:
+            self._start_adopting("a file", partial(self._adopt_replaced, record))
 
-    async def _adopt_replaced(self, named: Mapping[str, ObjectRef], time: int) -> None:
-        """Start adoptions for names that a commit of this ``time`` gives to objects that this node has replaced.
+    async def _find_replaced(self, record: Record | Change) -> dict[str, ObjectRef]:
+        """Return, by path, the objects that this node has replaced and to which a record gives names; other tasks run
+        during the search."""
+        replaced, named = set[int](), dict[str, ObjectRef]()
+        for number, ref in enumerate(islice(record.objects, THIS + 1, None), THIS + 1):
+            if self._deletions.has_replaced(ref.key, ref.etag):
+                replaced.add(number)
+            if not number % NAMES_PER_STEP:
+                await trio.lowlevel.checkpoint()
+        for number, each in enumerate(record.operations if replaced else (), 1):
+            if isinstance(each, Put) and each.object in replaced:
+                named[each.path] = record.objects[each.object]
+            if not number % NAMES_PER_STEP:
+                await trio.lowlevel.checkpoint()
+        return named
+
+    async def _adopt_replaced(self, record: Record | Change) -> None:
+        """Start adoptions for names that a record gives to objects that this node has replaced.
 
         The name at such a key may have got another file, which is not visible until it hides the version that is there
         now. Raises LakeError."""
+        time = record.time if isinstance(record, Record) else 0
+        named = await self._find_replaced(record)
         try:
             for ref in named.values():
                 there = self._ns.at(ref.key)
