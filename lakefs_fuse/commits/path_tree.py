@@ -439,7 +439,7 @@ class _CarryOver:
             if (
                 operation is None
                 or (removal is None and raw not in self._made)
-                or not _is_meant(found, before, operation, self._record)
+                or not _is_meant(found, before, operation, self._record, self._own)
                 or (removal is not None and not is_removing(self._tree, removal, found))
                 or (removal is not None and not removal.by_date and _is_over_another(found))
                 or (tombstone is not None and max(tombstone.newest, tombstone.unlisted[1]) > self._stamp)
@@ -598,16 +598,17 @@ def _is_implied(directory: Entry) -> bool:
     return not directory.stamp and not directory.flags & (Flag.MARKER | Flag.LISTED)
 
 
-def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record: Record) -> bool:
+def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record: Record, own: bool) -> bool:
     """Return whether a file is what was renamed.
 
-    A plain object has no commit's time, so the one at the path may be newer than what was renamed."""
+    A plain object has no commit's time, so the one at the path may be newer than what was renamed. In this node's own
+    rename it was stored here since that was planned, and goes along (`RenamedObjects.rename_applied`)."""
     if found.place or found.flags & NO_OBJECT:
         return True
     if not isinstance(operation, Put) or operation.object <= THIS:
         return False
     ref = record.objects[operation.object]
-    return ref.key == path and ref.etag == found.etag
+    return ref.key == path and (own or ref.etag == found.etag)
 
 
 def _attach(

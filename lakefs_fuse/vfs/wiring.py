@@ -309,7 +309,7 @@ class Assembly:
             namespace, files, ground.client, self.poller.heard, publisher, writeback, self.renamed,
             config.staging_timeout_s,
         )  # fmt: skip
-        renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation)
+        renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation, self.deletions)
         new_id = ground.ids("clones")
         clones = Clones(namespace, names, renames, preparation, ground.client, self.deletions, new_id)
         attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)

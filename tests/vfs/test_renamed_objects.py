@@ -1019,27 +1019,37 @@ async def test_read_only_mount_leaves_a_renamed_file_that_was_replaced_as_it_is(
     assert [key for key in store.objects if key.startswith(".lakefs/commits/")] == commits
 
 
-async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(tmp_path: Path) -> None:
-    """The rename is on its way when the object is replaced, and names the one before."""
-    store = MemoryStore()
+@pytest.mark.parametrize("written_before_s", [0.0, 5.0])
+async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(
+    tmp_path: Path, written_before_s: float
+) -> None:
+    """The rename is on its way when the object is replaced, and names the one before. The new name has the new bytes
+    when the rename is answered, whenever they were written, and all else keeps its inode. The file can be written on
+    under its new name."""
+    store, clock = MemoryStore(), Clock()
     renaming = pause_of_commits()
-    async with lake(store, tmp_path / "cache", pack="never") as one:
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never") as one:
         await one.mkdir("d")
-        await one.write("d/f", b"first")
+        for name in ("d/f", "d/g"):
+            await one.write(name, b"first")
         await one.sync()
+        inodes = [(await one.found(name)).inode for name in ("d", "d/g")]
         handle = await one.open("d/f", os.O_RDWR)
         await one.fs.write(handle, 0, b"second")
+        clock.advance(written_before_s)
         async with trio.open_nursery() as nursery:
             store.hook = renaming
             nursery.start_soon(one.rename, "d", "e")
             await trio.to_thread.run_sync(renaming.reached.wait)
             await one.fs.fsync(handle)
             renaming.resume()
+        assert await one.read("e/f") == b"second"
+        assert [(await one.found(name)).inode for name in ("e", "e/g")] == inodes
+        await one.fs.write(handle, 0, b"third!")
         await one.close(handle)
-        await until_shown(one, "e/f", b"second")
-        assert await one.tree() == {"e": None, "e/f": b"second"}
-    async with lake(store, tmp_path / "fresh") as fresh:
-        assert await fresh.tree() == {"e": None, "e/f": b"second"}
+        assert await one.tree() == {"e": None, "e/f": b"third!", "e/g": b"first"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"e": None, "e/f": b"third!", "e/g": b"first"}
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

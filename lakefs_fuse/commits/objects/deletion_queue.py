@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import islice
 
 import msgspec
 import trio
@@ -87,6 +88,8 @@ class DeletionQueue:
         self._kick, self._full, self._passed = trio.Event(), trio.Event(), trio.Event()
         self._under_way: dict[str, trio.Event] = {}
         self._stored: dict[str, str] = {}
+        self.stored_count = 0
+        """Number of calls of `note_stored` so far."""
         self._adopted = set[str]()
         """Keys of ``_stored`` at which the object is the file of another name."""
         self._kept: Counter[str] = Counter()
@@ -125,6 +128,7 @@ class DeletionQueue:
 
     def note_stored(self, key: str, etag: str) -> None:
         """Remember in memory that this node stored a plain object at the key of a file, for STORED_MAX keys."""
+        self.stored_count += 1
         self._stored.pop(key, None)
         self._stored[key] = etag
         self._adopted.discard(key)
@@ -145,6 +149,10 @@ class DeletionQueue:
     def has_replaced(self, key: str, etag: str) -> bool:
         """Return whether this node has lately stored another version than this one at the key."""
         return self._stored.get(key, etag) != etag
+
+    def stored_since(self, count: int) -> set[str]:
+        """Return the keys at which this node has stored an object since `stored_count` had this value."""
+        return set(islice(reversed(self._stored), self.stored_count - count))
 
     @property
     def has_stored_any(self) -> bool:

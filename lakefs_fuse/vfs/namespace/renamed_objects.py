@@ -20,7 +20,7 @@ only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from functools import partial
 from itertools import islice
 
@@ -74,19 +74,24 @@ class RenamedObjects:
         self.adopting, self._adopted = 0, Wakeup()
         """How many adoptions are under way, and the wakeup at the end of each."""
 
-    def commit_applied(self, record: Record | Change) -> None:
-        """Start adoptions after another node's commit, or a rename of this node, has taken effect here.
+    def commit_applied(self, record: Record) -> None:
+        """Start adoptions after another node's commit has taken effect here.
 
         Names that it gives to objects that this node has replaced soon get the version that is there now."""
         if self._deletions.has_stored_any:
             self._start_adopting("a file", partial(self._adopt_replaced, record))
 
-    async def _find_replaced(self, record: Record | Change) -> dict[str, ObjectRef]:
-        """Return, by path, the objects that this node has replaced and to which a record gives names; other tasks run
-        during the search."""
+    def rename_applied(self, change: Change, keys: Set[str]) -> None:
+        """As `commit_applied`, for a rename of this node and the objects that it stored at ``keys`` meanwhile."""
+        self._start_adopting("a file", partial(self._adopt_replaced, change, keys))
+
+    async def _find_replaced(self, record: Record | Change, keys: Set[str] | None) -> dict[str, ObjectRef]:
+        """Return, by path, the objects that this node has replaced and to which a record gives names.
+
+        With ``keys`` only objects there count. Other tasks run during the search."""
         replaced, named = set[int](), dict[str, ObjectRef]()
         for number, ref in enumerate(islice(record.objects, THIS + 1, None), THIS + 1):
-            if self._deletions.has_replaced(ref.key, ref.etag):
+            if (keys is None or ref.key in keys) and self._deletions.has_replaced(ref.key, ref.etag):
                 replaced.add(number)
             if not number % NAMES_PER_STEP:
                 await trio.lowlevel.checkpoint()
@@ -97,13 +102,13 @@ class RenamedObjects:
                 await trio.lowlevel.checkpoint()
         return named
 
-    async def _adopt_replaced(self, record: Record | Change) -> None:
+    async def _adopt_replaced(self, record: Record | Change, keys: Set[str] | None = None) -> None:
         """Start adoptions for names that a record gives to objects that this node has replaced.
 
         The name at such a key may have got another file, which is not visible until it hides the version that is there
         now. Raises LakeError."""
         time = record.time if isinstance(record, Record) else 0
-        named = await self._find_replaced(record)
+        named = await self._find_replaced(record, keys)
         try:
             for ref in named.values():
                 there = self._ns.at(ref.key)

@@ -25,6 +25,7 @@ import msgspec
 
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, FileError
 from lakefs_fuse.meta.database import Batch
@@ -113,9 +114,11 @@ class Renames:
         unlinker: Unlinker,
         writeback: WriteBack,
         preparation: RenamePreparation,
+        deletions: DeletionQueue,
     ) -> None:
         self._ns, self._files, self._names, self._committer = namespace, files, names, committer
         self._unlinker, self._writeback, self._preparation = unlinker, writeback, preparation
+        self._deletions = deletions
 
     async def rename(self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int) -> None:
         """Rename a file or directory of any size, atomically for every observer of the lake. Raises FileError as
@@ -141,6 +144,8 @@ class Renames:
         await self._preparation.prepare(ends, None if exchange else target)
         if await self._rename(_Request(source, parent_new, name_new, flags), ends):
             await self._names.flush()
+        if self._preparation.renamed.adopting:  # what was stored meanwhile
+            await self._preparation.renamed.wait_adopted()
         for parent in {parent_old, parent_new}:
             self._ns.touch(parent)
 
@@ -271,9 +276,10 @@ class Renames:
             await self._names.flush()
             route = Route.COMMITTED
         if route is Route.COMMITTED:
+            stored_before = self._deletions.stored_count
             change = await self._commit_now(read_ends, is_large=is_large)
-            if self._ns.tree.child(source.parent, source.name) is not None:  # a version stored meanwhile stayed there
-                self._preparation.renamed.commit_applied(change)
+            if self._deletions.stored_count != stored_before:
+                self._preparation.renamed.rename_applied(change, self._deletions.stored_since(stored_before))
         else:
             async with self._committer.quiet():
                 if route is Route.JOURNALED:
