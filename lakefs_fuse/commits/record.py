@@ -21,7 +21,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TypeAlias, overload
 
 import msgspec
@@ -42,7 +41,7 @@ STORED_MAX = 1024
 LAZY_BYTES_MIN = 1 << 20
 """Records from this size on keep their operations as bytes."""
 ENCODED_AT_ONCE = 4096
-"""Operations that are encoded at a time, in 2 ms, so that other threads run in between."""
+"""Operations, or objects, that are encoded at a time, in 2 ms, so that other threads run in between."""
 KEY_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 TARGET_BYTES_MAX = 4095
@@ -247,14 +246,11 @@ class Operations(Sequence[Operation]):
 
     __slots__ = ("_ends", "_raw")
 
-    def __init__(self, raw: Buffer) -> None:
-        """Keep ``raw``, an array in msgpack. Raises msgspec.DecodeError for anything else.
+    def __init__(self, raw: Buffer, ends: array[int]) -> None:
+        """``raw`` is operations in msgpack, one after the other; ``ends`` are 0 and where each of them ends.
 
         Elements that are not operations are found only at their access."""
-        view = memoryview(raw)
-        lengths = [memoryview(each).nbytes for each in _ARRAY.decode(view)]
-        self._raw = view[view.nbytes - sum(lengths) :]
-        self._ends = array("Q", accumulate(lengths, initial=0))
+        self._raw, self._ends = memoryview(raw), ends
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -282,7 +278,6 @@ class Operations(Sequence[Operation]):
         return (decode(raw[ends[at] : ends[at + 1]]) for at in range(len(self)))
 
 
-_ARRAY = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _OPERATION: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
 
 
@@ -302,10 +297,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     stored: list[str] = []
 
 
-class _Outline(Record, frozen=True, kw_only=True):
-    """A record with its operations as bytes."""
+class _Object:
+    """An `ObjectRef` that a hook of the decoder has taken."""
 
-    operations: msgspec.Raw = msgspec.Raw(b"\x90")  # type: ignore[assignment]
+
+class _Operation:
+    """An operation that a hook of the decoder has taken."""
+
+
+class _Outline(Record, frozen=True, kw_only=True):
+    """A record for whose objects and operations the decoder calls a hook, one after the other."""
+
+    objects: list[_Object] | None = None  # type: ignore[assignment]
+    operations: list[_Operation] = []  # type: ignore[assignment]
 
 
 class _Written(Record, frozen=True, kw_only=True):
@@ -322,10 +326,10 @@ class _Reads(msgspec.Struct):
 
 def encode_checked(record: Record, format: int = 1) -> bytes:
     """As `encode`, but raise FileError(EINVAL) for a record that `decode` refuses."""
-    record = msgspec.structs.replace(record, operations=list(map(_within_limits, record.operations)))
+    record = _with_times_within_limits(record)
     with _refusing():
         check(record)
-    return encode(record, format)
+    return _encode(record, format)
 
 
 def refuse_unreadable(operations: Sequence[Operation], objects: list[ObjectRef]) -> None:
@@ -348,17 +352,29 @@ def encode(record: Record, format: int = 1) -> bytes:
 
     Times become the nearest ones that readers accept: if they refused a commit for one file, they would lose all its
     other files, too."""
-    count = len(record.operations)
-    operations: list[Operation] | msgspec.Raw = list(map(_within_limits, record.operations))
-    if count > ENCODED_AT_ONCE:
-        header = struct.pack(">BI", 0xDD, count) if count > 0xFFFF else struct.pack(">BH", 0xDC, count)
-        encode_one, pieces = msgspec.msgpack.Encoder().encode, [header]
-        pieces += (  # other threads wait for the interpreter during each of these
-            b"".join(map(encode_one, operations[at : at + ENCODED_AT_ONCE])) for at in range(0, count, ENCODED_AT_ONCE)
-        )
-        operations = msgspec.Raw(b"".join(pieces))
-    fields = {**msgspec.structs.asdict(record), "operations": operations, "format": max(record.format, format)}
+    return _encode(_with_times_within_limits(record), format)
+
+
+def _with_times_within_limits(record: Record) -> Record:
+    return msgspec.structs.replace(record, operations=list(map(_within_limits, record.operations)))
+
+
+def _encode(record: Record, format: int) -> bytes:
+    arrays = {"objects": _encode_array(record.objects), "operations": _encode_array(record.operations)}
+    fields = {**msgspec.structs.asdict(record), **arrays, "format": max(record.format, format)}
     return msgspec.msgpack.encode(_Written(**fields))
+
+
+def _encode_array(items: Sequence[msgspec.Struct]) -> msgspec.Raw:
+    """Encode a list of any length, ENCODED_AT_ONCE of its items at a time."""
+    count, encode_one = len(items), msgspec.msgpack.Encoder().encode
+    if count <= ENCODED_AT_ONCE:
+        return msgspec.Raw(encode_one(items))
+    pieces = [struct.pack(">BI", 0xDD, count) if count > 0xFFFF else struct.pack(">BH", 0xDC, count)]
+    pieces += (  # other threads wait for the interpreter during each of these
+        b"".join(map(encode_one, items[at : at + ENCODED_AT_ONCE])) for at in range(0, count, ENCODED_AT_ONCE)
+    )
+    return msgspec.Raw(b"".join(pieces))
 
 
 def _within_limits(operation: Operation) -> Operation:
@@ -395,9 +411,26 @@ def decode(raw: Buffer) -> Record:
 
 
 def _decode_lazily(raw: Buffer) -> Record:
-    outline = msgspec.msgpack.decode(raw, type=_Outline)
-    fields = msgspec.structs.asdict(outline)
-    return Record(**{**fields, "operations": Operations(memoryview(outline.operations))})
+    """Return the record of some bytes with its operations as bytes of their own.
+
+    A decoder keeps the GIL, except while it calls Python. So other threads wait for one object or operation at most,
+    however many the record has."""
+    objects, kept, ends = list[ObjectRef](), bytearray(), array("Q", (0,))
+    encode_into, taken = msgspec.msgpack.Encoder().encode_into, {_Object: _Object(), _Operation: _Operation()}
+
+    def take(kind: type[object], item: object) -> object:
+        if kind is _Object:
+            objects.append(msgspec.convert(item, ObjectRef))
+        else:
+            encode_into(item, kept, -1)
+            ends.append(len(kept))
+        return taken[kind]
+
+    outline = msgspec.msgpack.Decoder(_Outline, dec_hook=take).decode(raw)
+    fields = {**msgspec.structs.asdict(outline), "objects": objects, "operations": Operations(kept, ends)}
+    if outline.objects is None:
+        del fields["objects"]
+    return Record(**fields)
 
 
 class _Format(msgspec.Struct):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time as clock
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import msgspec
 import pytest
@@ -322,8 +323,9 @@ def test_nesting_without_end() -> None:
     head = encode(record_of())
     at = head.index(b"\xaaoperations")
     for nest in (b"\x91", b"\x81\xa1a", b"\x81\x91"):
-        with pytest.raises(DamagedCommit):
-            decode(head[:at] + b"\xa5other" + nest * 1_000_000)
+        for key in (b"\xa5other", b"\xaaoperations"):
+            with pytest.raises(DamagedCommit):
+                decode(head[:at] + key + nest * 1_000_000)
 
 
 def test_more_operations_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +352,47 @@ def test_stored_objects_are_ignored_by_a_program_that_does_not_know_them() -> No
 
     raw = encode(msgspec.structs.replace(record_of(Remove("a")), stored=["a"]))
     assert len(msgspec.msgpack.decode(raw, type=Before).operations) == 1
+
+
+def python_calls_in(called: str, work: Callable[[], object]) -> list[int]:
+    """Return for each call of a function written in C during ``work`` how many functions in Python it called.
+
+    The function keeps the GIL between two of these."""
+    counts: list[int] = []
+    is_inside = False
+
+    def profile(_: FrameType, event: str, function: object) -> None:
+        nonlocal is_inside
+        if event == "call" and is_inside:
+            counts[-1] += 1
+        elif event.startswith("c_") and getattr(function, "__name__", "") == called:
+            is_inside = event == "c_call"
+            counts.extend([0] * is_inside)
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+@pytest.mark.parametrize("kept_as", ["bytes"], indirect=True)
+def test_decode_large_record_lets_other_threads_run_between_two_items() -> None:
+    record = record_of(*[Remove("a")] * 100)
+    record = msgspec.structs.replace(record, objects=[ObjectRef(), *[ObjectRef("b", "etag", 1)] * 99])
+    raw = encode(record)
+    assert python_calls_in("decode", lambda: decode(raw))[0] == len(record.operations) + len(record.objects)
+
+
+@pytest.mark.parametrize("count", [3, 7, 16])
+def test_encode_large_record_encodes_a_few_items_at_a_time(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(rec, "ENCODED_AT_ONCE", 3)
+    record = record_of(*[Remove("a")] * count)
+    record = msgspec.structs.replace(record, objects=[ObjectRef(), *[ObjectRef("b", "etag", 1)] * (count - 1)])
+    assert decode(encode(record)) == record
+    pieces = -(-count // 3)
+    assert len(python_calls_in("join", lambda: encode(record))) == (2 * (pieces + 1) if pieces > 1 else 0)
 
 
 @pytest.mark.parametrize("kept_as", ["bytes"], indirect=True)
