@@ -90,8 +90,8 @@ class Applier:
         """Return the result of the function of this name for the tree."""
         return is_of_renamed(self._tree, meta)
 
-    def doubts(self, record: Record) -> Iterator[Doubt | None]:
-        """Yield, for each operation, what to ask the store for before the record is applied, or None.
+    def doubts(self, record: Record) -> Iterator[list[Doubt]]:
+        """Yield, for some operations at a time, what to ask the store for before the record is applied.
 
         These are mostly plain objects that the record's writer did not know, and that may be newer. A caller that
         awaits in between calls `PathTree.forget_paths`."""

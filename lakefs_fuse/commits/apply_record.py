@@ -84,8 +84,8 @@ class Application:
         self._parent: tuple[str, int | None] | None = None
         """The directory that was looked up last, until something is written."""
 
-    def doubts(self) -> Iterator[Doubt | None]:
-        """Yield, for each operation, what to ask the store for before the record is applied, or None."""
+    def doubts(self) -> Iterator[list[Doubt]]:
+        """Return the result of `FileRules.doubts`."""
         return self._rules.doubts()
 
     def run(self) -> None:

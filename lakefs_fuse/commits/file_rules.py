@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
+from itertools import islice
 from types import MappingProxyType
 
 import msgspec
@@ -58,6 +59,8 @@ from lakefs_fuse.meta.tombstones import (
 NS = 1_000_000_000
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
+DOUBTS_AT_ONCE = 128
+"""Operations that are searched for doubts between two turns of the loop: 4 ms of CPU at most."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
@@ -403,24 +406,26 @@ class FileRules:
         newer = self._stamp < PENDING and date_ns > self._time
         return newer and self._outdated.get(path) != current.etag
 
-    def doubts(self) -> Iterator[Doubt | None]:
-        """Yield, for each operation, what to ask the store for before the record is applied, or None."""
-        return map(self._doubt, self._record.operations)
+    def doubts(self) -> Iterator[list[Doubt]]:
+        """Yield, for DOUBTS_AT_ONCE operations at a time, what to ask the store for before the record is applied."""
+        operations = iter(self._record.operations)
+        while some := list(islice(operations, DOUBTS_AT_ONCE)):
+            rows = self._paths.find_many([each.path.encode() for each in some])
+            yield [doubt for doubt in map(self._doubt, some, rows) if doubt is not None]
 
-    def _doubt(self, operation: Operation) -> Doubt | None:
+    def _doubt(self, operation: Operation, current: Entry | None) -> Doubt | None:
+        """Return what to ask for because of an operation; ``current`` is the row of the file at its path."""
         if isinstance(operation, SetAttr | Relocate):
-            return self._doubt_version(operation)
+            return self._doubt_version(operation, current)
         if not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation):
             return None
         if isinstance(operation, Remove) and operation.directory:
             return None
-        raw = operation.path.encode()
-        (current,) = self._paths.find_many([raw])
         if isinstance(operation, Remove) and current is not None and self._is_other(current, operation):
             # No commit named a listed object, so the removed version has not replaced it: any date is right.
             return Doubt(operation.path, current.etag, operation.hides, self._time if current.stamp else PENDING)
         if isinstance(operation, Put) and operation.object == OWN and current is None:
-            tombstone = self._tree.tombstones.get(raw)
+            tombstone = self._tree.tombstones.get(operation.path.encode())
             is_later = tombstone is not None and PENDING > tombstone.newest > self._stamp >= tombstone.floor
             if is_later and not tombstone.when_gone(operation.hides):  # type: ignore[union-attr]
                 return Doubt(operation.path, operation.hides, "", removed_ns=tombstone.newest)  # type: ignore[union-attr]
@@ -430,10 +435,9 @@ class FileRules:
             return Doubt(operation.path, current.etag, operation.hides)
         return None
 
-    def _doubt_version(self, operation: SetAttr | Relocate) -> Doubt | None:
+    def _doubt_version(self, operation: SetAttr | Relocate, current: Entry | None) -> Doubt | None:
         index = operation.from_object if isinstance(operation, Relocate) else operation.object
-        (current,) = self._paths.find_many([operation.path.encode()]) if index == OWN else (None,)
-        if current is None or not current.is_plain or current.etag == operation.hides:
+        if index != OWN or current is None or not current.is_plain or current.etag == operation.hides:
             return None
         if isinstance(operation, SetAttr) and self._is_known_before(current):
             return Doubt(operation.path, current.etag, operation.hides, sets_attributes=True)

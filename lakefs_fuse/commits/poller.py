@@ -49,6 +49,7 @@ from lakefs_fuse.commits.bundles import MIXED, OWN_DELAY_S, SUFFIX, Found, parse
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.doubt import Doubt
+from lakefs_fuse.commits.file_rules import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.hints import Hints
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S, CONFIRM_S, WINDOW_NS
 from lakefs_fuse.commits.idleness import Idleness
@@ -113,8 +114,6 @@ REPEATER_AGE_NS = 30 * NS
 REPEAT_WAIT_S = REPEAT_S + 0.5
 WAITING_REFRESH_S = 5.0
 """A mount that polls at longer intervals polls again after REPEAT_WAIT_S for what it left to the repeater."""
-DOUBTS_AT_ONCE = 128
-"""Operations that are searched for doubts between two turns of the loop: 8 ms of CPU at most."""
 FEW_SPAN_S, FEW_COMMITS = 10.0, 10
 """A repeater that applies no more than FEW_COMMITS commits in FEW_SPAN_S gives up."""
 GETS_FOR_A_BUNDLE = 16
@@ -655,10 +654,9 @@ class Poller:
             elif there.mtime_ns <= record.time:
                 is_sure = False
 
-        for number, doubt in enumerate(self._applier.doubts(record), 1):
-            if doubt is not None:
-                doubts.append(doubt)
-            if not number % DOUBTS_AT_ONCE:
+        for some in self._applier.doubts(record):
+            doubts += some
+            if len(record.operations) > DOUBTS_AT_ONCE:
                 await trio.lowlevel.checkpoint()
                 self._applier.paths.forget_paths()
         if doubts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,8 +12,10 @@ import trio
 from lakefs_fuse.commits.applier import STEP_OPERATIONS
 from lakefs_fuse.commits.apply_record import CARRIED_PER_OPERATION, Application
 from lakefs_fuse.commits.change import Change, merged
+from lakefs_fuse.commits.file_rules import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.record import Mkdir, Operation, Record, Remove, Symlink
 from lakefs_fuse.meta.barrier import About
+from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.commits.nodes import Node, archive, at, plain, put
 
@@ -240,3 +242,19 @@ async def test_moves_a_crash_before_the_rows_move_is_mended(node: Node, tmp_path
     assert again.shown() == whole.shown()
     again.database.close()
     whole.database.close()
+
+
+async def test_doubts_read_the_rows_of_many_names_together(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = renamed(node)
+    counts = list[int]()
+    get_many = Database.get_many
+
+    def count(database: Database, keys: Sequence[bytes]) -> list[bytes | None]:
+        counts.append(len(keys))
+        return get_many(database, keys)
+
+    monkeypatch.setattr(Database, "get_many", count)
+    assert not any(node.applier.doubts(record))
+    groups = -(-len(record.operations) // DOUBTS_AT_ONCE)
+    assert 0 < len(counts) <= 2 * groups, "names, and the rows to which they lead"
+    assert max(counts) <= DOUBTS_AT_ONCE

@@ -133,9 +133,7 @@ def is_dated_later(kinds: Sequence[Kind]) -> bool:
 def outdated(node: Node, record: Record, lying: ObjectMeta | None) -> dict[str, str]:
     """What the store answers to the doubts about a record."""
     found = {}
-    for doubt in node.applier.doubts(record):
-        if doubt is None:
-            continue
+    for doubt in itertools.chain.from_iterable(node.applier.doubts(record)):
         if lying is None:
             is_outdated = not doubt.sets_attributes
         elif doubt.removed_ns or doubt.sets_attributes:
