@@ -3,6 +3,9 @@
 A directory is deleted in three steps: renamed to a temporary name (one commit, so that *no node sees a part of it*
 under its own name), emptied, removed. After a crash the remaining files count as incomplete, and the next `prune`
 deletes them.
+
+A walk costs two requests to the mount for a directory. States are asked for by directory, and by file only in a
+directory that holds a file that is not in the store.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Lis
             is_dir = entry.is_dir(follow_symlinks=False)
             if is_checkpoint(entry.name, match, is_dir=is_dir) and (is_dir or entry.is_file(follow_symlinks=False)):
                 found.append(_read_directory(entry, asked) if is_dir else _read_file(entry))
+        _read_states(path, found)
     except OSError as error:
         raise LakeError(f"{path} cannot be read: {error.strerror}") from error
     for item in found:
@@ -58,7 +62,16 @@ def _read_file(entry: os.DirEntry[str]) -> Seen:
 
 def _read_directory(top: os.DirEntry[str], asked: tuple[str, ...]) -> Seen:
     seen = Seen(name=top.name, is_dir=True)
-    waiting = [top.path]
+    for directory, entry in _files_below(top.path):
+        _add(seen, entry)
+        if directory == top.path and entry.name in asked:
+            seen.markers.add(entry.name)
+    return seen
+
+
+def _files_below(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Every regular file below a directory, with the directory that holds it."""
+    waiting = [top]
     while waiting:
         directory = waiting.pop()
         try:
@@ -66,29 +79,47 @@ def _read_directory(top: os.DirEntry[str], asked: tuple[str, ...]) -> Seen:
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(entry.path)
                 elif entry.is_file(follow_symlinks=False):
-                    _add(seen, entry)
-                    if directory == top.path and entry.name in asked:
-                        seen.markers.add(entry.name)
+                    yield directory, entry
         except FileNotFoundError:
             continue  # removed meanwhile
-    return seen
 
 
 def _add(seen: Seen, entry: os.DirEntry[str]) -> None:
     try:
         status = entry.stat(follow_symlinks=False)
-        seen.add(entry.name, status.st_size, status.st_mtime_ns, state_of(entry.path))
+        seen.add(entry.name, status.st_size, status.st_mtime_ns)
     except FileNotFoundError:
         pass  # removed meanwhile
 
 
-def state_of(path: str) -> str:
-    """The state of a file as the mount reports it; durable if it reports none."""
+def _read_states(path: str, found: list[Seen]) -> None:
+    """Count the states of the files in ``found``, the checkpoints in ``path``. This follows the walk, so that a file
+    that the walk has seen while it was being written is either in the store by now, or counted as not there."""
+    if _state_of(path) == DURABLE:
+        return
+    for item in found:
+        top = os.path.join(path, item.name)
+        state = _state_of(top)
+        if state == DURABLE:
+            continue
+        if not item.is_dir:
+            item.states = {state or DURABLE: 1}
+            continue
+        item.states = {}
+        for _, entry in _files_below(top):
+            state = _state_of(entry.path) or DURABLE
+            item.states[state] = item.states.get(state, 0) + 1
+
+
+def _state_of(path: str) -> str:
+    """The state of a file, or of the files below a directory, as the mount reports it; empty if it reports none."""
     try:
         return os.getxattr(path, XATTR_STATE, follow_symlinks=False).decode("ascii", "replace")
+    except FileNotFoundError:
+        return DURABLE  # removed meanwhile
     except OSError as error:
         if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
-            return DURABLE
+            return ""
         raise
 
 

@@ -87,6 +87,27 @@ def test_what_the_mount_says_of_a_file_counts(tmp_path: Path) -> None:
     assert item(found, "2.pt").complete
 
 
+def test_states_are_asked_for_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 4):
+        for shard in range(5):
+            put(tmp_path / f"step{step}" / "shards" / f"{shard}.pt")
+    dirty = {str(tmp_path), str(tmp_path / "step3"), str(tmp_path / "step3" / "shards" / "4.pt")}
+    asked: list[str] = []
+
+    def getxattr(path: str, name: str, *, follow_symlinks: bool) -> bytes:
+        assert (name, follow_symlinks) == (XATTR_STATE, False)
+        asked.append(path)
+        return b"dirty" if path in dirty else b"durable"
+
+    monkeypatch.setattr(os, "getxattr", getxattr)
+    assert item(look(tmp_path), "step3").reason == "not in the store yet (1 dirty)"
+    assert len(asked) == 1 + 3 + 5
+    dirty.clear()
+    asked.clear()
+    assert look(tmp_path).latest == "step3"
+    assert asked == [str(tmp_path)]
+
+
 def test_deleting(tmp_path: Path) -> None:
     put(tmp_path / "1" / "deep" / "a")
     put(tmp_path / "2.pt")

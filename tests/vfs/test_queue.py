@@ -1527,6 +1527,16 @@ async def test_states_and_places(tmp_path: Path) -> None:
         assert caught.value.errno == errno.EPERM
 
 
+async def test_state_of_a_directory_is_that_of_the_files_below(tmp_path: Path) -> None:
+    async with writing_back(MemoryStore(), tmp_path, delay_s=NEVER_S) as m:
+        for directory in ("a", "a/below", "b"):
+            await m.mkdir(directory)
+        await m.write("a/below/file", b"0")
+        assert [await state(m, path) for path in ("a", "a/below", "b")] == ["dirty", "dirty", "durable"]
+        await m.fs.make_durable("a")
+        assert m.fs.xattr(ROOT_INODE, "user.lakefs.state") == b"durable"
+
+
 async def test_credentials_that_are_refused_make_everything_wait(tmp_path: Path) -> None:
     store = MemoryStore()
     failures = Failures(lambda request: request.what == "put", AccessDenied("who are you"), count=3)

@@ -191,9 +191,9 @@ class ImmutableFilesystem:
     def xattr(self, inode: int, name: str) -> bytes:
         """Raises FileError(ENODATA)."""
         entry = self.entry(inode)
+        if name == XATTR_STATE and not entry.is_symlink:
+            return str(FileState.DURABLE).encode()
         if not entry.is_dir and not entry.is_symlink:
-            if name == XATTR_STATE:
-                return str(FileState.DURABLE).encode()
             extent = extent_of(self._state.tree, entry) if name in (XATTR_LOCATION, XATTR_VERSION) else None
             if extent is not None and name == XATTR_VERSION:
                 return version_of(extent).encode()

@@ -50,7 +50,9 @@ class ExtendedAttributes:
     def _reserved(self, entry: Entry, name: str) -> bytes:
         """Return the value of a virtual attribute. Raises FileError(ENODATA)."""
         answer = None
-        if not entry.is_dir and not entry.is_symlink:
+        if entry.is_dir and name == XATTR_STATE:
+            answer = str(FileState.DIRTY if self._files.is_dirty(entry) else FileState.DURABLE)
+        elif not entry.is_dir and not entry.is_symlink:
             if name == XATTR_STATE:
                 answer = str(self._state(entry))
             elif name == XATTR_LOCATION:
