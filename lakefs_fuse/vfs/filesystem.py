@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -184,9 +184,18 @@ class Filesystem:
     # -- requests of the control socket
 
     def statistics(self) -> dict[str, object]:
+        """As `read_statistics`, in one step."""
+        return finish(self._statistics())
+
+    async def read_statistics(self) -> dict[str, object]:
+        """The counters and gauges of the mount, as `stats --json` prints them."""
+        return await finish_paced(self._statistics())
+
+    def _statistics(self) -> Generator[None, None, dict[str, object]]:
         self._durability.request_names()
         added = [listener() for listener in self.events.statistics_requested]  # may update counters, so before the rest
-        return {key: value for each in (self._status.statistics(), *added) for key, value in each.items()}
+        values = yield from self._status.statistics()
+        return {key: value for each in (values, *added) for key, value in each.items()}
 
     def unfinished(self) -> list[Unfinished]:
         """As `list_unfinished`, in one step."""

@@ -101,7 +101,7 @@ class FakeFilesystem:
     store_is_away: trio.Event | None = None
     """Orphans are finished and aborted after it was set."""
 
-    def statistics(self) -> dict[str, object]:
+    async def read_statistics(self) -> dict[str, object]:
         if self.explode:
             raise RuntimeError("a bug")
         dirty = [file for file in self.files if file.state != "orphan"]

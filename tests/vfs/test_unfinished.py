@@ -1,4 +1,4 @@
-"""The list of files that are not in the store: its order, and what it costs where there are many."""
+"""The list and the totals of files that are not in the store: their order, and what they cost where there are many."""
 
 from __future__ import annotations
 
@@ -53,3 +53,18 @@ async def test_list_of_many_files_is_built_in_steps(tmp_path: Path, monkeypatch:
         steps = m.fs._status.list_unfinished(None)  # noqa: SLF001
         assert sum(1 for _ in steps) >= 2 * FILES // 10
         assert len(await m.fs.list_unfinished()) == len(m.fs.unfinished()) >= FILES
+
+
+async def test_totals_of_many_files_are_added_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(status, "FILES_A_STEP", 10)
+    async with lake(
+        MemoryStore(), tmp_path, clock=clock, durability="writeback", writeback_delay_s=1e6, pack="always"
+    ) as m:
+        await write_files(m, clock)
+        assert sum(1 for _ in m.fs._status.statistics()) >= 2 * FILES // 10  # noqa: SLF001
+        values = await m.fs.read_statistics()
+        assert values["dirty"] == {"files": FILES, "bytes": FILES, "failed": 0, "orphans": 0}
+        of_queue = values["writeback"]
+        assert isinstance(of_queue, dict)
+        assert (of_queue["files"], of_queue["bytes"], of_queue["oldest_s"]) == (FILES, FILES, FILES)

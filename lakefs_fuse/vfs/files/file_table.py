@@ -112,6 +112,8 @@ class FileTable:
         self.holes = Holes()
         self.by_inode = self._files = dict[int, OpenFile]()  # the first name is for readers
         self.get, self.forget_record = self._files.get, self._journal.remove
+        self._with_writers: set[OpenFile] = set()
+        """The files that a handle may write to: a few, also where many wait for the store."""
         self._renamed: set[int] = set()
         self._refused: dict[str, None] = {}
         """Keys that the store refused, the newest last."""
@@ -162,11 +164,8 @@ class FileTable:
     def being_written(self, bytes_max: int) -> int:
         """Files no larger than this that a program writes and does not close yet."""
         return sum(
-            file.writers > 0
-            and not file.publishing.locked()
-            and file.draft is not None
-            and file.draft.size <= bytes_max
-            for file in self._files.values()
+            not file.publishing.locked() and file.draft is not None and file.draft.size <= bytes_max
+            for file in self._with_writers
         )
 
     def __len__(self) -> int:
@@ -182,13 +181,23 @@ class FileTable:
             if extent is not None:
                 self._cache.pin(extent.version)
         file.handles += 1
-        file.writers += writer
+        if writer:
+            file.writers += 1
+            self._with_writers.add(file)
         return file
 
     def add(self, file: OpenFile) -> None:
         """A file that was just created, with its first handle."""
         file.handles = file.writers = 1
+        self._with_writers.add(file)
         self._files[file.entry.inode] = file
+
+    def drop_handle(self, file: OpenFile, *, writer: bool) -> None:
+        """One handle less; the caller calls `forget_if_idle`, unless the file has a draft."""
+        file.handles -= 1
+        file.writers -= writer
+        if not file.writers:
+            self._with_writers.discard(file)
 
     def restore(self, file: OpenFile) -> None:
         """A file that write-back acknowledged is back, without a handle."""

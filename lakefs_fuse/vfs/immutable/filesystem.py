@@ -405,6 +405,9 @@ class ImmutableFilesystem:
             counters.update(listener())
         return counters
 
+    async def read_statistics(self) -> dict[str, object]:
+        return self.statistics()
+
     async def list_unfinished(self, rows_max: int | None = None) -> list[Unfinished]:
         return []
 

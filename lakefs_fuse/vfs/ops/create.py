@@ -172,8 +172,7 @@ class NewFiles:
                     self._drop(file)
             return [failed for _ in taken]
         for file in (*(closing.file for closing in closings), *(file for file, _ in waiting)):
-            file.handles -= 1
-            file.writers -= 1
+            self._files.drop_handle(file, writer=True)
         for file in taken:
             if isinstance(file, OpenFile):
                 self._drafts.announce_emptied(file)

@@ -284,8 +284,7 @@ class FileIO:
 
     async def release(self, file: OpenFile, *, writer: bool) -> None:
         """Release a handle. The last one removes the file from the table, unless the file has bytes to publish."""
-        file.handles -= 1
-        file.writers -= writer
+        self._files.drop_handle(file, writer=writer)
         if not file.handles and file.draft is not None and file.unlinked and not file.is_being_unlinked:
             await self._discard(file)
         if file.is_orphaned:

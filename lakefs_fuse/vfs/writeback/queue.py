@@ -342,7 +342,12 @@ class WriteBack:
         """Return whether another file must appear after this version, so that the newer one would appear too early."""
         if any(draft.began >= item.place for draft in before):
             return True
-        return any(other.barrier >= item.place and other.file is not item.file for other in self.versions.values())
+        for other in reversed(self.versions.values()):
+            if other.sequence <= item.place:
+                break  # a barrier is less than the version's own number
+            if other.barrier >= item.place and other.file is not item.file:
+                return True
+        return False
 
     def restore_superseded(self, file: OpenFile) -> None:
         """Return superseded versions of a file to the queue, because the newer one could not be acknowledged."""
