@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -611,6 +612,30 @@ async def test_a_large_one_that_is_replaced_leaves_no_upload(tmp_path: Path) -> 
         await until(lambda: not store.uploads)
         assert store.data("file") == b"small"
         await until(lambda: m.parts.staging.bytes_used == 0)
+
+
+async def test_large_file_overwritten_faster_than_it_is_sent_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writeback, "SUPERSEDED_S_MAX", 0.3)
+    store = MemoryStore()
+
+    def delay(request: Request, when: When) -> None:
+        if request.what == "upload_part" and when == "before":
+            time.sleep(0.2)
+
+    store.hook = delay
+    async with writing_back(store, tmp_path) as m:
+        await m.write("file", noise(0, LARGE))
+        with trio.move_on_after(3):
+            while "file" not in store.objects:
+                await trio.sleep(0.05)
+                await rewrite(m, "file", noise(1, LARGE))
+                assert told(m)["files"] <= 2
+        assert "file" in store.objects
+        store.hook = lambda request, when: None
+        await stored(m)
+        await until(lambda: not store.uploads and m.parts.staging.bytes_used == 0)
 
 
 async def test_an_upload_that_nobody_wants_is_ended_when_the_store_is_back(

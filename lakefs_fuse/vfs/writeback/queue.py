@@ -59,6 +59,9 @@ BURST_FILES_MIN = 20
 files that one commit should contain."""
 DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
 """Pauses between attempts to abort the upload of a superseded version."""
+SUPERSEDED_S_MAX = 30.0
+"""A version that is being sent, and has waited this long with those that it superseded, is stored before a newer one.
+Otherwise a file that is overwritten faster than it is sent would never be in the store."""
 AWAY_S_MAX = 5.0
 """Longest wait for the store to say whether a version arrived before the name of its file changes."""
 WAITABLE = (Unavailable, AccessDenied, NoSuchBucket, StoreFull, StagingFull, CacheError)
@@ -324,8 +327,10 @@ class WriteBack:
         ``before`` are the drafts of the same group that are acknowledged before it; ``are_names_held``: changes of
         names wait for the queue. Returns the drafts that are superseded."""
         superseded: list[Draft] = []
-        for _, item in reversed(self._behind(file)):
-            is_late = item.state is VersionState.PUBLISHING or item.is_unreconciled
+        behind = self._behind(file)
+        for _, item in reversed(behind):
+            is_due = item is behind[0][1] and self._is_overdue(item)
+            is_late = item.state is VersionState.PUBLISHING or item.is_unreconciled or is_due
             if is_late or are_names_held or self._is_waited_for(item, before):
                 break
             if item.state is not VersionState.SUPERSEDED:
@@ -337,6 +342,13 @@ class WriteBack:
                     file.draft.target.if_absent = True
             superseded.append(item.draft)
         return superseded
+
+    def _is_overdue(self, item: AcknowledgedVersion) -> bool:
+        """Return whether a version that is being sent alone has waited so long that a newer one must not supersede it.
+        While the store is away nothing is sent, and only the newest version is kept."""
+        if not item.is_attempted or self.error is not None or self.is_packable(item):
+            return False
+        return item.waited_s > SUPERSEDED_S_MAX
 
     def _is_waited_for(self, item: AcknowledgedVersion, before: list[Draft]) -> bool:
         """Return whether another file must appear after this version, so that the newer one would appear too early."""
