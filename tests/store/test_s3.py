@@ -379,6 +379,7 @@ def test_unknown_409_is_a_refused_condition_only_where_there_was_one(
         ("ObjectParentIsFile", 409, KeyConflict),
         ("ExistingObjectIsDirectory", 409, KeyConflict),
         ("QuotaExceeded", 403, StoreFull),
+        ("XMinioAdminBucketQuotaExceeded", 400, StoreFull),
         ("", 507, StoreFull),
         ("PermanentRedirect", 301, WrongRegion),
         ("AuthorizationHeaderMalformed", 400, WrongRegion),

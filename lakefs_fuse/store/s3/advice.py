@@ -59,6 +59,7 @@ OF_CODES: Mapping[str, str] = {
     "InvalidEncryptionAlgorithmError": "the store does not support this encryption: choose another --sse, or omit it",
     "QuotaExceeded": _FULL,
     "StorageFull": _FULL,
+    "XMinioAdminBucketQuotaExceeded": _FULL,
     "XMinioStorageFull": _FULL,
     "InsufficientStorage": _FULL,
     "NotImplemented": _UNIMPLEMENTED,

@@ -97,6 +97,7 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "ExistingObjectIsDirectory": KeyConflict,
     "QuotaExceeded": StoreFull,
     "StorageFull": StoreFull,
+    "XMinioAdminBucketQuotaExceeded": StoreFull,
     "XMinioStorageFull": StoreFull,
     "InsufficientStorage": StoreFull,
     "PermanentRedirect": WrongRegion,
