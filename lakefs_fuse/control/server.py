@@ -51,14 +51,19 @@ log = logging.getLogger(__name__)
 Paths = Sequence[tuple[str, str]]
 
 
+async def _check_nothing() -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServedLake:
     """The lake of a mount: the ``id`` of its record, empty without one, and the capabilities of its store.
-    ``sent_bytes`` is a number that grows while uploads send."""
+    ``sent_bytes`` is a number that grows while uploads send; ``check_identity`` raises LakeError where the store has
+    another lake by now."""
 
     id: str
     capabilities: dict[str, object]
     sent_bytes: Callable[[], int] = lambda: 0
+    check_identity: Callable[[], Awaitable[None]] = _check_nothing
 
 
 class CacheView(Protocol):
@@ -306,6 +311,7 @@ class ControlServer:
         """A client that disconnects cancels it, and an immutable mount keeps its state."""
 
         async def work() -> protocol.Reply:
+            await self._lake.check_identity()
             return protocol.Statistics(await self._fs.refresh(request.path.strip("/"), recursive=request.recursive))
 
         await self._send(stream, await self._work(stream, request, work, _measure_nothing))

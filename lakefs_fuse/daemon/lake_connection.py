@@ -14,10 +14,10 @@ import trio
 
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.errors import ConfigError, LakeError, NotFound
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient, ThreadTransport
-from lakefs_fuse.store.lake_record import OpenedLake, open_record, read_record
+from lakefs_fuse.store.lake_record import KEY, RECORD_BYTES_MAX, OpenedLake, decode_record, open_record, read_record
 from lakefs_fuse.store.open import open_store, require_root
 from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.store.rate_limit import RateLimiter
@@ -25,6 +25,10 @@ from lakefs_fuse.store.rate_limit import RateLimiter
 OTHER_LAKE = (
     "{source} as this shell reaches it is not the lake of the mount: set AWS_ENDPOINT_URL and AWS_PROFILE as for the "
     "mount, or give the URL of the lake; if the lake was created again, mount it again"
+)
+REPLACED = (
+    f"{{source}} is not the lake that was mounted any more: its {KEY} {{why}}. Unmount it, and mount it again; or "
+    "bring that object back"
 )
 
 
@@ -82,3 +86,16 @@ def require_lake_id(store: ObjectStore, config: StoreConfig, node: Node, lake_id
     record, _ = read_record(store, node.clock)
     if (record.id if record is not None else "") != lake_id:
         raise ConfigError(OTHER_LAKE.format(source=config.source))
+
+
+async def require_same_lake(client: StoreClient, source: object, lake_id: str) -> None:
+    """Check that the store still has the lake of a mount; one without a lake record may get it later. Raises
+    LakeError unless the record has the id ``lake_id``."""
+    if not lake_id:
+        return
+    try:
+        record = decode_record(bytes((await client.get(KEY, 0, RECORD_BYTES_MAX)).data))
+    except NotFound as error:
+        raise LakeError(REPLACED.format(source=source, why="is missing")) from error
+    if record.id != lake_id:
+        raise LakeError(REPLACED.format(source=source, why="is that of another lake"))

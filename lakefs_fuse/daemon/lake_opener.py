@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from lakefs_fuse.admin.fold_database import FoldDatabase
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.server import ServedLake
 from lakefs_fuse.daemon.background_worker import BackgroundWorker
-from lakefs_fuse.daemon.lake_connection import connect_lake
+from lakefs_fuse.daemon.lake_connection import connect_lake, require_same_lake
 from lakefs_fuse.daemon.maintenance import Maintenance
 from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.hint_channel import HintChannel, open_channel
@@ -80,7 +81,8 @@ async def open_lake(
             config = structs.replace(config, read_only=True)
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         lake_id = opened.record.id if opened.record is not None else ""
-        lake = ServedLake(lake_id, msgspec.to_builtins(capabilities), lambda: limiter.sent_bytes)
+        check = partial(require_same_lake, client, config.store.source, lake_id)
+        lake = ServedLake(lake_id, msgspec.to_builtins(capabilities), lambda: limiter.sent_bytes, check)
         if config.immutable:
             config = structs.replace(config, records_residency=config.records_residency and not opened.unknown)
             machine = os.uname().nodename

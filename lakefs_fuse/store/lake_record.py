@@ -161,15 +161,20 @@ def read_record(store: ObjectStore, clock: Clock) -> tuple[LakeRecord | None, st
         fetched = retry_unavailable(lambda: store.get(KEY, 0, RECORD_BYTES_MAX), clock)
     except NotFound:
         return None, ""
+    return decode_record(bytes(fetched.data)), fetched.meta.etag
+
+
+def decode_record(data: bytes) -> LakeRecord:
+    """Raises ConfigError for one that is damaged or of another format."""
     try:
-        record = msgspec.json.decode(bytes(fetched.data), type=LakeRecord)
+        record = msgspec.json.decode(data, type=LakeRecord)
     except MALFORMED as error:
         raise ConfigError(f"{KEY}, the record of this lake, is damaged ({error}): bring it back") from error
     if record.format != FORMAT:
         raise ConfigError(
             f"{KEY} is of format {record.format}, and lakefs-fuse {__version__} knows {FORMAT}: install a newer one"
         )
-    return record, fetched.meta.etag
+    return record
 
 
 def check_features(record: LakeRecord) -> tuple[str, ...]:

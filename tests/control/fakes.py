@@ -199,12 +199,13 @@ def make_server(
     *,
     request_unmount: Callable[[], None] = lambda: None,
     allowed_uids: frozenset[int] | None = None,
+    lake: ServedLake | None = None,
 ) -> ControlServer:
     """A real server over a fake filesystem."""
     return ControlServer(
         fs,
         mount_config(mountpoint),
-        lake=ServedLake("0123abcd", {"name": "fake", "notes": ["ranges answered with 200"]}),
+        lake=lake or ServedLake("0123abcd", {"name": "fake", "notes": ["ranges answered with 200"]}),
         request_unmount=request_unmount,
         clock=trio.current_time,
         allowed_uids=allowed_uids,

@@ -17,8 +17,8 @@ from trio.testing import MockClock
 
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control import server as server_module
-from lakefs_fuse.control.server import ControlServer, listen, serve_control
-from lakefs_fuse.errors import ConfigError, MountError
+from lakefs_fuse.control.server import ControlServer, ServedLake, listen, serve_control
+from lakefs_fuse.errors import ConfigError, LakeError, MountError
 from tests.control.fakes import FakeFile, FakeFilesystem, make_server
 
 
@@ -66,6 +66,17 @@ async def test_refreshing_says_what_came_of_it(socket_path: Path) -> None:
         fs.refresh_error = ConfigError("it does not change")
         *_, failed = await follow(stream, protocol.Refresh())
         assert failed == protocol.Failed(message="it does not change", exit_code=2)
+
+
+async def test_refresh_of_a_lake_that_was_replaced_fails(socket_path: Path) -> None:
+    async def check_identity() -> None:
+        raise LakeError("another lake is there")
+
+    fs = FakeFilesystem()
+    lake = ServedLake("0123abcd", {}, check_identity=check_identity)
+    async with talking_to(make_server(fs, lake=lake), socket_path) as stream:
+        *_, failed = await follow(stream, protocol.Refresh())
+    assert (failed, fs.refreshed) == (protocol.Failed(message="another lake is there"), 0)
 
 
 async def test_stats_are_the_filesystems_and_what_only_the_process_knows(socket_path: Path) -> None:
