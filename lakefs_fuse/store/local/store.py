@@ -9,7 +9,9 @@ What always holds, beside what `tree` (publication) and `list_pages` (order) say
   and synced; an upload is removed only after its object was published (or on abort), so after a crash at any point it
   can still be completed or aborted.
 
-Called from any worker thread. A crash leaves at most a temporary file or an unfinished upload under ``.lakefs``.
+A directory that is made for an object is listed before the object is, for as long as syncing takes. Called from any
+worker thread. A crash leaves at most a temporary file or an unfinished upload under ``.lakefs``, or such a directory,
+which then is an object, as every empty directory without a mark is.
 """
 
 from __future__ import annotations
