@@ -397,6 +397,23 @@ def test_upload_waits_for_a_server_that_takes_its_body_slowly_as_for_an_answer()
     assert connections == 1
 
 
+def test_upload_to_a_store_that_drops_packets_ends_with_the_connect_timeout() -> None:
+    """The queue of the listener is full, so the kernel drops each SYN."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):
+            filling = stack.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(listener.getsockname())
+        config = config_of(listener.getsockname()[1], connect_timeout_s=1.0, read_timeout_s=20.0)
+        store = stack.enter_context(opened(config))
+        store.adapt(Capabilities(name="s3", md5_etags=False))
+        began_s = time.monotonic()
+        with pytest.raises(Unavailable, match="no connection"):
+            store.upload_part("dir/a", "id", 1, b"x")
+        assert time.monotonic() - began_s < 10
+
+
 ODD_NAMES = (
     "status code: 503.log",
     "status code: 412 <Code>AccessDenied</Code>",

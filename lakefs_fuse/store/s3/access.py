@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import io
+import math
 import os
 import socket
 import ssl
@@ -232,17 +233,27 @@ def _send_uploads(
     client: Boto3Client, config: StoreConfig, ca_bundle: str | None, connections_max: int, proxies: Mapping[str, str]
 ) -> URLLib3Session:
     """Have uploads sent by a session of their own, whose connect timeout is the read timeout: urllib3 applies the
-    connect timeout while it sends a body."""
+    connect timeout while it sends a body. The kernel ends an attempt to connect that is not answered."""
     session = URLLib3Session(
         verify=ca_bundle or True,
         timeout=(config.read_timeout_s, config.read_timeout_s),
         max_pool_connections=connections_max,
         proxies=dict(proxies),
-        socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)],
+        socket_options=[
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.IPPROTO_TCP, socket.TCP_SYNCNT, _syn_retries(config.connect_timeout_s)),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        ],
     )
     for operation in UPLOADING_OPERATIONS:
         client.meta.events.register(f"before-send.s3.{operation}", partial(_send, session))
     return session
+
+
+def _syn_retries(connect_timeout_s: float) -> int:
+    """How often the kernel repeats a SYN before it gives up, which takes this time or the next longer one: Linux waits
+    1 s for an answer, and each time twice as long."""
+    return max(1, math.ceil(math.log2(connect_timeout_s + 1)) - 1)
 
 
 def _send(session: URLLib3Session, request: AWSPreparedRequest, **_: object) -> AWSResponse:
