@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from operator import methodcaller
@@ -31,6 +31,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback import packer, publisher, scheduler
 from lakefs_fuse.vfs.writeback import queue as writeback
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
+from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
@@ -502,6 +503,27 @@ async def test_whoever_asks_is_served_first(tmp_path: Path, how: str) -> None:
             await m.parts.writeback.drain(m.parts.writeback.below("b"))
         assert [await state(m, path) for path in ("b/before", "b/file")] == ["durable", "durable"]
         assert await state(m, "a/other") == "dirty"
+
+
+async def test_flush_of_many_files_looks_at_two_packs_of_them_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "PACK_FILES_MAX", 4)
+    seen: list[int] = []
+    start = scheduler.PublishScheduler._start  # noqa: SLF001
+
+    def counting(self: scheduler.PublishScheduler, items: Iterable[AcknowledgedVersion]) -> float:
+        first = list(items)
+        seen.append(len(first))
+        return start(self, first)
+
+    monkeypatch.setattr(scheduler.PublishScheduler, "_start", counting)
+    async with writing_back(MemoryStore(), tmp_path, pack="always", delay_s=NEVER_S) as m:
+        for number in range(40):
+            await m.write(f"{number}", b"x")
+        await m.fs.make_durable()
+        assert told(m)["files"] == 0
+    assert max(seen) == 2 * 4
 
 
 async def test_fsync_of_an_open_file_stores_what_was_written_since(tmp_path: Path) -> None:

@@ -551,11 +551,8 @@ class WriteBack:
         """Return the versions acknowledged at or below a path."""
         if not directory:
             return list(self.versions.values())
-        return [
-            item
-            for item in self.versions.values()
-            if item.file.key == directory or item.file.key.startswith(directory + "/")
-        ]
+        below = directory + "/"
+        return [item for item in self.versions.values() if (key := item.file.key).startswith(below) or key == directory]
 
     def unreconciled(self, file: OpenFile) -> list[AcknowledgedVersion]:
         """Return the versions of a file of which this mount does not know yet whether the store has them."""

@@ -92,13 +92,15 @@ class PublishScheduler:
             return self._queue.resume_s - now
         wait_s = math.inf
         if self._queue.is_drained:
-            wait_s = self._start(item for item in self._candidates() if item.is_urgent)
-        return min(wait_s, self._start(islice(self._candidates(), 2 * PACK_FILES_MAX)))
+            wait_s = self._start(self._candidates(item for item in self._queue.items if item.is_urgent))
+        return min(wait_s, self._start(self._candidates(self._queue.items)))
 
-    def _candidates(self) -> Iterator[AcknowledgedVersion]:
-        """Yield the versions to publish, without refused and superseded ones, of which there may be any number."""
+    @staticmethod
+    def _candidates(items: Iterable[AcknowledgedVersion]) -> Iterator[AcknowledgedVersion]:
+        """Yield the first versions to publish, enough for a pack that is being sent and the next one. Refused and
+        superseded ones, of which there may be any number, are left out."""
         passed = VersionState.REFUSED, VersionState.SUPERSEDED
-        return (item for item in self._queue.items if item.state not in passed)
+        return islice((item for item in items if item.state not in passed), 2 * PACK_FILES_MAX)
 
     def _start(self, items: Iterable[AcknowledgedVersion]) -> float:
         pack: list[AcknowledgedVersion] = []
