@@ -63,7 +63,6 @@ class ExtentReader:
         self._client = client
         self._checksums: dict[Version, dict[tuple[int, int], int] | None] = {}
         self.damaged = 0
-        self.gone = 0
 
     async def read(self, files: Sequence[Moving]) -> list[Bytes | None]:
         """Raises LakeError for a store that does not answer."""
@@ -72,7 +71,6 @@ class ExtentReader:
         async def fetch(wanted: _Range) -> None:
             fetched = await self._get(wanted)
             if fetched is None:
-                self.gone += len(wanted.members)
                 return
             raw = memoryview(fetched.data)
             for index in wanted.members:

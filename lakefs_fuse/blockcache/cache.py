@@ -104,11 +104,6 @@ class BlockCache:
         return self._health.state
 
     @property
-    def bytes_used(self) -> int:
-        """Disk space of the cached files, as far as counted."""
-        return self.files.bytes_used
-
-    @property
     def counted(self) -> bool:
         """Whether `scan` has ended or is not needed."""
         return self.files.counted

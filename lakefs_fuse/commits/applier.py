@@ -52,7 +52,6 @@ from lakefs_fuse.store.client import is_successor
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.steps import Pace
 
-NS = 1_000_000_000
 STEP_OPERATIONS = 32
 """Operations in one step, if a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
 BARRIER_PER_OPERATION = 8

@@ -283,7 +283,9 @@ class Poller:
 
     async def poll(self) -> int:
         """Apply all new commits, found by a deep poll; returns how many there were. Raises LakeError."""
-        return await self._poll(trio.current_time())
+        began_s = trio.current_time()
+        async with self._lock:
+            return await self._apply_found(began_s, await self._look(is_deep=True), math.inf)
 
     async def poll_in_background(self) -> None:
         """Apply new commits, as far as a shallow poll shows them, and wait for bundles if that saves GETs.
@@ -361,11 +363,6 @@ class Poller:
         if self._log.repeated.is_refused or (is_long and sum(each for _, each in self._counts) <= FEW_COMMITS):
             self.is_repeater = False
             self._log.repeated.clear()
-
-    async def _poll(self, began_s: float, until: float = math.inf) -> int:
-        """Apply what a deep look finds, up to the time ``until``, for a poll that began at ``began_s``."""
-        async with self._lock:
-            return await self._apply_found(began_s, await self._look(is_deep=True), until)
 
     async def _apply_found(self, began_s: float, look: _Look, until: float, *, repeats: bool = True) -> int:
         """Apply what was just listed, up to the time ``until``; returns how many commits that were. Without ``repeats``

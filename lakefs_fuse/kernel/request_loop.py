@@ -11,7 +11,6 @@ it, or with a pyfuse3 that reads in another way, pyfuse3's own loop runs. Trio t
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Awaitable, Callable
 
@@ -23,7 +22,6 @@ from outcome import Value
 BURST_S = 0.0003
 """Time for which one task reads before the others of the loop have their turn. With a longer time, files that close
 together do not meet in time to share a pack; with none, a request costs a quarter more."""
-log = logging.getLogger(__name__)
 
 
 class RequestTurns:

@@ -31,7 +31,7 @@ class About(Enum):
 
 
 class Barrier:
-    """See the module's head. ``waits`` counts requests that were kept waiting."""
+    """See the module's head."""
 
     def __init__(self, entry: Callable[[int], Entry | None], revoke: Callable[[int], object]) -> None:
         """``entry`` returns that of an inode; ``revoke`` revokes the lease of a directory."""
@@ -41,7 +41,6 @@ class Barrier:
         self._whole: set[int] = set()
         """Directories in which every name is about to change."""
         self._lowered = trio.Event()
-        self.waits = 0
 
     @property
     def is_up(self) -> bool:
@@ -77,10 +76,8 @@ class Barrier:
     async def wait_for(self, about: About, inode: int, name: bytes = b"") -> None:
         """Wait until no name or inode of a request is being changed. ``inode`` is the directory's, or the requested
         one."""
-        if self._is_behind(about, inode, name):
-            self.waits += 1
-            while self._is_behind(about, inode, name):
-                await self._lowered.wait()
+        while self._is_behind(about, inode, name):
+            await self._lowered.wait()
 
     async def wait_lowered(self) -> None:
         """Wait until no commit is being applied in steps."""

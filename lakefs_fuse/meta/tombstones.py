@@ -86,10 +86,6 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         """The stamp of the last removal or replacement of a version."""
         return max([self.stamp, *(at for _, at in self.all_gone)])
 
-    def has(self, stamp: int) -> bool:
-        """Return whether the tombstone has something of this stamp."""
-        return stamp in (self.stamp, self.floor) or any(at == stamp for _, at in self.all_gone + self.told)
-
     def when_gone(self, etag: str) -> int:
         """Return when the plain object with this ETag was removed or replaced; 0 if it was not."""
         return max(_find(self.gone, etag), _find(self.ended, etag))

@@ -51,18 +51,18 @@ def test_a_block_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
 def test_a_restart_keeps_blocks_and_a_clean_one_keeps_the_count(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     fill(cache)
-    used = cache.bytes_used
+    used = cache.files.bytes_used
     cache.close()
     again = make_cache(tmp_path, scanned=False)
     assert again.counted
-    assert again.bytes_used == used
+    assert again.files.bytes_used == used
     assert read_block(again, VERSION, 1) == block_of(DATA, 1)
     # No close: the next start has to count.
     crashed = make_cache(tmp_path, scanned=False)
     assert not crashed.statistics().counted
     crashed.scan()
     assert crashed.counted
-    assert crashed.bytes_used == used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
+    assert crashed.files.bytes_used == used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
 
 
 def test_a_damaged_count_is_counted_again(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_damaged_count_is_counted_again(tmp_path: Path) -> None:
     cache.close()
     (tmp_path / "usage").write_bytes(b"{ garbage")
     again = make_cache(tmp_path)
-    assert again.bytes_used == cache.bytes_used
+    assert again.files.bytes_used == cache.files.bytes_used
 
 
 def test_the_scan_counts_each_file_once_while_others_write(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_scan_counts_each_file_once_while_others_write(tmp_path: Path) -> No
     cache.scan()
     stop.set()
     writer.join()
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_damage_is_found_counted_and_mended(tmp_path: Path, damage: Callable[[Pa
     fill(again)
     assert again.read_blocks(VERSION, 0, 3) == [block_of(DATA, index) for index in range(3)]
     assert metrics.damaged == 1
-    assert again.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
+    assert again.files.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
 
 
 def test_a_file_changed_by_somebody_else_makes_the_count_doubtful(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_file_changed_by_somebody_else_makes_the_count_doubtful(tmp_path: Path
     third = make_cache(tmp_path, scanned=False)
     assert not third.statistics().counted
     third.scan()
-    assert third.bytes_used == 0
+    assert third.files.bytes_used == 0
 
 
 def flip(path: Path, at: int) -> None:
@@ -190,7 +190,7 @@ def test_adopt_makes_a_staged_file_the_cache_file(tmp_path: Path) -> None:
     assert cache.adopt(staged, VERSION, hashes)
     assert not staged.exists()
     assert cache.read_blocks(VERSION, 0, 3) == [block_of(DATA, 0), None, block_of(DATA, 2)]
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path / "cache"))
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path / "cache"))
     with pytest.raises(ValueError, match="hashes"):
         cache.adopt(staged, VERSION, [1])
 
@@ -249,7 +249,7 @@ def test_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         thread.join()
     assert wrong == []
     assert cache.statistics().state is not CacheState.FAILED
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path)) <= 6 * MIB
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path)) <= 6 * MIB
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
@@ -304,7 +304,7 @@ def test_adjacent_blocks_written_together_are_laid_out_like_single_ones(tmp_path
         assert cache.read_blocks(WHOLE, 0, 2) == BOTH
     (one,), (other,) = files_in(tmp_path / "blocks"), files_in(tmp_path / "one")
     assert one.read_bytes() == other.read_bytes()
-    assert blocks.bytes_used == one.stat().st_blocks * 512
+    assert blocks.files.bytes_used == one.stat().st_blocks * 512
 
 
 def test_one_that_is_dropped_while_it_is_written_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_one_that_is_dropped_while_it_is_written_is_gone(tmp_path: Path, monkeyp
     write_blocks(cache, WHOLE, 0, BOTH)
     assert cache.read_blocks(WHOLE, 0, 2) == [None, None]
     assert files_in(tmp_path) == []
-    assert cache.bytes_used == 0
+    assert cache.files.bytes_used == 0
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -331,12 +331,12 @@ def test_a_quota_that_free_space_does_not_show_is_met_by_evicting(
     cache = make_cache(tmp_path)
     for number in range(4):
         write_block(cache, Version(f"k{number}", "e", MIB), 0, content(number, MIB))
-    used = cache.bytes_used
+    used = cache.files.bytes_used
     with monkeypatch.context() as patch:
         failing(patch, "pwrite", errno.EDQUOT)
         write_block(cache, VERSION, 0, block_of(DATA, 0))
     assert cache.state is CacheState.FULL
-    assert used - 3 * MIB < cache.bytes_used <= used - MIB
+    assert used - 3 * MIB < cache.files.bytes_used <= used - MIB
 
 
 def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

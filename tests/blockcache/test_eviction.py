@@ -46,11 +46,11 @@ def test_the_bound_holds_while_writing(tmp_path: Path) -> None:
     cache = make_cache(tmp_path, metrics, bytes_max=3 * MIB)
     for number in range(100):
         write(cache, number)
-        assert cache.bytes_used <= 3 * MIB
+        assert cache.files.bytes_used <= 3 * MIB
         assert here(cache, number)
     assert cache.state is CacheState.OK
     on_disk = sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
-    assert cache.bytes_used == on_disk > 2 * MIB
+    assert cache.files.bytes_used == on_disk > 2 * MIB
     assert metrics.evicted_bytes > 6 * MIB
 
 
@@ -133,7 +133,7 @@ def test_free_space_of_the_disk_is_kept(tmp_path: Path) -> None:
     assert cache.statistics().bytes_used > 0
     disk.room = 0
     write(cache, 100)
-    assert cache.bytes_used == 0
+    assert cache.files.bytes_used == 0
     assert cache.state is CacheState.FULL
     assert not here(cache, 100)
 
@@ -146,18 +146,18 @@ def test_large_files_lose_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     large = Version("large", "etag", len(data))
     for index in range(large.blocks):
         write_block(cache, large, index, block_of(data, index))
-    before = cache.bytes_used
+    before = cache.files.bytes_used
     freed = cache.evict(1)
     assert 0 < freed <= 2 * MIB
-    assert cache.bytes_used == before - freed
+    assert cache.files.bytes_used == before - freed
     blocks = cache.read_blocks(large, 0, large.blocks)
     assert blocks.count(None) in (1, 2)
     assert all(block in (None, block_of(data, index)) for index, block in enumerate(blocks))
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
     while cache.evict(1):
-        assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+        assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
     assert cache_files(tmp_path) == []
-    assert cache.bytes_used == 0
+    assert cache.files.bytes_used == 0
 
 
 def test_drop_of_blocks_of_a_very_large_file_is_linear(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_sampling_finds_old_files_among_many(tmp_path: Path) -> None:
     for number in range(600):
         write_block(cache, version(number, 10), 0, content(number, 10))
         used_at(tmp_path, version(number, 10), 1_000_000 + number)
-    cache.evict(cache.bytes_used // 5)
+    cache.evict(cache.files.bytes_used // 5)
     gone = [number for number in range(600) if not cache.has_blocks(version(number, 10), 0, 1)[0]]
     assert len(gone) >= 100
     assert sum(number >= 300 for number in gone) < len(gone) // 4
@@ -215,7 +215,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     foreign = tmp_path / "000" / "notes.txt"
     foreign.write_text("mine")
     cache = make_cache(tmp_path)
-    assert cache.bytes_used == 0
+    assert cache.files.bytes_used == 0
     assert cache.evict(1) == 0
     assert foreign.read_text() == "mine"
 

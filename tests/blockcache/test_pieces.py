@@ -90,7 +90,7 @@ def test_room_is_made_on_a_disk_that_takes_nothing_more(tmp_path: Path, monkeypa
     large = Version("large", "e", 600 * MIB)
     for index in range(0, 64, 2):
         write_block(cache, large, index, content(index, MIB))
-    used, pwrite = cache.bytes_used, os.pwrite
+    used, pwrite = cache.files.bytes_used, os.pwrite
 
     def full(fd: int, data: bytes, offset: int) -> int:
         if len(data) > 4 * 8:
@@ -99,7 +99,7 @@ def test_room_is_made_on_a_disk_that_takes_nothing_more(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "pwrite", full)
     assert cache.evict(MIB) >= MIB
-    assert used - 4 * MIB <= cache.bytes_used < used
+    assert used - 4 * MIB <= cache.files.bytes_used < used
     assert cache.state is CacheState.OK
 
 
@@ -174,7 +174,7 @@ def test_parts_of_an_adopted_file_are_known_once_its_blocks_were_read(tmp_path: 
     assert part(cache, 5, 10) == DATA[5:10]
     assert part(cache, SIZE - 5, SIZE) == DATA[-5:]
     assert part(cache, MIB, MIB + 5) is None
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path / "cache"))
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path / "cache"))
 
 
 def test_what_parts_are_not_kept_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

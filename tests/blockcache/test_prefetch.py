@@ -110,7 +110,7 @@ async def test_it_stays_on_the_disk_and_what_was_read_in_memory(tmp_path: Path) 
         await lake.jump(FAR)
         await lake.settled()
         assert lake.reader.statistics().memory_blocks == ENOUGH
-        assert lake.cache.bytes_used >= len(whole_data())
+        assert lake.cache.files.bytes_used >= len(whole_data())
 
 
 async def test_a_reader_that_comes_meanwhile_waits_for_what_is_on_its_way(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_files_made_while_it_is_counted_are_known(tmp_path: Path) -> None:
     assert cache.counted
     assert all(cache.may_have(small(number)) for number in (*range(300), *range(1000, 1600)))
     assert not cache.may_have(small(999_999))
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
 
 
 def test_where_an_earlier_layout_had_files_nothing_is_left(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_scan_that_failed_is_repeated_until_all_is_counted(
         async with trio.open_nursery() as nursery:
             begin_counting(cache, nursery, WorkerThreads())
     assert cache.counted
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > 0
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > 0
 
 
 def test_scan_lets_others_pin_and_write_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_scan_lets_others_pin_and_write_meanwhile(tmp_path: Path, monkeypatch: p
     cache.scan()
     assert len(ended) == 2
     assert all(ended)
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > 2 * MIB
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > 2 * MIB
 
 
 def test_scan_lists_the_root_once_for_some_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

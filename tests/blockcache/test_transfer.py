@@ -20,11 +20,11 @@ def test_the_blocks_are_the_other_versions(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     for index in (0, 2):
         write_block(cache, OLD, index, block_of(DATA, index))
-    used = cache.bytes_used
+    used = cache.files.bytes_used
     assert cache.transfer(OLD, NEW)
     assert cache.has_blocks(OLD, 0, 3) == [False] * 3
     assert cache.read_blocks(NEW, 0, 3) == [block_of(DATA, 0), None, block_of(DATA, 2)]
-    assert cache.bytes_used == used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+    assert cache.files.bytes_used == used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
     write_block(cache, NEW, 1, block_of(DATA, 1))
     cache.close()
     assert all(make_cache(tmp_path).has_blocks(NEW, 0, 3))
@@ -36,7 +36,7 @@ def test_what_was_there_of_the_new_one_goes(tmp_path: Path) -> None:
     write_block(cache, OLD, 0, block_of(DATA, 0))
     assert cache.transfer(OLD, NEW)
     assert cache.has_blocks(NEW, 0, 3) == [True, False, False]
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+    assert cache.files.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
 
 
 def test_a_reader_of_the_old_one_goes_on(tmp_path: Path) -> None:
@@ -56,16 +56,17 @@ def test_blocks_that_a_writer_of_the_old_version_adds_are_counted(tmp_path: Path
     cache, other = make_cache(tmp_path), Version("other", "etag", len(DATA))
     for index in range(3):
         write_block(cache, other, index, block_of(DATA, index))
-    whole = cache.bytes_used
+    whole = cache.files.bytes_used
     with cache.files.writing(OLD) as file:
         file.write_block(0, block_of(DATA, 0))
         assert cache.transfer(OLD, NEW)
         file.write_block(1, block_of(DATA, 1))
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path)) > whole + 2 * MIB
+    on_disk = sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+    assert cache.files.bytes_used == on_disk > whole + 2 * MIB
     write_block(cache, NEW, 2, block_of(DATA, 2))
-    assert cache.bytes_used == 2 * whole
+    assert cache.files.bytes_used == 2 * whole
     assert cache.drop([(NEW, 0b111)]) == [whole]
-    assert cache.bytes_used == whole
+    assert cache.files.bytes_used == whole
 
 
 def test_nothing_to_transfer(tmp_path: Path) -> None:

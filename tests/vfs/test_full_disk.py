@@ -151,12 +151,12 @@ async def test_block_cache_makes_room_for_names(tmp_path: Path) -> None:
     store.give("model", bytes(1 << 20))
     async with lake(store, tmp_path, node=replace(node_of(clock, "full"), engines=disk), clock=clock) as m:
         await m.fs.residency.warm([("model", "")], WarmOptions())
-        assert m.parts.cache.bytes_used >= 1 << 20
+        assert m.parts.cache.files.bytes_used >= 1 << 20
         disk.is_full = True
         with pytest.raises(LakeError):
             await m.mkdir("made")
         with trio.fail_after(5):
-            while m.parts.cache.bytes_used:
+            while m.parts.cache.files.bytes_used:
                 await trio.sleep(0.01)
 
 

@@ -128,7 +128,7 @@ async def test_pin_follows_its_path_to_the_version_that_replaces_a_file(tmp_path
         await one.sync()
         await two.poll()
         await pin(two, "f")
-        used = two.parts.cache.bytes_used
+        used = two.parts.cache.files.bytes_used
         handle = await one.open("f", 2)
         await one.fs.write(handle, 0, data(2))
         await one.close(handle)
@@ -136,7 +136,7 @@ async def test_pin_follows_its_path_to_the_version_that_replaces_a_file(tmp_path
         await two.fs.refresh("")
         assert await two.read("f") == data(2)
         with trio.fail_after(10):
-            while await local(two, "f") != (4 * MIB, "yes") or two.parts.cache.bytes_used > used + MIB:
+            while await local(two, "f") != (4 * MIB, "yes") or two.parts.cache.files.bytes_used > used + MIB:
                 await trio.sleep(0.02)
                 await evict_all(two)
         assert two.fs.residency.pins.statistics()["bytes"] == 4 * MIB
@@ -444,12 +444,12 @@ async def test_evict_spares_what_is_pinned_open_or_dirty(tmp_path: Path) -> None
         dirty = await node.create("d/dirty")
         await node.fs.write(dirty, 0, b"not in the store")
         await node.fs.residency.warm([("d", "")], WarmOptions())
-        used = node.parts.cache.bytes_used
+        used = node.parts.cache.files.bytes_used
         counts = await node.fs.residency.evict_paths([("d", "")])
         freed = counts.pop("freed_bytes")
         assert counts == {"files": 1, "pinned_files": 1, "open_files": 1, "dirty_files": 1}
         assert isinstance(freed, int)
-        assert used - node.parts.cache.bytes_used == freed >= 4 * MIB
+        assert used - node.parts.cache.files.bytes_used == freed >= 4 * MIB
         assert [(await local(node, f"d/{name}"))[0] for name in ("pinned", "open", "other", "dirty")] == [
             4 * MIB, 4 * MIB, 0, 16,
         ]  # fmt: skip
@@ -463,12 +463,12 @@ async def test_evict_of_one_packed_file_leaves_the_others(tmp_path: Path) -> Non
     await pack(store, tmp_path / "writer", 3)
     async with lake(store, tmp_path / "node") as node:
         await node.fs.residency.warm([("d", "")], WarmOptions())
-        before = node.parts.cache.bytes_used
+        before = node.parts.cache.files.bytes_used
         counts = await node.fs.residency.evict_paths([("d/1", "")])
         freed = counts["freed_bytes"]
         assert isinstance(freed, int)
         assert 4 * MIB <= freed <= 5 * MIB
-        assert node.parts.cache.bytes_used == before - freed
+        assert node.parts.cache.files.bytes_used == before - freed
         assert (await local(node, "d/1"))[0] == 0
         assert (await local(node, "d"))[0] >= 6 * MIB
         again = await node.fs.residency.evict_paths([("d/1", "")])

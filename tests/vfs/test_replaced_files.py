@@ -31,7 +31,7 @@ async def test_open_of_a_replaced_file_whose_bytes_were_evicted_reads_the_new_ve
         assert await m.names("d") == ["f"]
         assert await m.read("d/f") == b"old" * 1000
         with trio.fail_after(10):
-            while not m.parts.cache.bytes_used:  # what was read is written to the cache behind the reader
+            while not m.parts.cache.files.bytes_used:  # what was read is written to the cache behind the reader
                 await trio.sleep(0.01)
     async with lake(store, tmp_path, clock=clock) as m:  # which has nothing in memory
         assert m.parts.cache.evict(1 << 40) > 0

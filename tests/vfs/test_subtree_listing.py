@@ -46,7 +46,7 @@ async def list_all(m: Lake, *paths: str) -> dict[str, list[str]]:
 )
 def test_a_page_of_a_flat_listing_is_what_a_list_with_a_delimiter_brings(keys: list[str], prefix: str) -> None:
     store = store_of(*keys)
-    flat = FlatListing("", 0, set())
+    flat = FlatListing(0, set())
     flat.fill([meta for _, meta in store.objects.values()])
     expected = store.list_page(prefix, delimiter="/")
     page = flat.page(prefix)

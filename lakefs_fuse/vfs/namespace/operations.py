@@ -125,10 +125,6 @@ class ChangeBuilder:
         self.put(path, entry)
         self.operations[-1] = msgspec.structs.replace(self.operations[-1], dated_s=dated_s)
 
-    def repeat(self, operation: Put, ref: ObjectRef) -> None:
-        """Add the put of another record again, with ``ref`` as its object."""
-        self.operations.append(msgspec.structs.replace(operation, object=self._index(ref)))
-
     def mkdir(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         kept = self._rows.xattrs(entry.inode) if xattrs is None else xattrs
         self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=kept))

@@ -54,9 +54,8 @@ class Place:
 
 @dataclass(slots=True)
 class FlatListing:
-    """All objects below ``prefix`` but reserved ones, in the order of their keys, as of ``began_ns`` (wall clock)."""
+    """All objects below a prefix but reserved ones, in the order of their keys, as of ``began_ns`` (wall clock)."""
 
-    prefix: str
     began_ns: int
     strays: set[str]
     """Keys that no listing may show, as of the beginning and the end of the LIST."""
@@ -221,7 +220,7 @@ class SubtreeListings:
     async def _list(self, prefix: str, subtree: _Subtree) -> FlatListing | None:
         """List a subtree. Returns None if it is large, or if the store answers an error."""
         subtree.done = trio.Event()
-        flat = FlatListing(prefix, self._clock_ns(), set(self._strays()))
+        flat = FlatListing(self._clock_ns(), set(self._strays()))
         self.flat_listings.pop(prefix, None)
         self.flat_listings[prefix] = flat
         try:

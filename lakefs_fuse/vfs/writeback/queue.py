@@ -119,7 +119,6 @@ class AcknowledgedVersion:
     """It is published alone, because it cannot be stored as planned. Either it was created with O_EXCL, and the store
     refuses it because another client has created the name; or the store has a later version already, which is recorded
     in its place."""
-    error: LakeError | None = None
 
     @property
     def place(self) -> int:
@@ -514,7 +513,6 @@ class WriteBack:
         """Record a failed attempt: every version waits, or this one is refused and others overtake it.
 
         ``is_of_all``: every version waits, whatever the error is."""
-        item.error = error
         self._metrics.failures += 1
         waits = is_of_all or isinstance(error, WAITABLE)
         if waits:
@@ -571,7 +569,7 @@ class WriteBack:
         for item in items:
             if item.state is VersionState.REFUSED:
                 item.transition(VersionState.WAITING)
-            item.is_urgent, item.error = True, None
+            item.is_urgent = True
             item.draft.hurry()
         self._drains.append(drain)
         self.resume_s = 0.0
