@@ -43,7 +43,7 @@ FEATURES = frozenset({FORMAT_2, LEVELS})
 """Features that this program knows. Readers must know each of them."""
 RECORD_BYTES_MAX = 256 << 10
 PROBE = 1
-"""Number of the set of questions that `probe` asks: one more with each change of `Capabilities` or their meaning."""
+"""Number of the set of questions that `probe` asks: one more with each that is added, or has another meaning."""
 KEPT_NS = 30 * 24 * 3600 * 1_000_000_000
 """Servers are upgraded; those that send their version in ``Server`` are probed again immediately."""
 FINDINGS_MAX = 16

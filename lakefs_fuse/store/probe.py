@@ -84,9 +84,7 @@ def probe(
     refused = finding.characters_refused
     if refused:
         notes.append(f"keys with any of {refused!r} are refused: the store would change them")
-    capabilities = Capabilities(
-        name=str(name), **found, characters_refused=refused, page_keys_max=finding.page_keys_max, notes=tuple(notes)
-    )
+    capabilities = Capabilities(name=str(name), **found, characters_refused=refused, notes=tuple(notes))
     if isinstance(store, NetworkStore):
         store.adapt(capabilities)
     return capabilities
@@ -102,7 +100,6 @@ class _Probe:
         self._uploads: list[tuple[str, str]] = []
         self.characters_refused = ""
         self._complete_etag = True
-        self.page_keys_max = 1000
         self.seen: set[str] = set()
         """Capabilities that were found out, not assumed."""
 
@@ -183,7 +180,6 @@ class _Probe:
             lambda: self._store.complete_multipart(key, upload_id, [part], etag=OTHER_ETAG), StoreError
         )
         delete = self._refuses(lambda: server.delete_if_match(key, OTHER_ETAG), StoreError)
-        self.page_keys_max = self._ask(server.page_keys_max)
         return {"put_if_match": put, "complete_if_match": complete, "delete_if_match": delete}
 
     def _deletes_many(self) -> bool:

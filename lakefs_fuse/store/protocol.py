@@ -171,7 +171,6 @@ class Capabilities:
     """PUT, completion and DELETE honour ``If-Match``. False by default, until the probe has verified it."""
     delete_many: bool = True
     """DeleteObjects deletes; else keys are deleted one by one."""
-    page_keys_max: int = 1000
     dates: bool = True
     """Answers say when they were made (``Date``)."""
     multipart: bool = True
@@ -361,8 +360,6 @@ class NetworkStore(Protocol):
         """HTTP status and body length of a ranged GET."""
 
     def delete_if_match(self, key: str, etag: str) -> None: ...
-    def page_keys_max(self) -> int:
-        """Maximum of keys on a page of a listing."""
 
     def has_md5_etag(self, key: str) -> bool:
         """False where the object is encrypted in a way that makes its ETag no MD5 sum, whatever the store makes of

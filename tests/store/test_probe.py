@@ -53,7 +53,7 @@ REQUESTS_MAX = 50
 FLAGS = {
     name
     for name in Capabilities.__slots__
-    if name not in ("name", "notes", "characters_refused", "page_keys_max") and not name.endswith("if_match")
+    if name not in ("name", "notes", "characters_refused") and not name.endswith("if_match")
 } | {"get_if_match", "copy_if_match"}
 CHANGES = {
     "local": set[str](),

@@ -38,7 +38,6 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
-from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.protocol import (
     Body,
@@ -245,12 +244,6 @@ class S3Store:
     def delete_if_match(self, key: str, etag: str) -> None:
         """See `NetworkStore`."""
         self._call("delete_object", f"delete {key!r}", key, IfMatch=f'"{etag}"')
-
-    def page_keys_max(self) -> int:
-        """See `NetworkStore`."""
-        asked = 1000
-        answer = self._call("list_objects_v2", "list", None, Prefix=f"{self._prefix}{RESERVED_PREFIX}", MaxKeys=asked)
-        return min(asked, int(answer.get("MaxKeys") or asked))
 
     def delete(self, key: str, *, etag: str | None = None) -> None:
         """See `ObjectStore.delete`. Where the store ignores the condition, ``etag`` is a HEAD before the DELETE."""
