@@ -336,3 +336,13 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of a command that writes the index, not of a mount: keep what changes since the newest one."""
     mounting: str = ""
     """Of an immutable mount: the id of its `mount` command. A restarted daemon shows the same state."""
+
+    @property
+    def default_uid(self) -> int:
+        """The owner of files whose owner was never set."""
+        return os.getuid() if self.uid is None else self.uid
+
+    @property
+    def default_gid(self) -> int:
+        """The group of files whose group was never set."""
+        return os.getgid() if self.gid is None else self.gid

@@ -69,7 +69,7 @@ class RowReplies:
         config = fs.config
         self._nothing = pyfuse3.EntryAttributes()
         self._defaults = Defaults(
-            fs.default_uid, fs.default_gid, config.dir_mode, config.file_mode, unasked_mode(config),
+            config.default_uid, config.default_gid, config.dir_mode, config.file_mode, unasked_mode(config),
             DIRECTORY_BLKSIZE, FILE_BLKSIZE,
         )  # fmt: skip
         # Adding an entry to a reply without a request shows whether pyfuse3's calls go through the library.

@@ -30,10 +30,6 @@ class Owned(Protocol):
     config: MountConfig
 
     def is_unlinked(self, inode: int) -> bool: ...
-    @property
-    def default_uid(self) -> int: ...
-    @property
-    def default_gid(self) -> int: ...
 
 
 def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAttributes:
@@ -43,8 +39,8 @@ def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAtt
     attributes.entry_timeout = attributes.attr_timeout = timeout_s
     attributes.st_mode = pyfuse3.ModeT(file_type_and_mode(entry, fs.config))
     attributes.st_nlink = 0 if fs.is_unlinked(entry.inode) else 1
-    attributes.st_uid = fs.default_uid if entry.uid == UNSET else entry.uid
-    attributes.st_gid = fs.default_gid if entry.gid == UNSET else entry.gid
+    attributes.st_uid = fs.config.default_uid if entry.uid == UNSET else entry.uid
+    attributes.st_gid = fs.config.default_gid if entry.gid == UNSET else entry.gid
     attributes.st_size = entry.size
     attributes.st_blocks = -(-entry.size // SECTOR_BYTES)
     attributes.st_blksize = DIRECTORY_BLKSIZE if stat.S_ISDIR(attributes.st_mode) else FILE_BLKSIZE

@@ -54,7 +54,6 @@ class Filesystem:
         self.entry, self.is_unlinked, self.getattr = attributes.entry, attributes.is_unlinked, attributes.getattr
         self.stat, self.setattr = attributes.stat, attributes.setattr
         self.attribute_fresh_s = attributes.attribute_fresh_s
-        self.default_uid, self.default_gid = attributes.default_uid, attributes.default_gid
         self.open, self.create, self.hold = handles.open, handles.create, handles.hold
         self.handle, self.is_handle = handles.handle, handles.is_handle
         self.read, self.write = handles.read, handles.write
@@ -116,9 +115,9 @@ class Filesystem:
     # -- changes of names
 
     async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
-        if self._attributes.is_setgid(above := self._attributes.writable_directory(parent)):
-            mode, gid = mode | stat.S_ISGID, self._attributes.gid_of(above)
-        return await self._directories.mkdir(parent, name, mode, uid, gid)
+        above = self._attributes.writable_directory(parent)
+        mode |= stat.S_ISGID if self._attributes.is_setgid(above) else 0
+        return await self._directories.mkdir(parent, name, mode, uid, self._attributes.gid_in(above, gid))
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         self._attributes.writable_directory(parent)
@@ -152,8 +151,7 @@ class Filesystem:
         await self._directories.clones.clone(source, target, force=force)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
-        above = self._attributes.writable_directory(parent)
-        gid = self._attributes.gid_of(above) if self._attributes.is_setgid(above) else gid
+        gid = self._attributes.gid_in(self._attributes.writable_directory(parent), gid)
         return await self._directories.symlink(parent, name, target, uid, gid)
 
     def readlink(self, inode: int) -> bytes:

@@ -207,14 +207,6 @@ class ImmutableFilesystem:
     def is_unlinked(self, inode: int) -> bool:
         return False
 
-    @property
-    def default_uid(self) -> int:
-        return os.getuid() if self.config.uid is None else self.config.uid
-
-    @property
-    def default_gid(self) -> int:
-        return os.getgid() if self.config.gid is None else self.config.gid
-
     async def size(self) -> LakeSize:
         """What df(1) shows: nothing is free."""
         usage = await self._count.usage()

@@ -9,7 +9,6 @@ journaled. Trio thread only.
 from __future__ import annotations
 
 import errno
-import os
 import stat
 
 import msgspec
@@ -201,7 +200,7 @@ class Attributes:
         if (change.chowned_by, change.uid, change.gid) == (None, None, None) and not change.kills_privileges:
             return change
         mode = self._mode(entry) if change.mode is None else change.mode
-        owner = self.default_uid if entry.uid == UNSET else entry.uid
+        owner = self.config.default_uid if entry.uid == UNSET else entry.uid
         if change.chowned_by not in (None, 0, owner) and mode != without_privileges(mode):
             raise FileError(errno.EPERM)
         return msgspec.structs.replace(change, mode=without_privileges(mode))
@@ -218,7 +217,7 @@ class Attributes:
         """Return the entry with the change. Setting an unset attribute to the default that it shows changes nothing."""
         now: dict[str, int] = {}
         mode = self.config.dir_mode if entry.is_dir else self.config.file_mode
-        shown = {"mode": mode, "uid": self.default_uid, "gid": self.default_gid}
+        shown = {"mode": mode, "uid": self.config.default_uid, "gid": self.config.default_gid}
         for name, default in shown.items():
             wanted = getattr(change, name)
             if wanted is not None:
@@ -256,14 +255,6 @@ class Attributes:
             file.entry = changed
         return changed
 
-    @property
-    def default_uid(self) -> int:
-        return os.getuid() if self.config.uid is None else self.config.uid
-
-    @property
-    def default_gid(self) -> int:
-        return os.getgid() if self.config.gid is None else self.config.gid
-
     def refuse_read_only(self) -> None:
         """Raise FileError(EROFS) on a read-only mount."""
         if self.config.read_only:
@@ -273,8 +264,11 @@ class Attributes:
         """Return whether the directory is setgid: new names in it get its group, new directories are setgid as well."""
         return bool(file_type_and_mode(directory, self.config) & stat.S_ISGID)
 
-    def gid_of(self, entry: Entry) -> int:
-        return self.default_gid if entry.gid == UNSET else entry.gid
+    def gid_in(self, directory: Entry, gid: int) -> int:
+        """Return the group of a new name in the directory, made by a process of the group ``gid``."""
+        if not self.is_setgid(directory):
+            return gid
+        return self.config.default_gid if directory.gid == UNSET else directory.gid
 
 
 def file_type_and_mode(entry: Entry, config: MountConfig) -> int:

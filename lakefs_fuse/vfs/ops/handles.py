@@ -109,7 +109,7 @@ class Handles:
         Raises FileError if the name exists: EEXIST with O_EXCL, else ESTALE, because another node created the file
         since the kernel's LOOKUP. The kernel then looks it up again, and checks whether the caller may open it."""
         above = self._attributes.writable_directory(parent)
-        gid = self._attributes.gid_of(above) if self._attributes.is_setgid(above) else gid
+        gid = self._attributes.gid_in(above, gid)
         key = self._ns.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
         await self.new_files.wait_room(key)
