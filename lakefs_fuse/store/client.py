@@ -39,7 +39,7 @@ from __future__ import annotations
 import hashlib
 import random
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -61,7 +61,7 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.metrics import LATENCY_BOUNDS_S, StoreMetrics
-from lakefs_fuse.product import METADATA_PREFIX
+from lakefs_fuse.product import METADATA_PREFIX, RESERVED_PREFIX
 from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.protocol import (
     Body,
@@ -90,6 +90,9 @@ AWAY_S_MIN = 5.0
 """A store is away if every response in this time was a failure …"""
 SILENT_S_MIN = 10.0
 """… or a request has no response for this time."""
+AFTER_RESERVED = RESERVED_PREFIX.removesuffix("/") + chr(ord("/") + 1)
+"""In a LIST that begins here there is no key of this program's own."""
+HEADS_AT_ONCE = 16
 DELETE_KEYS_MAX = 1000
 DELETES_AT_ONCE = 16
 """Requests that delete one object each; half of those that a mount may have in flight by default."""
@@ -263,6 +266,24 @@ class StoreClient:
             return await self.head(key)
         except NotFound:
             return None
+
+    async def find_each(self, keys: Collection[str]) -> list[ObjectMeta]:
+        """The objects at these keys, of which there is at least one; of each the store is asked after the call began.
+        One page of a LIST answers for keys that are near each other, and a HEAD for each that it does not reach."""
+        first = min(keys)
+        begin = AFTER_RESERVED if first[:-1] < AFTER_RESERVED < first else first[:-1]
+        page = await self.list_page("", start_after=begin)
+        found = [meta for meta in page.objects if meta.key in keys]
+        reached = page.objects[-1].key if page.objects and self.capabilities.sorted_listing else ""
+        beyond = [key for key in keys if key > reached] if page.next_token is not None else []
+
+        async def ask(key: str) -> None:
+            if (meta := await self.find(key)) is not None:
+                found.append(meta)
+
+        if beyond:
+            await for_each(beyond, ask, min(HEADS_AT_ONCE, len(beyond)))
+        return found
 
     async def time_ns(self) -> int:
         """See `ObjectStore.time_ns`."""

@@ -77,7 +77,6 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
 )
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
 from lakefs_fuse.vfs.writeback.stored_version import PlainObject, Publication, StoredVersion, Unrecorded
-from lakefs_fuse.vfs.writeback.taken_names import find_objects
 
 COPY_BYTES_MAX = 64 << 20
 """An acknowledged file up to this size is copied if it is changed before it is stored; a larger one waits."""
@@ -346,7 +345,7 @@ class ObjectWriter:
             return set()
         taken = {path for path, (file, _) in exclusive.items() if self._is_of_another_node(file)}
         _, draft = next(iter(exclusive.values()))
-        found = await find_objects(draft.uploader.client, exclusive.keys())
+        found = await draft.uploader.client.find_each(exclusive.keys())
         return taken.union(meta.key for meta in found if not self._is_hidden_object(meta))
 
     async def store_pack(
