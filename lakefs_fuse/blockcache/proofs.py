@@ -19,7 +19,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 import trio
 
@@ -36,40 +36,26 @@ _MD5 = re.compile(r"[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 
-class Proof(Protocol):
-    """``unproven`` are the ranges of the object that must come from the store."""
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How a range of an object is verified."""
 
-    unproven: Spans
+    holds: Callable[[bytearray], bool]
+    """Whether the bytes of the range, except the unproven ones, are right. In any thread."""
+    unproven: Spans = ()
+    """The ranges of the object that must come from the store."""
+    is_md5: bool = False
+    """By the ETag of a whole object."""
 
-    def holds(self, data: bytearray) -> bool:
-        """Whether the bytes of the range, except the unproven ones, are right. In any thread."""
 
-
-class Trust:
+def _no_contradiction(wrong_members: Callable[[Buffer], Spans] | None) -> Proof:
     """Accepts any range that does not contradict itself: ``wrong_members`` finds the damaged files in a range of a
     pack."""
-
-    unproven: Spans = ()
-
-    def __init__(self, wrong_members: Callable[[Buffer], Spans] | None) -> None:
-        self._wrong_members = wrong_members
-
-    def holds(self, data: bytearray) -> bool:
-        """See `Proof`."""
-        return self._wrong_members is None or not self._wrong_members(data)
+    return Proof(lambda data: wrong_members is None or not wrong_members(data))
 
 
-class Md5Proof:
-    """Of a whole object."""
-
-    unproven: Spans = ()
-
-    def __init__(self, etag: str) -> None:
-        self._etag = etag
-
-    def holds(self, data: bytearray) -> bool:
-        """See `Proof`."""
-        return hashlib.md5(data, usedforsecurity=False).hexdigest() == self._etag
+def _md5_proof(etag: str) -> Proof:
+    return Proof(lambda data: hashlib.md5(data, usedforsecurity=False).hexdigest() == etag, is_md5=True)
 
 
 class PackSums:
@@ -93,19 +79,12 @@ class PackSums:
             unproven.append((self.offsets[stop], end))
         if 2 * sum(stop_at - at for at, stop_at in unproven) > end - start:
             return None
-        return _PackProof(self, start, range(first, stop), unproven)
+        return Proof(lambda data: self._match(memoryview(data), start, range(first, stop)), unproven)
 
-
-class _PackProof:
-    def __init__(self, sums: PackSums, start: int, whole: range, unproven: Spans) -> None:
-        self._sums, self._start, self._whole = sums, start, whole
-        self.unproven = unproven
-
-    def holds(self, data: bytearray) -> bool:
-        """See `Proof`."""
-        sums, start, view = self._sums, self._start, memoryview(data)
+    def _match(self, view: memoryview, start: int, members: range) -> bool:
+        """Whether files have their sums in a range that begins at ``start``."""
         return all(
-            zlib.crc32(view[sums.offsets[at] - start : sums.ends[at] - start]) == sums.crcs[at] for at in self._whole
+            zlib.crc32(view[self.offsets[at] - start : self.ends[at] - start]) == self.crcs[at] for at in members
         )
 
 
@@ -132,16 +111,16 @@ class Proofs:
         """None if the range must come from the store."""
         if self._is_pack(version.key):
             if self._pack_sums is None:
-                return Trust(self._wrong_members)
+                return _no_contradiction(self._wrong_members)
             sums = await self._sums(version, self._pack_sums)
             return None if sums is None else sums.proof(start, end)
         if self._refuted < REFUTED_MAX and (start, end) == (0, version.size) and _MD5.fullmatch(version.etag):
-            return Md5Proof(version.etag)
-        return Trust(None) if self.trusts_proxies else None
+            return _md5_proof(version.etag)
+        return _no_contradiction(None) if self.trusts_proxies else None
 
     def record_result(self, proof: Proof, *, holds: bool) -> None:
         """A proof held, or the store itself answers bytes of which it does not."""
-        if isinstance(proof, Md5Proof) and self._refuted < REFUTED_MAX:
+        if proof.is_md5 and self._refuted < REFUTED_MAX:
             self._refuted = 0 if holds else self._refuted + 1
             if self._refuted == REFUTED_MAX:
                 _log.info("ETags of this store are not MD5 sums: plain objects are not compared with them")
