@@ -116,9 +116,7 @@ class LakeView:
 
     def find(self, path: str, slash: bytes = b"") -> Entry | None:
         """The file that a path names; with a ``slash`` the directory."""
-        above, _, name = path.rpartition("/")
-        parent = self.namespace.directory(above)
-        return None if parent is None else self.tree.named(parent, name.encode("utf-8", "surrogatepass") + slash)
+        return self.tree.named_at(path.encode("utf-8", "surrogatepass"), slash)
 
     def files(self) -> Iterator[tuple[str, Entry]]:
         """Every known file and symbolic link with its path, shadowed ones too.

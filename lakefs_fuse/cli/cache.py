@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 import click
 
-from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon, with_reason
+from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon, require_done, with_reason
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import RATE, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import json_option
 from lakefs_fuse.cli.terminal import Bar, is_watched, print_json, print_tables, progress_bar, table_text
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.mounts import read_mounts
-from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
+from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.quantity import counted
 
 LINE_S = 10.0
@@ -268,8 +268,7 @@ def _ask(mountpoint: str, selected: list[tuple[str, str]], request: protocol.Cac
 
 
 def _values(reply: protocol.Reply) -> dict[str, Any]:
-    if isinstance(reply, protocol.Failed):
-        raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
+    require_done(reply)
     assert isinstance(reply, protocol.Statistics)
     return reply.values
 

@@ -15,6 +15,7 @@ from lakefs_fuse.cli.daemons import (
     is_missing,
     locate,
     open_daemon,
+    require_done,
     store_changes,
     with_reason,
 )
@@ -24,7 +25,7 @@ from lakefs_fuse.cli.store_options import json_option
 from lakefs_fuse.cli.terminal import print_json, print_tables, table_text
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
-from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
+from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.product import XATTR_VERSION
 from lakefs_fuse.quantity import counted
@@ -57,8 +58,7 @@ def clone(source: str, target: str, force: bool) -> None:
     request = protocol.Clone(checked_text(relative), checked_text(f"{directory}/{name}".lstrip("/")), force)
     with open_daemon(mountpoint) as client:
         *_, reply = client.follow(request)
-    if isinstance(reply, protocol.Failed):
-        raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
+    require_done(reply)
 
 
 @click.command("flush", cls=GroupedCommand, context_settings=SETTINGS)
@@ -103,8 +103,7 @@ def refresh(path: str, recursive: bool, as_json: bool) -> None:
     mountpoint, relative = locate(path)
     with open_daemon(mountpoint) as client:
         *_, reply = with_reason(client.follow(protocol.Refresh(checked_text(relative), recursive)), mountpoint)
-    if isinstance(reply, protocol.Failed):
-        raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
+    require_done(reply)
     values = reply.values if isinstance(reply, protocol.Statistics) else {}
     missing = is_missing(path)
     if missing:
@@ -144,8 +143,7 @@ def wait(path: str, exists: bool, version: str | None, timeout: float | None) ->
         left_s = None if ends_at is None else max(0.0, round(ends_at - time.monotonic(), 1))
         with open_daemon(mountpoint) as client:
             *_, reply = client.follow(protocol.WaitPath(checked_text(relative), (version or "").strip('"'), left_s))
-        if isinstance(reply, protocol.Failed):
-            raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(f"{path}: {reply.message}")
+        require_done(reply, f"{path}: ")
 
 
 @click.command("orphans", cls=GroupedCommand, context_settings=SETTINGS)

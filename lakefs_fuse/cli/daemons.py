@@ -17,7 +17,7 @@ from lakefs_fuse.control.client import SILENCE_S_MAX, ControlClient, connect
 from lakefs_fuse.control.mounts import Mount, is_dead, mount_at, mount_of
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.supervision import supervisor_of
-from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.product import FUSE_TYPE, PROGRAM
 from lakefs_fuse.quantity import counted
@@ -196,6 +196,13 @@ def require_stored(path: str, otherwise: str) -> None:
     reply = store_changes(path, STORE_S_MAX)
     if isinstance(reply, protocol.Failed):
         raise LakeError("\n".join([f"{otherwise}: {reply.message}", *describe_files(reply.files)]))
+
+
+def require_done(reply: protocol.Reply, about: str = "") -> None:
+    """Raises the error that a daemon reported, which begins with ``about``: ConfigError if the request was wrong, else
+    LakeError."""
+    if isinstance(reply, protocol.Failed):
+        raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(about + reply.message)
 
 
 def describe_files(files: tuple[Unfinished, ...]) -> list[str]:

@@ -342,13 +342,16 @@ class Packer:
         size = len(whole)
         with self._building():
             offset = pack.builder.add(Member(path, whole, size, about.mode, about.mtime_ns, about.uid, about.gid))
-        hides = self._hidden_by(path)
-        pack.operations.append(
-            Put(path, THIS, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
-        )
-        pack.totals.files += 1
+        self._put(pack, path, about, THIS, offset, size)
         pack.totals.bytes += size
         self._remember(path, pack.number, offset, size, "")
+
+    def _put(self, pack: Pack, path: str, about: Attributes, index: int, offset: int, size: int) -> None:
+        hides = self._hidden_by(path)
+        pack.operations.append(
+            Put(path, index, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
+        )
+        pack.totals.files += 1
 
     def _add_link(self, pack: Pack, path: str, about: Attributes, target: str) -> None:
         hides = self._hidden_by(path)
@@ -377,11 +380,7 @@ class Packer:
                 self._held = item
                 return NeedsStored()
             index = self._index(pack, number, self._stored[number])
-        hides = self._hidden_by(path)
-        pack.operations.append(
-            Put(path, index, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
-        )
-        pack.totals.files += 1
+        self._put(pack, path, about, index, offset, size)
         self._remember(path, number, offset, size, "")
         return None
 

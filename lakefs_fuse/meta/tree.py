@@ -644,6 +644,12 @@ class Tree:
         entry = self.resolve(path.split(b"/"))
         return entry.inode if entry is not None and entry.flags & Flag.DIRECTORY else None
 
+    def named_at(self, path: bytes, slash: bytes = b"") -> Entry | None:
+        """The file of a path; with a ``slash`` the directory."""
+        above, _, name = path.rpartition(b"/")
+        parent = self.directory(above)
+        return None if parent is None else self.named(parent, name + slash)
+
 
 def _entries_of(directory: int) -> tuple[bytes, bytes]:
     """First key and end key of the rows of a directory's entries."""

@@ -793,13 +793,17 @@ class Namespace:
             self._remember_answer(directory, name, self._clock_ns())
         if self._subtrees.flat_listings:
             self._subtrees.name_changed(directory, name, self._directories_above)
+        for flight, each in self._flights_over(directory, name):
+            flight.touched.add(each)
+
+    def _flights_over(self, directory: int, name: bytes) -> Iterator[tuple[Flight, bytes]]:
+        """Yield the LISTs under way of a directory and of those above it, each with the name there that leads down."""
         while self._watched:
-            for flight in self._watched.get(directory, ()):
-                flight.touched.add(name)
-            at = self.tree.entry(directory) if directory != ROOT_INODE else None
-            if at is None:
+            yield from ((flight, name) for flight in self._watched.get(directory, ()))
+            entry = self.tree.entry(directory) if directory != ROOT_INODE else None
+            if entry is None:
                 break
-            directory, name = at.parent, at.name
+            directory, name = entry.parent, entry.name
 
     def _take_announcements(self, record: Record) -> None:
         """Have the store asked again for names that another node's commit makes outdated.
@@ -820,13 +824,8 @@ class Namespace:
                 self._subtrees.name_changed(directory, name, self._directories_above)
             self._outdated.add(directory, name)
             self.announce_name(directory, name)
-            while self._watched:
-                for flight in self._watched.get(directory, ()):
-                    flight.announced.add(name)
-                at = self.tree.entry(directory) if directory != ROOT_INODE else None
-                if at is None:
-                    break
-                directory, name = at.parent, at.name
+            for flight, each in self._flights_over(directory, name):
+                flight.announced.add(each)
         for path in dict.fromkeys(each.rpartition("/")[0] for each in stored):
             self._outdated.note_announced(path)
 

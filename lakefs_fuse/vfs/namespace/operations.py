@@ -165,9 +165,7 @@ def when_named(tree: Tree, path: str, etag: str) -> int:
     """Return the stamp of the newest change that named, hid or removed the plain object with this ETag at a path; 0 if
     none is known."""
     raw = path.encode("utf-8", "surrogatepass")
-    above, _, name = raw.rpartition(b"/")
-    parent, removed = tree.directory(above), tree.tombstones.get(raw)
-    there = None if parent is None else tree.named(parent, name)
+    there, removed = tree.named_at(raw), tree.tombstones.get(raw)
     known = 0 if there is None or there.is_local or there.etag != etag else there.stamp
     if removed is None:
         return known
@@ -180,9 +178,7 @@ def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None
     If the removal of a file elsewhere is in no commit yet, this includes it, because this is sent ahead in its
     place."""
     raw = key.encode("utf-8", "surrogatepass")
-    above, _, name = raw.rpartition(b"/")
-    parent = tree.directory(above)
-    there = None if parent is None else tree.named(parent, name)
+    there = tree.named_at(raw)
     if there is None or there.is_local or (there.is_plain and there.etag == etag):
         removed = tree.tombstones.get(raw)
         is_untold = removed is not None and removed.floor >= PENDING

@@ -285,9 +285,7 @@ class RenamedObjects:
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
         """Return the file at a path, and the plain object at another key with its bytes; else None twice."""
-        above, _, name = path.rpartition("/")
-        directory = self._ns.directory(above)
-        entry = None if directory is None else self._ns.tree.named(directory, name.encode())
+        entry = self._ns.tree.named_at(path.encode(*schema.PATH))
         row = self._ns.tree.objects.get(entry.place) if entry is not None and entry.place else None
         if entry is None or entry.is_local or row is None or row.is_pack:
             return None, None
