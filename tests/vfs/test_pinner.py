@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
-from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.object_version import BlockSet, Version, block_range
 from lakefs_fuse.config import KIB, MIB, Rule
 from lakefs_fuse.meta import tree
 from lakefs_fuse.vfs.pinning import pinner
@@ -161,16 +162,16 @@ async def test_a_walk_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyte
         await save(mounted, "ckpt/1.pt")
         began, go_on, ended = trio.Event(), threading.Event(), []
 
-        def slow(version: Version, first: int, stop: int) -> list[bool]:
+        def slow(versions: Sequence[Version], *, is_use: bool) -> list[tuple[BlockSet, int]]:
             trio.from_thread.run_sync(began.set)
             assert go_on.wait(10)
-            return [True] * (stop - first)
+            return [(block_range(0, version.blocks), 0) for version in versions]
 
         async def walk(name: str, *, measure: bool) -> None:
             await keeper(mounted).reconcile(measure=measure)
             ended.append(name)
 
-        monkeypatch.setattr(mounted.parts.cache, "has_blocks", slow)
+        monkeypatch.setattr(mounted.parts.cache, "inspect", slow)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(walk, "first", measure=True))
             await began.wait()

@@ -27,7 +27,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
+from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.checkpoints.names import MARKERS, looks_temporary
 from lakefs_fuse.config import Rule
 from lakefs_fuse.environment.threads import Threads
@@ -375,23 +375,14 @@ class Pinner:
         doubtful = [extent for extent in extents if extent not in self._whole]
 
         def measure() -> list[int]:
-            return [self._missing(extent) for extent in doubtful]
+            found = self._cache.inspect([extent.version for extent in doubtful], is_use=False)
+            return [extent.size - extent.bytes_in(blocks) for extent, (blocks, _) in zip(doubtful, found, strict=True)]
 
         missing = await self._threads.run(measure) if doubtful else []
         held = set(extents)
         self._whole = {extent: None for extent in self._whole if extent in held}
         self._whole |= {extent: None for extent, bytes_ in zip(doubtful, missing, strict=True) if not bytes_}
         return sum(missing)
-
-    def _missing(self, extent: Extent) -> int:
-        """Blocking."""
-        first, stop = extent.offset // BLOCK_BYTES, -(-(extent.offset + extent.size) // BLOCK_BYTES)
-        missing = 0
-        for index, here in enumerate(self._cache.has_blocks(extent.version, first, stop), first):
-            if not here:
-                start = max(extent.offset, index * BLOCK_BYTES)
-                missing += min(extent.offset + extent.size, (index + 1) * BLOCK_BYTES) - start
-        return missing
 
     def statistics(self) -> dict[str, int]:
         """For `stats`; the names are final."""

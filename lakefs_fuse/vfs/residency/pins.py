@@ -88,14 +88,11 @@ def _checksum(text: bytes) -> bytes:
 
 @dataclass(slots=True)
 class PinStatistics:
-    """``bytes`` of the pinned ``files``; they take up ``disk_bytes`` at most, of ``limit_bytes``. ``refused_bytes`` are
-    beyond that."""
+    """``bytes`` of the pinned ``files``, which take up ``disk_bytes`` at most; ``refused_bytes`` exceed the limit."""
 
-    paths: int = 0
     files: int = 0
     bytes: int = 0
     disk_bytes: int = 0
-    limit_bytes: int = 0
     refused_bytes: int = 0
 
 
@@ -142,7 +139,7 @@ class Pins:
         self._stale, self._planning = trio.Event(), trio.Lock()
         self.changed = list[Callable[[], object]]()
         """Listeners, called when the paths are others."""
-        self._found, self._refused = PinStatistics(paths=len(self._paths)), list[str]()
+        self._found, self._refused = PinStatistics(), list[str]()
         self._unreadable = dict[str, None]()
         if self._paths:
             cache.files.spare_since(0)  # all of it, until `reconcile` has found what is pinned
