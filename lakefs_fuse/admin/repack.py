@@ -305,7 +305,7 @@ class _Unpack:
             if not await self._is_free(file):
                 return None
             if raw is not None:
-                metadata = describe(file.entry, with_mtime=True) | copy_metadata(key)
+                metadata = describe(file.entry) | copy_metadata(key)
                 return await lake.client.put(key, raw, metadata=metadata, if_absent=True)
             version = file.source.version
             return await copy_object(lake.client, version.key, version.etag, version.size, key, if_absent=True)

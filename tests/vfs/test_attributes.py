@@ -24,16 +24,8 @@ times = st.integers(-(1 << 61), 1 << 61)
 def test_what_is_written_is_read(directory: bool, mode: int, uid: int, gid: int, mtime_ns: int) -> None:
     blank = DIRECTORY if directory else FILE
     entry = msgspec.structs.replace(blank, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
-    learnt = learn(blank, describe(entry, with_mtime=True))
+    learnt = learn(blank, describe(entry))
     assert learnt == msgspec.structs.replace(entry, flags=blank.flags | Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT)
-
-
-@given(modes, numbers, times)
-def test_without_mtime_the_stores_own_stands(mode: int, uid: int, mtime_ns: int) -> None:
-    entry = msgspec.structs.replace(FILE, mode=mode, uid=uid, mtime_ns=mtime_ns)
-    described = describe(entry, with_mtime=False)
-    assert "mtime" not in described
-    assert learn(FILE, described).mtime_ns == FILE.mtime_ns
 
 
 @given(st.dictionaries(st.sampled_from(("mode", "uid", "gid", "mtime", "other")), st.text(max_size=30)))

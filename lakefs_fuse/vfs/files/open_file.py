@@ -164,9 +164,9 @@ class OpenFile:
 
     def describe(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return the metadata of the object for a PUT, and for a multipart upload. That is fixed when the upload
-        begins, so it has no mtime unless a program set one."""
+        begins, so it has no mtime unless a program set one, and readers use its LastModified."""
         if self.described is None or self.described[0] is not self.entry:
-            with_mtime = attributes.describe(self.entry, with_mtime=True)
+            with_mtime = attributes.describe(self.entry)
             fixed = {name: value for name, value in with_mtime.items() if name != attributes.MTIME}
             self.described = self.entry, with_mtime, with_mtime if self.entry.flags & Flag.MTIME_KEPT else fixed
         return self.described[1:]

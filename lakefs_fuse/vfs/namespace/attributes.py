@@ -7,7 +7,6 @@ understood is left out: any client may have written the metadata.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -35,12 +34,11 @@ def without_privileges(mode: int) -> int:
 
 def shown(config: MountConfig) -> tuple[int, int, int]:
     """Return mode, uid and gid of files whose objects have none."""
-    uid = os.getuid() if config.uid is None else config.uid
-    return config.file_mode, uid, os.getgid() if config.gid is None else config.gid
+    return config.file_mode, config.default_uid, config.default_gid
 
 
-def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
-    """Return the metadata of a file's object. Without an mtime readers use the object's LastModified."""
+def describe(entry: Entry) -> dict[str, str]:
+    """Return the metadata of a file's object."""
     described = {}
     if entry.mode != UNSET:
         described["mode"] = str(stat.S_IFREG | entry.mode)
@@ -48,9 +46,8 @@ def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
         described["uid"] = str(entry.uid)
     if entry.gid != UNSET:
         described["gid"] = str(entry.gid)
-    if with_mtime:
-        sign, ns = "-" if entry.mtime_ns < 0 else "", abs(entry.mtime_ns)
-        described[MTIME] = f"{sign}{ns // NS}.{ns % NS:09d}"
+    sign, ns = "-" if entry.mtime_ns < 0 else "", abs(entry.mtime_ns)
+    described[MTIME] = f"{sign}{ns // NS}.{ns % NS:09d}"
     return described
 
 

@@ -382,7 +382,7 @@ class ObjectWriter:
             entry = msgspec.structs.replace(file.entry, size=draft.packed.size, flags=file.entry.flags & ~Flag.LOCAL)
             extent = draft.packed
             is_removed = is_removed or (row is not None and self._ns.is_removed(entry))
-        return StoredVersion(entry, row, is_removed, extent, attributes.describe(entry, with_mtime=True), None)
+        return StoredVersion(entry, row, is_removed, extent, attributes.describe(entry), None)
 
     # -- as a plain object
 
@@ -608,7 +608,7 @@ class ObjectWriter:
         entry = attributes.learn(entry, meta.metadata or {})
         told = before or there
         if told is not None and _is_told(told, meta, dated_s):
-            if attributes.describe(told, with_mtime=True) != attributes.describe(entry, with_mtime=True):
+            if attributes.describe(told) != attributes.describe(entry):
                 self.set_attributes([LateAttributes.of(path, there or told, entry, None)])
             return
         is_named = self._has_tombstone(path) or bool(there is not None and there.stamp)

@@ -225,7 +225,7 @@ class Replay:
         wanted = attributes.learn(row, record.metadata)
         if not late and not self._ns.tree.xattrs(row.inode):
             late = None
-        told, now = (attributes.describe(each, with_mtime=True) for each in (row, wanted))
+        told, now = (attributes.describe(each) for each in (row, wanted))
         if late is not None or told != now:
             self._writer.set_attributes([LateAttributes.of(file.key, row, wanted, late)])
 
