@@ -204,8 +204,8 @@ def _rule(table: object) -> Rule:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}; accepted keys are {', '.join(ACCEPTED_KEYS)}") from error
     re.compile(translate(given.path))
-    if given.pack is not None:
-        check_pack(given.pack, "pack")
+    if given.pack is not None and given.pack not in PACK_MODES:
+        raise ConfigError(f"pack {given.pack!r}: expected {', '.join(PACK_MODES[:-1])} or {PACK_MODES[-1]}")
     if given.durability is not None and given.durability not in DURABILITIES:
         raise ConfigError(f"durability {given.durability!r}: expected {' or '.join(DURABILITIES)}")
     if given.exclusive_create is not None and given.exclusive_create not in EXCLUSIVE_CREATES:
@@ -229,12 +229,6 @@ def _rule(table: object) -> Rule:
         exclusive_create=given.exclusive_create,
         publish_s=publish_s,
     )
-
-
-def check_pack(mode: str, what: str) -> None:
-    """Raises ConfigError; ``what`` names the option or key."""
-    if mode not in PACK_MODES:
-        raise ConfigError(f"{what} {mode!r}: expected {', '.join(PACK_MODES[:-1])} or {PACK_MODES[-1]}")
 
 
 def check_pack_threshold(size: int, what: str) -> None:

@@ -243,7 +243,7 @@ class BlockCache:
             if not self.files.reserve(wanted, spared_s=spared_s):
                 if spared_s:
                     return False
-                self._health.no_room("nothing more to evict")
+                self._health.no_room()
                 return True
             try:
                 for (version, first, blocks), room in zip(runs, reserved, strict=True):

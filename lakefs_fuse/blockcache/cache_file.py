@@ -169,14 +169,20 @@ def seal(fd: int, version: Version, hashes: Sequence[int]) -> None:
     disk.pwrite_all(fd, _header(layout, _check(version)).ljust(HEADER_BYTES, b"\0"), layout.data_end)
 
 
+def _layout_of(fd: int, version: Version) -> Layout:
+    """As `read_layout`, of a file of this version. Raises DamagedFile, OSError."""
+    layout, check = read_layout(fd)
+    if layout.size != version.size or check != _check(version):
+        raise DamagedFile("another version")
+    return layout
+
+
 def relabel(path: str, old: Version, new: Version) -> None:
     """Rewrite the header of a cache file of ``old`` for ``new``, the same bytes; the caller renames the file. After a
     crash between the two it is valid for neither. Raises DamagedFile, OSError."""
     fd = os.open(path, os.O_RDWR)
     try:
-        layout, check = read_layout(fd)
-        if layout.size != old.size or check != _check(old):
-            raise DamagedFile("another version")
+        layout = _layout_of(fd, old)
         disk.pwrite_all(fd, _header(layout, _check(new)).ljust(HEADER_BYTES, b"\0"), layout.data_end)
     finally:
         os.close(fd)
@@ -247,10 +253,7 @@ class CacheFile:
         except FileNotFoundError:
             return None
         with _closed_on_error(fd):
-            layout, check = read_layout(fd)
-            if layout.size != version.size or check != _check(version):
-                raise DamagedFile("another version")
-            return cls(fd, layout, version, digest)
+            return cls(fd, _layout_of(fd, version), version, digest)
 
     @classmethod
     def open_quietly(cls, path: str, version: Version) -> CacheFile | None:

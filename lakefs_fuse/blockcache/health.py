@@ -58,9 +58,9 @@ class CacheHealth:
         if self.state is not CacheState.OK:
             self._become(CacheState.OK, None)
 
-    def no_room(self, why: str) -> None:
+    def no_room(self) -> None:
         """A write found no room, and nothing more can be evicted."""
-        self._become(CacheState.FULL, why)
+        self._become(CacheState.FULL, "nothing more to evict")
 
     def failed(self, error: OSError) -> None:
         """An operation on the cache disk failed."""

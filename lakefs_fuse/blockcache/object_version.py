@@ -39,6 +39,11 @@ class Extent(msgspec.Struct, frozen=True):
         return not self.offset and self.size == self.version.size
 
     @property
+    def within(self) -> tuple[int, int] | None:
+        """Where the bytes begin and end in the object; None where they are all of it."""
+        return None if self.is_whole else (self.offset, self.offset + self.size)
+
+    @property
     def block_set(self) -> BlockSet:
         """The blocks that have some of the bytes."""
         return block_range(self.offset // BLOCK_BYTES, -(-(self.offset + self.size) // BLOCK_BYTES)) if self.size else 0

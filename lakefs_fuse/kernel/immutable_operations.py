@@ -36,18 +36,6 @@ FOREVER_S = 10 * 365 * 86400.0
 log = logging.getLogger(__name__)
 
 
-class AlwaysAwake:
-    """A mount that changes only by command, and does not poll."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Return False."""
-        return False
-
-    async def wake(self) -> None:
-        """Never called."""
-
-
 class ImmutableOperations(pyfuse3.Operations):
     """One coroutine for each kind of request; see the module's head."""
 
@@ -67,7 +55,7 @@ class ImmutableOperations(pyfuse3.Operations):
         self.upcalls = fs.metrics.upcalls
         self.waiting = list[Callable[[], None]]()
         self.barrier = Barrier(lambda _: None, lambda _: None)  # never up: a state is complete before it is shown
-        self.idleness: Sleeper = AlwaysAwake()
+        self.idleness: Sleeper = fs.idleness
         fs.refreshed.append(self._invalidate_names)
 
     def _statistics(self) -> dict[str, object]:

@@ -377,8 +377,7 @@ class Database:
             for kind in schema.LOCAL_KINDS:
                 for _ in self.scan(kind, schema.end_of(kind)):
                     pass
-            has_names = next(self.scan(schema.ENTRY, schema.end_of(schema.ENTRY)), None) is not None
-            return not has_names or (
+            return not self.has_names() or (
                 self.get(schema.SINGLE_IDENTITY) is not None and self.get(schema.SINGLE_INODE) is not None
             )
         except CacheError as error:
@@ -386,6 +385,9 @@ class Database:
                 return False
             self.close()
             raise
+
+    def has_names(self) -> bool:
+        return next(self.scan(schema.ENTRY, schema.end_of(schema.ENTRY)), None) is not None
 
     def get(self, key: bytes) -> bytes | None:
         """Raises CacheError."""

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterator
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TypeAlias, cast
 
 import msgspec
 import xxhash
@@ -76,20 +76,6 @@ def marks_of(database: Database) -> Marks:
         object=int.from_bytes(database.get(schema.SINGLE_OBJECT) or b"", "big"),
         newest=int.from_bytes(database.get(schema.SINGLE_NEWEST) or b"", "big"),
     )
-
-
-def has_names(database: Database) -> bool:
-    return next(database.scan(schema.ENTRY, schema.end_of(schema.ENTRY)), None) is not None
-
-
-class AnyDump(Protocol):
-    """A `Dump` or a `DumpOfChanges`. `names` and `directories` count when all files are made."""
-
-    marks: Marks
-    names: int
-    directories: int
-
-    def next_file(self) -> DumpedFile | None: ...
 
 
 class Dump:
@@ -212,6 +198,10 @@ class DumpOfChanges:
     def close(self) -> None:
         """Before the database is closed."""
         self._rows, self._removed, self._histories = iter(()), iter(()), iter(())
+
+
+AnyDump: TypeAlias = Dump | DumpOfChanges
+"""Its `names` and `directories` count when all files are made."""
 
 
 def _histories(database: Database) -> Iterator[tuple[bytes, bytes]]:

@@ -36,7 +36,6 @@ Called from tasks of one trio loop.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -78,7 +77,7 @@ from lakefs_fuse.store.protocol import (
     PartRef,
     UploadRef,
     length_of,
-    pieces_of,
+    md5_of,
 )
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.nursery import for_each
@@ -591,10 +590,7 @@ class _VersionWrite:
         sent, client = self._sent, self._client
         if not isinstance(sent, bytes | FileSlice) or client.is_guarded or not client.capabilities.md5_etags:
             return True
-        md5 = hashlib.md5(usedforsecurity=False)
-        for piece in pieces_of(sent):
-            md5.update(piece)
-        return md5.hexdigest() == there.etag
+        return md5_of(sent).hex() == there.etag
 
     async def _condition(self, there: ObjectMeta | None, since_s: float) -> tuple[str | None, bool]:
         """The version that the next attempt is to replace, or that it is to replace none."""

@@ -16,6 +16,7 @@ many at once, and keep no state that a crash could lose.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,6 +94,14 @@ def length_of(body: Body) -> int:
 def pieces_of(body: Body) -> Iterable[bytes]:
     """The bytes of a body in order; those of a slice in pieces that bound memory."""
     return (body,) if isinstance(body, bytes) else body.pieces()
+
+
+def md5_of(body: Body) -> bytes:
+    """MD5 of a body: one pass over the bytes."""
+    md5 = hashlib.md5(usedforsecurity=False)
+    for piece in pieces_of(body):
+        md5.update(piece)
+    return md5.digest()
 
 
 def read_etag(text: str | None) -> str:

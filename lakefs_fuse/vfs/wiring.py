@@ -204,15 +204,6 @@ class Commits:
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 
-    def foreign_objects(self, ground: Ground, namespace: Namespace) -> ForeignObjects:
-        return ForeignObjects(
-            namespace, ground.client, self.committer, self.deletions, ground.nursery, self.poller.poll
-        )
-
-    def load(self) -> None:
-        """Load what the last daemon journaled. Raises CacheError."""
-        self.committer.load()
-
     async def begin(self) -> None:
         """Reconcile the loaded journal with the store, and apply what other nodes have committed. Raises LakeError."""
         await self.poller.correct_clock()
@@ -290,7 +281,9 @@ class Assembly:
         self.filesystem = self._filesystem(services, publisher)
         events.key_reservations.append(committer.journal.reserves)
         if not config.read_only:
-            foreign_objects = commits.foreign_objects(ground, namespace)
+            foreign_objects = ForeignObjects(
+                namespace, ground.client, committer, self.deletions, ground.nursery, self.poller.poll
+            )
             events.object_overridden.append(foreign_objects.add)
             events.commit_applied.append(foreign_objects.commit_applied)
 
@@ -388,7 +381,7 @@ class Assembly:
     async def begin(self) -> None:
         """Load the journals, and bring names to the state of the store, except those that orphans hide. Raises
         LakeError."""
-        self._commits.load()  # acknowledged files have the names that renames in the journal gave them
+        self.committer.load()  # acknowledged files have the names that renames in the journal gave them
         if not self._ground.config.read_only:
             self.replay.restore()
         self.recovery.drop_names()

@@ -373,7 +373,7 @@ class _IndexSearch:
         self._commits = CommitRows(database)
         polled = self._commits.polled()
         self._known = max(self._commits.complete(), polled - WINDOW_NS)
-        self._fresh = not polled and not tables.has_names(database)
+        self._fresh = not polled and not database.has_names()
         self._missing = tables.missing_before(database)
         self._needed = max(self._missing, horizon)
         """Commits before this time may be deleted, by the record of gc, every manifest that was read, and this

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lakefs_fuse.errors import Unavailable
-from lakefs_fuse.store.protocol import Body, Capabilities, length_of, pieces_of, read_etag
+from lakefs_fuse.store.protocol import Body, Capabilities, length_of, md5_of, pieces_of, read_etag
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.errors import SumRefused
 
@@ -94,14 +94,6 @@ def outgoing(body: Body, *, digest: bool, limiter: RateLimiter | None = None) ->
 def md5_of_sent(body: Outgoing) -> str:
     """MD5 in hex of a body that was sent once, whole."""
     return body.hexdigest() if isinstance(body, BodyReader) else hashlib.md5(body, usedforsecurity=False).hexdigest()
-
-
-def md5_of(body: Body) -> bytes:
-    """MD5 of a body that is yet to be sent: one pass over the bytes."""
-    md5 = hashlib.md5(usedforsecurity=False)
-    for piece in pieces_of(body):
-        md5.update(piece)
-    return md5.digest()
 
 
 def crc32_of(body: Body) -> int:

@@ -27,6 +27,7 @@ import trio
 
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
 from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.commits.idleness import Idleness
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
@@ -94,6 +95,7 @@ class ImmutableFilesystem:
         self._count = NameCount(lambda: self._state.tree.usage(self.top), nursery, is_constant=True)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
         self._gone = self._refreshes = 0
+        self.idleness = Idleness(0.0)  # not watched, so never idle: nothing polls
         self._refreshing = trio.Lock()
         self.refreshed: list[Callable[[ChangedNames], Awaitable[object]]] = []
         """Listeners, awaited with the names that changed with a refresh."""
@@ -229,8 +231,7 @@ class ImmutableFilesystem:
             return b""
         length = min(length, extent.size - offset)
         ahead = reading.readahead if extent.is_whole else None
-        within = None if extent.is_whole else (extent.offset, extent.offset + extent.size)
-        begin = extent.offset + offset
+        begin, within = extent.offset + offset, extent.within
         wait: Wait | None = None
         while True:
             try:

@@ -112,10 +112,8 @@ class FileIO:
             length = min(length, extent.size - offset)
             begin = extent.offset + offset
             try:
-                if extent.is_whole:
-                    return await self._reader.read(extent.version, begin, length, readahead, reads=reads)
-                within = (extent.offset, extent.offset + extent.size)
-                return await self._reader.read(extent.version, begin, length, within=within, reads=reads)
+                ahead, within = readahead if extent.is_whole else None, extent.within
+                return await self._reader.read(extent.version, begin, length, ahead, within=within, reads=reads)
             except FileError as error:
                 if error.errno != errno.ESTALE:
                     raise
