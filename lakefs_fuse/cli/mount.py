@@ -20,7 +20,7 @@ from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.explain import explain
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
-from lakefs_fuse.cli.mount_health import NAMES_MISSING
+from lakefs_fuse.cli.mount_health import NAMES_MISSING, why_read_only
 from lakefs_fuse.cli.mount_options import OF_WRITERS, WORKLOADS, describe_sets, expand, settings_of
 from lakefs_fuse.cli.parameters import DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE, LocalPath, Number, format_bytes
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
@@ -239,14 +239,17 @@ def mount(source: str, mountpoint: str | None, **options: Any) -> None:
         spawn.exec_in_foreground(config)
     else:
         spawn.start(config)
-        _warn_of_missing_names(config.mountpoint)
+        _warn_of_limits(config)
 
 
-def _warn_of_missing_names(mountpoint: str) -> None:
-    """Warn on standard error if a read-only mount may show wrong names."""
-    with suppress(LakeError), open_daemon(mountpoint) as client:  # it may have ended already
-        if number(section(client.statistics(), "commits"), "names_missing"):
+def _warn_of_limits(config: MountConfig) -> None:
+    """Warn on standard error if the mount may show wrong names, or is read-only although that was not requested."""
+    with suppress(LakeError), open_daemon(config.mountpoint) as client:  # it may have ended already
+        values = client.statistics()
+        if number(section(values, "commits"), "names_missing"):
             click.echo(f"{PROGRAM}: {NAMES_MISSING}", err=True)
+        if (why := why_read_only(values)) and not config.read_only:
+            click.echo(f"{PROGRAM}: {why}", err=True)
 
 
 def config_of(args: Sequence[str]) -> MountConfig:

@@ -23,6 +23,8 @@ NUMBERS_USED_WARN = 0.75
 def health(values: Values, now_s: float) -> Iterator[CheckResult]:
     """Results from the values of ``stats --json``; ``now_s`` is the time since 1970."""
     yield _daemon(section(values, "daemon"), str(section(values, "mount").get("log_file") or "the journal"))
+    if why := why_read_only(values):
+        yield warning("mount.features", why)
     yield from _backlog(values)
     yield _requests(section(values, "store"))
     yield _commits(section(values, "commits"))
@@ -44,6 +46,13 @@ def _daemon(daemon: Values, log: str) -> CheckResult:
     if version != __version__:
         return warning(check, f"{text}, of version {version}, and this is {__version__}: mount again to upgrade it")
     return ok(check, text, restarts=0)
+
+
+def why_read_only(values: Values) -> str:
+    """Return why a mount cannot write to its lake although its program could to others; empty if it can."""
+    unknown = section(values, "mount").get("needs_newer_program")
+    names = ", ".join(map(str, unknown)) if isinstance(unknown, list) else ""
+    return f"the mount is read-only, as the lake has {names}: install a newer version to write" if names else ""
 
 
 def _backlog(values: Values) -> Iterator[CheckResult]:

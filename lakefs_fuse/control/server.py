@@ -58,12 +58,14 @@ async def _check_nothing() -> None: ...
 class ServedLake:
     """The lake of a mount: the ``id`` of its record, empty without one, and the capabilities of its store.
     ``sent_bytes`` is a number that grows while uploads send; ``check_identity`` raises LakeError where the store has
-    another lake by now."""
+    another lake by now. ``unknown`` are features of the lake without which this program cannot write it: the mount is
+    read-only."""
 
     id: str
     capabilities: dict[str, object]
     sent_bytes: Callable[[], int] = lambda: 0
     check_identity: Callable[[], Awaitable[None]] = _check_nothing
+    unknown: tuple[str, ...] = ()
 
 
 class CacheView(Protocol):
@@ -302,6 +304,7 @@ class ControlServer:
                 "cache_dir": config.cache_dir,
                 "log_file": config.log_file or "",
                 "read_only": config.read_only,
+                "needs_newer_program": list(self._lake.unknown),
             },
             "capabilities": self._lake.capabilities,
             "unfinished": [msgspec.to_builtins(file) for file in unfinished],

@@ -174,6 +174,7 @@ def _checks_of(
             found[result.check] = result.severity
             yield result
         if Severity.OK in found.values():
+            yield lake_of(store, node)
             yield checkup.round_trip()
             keeps_versions = isinstance(store, NetworkStore)
             for result in configuration():
@@ -188,6 +189,21 @@ def _checks_of(
     finally:
         checkup.clean()
         store.close()
+
+
+def lake_of(store: ObjectStore, node: Node) -> CheckResult:
+    """Whether this program knows the features of the lake in a store."""
+    check = "store.lake"
+    try:
+        record, _ = lake_record.read_record(store, node.clock)
+        unknown = () if record is None else lake_record.check_features(record)
+    except LakeError as error:
+        return failed(check, str(error))
+    if record is None:
+        return ok(check, f"there is no {lake_record.KEY} yet: the first writable mount makes it")
+    if unknown:
+        return warning(check, f"mounts are read-only, as the lake has {', '.join(unknown)}: install a newer version")
+    return ok(check, f"lake {record.id} has no feature that this version does not know", id=record.id)
 
 
 def throughput(checkup: Checkup, node: Node, *, repeats: bool) -> CheckResult:

@@ -82,7 +82,8 @@ async def open_lake(
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         lake_id = opened.record.id if opened.record is not None else ""
         check = partial(require_same_lake, client, config.store.source, lake_id)
-        lake = ServedLake(lake_id, msgspec.to_builtins(capabilities), lambda: limiter.sent_bytes, check)
+        served = msgspec.to_builtins(capabilities)
+        lake = ServedLake(lake_id, served, lambda: limiter.sent_bytes, check, opened.unknown)
         if config.immutable:
             config = structs.replace(config, records_residency=config.records_residency and not opened.unknown)
             machine = os.uname().nodename

@@ -32,6 +32,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import trio
+from msgspec import structs
 
 from lakefs_fuse import __version__
 from lakefs_fuse.config import MountConfig
@@ -202,9 +203,10 @@ class Daemon(Generic[Fs]):
     async def _serve_lake(self) -> int:
         path = server_socket_path(self._config.mountpoint)
         async with self._parts.open_lake(self._config) as (fs, lake, maintain):
+            config = structs.replace(self._config, read_only=self._config.read_only or bool(lake.unknown))
             server = ControlServer(
                 fs,
-                self._config,
+                config,
                 lake=lake,
                 request_unmount=self._request_unmount,
                 clock=time.monotonic,
@@ -221,7 +223,7 @@ class Daemon(Generic[Fs]):
                 if await self._may_mount():
                     store_closed = partial(self._store_closed_files, fs)
                     nursery.start_soon(_run_in, mounted := trio.CancelScope(), maintain, store_closed)
-                    was_cut_off = await self._serve(fs, on_ready)
+                    was_cut_off = await self._serve(fs, config, on_ready)
                     mounted.cancel()
                 self._stage = Stage.DRAINING
                 server.begin_draining()
@@ -232,12 +234,12 @@ class Daemon(Generic[Fs]):
         log.info("closed")
         return EXIT_FAILURE if error else 0
 
-    async def _serve(self, fs: Fs, on_ready: Callable[[], None]) -> bool:
+    async def _serve(self, fs: Fs, config: MountConfig, on_ready: Callable[[], None]) -> bool:
         """Serve until the mount ends; True where it could not be unmounted as requested, and programs may still have
         files open, which they can no longer write."""
         was_cut_off = False
         try:
-            await self._parts.serve(fs, self._config, ready=on_ready)
+            await self._parts.serve(fs, config, ready=on_ready)
         except* LakeError as errors:
             if not self._end_requested.is_set():
                 raise

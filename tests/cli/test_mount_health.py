@@ -45,6 +45,7 @@ def test_mount_where_all_is_well_is_ok() -> None:
     [
         ("daemon.restarts", 2, "mount.daemon", Severity.WARNING, "2 daemons died before it: see /log"),
         ("daemon.version", "0.0.1", "mount.daemon", Severity.WARNING, "mount again"),
+        ("mount.needs_newer_program", ["mirrored"], "mount.features", Severity.WARNING, "mirrored: install a newer"),
         ("dirty.failed", 1, "mount.backlog", Severity.FAILED, "stats"),
         ("dirty.orphans", 1, "mount.orphans", Severity.WARNING, "orphans"),
         ("writeback.waiting_because", "no connection", "mount.backlog", Severity.FAILED, "no connection"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -126,11 +127,17 @@ def test_mount_of_a_lake_with_an_unknown_feature(make_lake: LakeMaker) -> None:
     (lake.path / "f").write_bytes(b"bytes")
     lake.umount()
     set_record(lake, features_to_write=["mirrored"])
-    lake.mount()
+    done = lake.try_mount()
+    lake.pid = lake.number("daemon.pid")
+    assert (done.returncode, "the mount is read-only, as the lake has mirrored" in done.stderr) == (0, True)
     assert (lake.path / "f").read_bytes() == b"bytes"
     with pytest.raises(OSError, match="Read-only"):
         (lake.path / "g").write_bytes(b"")
-    assert "mirrored" in json.dumps(lake.stats()["capabilities"])
+    assert os.statvfs(lake.path).f_flag & os.ST_RDONLY
+    stats = lake.stats()
+    assert "mirrored" in json.dumps(stats["capabilities"])
+    assert stats["mount"].items() >= {"read_only": True, "needs_newer_program": ["mirrored"]}.items()  # type: ignore[attr-defined]
+    assert "mount.features: the mount is read-only" in lake.cli("doctor", str(lake.path), "--no-throughput").stdout
     refused = lake.cli("gc", lake.source)
     assert (refused.returncode, "mirrored" in refused.stderr) == (2, True)
     assert lake.cli("fsck", lake.source).returncode == 0
@@ -139,6 +146,8 @@ def test_mount_of_a_lake_with_an_unknown_feature(make_lake: LakeMaker) -> None:
     refused = lake.try_mount()
     assert refused.returncode != 0
     assert "this lake has rotated, which lakefs-fuse" in refused.stderr
+    checked = lake.cli("doctor", lake.source, "--no-throughput")
+    assert (checked.returncode, "store.lake: this lake has rotated" in checked.stdout) == (1, True)
 
 
 def test_read_only_mount_writes_no_record(make_lake: LakeMaker) -> None:
