@@ -41,6 +41,7 @@ from lakefs_fuse.commits.bundles import (
     BundleWriter,
     commit_time,
 )
+from lakefs_fuse.commits.gc_record import read_horizon
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.listing_digest import DigestStore
 from lakefs_fuse.commits.pack_budget import PACK_BYTES_MIN, PackBudget
@@ -103,6 +104,10 @@ class CommitLog:
         """Small commits of other mounts that were fetched since `forget_fetched`; None without ``repeats``."""
 
     # -- time
+
+    async def read_horizon(self) -> int:
+        """Return the time before which commits may have been collected. Raises LakeError."""
+        return await read_horizon(self._client)
 
     async def read_time(self) -> None:
         """Correct the clock by the store's time, or by this machine's if the store has none. Raises LakeError."""

@@ -19,9 +19,9 @@ What always holds:
 * *shallow polls promise nothing*: only a deep poll, or one that agreed with a digest, moves the time from which the
   next deep one begins (`CommitRows.polled`), and counts as having heard of other nodes.
 
-Collections that mounts start delete a commit once it has been known for ABSENCE_S_MAX that no name needs it. A node
-that polls again after a longer time may have missed commits for good: it logs that, and its next mount reads all names
-again.
+A collection deletes a commit once it has been known for a grace period that no name needs it: ABSENCE_S_MAX if a mount
+started it, by default GRACE_S_MIN if a user did. A node that polls again after a longer time, in which a collection has
+ended, may have missed commits for good: its next mount reads all names again. After ABSENCE_S_MAX it also logs that.
 
 A commit may name a path with a plain object of the same second that its writer did not know. It waits up to
 `DOUBT_S_MAX`, and so do the commits behind it: a node that knew the object may have replaced or removed it in an older
@@ -93,6 +93,8 @@ LISTING_S_MAX = 30.0
 commit before that one was made."""
 ABSENCE_S_MAX = 7 * 86400.0
 """How long a node may be suspended, or cut off from the store; what dead nodes leave behind is kept as long."""
+GRACE_S_MIN = 3600.0
+"""The default of ``gc --grace``: after a shorter absence no commit is missing, unless a user chose a shorter grace."""
 DOUBT_S_MAX = 1.0
 """How long after its own time a commit in doubt waits for an older one, whose PUT may be slower."""
 GETS_MAX = 4
@@ -384,7 +386,7 @@ class Poller:
         self._is_whole = True
         if len(found) < len(look.found):
             self._list_again(look.found[len(found)])
-        self._note_absence()
+        await self._note_absence(look.polled)
         if look.past is not None:
             newest = look.past
             if look.is_deep and found and look.took_s < LISTING_S_MAX:
@@ -417,15 +419,21 @@ class Poller:
         """Have the next poll show a commit that is not applied yet, and all later ones."""
         self._shown = min(self._shown, first[0] - 1)
 
-    def _note_absence(self) -> None:
-        before_ns, self._heard_ns = self._heard_ns, self._ahead_ns
-        if not before_ns or self._heard_ns - before_ns <= ABSENCE_S_MAX * NS:
-            return
-        self._applier.commits.mark_outdated()
-        logger.error(
-            "this node has not heard of others for %.1f days, and commits of that time may have been collected: mount "
-            "the lake again, for names may be outdated until then", (self._heard_ns - before_ns) / NS / 86400,
-        )  # fmt: skip
+    async def _note_absence(self, polled: int) -> None:
+        """After a long absence, have the next mount read all names again if a commit may have been collected that is
+        newer than what was known before: polls were past the time ``polled``. Raises LakeError."""
+        absent_ns = self._ahead_ns - self._heard_ns if self._heard_ns else 0
+        if absent_ns > GRACE_S_MIN * NS:
+            commits = self._applier.commits
+            known = max(commits.complete(), polled - WINDOW_NS)
+            if known + 1 < await self._log.read_horizon():
+                commits.mark_outdated()
+                logger.log(
+                    logging.ERROR if absent_ns > ABSENCE_S_MAX * NS else logging.INFO,
+                    "this node has not heard of others for %.1f hours, and commits of that time may have been "
+                    "collected: mount the lake again, for names may be outdated until then", absent_ns / NS / 3600,
+                )  # fmt: skip
+        self._heard_ns = self._ahead_ns
 
     async def heard(self, within_s: float) -> None:
         """Poll unless every commit that was visible ``within_s`` seconds ago is in effect here already. Time for which

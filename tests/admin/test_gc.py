@@ -395,6 +395,29 @@ async def test_mount_that_ended_before_a_late_commit_was_visible_has_it_after_it
         assert {"late", "seen"} <= (await node.tree()).keys()
 
 
+async def test_mount_that_slept_through_a_collection_has_the_right_names_at_its_next_mount(
+    clock: Clock, tmp_path: Path
+) -> None:
+    """Removals that it has never seen were collected an hour after they were found dead. It polls for a while since."""
+    store = MemoryStore()
+    give_pack(store, clock, dataset(3))
+    async with lake(store, tmp_path / "node", clock=clock) as node:
+        before = (await node.tree()).keys()
+        clock.advance(200)
+        give_commit(store, clock, Mkdir("new", 0o750, 1, 2, 0), *map(Remove, dataset(3)))
+        for _ in range(2):
+            clock.advance(3700)
+            await run_gc(work_of(store, clock, tmp_path), GcArgs(grace_s=3600))
+        assert not commits(store)
+        give_commit(store, clock, Mkdir("newer", 0o750, 1, 2, 0))
+        for _ in range(2):
+            await node.poll()
+            clock.advance(200)
+        assert (await node.tree()).keys() == {"newer"} | before
+    async with lake(store, tmp_path / "node", clock=clock) as node:
+        assert (await node.tree()).keys() == {"new", "newer"}
+
+
 async def test_a_damaged_file_stays_where_it_is(store: MemoryStore, clock: Clock) -> None:
     """Its bytes are not blessed with a new CRC."""
     pack = commits(store)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.file_rules import DOUBTS_AT_ONCE
+from lakefs_fuse.commits.gc_record import RECORDS
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S
 from lakefs_fuse.commits.poller import FETCHED_MAX
 from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
@@ -621,18 +623,27 @@ async def test_the_lag_is_told(tmp_path: Path) -> None:
         assert a.metrics.lag_s == pytest.approx(3)
 
 
-@pytest.mark.parametrize("days", [6.9, 7.1])
-async def test_node_that_was_away_for_more_than_a_week_reads_all_names_at_its_next_mount(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: float
+@pytest.mark.parametrize(
+    ("hours", "collected_s", "is_outdated"),
+    [(0.9, 1000, False), (1.1, 1000, True), (1.1, -200, False), (170.0, 1000, True), (170.0, None, False)],
+)
+async def test_node_that_was_away_while_commits_were_collected_reads_all_names_at_its_next_mount(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hours: float, collected_s: float | None, is_outdated: bool
 ) -> None:
-    """Commits that it never saw may have been collected."""
+    """Commits of ``collected_s`` after it was last there may be gone. After a week an error says so."""
+    caplog.set_level(logging.INFO)
     site = Site(tmp_path)
+    site.clock.seconds = HOUR_S
     with site.daemon("a") as a:
+        commit(site, HOUR_S, "f")
         await a.poller.poll()
-        site.clock.seconds += days * 86400
+        if collected_s is not None:
+            site.store.give(f"{RECORDS}{at(1):016x}-{at(HOUR_S + collected_s):016x}", b"")
+        site.clock.seconds += hours * HOUR_S
         await a.poller.poll()
-        assert ("has not heard of others" in caplog.text) == (days > 7)
-        assert are_names_outdated(a.database) == (days > 7)
+        logged = [each.levelname for each in caplog.records if "has not heard of others" in each.message]
+        assert logged == (["ERROR" if hours > 168 else "INFO"] if is_outdated else [])
+        assert are_names_outdated(a.database) == is_outdated
         caplog.clear()
         await a.poller.poll()
         assert caplog.text == ""
