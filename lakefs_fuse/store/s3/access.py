@@ -37,7 +37,6 @@ from botocore.config import Config
 from botocore.handlers import add_expect_header
 from botocore.hooks import HierarchicalEmitter
 from botocore.httpsession import ProxyConfiguration, URLLib3Session
-from botocore.loaders import Loader, create_loader
 from botocore.model import OperationModel
 from botocore.utils import get_environ_proxies
 from msgspec import structs
@@ -49,6 +48,7 @@ from lakefs_fuse.product import ENVIRONMENT_PREFIX, PROGRAM
 from lakefs_fuse.store.s3.advice import NO_CREDENTIALS
 from lakefs_fuse.store.s3.errors import from_boto, refuse_page
 from lakefs_fuse.store.s3.key_files import REREAD_S, follow_files
+from lakefs_fuse.store.s3.service_files import service_files
 from lakefs_fuse.store.s3.stored_objects import STORING_OPERATIONS, boto3_encryption
 
 DEFAULT_REGION = "us-east-1"
@@ -161,7 +161,7 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         core = botocore.session.Session(
             event_hooks=copy.copy(_builtin_handlers()), include_builtin_handlers=False, profile=config.profile
         )
-        core.register_component("data_loader", _service_files(core.get_config_variable("data_path")))
+        core.register_component("data_loader", service_files(core.get_config_variable("data_path")))
         session = boto3.session.Session(region_name=config.region, botocore_session=core)
         follow_files(core.get_component("credential_provider"), clock)
         region = session.region_name or DEFAULT_REGION
@@ -286,13 +286,6 @@ def _builtin_handlers() -> HierarchicalEmitter:
     handlers = HierarchicalEmitter()
     botocore.session.Session(event_hooks=handlers)
     return handlers
-
-
-@functools.cache
-def _service_files(search_path: str | None) -> Loader:
-    """What botocore reads and parses to make a client, kept for the next one: to find a lake takes one for each level
-    of the path, and most of the time of a client is the parsing."""
-    return create_loader(search_path)
 
 
 def _check_endpoint(url: str) -> None:
