@@ -247,15 +247,9 @@ class Assembly:
             events.version_stored.append(self.pinner.published)
             events.path_renamed.append(self.pinner.renamed)
         self.renamed = RenamedObjects(
-            namespace,
-            ground.client,
-            committer,
-            self.deletions,
-            ground.nursery,
-            ground.ids("hidden-objects"),
-            self.pinner.moved,
-            read_only=config.read_only,
-        )
+            namespace, ground.client, committer, self.deletions, ground.nursery, ground.ids("hidden-objects"),
+            self.pinner.moved, read_only=config.read_only,
+        )  # fmt: skip
         events.commit_applied.append(self.renamed.commit_applied)
         services = ground.services(reader)
         self.staging = services.staging
