@@ -30,6 +30,7 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.store.protocol import FileSlice
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.namespace.attributes import learn
+from lakefs_fuse.vfs.namespace.operations import ObjectRefs
 
 PACK_BYTES = 64 * MIB
 PACK_FILES_MAX = OPERATIONS_AT_ONCE
@@ -49,13 +50,12 @@ class Moved:
     damaged: int = 0
 
 
-@dataclass(slots=True)
-class RelocationBuilder:
+class RelocationBuilder(ObjectRefs):
     """Builds the operations of one commit, and the objects that they refer to."""
 
-    objects: list[ObjectRef] = field(default_factory=lambda: [ObjectRef()])
-    operations: list[Operation] = field(default_factory=list)
-    _numbers: dict[ObjectRef, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
 
     def add(self, path: str, entry: Entry, source: Extent, target: int, offset: int, hides: str) -> None:
         """``target`` is an index into ``objects``."""
@@ -76,12 +76,6 @@ class RelocationBuilder:
         for file, offset in moved:
             self.add(file.path, file.entry, file.source, target, offset, file.entry.etag)
         return self
-
-    def index(self, ref: ObjectRef) -> int:
-        if ref not in self._numbers:
-            self._numbers[ref] = len(self.objects)
-            self.objects.append(ref)
-        return self._numbers[ref]
 
     async def commit(self, lake: LakeView) -> None:
         """A commit without bytes; its relocations are repeated while one is late (LATE_NS). Raises LakeError."""

@@ -51,13 +51,28 @@ class RowSnapshot(msgspec.Struct, frozen=True):
         return self.xattrs_by_inode.get(inode, {})
 
 
-class ChangeBuilder:
+class ObjectRefs:
+    """The objects that a record will refer to, each once; their indexes are those of `Record.objects`."""
+
+    def __init__(self) -> None:
+        self.objects = [ObjectRef()]
+        self._numbers: dict[ObjectRef, int] = {}
+
+    def index(self, ref: ObjectRef) -> int:
+        """Return the index of an object, which is added if it is new."""
+        index = self._numbers.get(ref)
+        if index is None:
+            index = self._numbers[ref] = len(self.objects)
+            self.objects.append(ref)
+        return index
+
+
+class ChangeBuilder(ObjectRefs):
     """Gathers operations and the objects that they refer to."""
 
     def __init__(self, rows: Rows) -> None:
+        super().__init__()
         self._rows = rows
-        self._objects = [ObjectRef()]
-        self._numbers: dict[ObjectRef, int] = {}
         self.operations: list[Operation] = []
         self.moves: list[tuple[str, str]] = []
 
@@ -76,18 +91,11 @@ class ChangeBuilder:
             self.remove(path, entry)
 
     def change(self) -> Change:
-        return Change(operations=self.operations, objects=self._objects, moves=self.moves)
-
-    def _index(self, ref: ObjectRef) -> int:
-        index = self._numbers.get(ref)
-        if index is None:
-            index = self._numbers[ref] = len(self._objects)
-            self._objects.append(ref)
-        return index
+        return Change(operations=self.operations, objects=self.objects, moves=self.moves)
 
     def _place(self, entry: Entry) -> int:
         row = self._rows.objects.get(entry.place) if entry.place else None
-        return OWN if row is None else self._index(ObjectRef(row.key, row.etag, row.size))
+        return OWN if row is None else self.index(ObjectRef(row.key, row.etag, row.size))
 
     def put(
         self, path: str, entry: Entry, *, key: str = "", hides: str = "", replaces: ObjectRef | None = None
@@ -105,13 +113,13 @@ class ChangeBuilder:
         if entry.place:
             index = self._place(entry)
         elif key and key != path:
-            index = self._index(ObjectRef(key, entry.etag, entry.size))
+            index = self.index(ObjectRef(key, entry.etag, entry.size))
         else:
             index, hides = OWN, entry.etag
         self.operations.append(
             Put(
                 path, index, entry.offset, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns,
-                hides=hides, xattrs=xattrs, replaces=ANY if replaces is None else self._index(replaces),
+                hides=hides, xattrs=xattrs, replaces=ANY if replaces is None else self.index(replaces),
             )
         )  # fmt: skip
 
