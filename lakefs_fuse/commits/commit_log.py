@@ -226,6 +226,10 @@ class CommitLog:
         """Return the metadata of the object at any key of the lake. Raises NotFound, StoreError kinds."""
         return await self._client.head(key)
 
+    async def find(self, key: str) -> ObjectMeta | None:
+        """As `head`; None if there is no object."""
+        return await self._client.find(key)
+
     def list_since(self, time_ns: int) -> AsyncGenerator[ListPage, None]:
         """List the commits from a time on, with the bundles and digests among them, page by page."""
         return self._client.list_all(COMMITS, start_after=self.start(time_ns))

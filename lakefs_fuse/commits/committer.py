@@ -636,18 +636,11 @@ class Committer:
             self.unsure = unsure
             if isinstance(error, LakeError):
                 with trio.move_on_after(ASK_S_MAX), suppress(LakeError):
-                    meta = await self._find(key)
+                    meta = await self._log.find(key)
                     self.unsure = None
                     if meta is not None:
                         return meta
             raise
-
-    async def _find(self, key: str) -> ObjectMeta | None:
-        """Return the metadata of a commit; None if the store does not have it. Raises LakeError."""
-        try:
-            return await self._log.head(key)
-        except NotFound:
-            return None
 
     async def reconcile(self) -> None:
         """Apply what the disk did not record, find out whether failed commits are in the store, and repeat late ones.
@@ -673,7 +666,7 @@ class Committer:
         if self.unsure is None:
             return
         record = self.unsure.record
-        meta = await self._find(self._log.key(record.time))
+        meta = await self._log.find(self._log.key(record.time))
         if meta is None:
             self.unsure = None
             return

@@ -14,11 +14,10 @@ Memory: the paths of the commits made since the first of them. For tasks of one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-import trio
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import parse_commit_key
@@ -40,11 +39,9 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 
 REQUESTS_AT_ONCE = 16
-TASKS_MAX = 512
-Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
 
 Said: TypeAlias = tuple[str, bool, bool]
@@ -153,7 +150,7 @@ class Redater:
                 said = _said(operation)
                 self._newer[said] = max(record.time, self._newer.get(said, 0))
 
-        await _for_each(metas, read)
+        await for_each(metas, read, REQUESTS_AT_ONCE)
 
     async def _still_newest(self, original: Original) -> list[Operation]:
         """Return the operations on paths that got no other version since. Raises LakeError."""
@@ -163,15 +160,12 @@ class Redater:
         replaced: set[tuple[str, str]] = set()
 
         async def ask(operation: Put | Symlink | Remove) -> None:
-            try:
-                there = await self._log.head(operation.path)
-            except NotFound:
-                return
-            if there.etag != operation.hides and there.mtime_ns > since_ns:
+            there = await self._log.find(operation.path)
+            if there is not None and there.etag != operation.hides and there.mtime_ns > since_ns:
                 replaced.add((operation.path, operation.hides))
 
         of_names = [each for each in left if isinstance(each, Put | Symlink | Remove) and not is_of_directory(each)]
-        await _for_each(of_names, ask)
+        await for_each(of_names, ask, REQUESTS_AT_ONCE)
         gone = {id(each) for each in of_names if (each.path, each.hides) in replaced}
         return [each for each in left if id(each) not in gone]
 
@@ -210,19 +204,6 @@ async def still_newest(log: CommitLog, record: Record) -> list[Operation]:
     redater = Redater(log)
     await redater.read_newer(record.time)
     return [each for each in record.operations if not redater.is_superseded(each, record.time)]
-
-
-async def _for_each(items: Sequence[Item], do: Callable[[Item], Awaitable[None]]) -> None:
-    few = trio.CapacityLimiter(REQUESTS_AT_ONCE)
-
-    async def limited(item: Item) -> None:
-        async with few:
-            await do(item)
-
-    for at in range(0, len(items), TASKS_MAX):
-        async with collecting() as nursery:
-            for item in items[at : at + TASKS_MAX]:
-                nursery.start_soon(limited, item)
 
 
 def _said(operation: Operation) -> Said:

@@ -26,7 +26,7 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.parallel_list import Lister
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 
 NS = 1_000_000_000
 KEYS_MAX = 1000
@@ -259,9 +259,7 @@ class SubtreeListings:
         async def get(after: str) -> None:
             pages[after] = await self._client.list_page("", start_after=after, keys_max=KEYS_MAX)
 
-        async with collecting() as nursery:
-            nursery.start_soon(get, "")
-            nursery.start_soon(get, _BEHIND_RESERVED)
+        await for_each(("", _BEHIND_RESERVED), get, 2)
         first, behind = pages[""], pages[_BEHIND_RESERVED]
         before = [meta for meta in first.objects if meta.key < RESERVED_PREFIX]
         if behind.next_token is not None or (first.next_token is not None and len(before) == len(first.objects)):

@@ -15,7 +15,7 @@ import trio
 
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import ROOT_INODE
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 LISTINGS_AT_ONCE = 16
@@ -39,31 +39,27 @@ async def list_everything(
     names = directories = 0
     began_ns = namespace.now_ns()
 
-    async def work() -> None:
+    async def list_one(inode: int) -> None:
         nonlocal names, directories
-        for inode in waiting:  # shared: each is taken by one task
-            is_new = namespace.tree.listing(inode) is None
-            try:
-                await namespace.list_directory(inode, since_ns=began_ns)
-            except FileError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-                continue  # it was removed in the meantime
-            await listed(inode, is_new)
-            directories += 1
-            for children in namespace.tree.children_in_steps(inode):
-                names += len(children)
-                below.extend(child.inode for child in children if child.is_dir)
-                await trio.lowlevel.checkpoint()
-            report(names)
+        is_new = namespace.tree.listing(inode) is None
+        try:
+            await namespace.list_directory(inode, since_ns=began_ns)
+        except FileError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return  # it was removed in the meantime
+        await listed(inode, is_new)
+        directories += 1
+        for children in namespace.tree.children_in_steps(inode):
+            names += len(children)
+            below.extend(child.inode for child in children if child.is_dir)
+            await trio.lowlevel.checkpoint()
+        report(names)
 
     level = array("Q", [top])
     while level:
         below = array("Q")
-        waiting = iter(level)
-        async with collecting() as nursery:
-            for _ in range(min(LISTINGS_AT_ONCE, len(level))):
-                nursery.start_soon(work)
+        await for_each(level, list_one, min(LISTINGS_AT_ONCE, len(level)))
         level = below
     log.info("%d directories listed, %d names", directories, names)
 

@@ -19,7 +19,7 @@ import os
 import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,16 @@ from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import CacheError, ConfigError, FileError, LakeError, StoreError
 from lakefs_fuse.path_rules import translate
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.residency.selection import Found, Names, Selected, find, passing_over, shown_path, visit_files
+from lakefs_fuse.vfs.residency.selection import (
+    Found,
+    Names,
+    Selected,
+    find,
+    passing_over,
+    paths_above,
+    shown_path,
+    visit_files,
+)
 
 SHARE_MAX = 0.75
 """Of the cache: the rest serves what is not pinned."""
@@ -302,7 +311,7 @@ class Pins:
         pinned = dict.fromkeys(paths)
         for path in pinned:
             await trio.lowlevel.checkpoint()
-            if any(above in pinned for above in _above(path)):
+            if any(above in pinned for above in paths_above(path)):
                 continue  # its files are counted with that
             refused, plan.unreadable[path] = None if path in strictly else plan.refuse, None
             with passing_over(refused):
@@ -311,12 +320,6 @@ class Pins:
                 if entry is not None:
                     await visit_files(names, Found(path, entry), see, refused)
         return plan
-
-
-def _above(path: str) -> Iterator[str]:
-    while path:
-        path = path.rpartition("/")[0]
-        yield path
 
 
 class PinnedChanges:
@@ -339,7 +342,7 @@ class PinnedChanges:
     def _listen(self) -> None:
         """The pins are others now."""
         self._directory = (math.nan, False)
-        self._above = {above for path in self._pins.paths for above in _above(path)}
+        self._above = {above for path in self._pins.paths for above in paths_above(path)}
         events, is_needed = self._ns.events, len(self._pins) > 0
         if is_needed == self._is_listening:
             return

@@ -114,7 +114,11 @@ def _above(selected: Selected) -> Iterable[str]:
     """Paths of directories that hold it."""
     if selected.pattern:
         yield selected.path
-    path = selected.path
+    yield from paths_above(selected.path)
+
+
+def paths_above(path: str) -> Iterator[str]:
+    """The paths of all directories that hold a path."""
     while path:
         path = path.rpartition("/")[0]
         yield path
