@@ -460,8 +460,7 @@ class _IndexSearch:
         if self._folds:
             log.info("another node has written an index meanwhile: all names are taken from it")
         else:
-            log.warning("this node was away for so long that commits it never saw were collected: its names are taken "
-                        "from the index")  # fmt: skip
+            log.info("commits may have been collected before they were seen here: all names are taken from the index")
         tables.drop_names(self._db)
 
     def _note_missing(self) -> None:
