@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from operator import methodcaller
@@ -509,21 +509,26 @@ async def test_flush_of_many_files_looks_at_two_packs_of_them_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "PACK_FILES_MAX", 4)
-    seen: list[int] = []
-    start = scheduler.PublishScheduler._start  # noqa: SLF001
-
-    def counting(self: scheduler.PublishScheduler, items: Iterable[AcknowledgedVersion]) -> float:
-        first = list(items)
-        seen.append(len(first))
-        return start(self, first)
-
-    monkeypatch.setattr(scheduler.PublishScheduler, "_start", counting)
     async with writing_back(MemoryStore(), tmp_path, pack="always", delay_s=NEVER_S) as m:
         for number in range(40):
             await m.write(f"{number}", b"x")
+        seen = [set[int]()]
+        """Numbers of the versions of which the place was asked for, by rounds of the scheduler."""
+        count = m.parts.writeback.count_packable
+
+        def end_round(files: int, size_bytes: int) -> None:
+            count(files, size_bytes)
+            seen.append(set())
+
+        def place(item: AcknowledgedVersion) -> int:
+            seen[-1].add(item.sequence)
+            return item.draft.stands_for or item.sequence
+
+        monkeypatch.setattr(m.parts.writeback, "count_packable", end_round)
+        monkeypatch.setattr(AcknowledgedVersion, "place", property(place))
         await m.fs.make_durable()
         assert told(m)["files"] == 0
-    assert max(seen) == 2 * 4
+    assert max(map(len, seen)) == 2 * 4
 
 
 async def test_fsync_of_an_open_file_stores_what_was_written_since(tmp_path: Path) -> None:
