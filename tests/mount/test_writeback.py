@@ -153,8 +153,9 @@ def test_states_one_after_the_other(back: Lake, faults: tuple[Server, Faults]) -
     controls.clear()
     becomes(path, "durable")
     assert back.outside.read("model")[:7] == b"changed"
+    assert state(back.path) == "durable"  # of all that is below
     with pytest.raises(OSError) as raised:
-        os.getxattr(back.path, "user.lakefs.state")
+        location(back.path)
     assert raised.value.errno == errno.ENODATA
     assert os.listxattr(path) == []
 
