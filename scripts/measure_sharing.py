@@ -768,8 +768,6 @@ WHY = {
     "stat": "SeaweedFS lists in another order than that of bytes, so that one LIST cannot leave the reserved keys "
     "out: in the root of a lake each directory costs one. Stores that list in the order of bytes, as "
     "Amazon S3 does, are asked twice for all of them.",
-    "rename-100000-python": "on the node that follows: 125 to 153 ms in three rounds while no other program ran, and "
-    "51 ms in an earlier one.",
     "hints": "while other programs used both cores; while none did 162 to 232 ms ([ADR 0142](../adr/0142-hints.md)).",
     "append": "a close is one PUT. Beside it an append takes seven FUSE requests and 5 to 6 ms of CPU of the daemon.",
     "append-writeback": "each close waits for a sync of the local disk, and takes seven FUSE requests, 1 to 2 ms of "
