@@ -20,6 +20,7 @@ from lakefs_fuse.store.protocol import Body, Capabilities, Fetched, ListPage, Ob
 
 When = Literal["before", "after"]
 WAIT_S_MAX = 20.0
+NS = 1_000_000_000
 START_NS = 1_700_000_000_000_000_000
 
 
@@ -107,6 +108,11 @@ class MemoryStore:
     def now_ns(self) -> int:
         return self.clock()
 
+    @property
+    def date_ns(self) -> int:
+        """What LastModified says of an object that is stored now."""
+        return self.now_ns // NS * NS
+
     # -- what tests do from outside
 
     def give(self, key: str, data: bytes = b"", metadata: Mapping[str, str] | None = None) -> ObjectMeta:
@@ -114,7 +120,7 @@ class MemoryStore:
         with self._lock:
             self.serial += 1
             etag = hashlib.md5(data if self.equal_bytes_have_equal_etags else data + b"%d" % self.serial).hexdigest()
-            meta = ObjectMeta(key, len(data), etag, self.now_ns, dict(metadata or {}))
+            meta = ObjectMeta(key, len(data), etag, self.date_ns, dict(metadata or {}))
             self.objects[key] = (data, meta)
             return meta
 
@@ -180,7 +186,11 @@ class MemoryStore:
                 raise PreconditionFailed(f"{key} exists")
             meta = self.give(key, data, metadata)
         self.hook(request, "after")
-        return msgspec.structs.replace(meta, mtime_ns=meta.mtime_ns - self.clients_behind_ns)
+        return self._answered(meta)
+
+    def _answered(self, meta: ObjectMeta) -> ObjectMeta:
+        """What is told of an object that was stored just now: the answer has no LastModified."""
+        return msgspec.structs.replace(meta, mtime_ns=self.now_ns - self.clients_behind_ns)
 
     def delete(self, key: str, *, etag: str | None = None) -> None:
         request = self._begin("delete", key)
@@ -317,7 +327,7 @@ class MemoryStore:
             meta = self.give(key, data, upload.metadata)
             del self.uploads[upload_id]
         self.hook(request, "after")
-        return meta
+        return self._answered(meta)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         request = self._begin("abort_multipart", key)

@@ -154,8 +154,7 @@ class Redater:
 
     async def _still_newest(self, original: Original) -> list[Operation]:
         """Return the operations on paths that got no other version since. Raises LakeError."""
-        exact = 0 if original.meta.mtime_ns % NS else NS - 1  # LastModified may say no more than the second
-        since_ns = original.made_ns + exact
+        since_ns = original.made_ns + NS - 1  # LastModified is in whole seconds
         left = [each for each in original.record.operations if not self.is_superseded(each, since_ns)]
         replaced: set[tuple[str, str]] = set()
 

@@ -116,7 +116,8 @@ def read_etag(text: str | None) -> str:
 
 
 class ObjectMeta(msgspec.Struct, frozen=True, gc=False):
-    """One object as LIST or HEAD shows it. ``metadata`` is None where not asked for (LIST), else user metadata."""
+    """One object as LIST or HEAD shows it, with the same date in both: ``mtime_ns`` is in whole seconds, as the
+    Last-Modified of a HEAD is. ``metadata`` is None where not asked for (LIST), else user metadata."""
 
     key: str
     size: int

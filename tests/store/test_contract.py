@@ -90,6 +90,7 @@ def test_put_head_and_list_agree(lake: Lake) -> None:
     assert found.metadata is None
     for meta in (put, head, found):
         assert before_ns < meta.mtime_ns < time.time_ns() + 3_000_000_000
+    assert head.mtime_ns == found.mtime_ns == head.mtime_ns // 1_000_000_000 * 1_000_000_000
 
 
 def test_the_store_says_what_time_it_is(lake: Lake) -> None:

@@ -21,7 +21,7 @@ from itertools import chain, islice
 
 from lakefs_fuse.errors import StoreError, Unsupported
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
-from lakefs_fuse.store.local.tree import HIDDEN, LocalTree, empty_directory, file_etag, is_utf8, translated
+from lakefs_fuse.store.local.tree import HIDDEN, LocalTree, empty_directory, file_object, is_utf8, translated
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
 NAMES_MAX = 65_536
@@ -110,7 +110,7 @@ class LocalPages:
                 key = base + name
                 if not name.endswith("/"):
                     if (status := tree.stat_for_listing(directory + name)) is not None:
-                        yield ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns)
+                        yield file_object(key, status)
                 elif base == "" and name == RESERVED_PREFIX and not self._reserved_has_keys():
                     continue
                 else:

@@ -35,6 +35,7 @@ from lakefs_fuse.store.local.tree import (
     LocalTree,
     encode_metadata,
     file_etag,
+    file_object,
     require_version,
     sync_directory,
     translated,
@@ -93,7 +94,7 @@ class LocalStore:
         if changed:
             kind = Unavailable if etag is None else PreconditionFailed
             raise kind(f"{key!r} was changed while it was read")
-        return Fetched(data, ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns, metadata))
+        return Fetched(data, file_object(key, status, metadata))
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
@@ -104,7 +105,7 @@ class LocalStore:
             return found
         with self._tree.opened(key) as (fd, status):
             metadata = self._tree.read_metadata(fd, status)
-        return ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns, metadata)
+        return file_object(key, status, metadata)
 
     def put(
         self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False,

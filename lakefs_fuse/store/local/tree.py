@@ -44,6 +44,8 @@ from lakefs_fuse.errors import (
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
 from lakefs_fuse.store.protocol import ObjectMeta
 
+NS = 1_000_000_000
+
 TMP_DIR = f"{RESERVED_PREFIX}tmp"
 UPLOADS_DIR = f"{RESERVED_PREFIX}uploads"
 HIDDEN = frozenset({"tmp", "uploads"})
@@ -87,6 +89,15 @@ class _Attribute(msgspec.Struct):
 def file_etag(status: os.stat_result) -> str:
     """ETag of a file: differs whenever the file was replaced or rewritten."""
     return f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}"
+
+
+def file_object(key: str, status: os.stat_result, metadata: Mapping[str, str] | None = None) -> ObjectMeta:
+    """The object of a file, dated as `ObjectMeta` says."""
+    return ObjectMeta(key, status.st_size, file_etag(status), _second(status.st_mtime_ns), metadata)
+
+
+def _second(time_ns: int) -> int:
+    return time_ns // NS * NS
 
 
 @contextlib.contextmanager
@@ -244,7 +255,7 @@ class LocalTree:
         if document is None:
             return None
         version = document.version if isinstance(document.version, int) else 0
-        return ObjectMeta(key, 0, f"{version:x}", version, document.metadata)
+        return ObjectMeta(key, 0, f"{version:x}", _second(version), document.metadata)
 
     def directory_object(self, key: str) -> ObjectMeta | None:
         """The object ``dir/``: a directory with a marker, or an empty one."""
@@ -476,7 +487,7 @@ def empty_directory(path: str, key: str) -> ObjectMeta | None:
     try:
         os.getxattr(path, EMPTIED_XATTR)
     except OSError:
-        return ObjectMeta(key, 0, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime_ns, {})
+        return ObjectMeta(key, 0, f"{status.st_mtime_ns:x}-{status.st_ino:x}", _second(status.st_mtime_ns), {})
     return None
 
 

@@ -207,7 +207,8 @@ def _size(text: str) -> int:
 
 
 def time_ns(text: str) -> int:
-    """ISO 8601 to ns since the epoch; 0 where there is none."""
+    """ISO 8601 to ns since the epoch, in whole seconds: some stores give more, and none does in the header of a HEAD. 0
+    where there is none."""
     if not text:
         return 0
-    return int(datetime.fromisoformat(text).timestamp() * 1_000_000) * 1000
+    return int(datetime.fromisoformat(text).timestamp()) * 1_000_000_000
