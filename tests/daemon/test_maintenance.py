@@ -103,7 +103,8 @@ class Node:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    """For tests that count whole hours."""
+    return Clock(tick_ns=0)
 
 
 @pytest.fixture

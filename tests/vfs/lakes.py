@@ -41,14 +41,18 @@ __all__ = ["RENAME_EXCHANGE", "RENAME_NOREPLACE", "Clock", "Lake", "lake", "two_
 
 @dataclass
 class Clock:
-    """Wall time that tests set, in ns since 1970."""
+    """Wall time that tests set, in ns since 1970.
+
+    It passes by ``tick_ns`` whenever a mount reads it, so that what began earlier is earlier."""
 
     now_ns: int = START_NS + 10 * NS  # after what stores were given before
+    tick_ns: int = 1
 
     def __call__(self) -> int:
         return self.now_ns
 
     def wall_ns(self) -> int:
+        self.now_ns += self.tick_ns
         return self.now_ns
 
     def mono_s(self) -> float:
@@ -243,10 +247,10 @@ async def lake(
     **config: object,
 ) -> AsyncIterator[Lake]:
     """A mount of ``store`` with parts of 64 KiB and no bound on the disk, which polls when it is told to. A store in
-    memory goes by the lake's clock."""
-    clock = clock or Clock()
+    memory goes by the lake's clock, and a lake without one by that of the last lake of the store."""
     if isinstance(store, MemoryStore):
-        store.clock = clock
+        clock = store.clock = clock or (store.clock if isinstance(store.clock, Clock) else Clock())
+    clock = clock or Clock()
     metrics = Metrics()
     if capabilities is None:
         capabilities = store.capabilities if isinstance(store, MemoryStore) else Capabilities(name="local")

@@ -523,7 +523,7 @@ async def test_directory_has_another_mtime_when_another_node_adds_or_removes_a_n
             for path in "de":
                 await two.names(path)
             clock.advance(10)
-            now_ns = clock.wall_ns()
+            now_ns = store.date_ns
             await change()
             await one.sync()
             await two.poll()

@@ -295,8 +295,8 @@ async def test_finish_of_an_orphan_keeps_the_time_of_the_write(tmp_path: Path, l
     outage = Outage(store)
     async with writing_back(store, tmp_path / "cache", clock=clock) as m:
         handle = await m.create("file")
-        await m.fs.write(handle, 0, noise(1, LARGE))
         wanted = (await m.getattr("file")).mtime_ns
+        await m.fs.write(handle, 0, noise(1, LARGE))
         dead = die(tmp_path / "cache", tmp_path / "dead")
         await m.close(handle)
     clock.advance(late_s)
@@ -394,7 +394,7 @@ async def test_what_was_stored_and_not_noted_is_recognised(
         await stored(m)
         assert await m.read("file") == noise(1, size)
         await nothing_is_left(store, m)
-        sent += ["put"] * m.commits()["announcements"]
+        sent += ["put"] * m.commits()["written"]
     assert [request.what for request in store.requests if request.what in ("put", "upload_part")] == sent
     assert await others_see(store, tmp_path) == {"file": noise(1, size)}
 

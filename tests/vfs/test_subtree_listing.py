@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -274,9 +275,9 @@ async def test_who_comes_meanwhile_waits_for_the_same_list(tmp_path: Path) -> No
         await list_all(m, *map(str, range(20)))
         inodes = [(await m.found(str(number))).inode for number in range(20)]
         clock.advance(TTL_S + 1)
-        before = len(store.requests)
+        before, since_ns = len(store.requests), clock.wall_ns()
         async with trio.open_nursery() as nursery:
             for inode in inodes:
-                nursery.start_soon(m.fs.namespace.list_directory, inode)
+                nursery.start_soon(partial(m.fs.namespace.list_directory, inode, since_ns=since_ns))
         assert len(listings_of(store, before)) == ROOT_LISTS
         assert store.now_ns - clock.now_ns < NS
