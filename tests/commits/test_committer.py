@@ -114,15 +114,18 @@ async def test_many_journaled_changes_are_sent_in_order_in_several_commits(
         assert a.shown() == b.shown()
 
 
-async def test_sent_by_itself_after_the_delay(tmp_path: Path) -> None:
+async def test_sent_by_itself_after_the_delay(tmp_path: Path, mock_clock: MockClock) -> None:
     site = Site(tmp_path)
     with site.daemon("a", delay_s=0.3) as a:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(a.committer.run)
             a.enqueue(link("l"))
-            await trio.sleep(0.1)
+            await trio.testing.wait_all_tasks_blocked()
+            mock_clock.jump(0.2)
             a.enqueue(link("m"))
+            await trio.testing.wait_all_tasks_blocked()
             assert site.commits() == []
+            mock_clock.rate = 1
             await until(lambda: not a.committer.journal.operations)
             assert len(site.commits()) == 1
             nursery.cancel_scope.cancel()

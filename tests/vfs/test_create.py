@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.config import Rule
@@ -564,25 +565,25 @@ async def test_names_are_not_leased_while_absent_ones_are_doubted(tmp_path: Path
 
 
 async def test_packs_wait_while_files_are_accepted_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock
 ) -> None:
     """Who asks for them waits for nothing, and neither does anybody once it is over."""
     monkeypatch.setattr(queue, "BURST_FILES_MIN", 5)
-    monkeypatch.setattr(queue, "BURST_WINDOW_S", 3.0)  # however busy the machine is
-    store = MemoryStore()
-    async with writing_back(store, tmp_path / "cache", pack="always", delay_s=0.1) as m:
+    async with writing_back(MemoryStore(), tmp_path / "cache", pack="always", delay_s=0.1) as m:
         for number in range(30):
             assert await closed(m, (f"f{number}", b"x")) == [None]
-            await trio.sleep(0.02 if number > queue.BURST_FILES_MIN else 0)
+            mock_clock.jump(0.02)
         assert told(m)["files"] == 30
+        mock_clock.rate = 5
         with trio.fail_after(WAIT_S_MAX):
             while told(m)["files"]:
                 await trio.sleep(0.05)
+        mock_clock.rate = 0
         for number in range(10):
             assert await closed(m, (f"g{number}", b"x")) == [None]
-        began = trio.current_time()
         await m.fs.sync_directory(ROOT_INODE)
-        assert trio.current_time() - began < queue.BURST_WINDOW_S
+        assert not told(m)["files"], "although no time has passed"
+        mock_clock.rate = 1
 
 
 async def test_they_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.change_journal import ChangeJournal
@@ -581,7 +582,7 @@ async def test_version_stored_while_the_next_is_written_leaves_no_older_record_a
 
 
 async def test_older_version_does_not_come_over_the_one_that_a_pack_has_and_that_could_not_be_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock
 ) -> None:
     monkeypatch.setattr(volatile_rows, "VOLATILE_BYTES_MAX", 0)
     monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
@@ -594,6 +595,7 @@ async def test_older_version_does_not_come_over_the_one_that_a_pack_has_and_that
         await m.write("marker", b"waits for version 1")
         await rewrite(m, "f", b"version 2")
         assert told(m)["files"] == 3
+        mock_clock.rate = 1
         await until(lambda: disk.is_full and told(m)["failures"])
         store.hook = lambda *_: None
         give_room(m, disk)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Version
@@ -430,11 +431,12 @@ async def test_packs_that_a_slow_or_failing_cache_disk_does_not_take_are_bounded
         await until(lambda: len(keys) == 2)
 
 
-async def test_what_came_within_the_delay_goes_together(tmp_path: Path) -> None:
+async def test_what_came_within_the_delay_goes_together(tmp_path: Path, mock_clock: MockClock) -> None:
     store = MemoryStore()
     async with writing_back(store, tmp_path, pack="auto", delay_s=0.3) as m:
         for number in range(10):
             await m.write(f"{number}", noise(number, 500))
+        mock_clock.rate = 1
         await stored(m)
         assert store.count("put") == 1
 
