@@ -160,7 +160,8 @@ def test_writing_small_files(found: Results) -> None:
     files = TINY.written_files
     cost = Cost(found, workloads.WRITE)
     assert cost.sample.operations == files
-    cost.asks_at_most(put=files // 2, list=1)
+    # Files that are closed together share a PUT. How many are depends on when the machine lets the writers close them.
+    cost.asks_at_most(put=files * 3 // 4, list=1)
     each = dict.fromkeys(("create", "write", "setattr", "flush", "release", "getxattr"), files)
     cost.calls_at_most(mkdir=1, lookup=files + 2, getattr=2 * files + 2, **each)
     assert transferred(cost.sample) < 1.05 * cost.sample.bytes
