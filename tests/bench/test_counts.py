@@ -134,6 +134,7 @@ def test_pieces_of_a_large_file(found: Results) -> None:
     warm.calls_at_most(open=pieces, flush=pieces, release=pieces)
 
 
+@pytest.mark.long  # `mount/test_torch.py` counts the same of one checkpoint
 def test_a_checkpoint(found: Results) -> None:
     size = TINY.checkpoint_bytes
     saved = Cost(found, workloads.SAVE)
@@ -149,6 +150,7 @@ def test_a_checkpoint(found: Results) -> None:
     assert transferred(elsewhere.sample) < 1.02 * size
 
 
+@pytest.mark.long  # `mount/test_torch.py` counts the same of one file
 def test_ranks(found: Results) -> None:
     cost = Cost(found, workloads.RANKS)
     parts = TINY.ranks * math.ceil(TINY.shard_bytes / PART_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import STORES, LakeMaker
-from tests.mount.lakes import MIB, Lake, eventually, number, scale
+from tests.mount.lakes import MIB, PART_BYTES, Lake, eventually, number, scale
 
 IMAGES = scale("IMAGES", 500, short=120)
 CHECKPOINT_BYTES = scale("CHECKPOINT_MIB", 48, short=24) * MIB
@@ -169,13 +170,15 @@ def ask(process: subprocess.Popen[str], what: str = "go") -> None:
 
 
 def test_a_checkpoint_just_saved_is_loaded_from_memory(s3: Lake) -> None:
-    """No GET ever, and no READ but for pages that the kernel itself had dropped. By a mount that knows nothing of it,
-    each block is fetched once."""
+    """It is sent once, in parts. No GET ever, and no READ but for pages that the kernel itself had dropped. By a mount
+    that knows nothing of it, each block is fetched once."""
     path = s3.path / "model.pt"
     excess = []
     with script(SAVE_AND_LOAD, str(path), str(CHECKPOINT_BYTES)) as process:
         assert answer(process) == "saved"
-        assert s3.outside.objects()["model.pt"] == path.stat().st_size > CHECKPOINT_BYTES
+        size = path.stat().st_size
+        assert s3.outside.objects()["model.pt"] == size > CHECKPOINT_BYTES
+        check_it_was_sent_once(s3, size)
         for _ in range(3):
             before = s3.stats()
             ask(process)
@@ -196,8 +199,16 @@ def test_a_checkpoint_just_saved_is_loaded_from_memory(s3: Lake) -> None:
         check_each_block_was_fetched_once(s3, path)
 
 
+def check_it_was_sent_once(lake: Lake, size: int) -> None:
+    stats = lake.stats()
+    assert number(stats, "store.requests.part") <= math.ceil(size / PART_BYTES)
+    assert number(stats, "upcalls.write") <= size // MIB + 3
+    assert size <= number(stats, "store.bytes.written") < 1.01 * size
+
+
 def check_each_block_was_fetched_once(lake: Lake, path: Path) -> None:
     size = path.stat().st_size
+    assert lake.number("store.requests.get") <= size // MIB // 2
     assert size <= lake.number("store.bytes.read") <= size + MIB
     assert lake.number("memory.rss") < 400 * MIB
 
