@@ -201,7 +201,7 @@ async def test_commands_by_hand_write_increments_and_the_next_fold_goes_on(
 ) -> None:
     """`snapshot` and `gc` with temporary databases of their own, and `fsck` finds nothing."""
     rng, node = random.Random(1), Node(store, clock, tmp_path / "node")
-    give_pack(store, clock, dataset(2000))
+    give_pack(store, clock, dataset(1000))
     await node.fold()
     for by_hand in ("snapshot", "gc"):
         give_changes(store, clock, rng, 6)
@@ -218,7 +218,7 @@ async def test_commands_by_hand_write_increments_and_the_next_fold_goes_on(
     assert (named["format"], "increments" in named) == (FORMAT, False)
     clock.advance(1000)
     with_index = await names_and_attributes(store, clock, tmp_path / "with")
-    assert len(with_index[0]) > 2000  # type: ignore[index]
+    assert len(with_index[0]) > 1000  # type: ignore[index]
 
 
 async def test_mount_that_folded_last_folds_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ async def test_fold_costs_what_changed_since_the_last(store: MemoryStore, clock:
 
     for _ in range(2):
         small = await requests_of_a_fold()
-    for number in range(300):
+    for number in range(100):
         clock.advance(1)
         give_pack(store, clock, {f"old/{number}/file": b"data"})
         store.give(f"plain/{number}/file", b"plain")
@@ -384,7 +384,7 @@ async def test_maintenance_leaves_the_lake_to_who_has_the_lease(
 async def test_objects_of_a_lake_stay_as_many_over_months(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     """Each day some files are added and as many removed; a mount looks once an hour."""
     inspector, runs, counts, names = inspector_of(store, clock), 0, list[int](), list[str]()
-    days = sized(30, 365)
+    days = sized(22, 365)
     for day in range(days):
         for hour in range(24):
             clock.advance(HOUR_S)

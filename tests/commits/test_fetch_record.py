@@ -18,7 +18,7 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from tests.commits.archives import FILES, KEY, client_of, commit_of, fixed, log_of, member
 from tests.commits.records import TIME, WRITER, put, record_of, valid_records
 from tests.memory_store import MemoryStore
-from tests.tiers import examples
+from tests.tiers import IS_LONG, examples
 
 DATA = commit_of(FILES)
 
@@ -114,7 +114,7 @@ async def test_any_flipped_byte_changes_nothing_or_is_found() -> None:
     record = await fetched(DATA)
     at, length = (int(number) for number in DATA[DATA.rindex(b"lakefs1 ") :].split()[1:3])
     for place in range(len(DATA)):
-        for flip in (0x01, 0x80):
+        for flip in (0x01, 0x80) if IS_LONG else (0x01 << 7 * (place % 2),):
             changed = bytearray(DATA)
             changed[place] ^= flip
             try:

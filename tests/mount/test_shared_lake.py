@@ -1,6 +1,6 @@
 """Mounts of one lake that rename and write beside each other for long: what was acknowledged is there at the end.
 
-LAKEFS_TEST_SHARED_FILES (1000; 40 in `make test`) is the number of files of a renamed directory that are replaced
+LAKEFS_TEST_SHARED_FILES (1000; 20 in `make test`) is the number of files of a renamed directory that are replaced
 meanwhile, LAKEFS_TEST_SHARED_S (600; 6 in `make test`) how long three mounts change a lake beside `gc`, and
 LAKEFS_TEST_SHARED_SEED (the time) what they do.
 """
@@ -21,7 +21,7 @@ from tests.mount.test_commits import another
 from tests.mount.test_commits_nodes import EXPECTED, change_something, settled, tree
 from tests.tiers import sized
 
-FILES = scale("SHARED_FILES", 1000, short=40)
+FILES = scale("SHARED_FILES", 1000, short=20)
 SECONDS = scale("SHARED_S", 600, short=6)
 SEED = scale("SHARED_SEED", int(time.time()))
 ROUND = sized(20, 40)

@@ -42,7 +42,7 @@ KINDS = [
 ``dated``: at DATED_S, after the first commit; alone the same bytes put there again, as the date says."""
 DATED_S = 15
 DATED = ("again dated", "again twice", "in place dated", "dated", "remove dated")
-SAMPLES = {2: 300, 3: sized(100, 300)}
+SAMPLES = {2: sized(200, 300), 3: sized(60, 300)}
 """Combinations of what commits say, by their number."""
 PARTS = 32
 """Of all combinations of three; each takes 15 s."""
@@ -187,7 +187,7 @@ def test_any_order_of_commits_shows_what_the_order_of_their_names_shows(tmp_path
                 lying = list(lying_at(kinds, path))[variant]
                 cases.append(Case(kinds, order, lying, path))
     check(node, cases)
-    assert len(cases) > 500
+    assert len(cases) > sized(250, 500)
 
 
 @pytest.mark.long  # the test above has a sample of these
@@ -203,7 +203,7 @@ def test_every_three_commits_in_any_order_show_what_the_order_of_their_names_sho
     check(Node(tmp_path), cases)
 
 
-@pytest.mark.parametrize(("commits", "sample"), [(2, 60), (3, sized(8, 12))])
+@pytest.mark.parametrize(("commits", "sample"), [(2, sized(40, 60)), (3, sized(5, 12))])
 def test_object_that_is_listed_between_commits_counts_for_no_node_alone(
     tmp_path: Path, commits: int, sample: int
 ) -> None:
@@ -221,7 +221,7 @@ def test_object_that_is_listed_between_commits_counts_for_no_node_alone(
                 if lying is not None:
                     cases.append(Case(kinds, order, None if is_gone else lying, path, lying, after))
     check(Node(tmp_path), cases)
-    assert len(cases) > 500
+    assert len(cases) > sized(250, 500)
 
 
 @pytest.mark.parametrize("commits", [2, 3])
@@ -236,7 +236,7 @@ def test_object_that_a_listing_does_not_show_any_more_is_not_forgotten(tmp_path:
         for order, after in itertools.product(itertools.permutations(range(commits)), range(1, commits + 1)):
             cases.append(Case(kinds, order, None, str(next(numbers)), None, after))
     check(Node(tmp_path), cases)
-    assert len(cases) > 200
+    assert len(cases) > sized(100, 200)
 
 
 @pytest.mark.parametrize("ends", [("packed", ""), ("packed", "b"), ("remove elsewhere", "")])
@@ -511,8 +511,8 @@ def test_object_that_was_put_in_place_of_one_with_other_attributes_is_relocated(
 
 @pytest.mark.parametrize("commits", [1, 2])
 def test_commit_that_is_applied_twice_shows_what_it_shows_once(tmp_path: Path, commits: int) -> None:
-    cases, numbers = [], itertools.count()
-    for kinds in itertools.product(KINDS, repeat=commits):
+    combinations, numbers, cases = list(itertools.product(KINDS, repeat=commits)), itertools.count(), list[Case]()
+    for kinds in Random(commits).sample(combinations, min(SAMPLES[2], len(combinations))):
         told = told_in(kinds)
         if len(set(told)) < len(told):
             continue

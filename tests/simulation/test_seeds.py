@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation import generator
 from tests.simulation import plan as plans
 from tests.simulation.generator import PROFILES, make_plan
 from tests.simulation.runs import Seed, run_seed
@@ -19,7 +20,7 @@ from tests.tiers import sized
 FRESH = 25
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
 SEEDS = [
-    (profile, seed)
+    (profile, seed, sized(generator.OPERATIONS // 2, generator.OPERATIONS))
     for profile, seeds in (
         ("turns", sized(0, 8)),
         ("mixed", sized(1, 8)),
@@ -28,8 +29,10 @@ SEEDS = [
     )
     for seed in range(seeds)
 ] + [
-    ("copies", 72064),  # bytes that are put again are replaced before a commit tells of them
-    ("packs", 110031),  # bytes are put again over others that had replaced them, before a commit tells of either
+    # Bytes that are put again are replaced before a commit tells of them.
+    ("copies", 72064, generator.OPERATIONS),
+    # Bytes are put again over others that had replaced them, before a commit tells of either.
+    ("packs", 110031, generator.OPERATIONS),
 ]
 TWICE = [
     *[("turns", 3)][: sized(0, 1)],
@@ -52,9 +55,9 @@ for seed in sys.argv[1:]:
 )
 
 
-@pytest.mark.parametrize(("profile", "seed"), SEEDS)
-def test_seed_loses_nothing(profile: str, seed: int) -> None:
-    assert simulate(make_plan(profile, seed)).failure == ""
+@pytest.mark.parametrize(("profile", "seed", "operations"), SEEDS)
+def test_seed_loses_nothing(profile: str, seed: int, operations: int) -> None:
+    assert simulate(make_plan(profile, seed, operations=operations)).failure == ""
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,13 @@ from lakefs_fuse.vfs.namespace import subtree_listing
 from lakefs_fuse.vfs.namespace.subtree_listing import LARGE_S_FIRST, FlatListing
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from tests.memory_store import Failures, MemoryStore
+from tests.tiers import sized
 from tests.vfs.lakes import NS, TTL_S, Clock, Lake, lake, two_lakes
 
 ROOT_LISTS = 2
 """Before and behind the reserved keys."""
+DIRECTORIES, TTLS = sized(80, 200), sized(8, 15)
+"""So many are looked into at random, through so many TTLs."""
 
 
 def listings_of(store: MemoryStore, since: int) -> list[str]:
@@ -61,17 +64,17 @@ async def test_stat_at_random_over_packed_directories_costs_a_list_each_ttl(tmp_
     async with lake(store, tmp_path, clock=clock) as m:
         if above:
             await m.mkdir(above[:-1])
-        for number in range(200):
+        for number in range(DIRECTORIES):
             await m.mkdir(f"{above}{number}")
             await m.symlink(f"{above}{number}/file", "a name without an object")
         clock.advance(TTL_S + 1)
         before = len(store.requests)
-        for _ in range(15):
-            for _ in range(100):
-                assert await m.lookup(f"{above}{rng.randrange(200)}/file") is not None
-                assert await m.lookup(f"{above}{rng.randrange(200)}/none") is None
+        for _ in range(TTLS):
+            for _ in range(DIRECTORIES // 2):
+                assert await m.lookup(f"{above}{rng.randrange(DIRECTORIES)}/file") is not None
+                assert await m.lookup(f"{above}{rng.randrange(DIRECTORIES)}/none") is None
             clock.advance(TTL_S + 1)
-        assert len(listings_of(store, before)) <= 15 * ROOT_LISTS + 2
+        assert len(listings_of(store, before)) <= TTLS * ROOT_LISTS + 2
 
 
 async def test_what_others_put_replace_and_delete_is_seen_after_the_ttl(tmp_path: Path) -> None:
