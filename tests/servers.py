@@ -225,7 +225,9 @@ def _seaweedfs(directory: Path, ports: list[int]) -> Iterator[tuple[Server, subp
     ]
     server = Server("seaweedfs", f"http://127.0.0.1:{port}", filer=f"127.0.0.1:{filer_port}")
     try:
-        with running(command, directory / "weed.log", lambda: s3_answers(server)) as process:
+        # SIGTERM would end it after 15 s, and what was answered is in its files.
+        log, ended_by = directory / "weed.log", signal.SIGKILL
+        with running(command, log, lambda: s3_answers(server), ended_by=ended_by) as process:
             yield server, process
     finally:
         for path in _sockets_of(ports):
@@ -366,7 +368,12 @@ def redis_server(directory: Path, port: int, password: str = "") -> Iterator[Non
 
 @contextlib.contextmanager
 def running(
-    command: list[str], log: Path, answers: Callable[[], bool], *, in_group: bool = False
+    command: list[str],
+    log: Path,
+    answers: Callable[[], bool],
+    *,
+    in_group: bool = False,
+    ended_by: signal.Signals = signal.SIGTERM,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that answers, ended when the body is; ``in_group`` gives it and its children a group of their own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
@@ -390,7 +397,7 @@ def running(
         _wait(answers, command[0], still_runs)
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(ended_by)
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
