@@ -115,7 +115,7 @@ def use_program(lake: Lake, program: Path) -> Lake:
     """Let a lake be mounted by the program in a directory."""
     lake.command = list(CLI)
     lake.env["PYTHONPATH"] = str(program)
-    lake.env["PYTHONDONTWRITEBYTECODE"] = "1"
+    lake.env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of its processes would compile it
     said = lake.cli("--version")
     assert said.returncode == 0, said.stderr
     where = [sys.executable, "-P", "-c", "import lakefs_fuse; print(lakefs_fuse.__file__)"]

@@ -20,11 +20,16 @@ RECORD = ".lakefs/lake"
 FILES = 30
 
 
+@pytest.fixture(scope="module")
+def old_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return format_1_files.unpack_program(tmp_path_factory.mktemp("old") / "program")
+
+
 @pytest.fixture
-def old_lake(make_lake: LakeMaker, tmp_path: Path) -> Lake:
+def old_lake(make_lake: LakeMaker, old_program: Path) -> Lake:
     """The old program on a directory, not mounted yet."""
     lake = make_lake("file", "--refresh", "0.2", "--metadata-ttl", "0.2")
-    return format_1_files.use_program(lake, format_1_files.unpack_program(tmp_path / "program"))
+    return format_1_files.use_program(lake, old_program)
 
 
 @pytest.fixture
