@@ -667,7 +667,7 @@ async def test_file_made_at_the_key_of_a_renamed_one_unaware_is_a_file_of_its_ow
             await rewrite(two, "f", noise(1, size))
         await two.fs.sync_names()
         await two.poll()
-        await trio.testing.wait_all_tasks_blocked(0.05)
+        await two.parts.renamed.wait_adopted()
         for m in (two, one):
             await m.poll()
             assert await m.tree() == {"f": noise(1, size), "g": noise(1, size)}
