@@ -512,3 +512,16 @@ def test_a_database_beyond_repair_is_put_aside(tmp_path: Path) -> None:
     assert database.get(b"Db") == b"=Db"
     assert database.statistics()["estimate_num_keys"] >= 1
     database.close()
+
+
+def test_log_of_rocksdb_fills_up_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RocksDB writes its own log for as long as the database is open: 6 KB every ten minutes where nothing happens."""
+    monkeypatch.setattr(module, "LOG_BYTES_MAX", 32 << 10)
+    engine = RocksEngine(tmp_path / "meta", 1 << 20)
+    for number in range(16):
+        engine.write([({b"D%d" % number: b"row"}, b"", b"")], sync=False)
+        engine.checkpoint(tmp_path / f"copy-{number}")
+    engine.close()
+    logs = [path.stat().st_size for path in (tmp_path / "meta").glob("LOG*")]
+    assert len(logs) == module.LOG_FILES
+    assert max(logs) < 2 * module.LOG_BYTES_MAX
