@@ -3,8 +3,9 @@
 Entries name an object by number, so that a row stays small. What always holds (*counted shares*): a row counts the
 entries that have bytes in its object, and those bytes; `Batch.shares` changes both in the batch that writes the entry.
 The row of a plain object goes with its last entry; its key is remembered in memory (`is_reserved`). The row of a pack
-stays, as its dead bytes decide on its repacking; `gc` drops it in the view that it folds, once the pack is deleted.
-Trio thread only; a crash leaves rows and counts of whole batches.
+stays, as its dead bytes decide on its repacking, and `fsck` sees from it that the pack was applied. Once the pack is
+deleted, `gc` drops the row in the view that it folds, and mounts drop theirs (`commits.pack_rows`). Trio thread only; a
+crash leaves rows and counts of whole batches.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Objects:
         """When a name last began or ceased to mean what lies at a key (time since boot, ns): the latest last."""
         self.packs = self.bytes_packed = self.bytes_live = self.plain = 0
         """Packs known, their sizes, and what entries have in them; plain objects. Sums over the table as it is in the
-        database: `used` relies on them."""
+        database: `used` relies on them. A deleted pack counts until its row is dropped."""
         self._sum_up()
         database.reopened.append(self._sum_up)
 
@@ -227,8 +228,9 @@ class Objects:
         batch.committed.append(partial(self._changed, [(row, None) for row in rows]))
         self._db.commit(batch)
 
-    def rows(self) -> Iterator[ObjectRow]:
-        for key, raw in self._db.scan(schema.OBJECT, schema.end_of(schema.OBJECT)):
+    def rows(self, first: int = 0) -> Iterator[ObjectRow]:
+        """All rows in the order of their numbers, from the number ``first`` on."""
+        for key, raw in self._db.scan(_number_key(first), schema.end_of(schema.OBJECT)):
             row = self._read(int.from_bytes(key[1:9], "big"), raw)
             if row is not None:
                 yield row

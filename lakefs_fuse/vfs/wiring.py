@@ -19,6 +19,7 @@ from lakefs_fuse.commits.hints import Hints
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.pack_budget import PackBudget
+from lakefs_fuse.commits.pack_rows import PackRows
 from lakefs_fuse.commits.path_tree import Relocated, Watcher
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.config import MountConfig
@@ -186,6 +187,7 @@ class Commits:
             repeats=not ground.config.read_only,
         )
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
+        self.pack_rows = PackRows(namespace.tree.objects, log, node.random.stream("pack-rows"))
         journal = ChangeJournal(database)
         self.deletions = DeletionQueue(
             database, client, namespace.tree, journal, metrics,
@@ -236,7 +238,7 @@ class Assembly:
         self.clock, self.committer = commits.clock, commits.committer
         committer = self.committer
         events.objects_listed.append(CommitOrder(tree, commits.poller, namespace.is_announced).objects_listed)
-        self.deletions = commits.deletions
+        self.deletions, self.pack_rows = commits.deletions, commits.pack_rows
         reader = ground.reader(events.announce_metadata)
         units = Units(config.rules)
         self.pinner = Pinner(
@@ -397,6 +399,8 @@ class Assembly:
         nursery.start_soon(self._commits.hints.run)
         nursery.start_soon(self.pinner.run)
         nursery.start_soon(self.residency.run)
+        if self._ground.config.mountpoint:  # `gc` and `fsck` rely on these rows in their views
+            nursery.start_soon(self.pack_rows.run)
         if not self._ground.config.read_only:
             nursery.start_soon(self._scheduler.run)
             nursery.start_soon(self._commits.committer.run)
