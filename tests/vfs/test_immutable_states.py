@@ -15,6 +15,8 @@ from typing import NoReturn
 import pytest
 import trio
 
+from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.gc_record import GcRecord, write_gc_record
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node
@@ -226,3 +228,29 @@ async def test_refresh_whose_list_of_names_has_no_room_fails_as_on_a_full_disk_a
         assert fs.lookup(ROOT_INODE, b"later") is None
         await fs.refresh()
         assert fs.lookup(ROOT_INODE, b"later") is not None
+
+
+async def test_state_made_from_one_before_lacks_rows_of_packs_that_gc_has_deleted(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+
+    def packs(fs: ImmutableFilesystem) -> list[str]:
+        return [row.key for row in fs._state.tree.objects.rows() if row.is_pack]  # noqa: SLF001
+
+    async with lake(store, tmp_path / "writer", clock=clock, pack="always") as writer:
+        for name in ("removed", "kept"):
+            await writer.write(name, b"bytes")
+            await writer.sync()
+            clock.advance(1)
+        async with mounted(store, tmp_path / "cache") as fs:
+            deleted, kept = packs(fs)
+            await writer.unlink("removed")
+            await writer.sync()
+            await fs.refresh()
+            assert packs(fs) == [deleted, kept]
+            del store.objects[deleted]
+            commit = parse_commit_key(kept)
+            assert commit is not None
+            record = GcRecord(horizon=commit[0])
+            await write_gc_record(store_client(store, store.capabilities), record, clock.now_ns)
+            await fs.refresh()
+            assert packs(fs) == [kept]

@@ -270,6 +270,7 @@ class States:
                 await parts.begin()
                 top = await self._survey(parts, changed)
                 await parts.filesystem.look_again()
+                await parts.pack_rows.drop_deleted()  # each state begins as a copy of the one before
             finally:
                 parts.close()
             nursery.cancel_scope.cancel()
