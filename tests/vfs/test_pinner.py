@@ -375,3 +375,20 @@ async def test_many_checkpoints_are_ordered_in_steps(tmp_path: Path, monkeypatch
             await m.write(f"ckpt/{number}.pt", b"x")
         assert sum(1 for _ in keeper(m)._in_order()) >= 2 * (12 // 4)  # noqa: SLF001
         assert (await kept(m))["checkpoints"] == 3
+
+
+async def test_checkpoint_of_a_run_stays_kept_though_many_other_runs_were_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinner, "ROWS_MAX", 6)
+    async with lake(MemoryStore(), tmp_path, rules=keep("runs/*/**")) as m:
+        await m.mkdir("runs")
+        await m.mkdir("runs/first")
+        await save(m, "runs/first/step")
+        for number in range(8):
+            await m.mkdir(f"runs/{number}")
+            await save(m, f"runs/{number}/step", size=1)
+            await m.unlink(f"runs/{number}/step")
+            await m.rmdir(f"runs/{number}")
+            await keeper(m).reconcile()
+        assert await survivors(m, "runs/first/step") == ["runs/first/step"]

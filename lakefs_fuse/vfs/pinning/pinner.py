@@ -43,6 +43,7 @@ from lakefs_fuse.vfs.namespace.namespace import Namespace
 FILES_MAX = 1 << 16
 """Files of kept checkpoints, about 500 bytes of memory each."""
 ROWS_MAX = 4096
+"""Checkpoints that are remembered. From half of that on, those that are not there are forgotten."""
 ROWS_PER_STEP = 100
 """A row takes some 50 µs."""
 RECHECK_S = 60.0
@@ -316,19 +317,34 @@ class Pinner:
                 yield
         counted: list[tuple[int, str]] = []
         begun: list[tuple[int, str]] = []
+        absent: list[tuple[int, str]] = []
         for keep, rows in groups.values():
-            yield from self._choose(keep, sorted(rows, reverse=True), counted, begun)
+            yield from self._choose(keep, sorted(rows, reverse=True), counted, begun, absent)
+        self._forget_absent(absent)
         return [path for _, path in (*sorted(counted, reverse=True), *sorted(begun, reverse=True))]
 
+    def _forget_absent(self, absent: list[tuple[int, str]]) -> None:
+        """Forget the oldest checkpoints that are not there, some in each walk, while they would soon take the place of
+        others: those of a run that was removed as a whole are followed by none that push them out."""
+        count = min(ROWS_PER_STEP, max(0, len(self._rows) - ROWS_MAX // 2))
+        batch = Batch()
+        for _, path in sorted(absent)[:count]:
+            if self._ns.at(path) is None:  # still
+                self._forget(batch, path)
+        self._commit(batch)
+
     def _choose(
-        self, keep: int, rows: list[tuple[int, str, Row]], counted: list[tuple[int, str]], begun: list[tuple[int, str]]
-    ) -> Generator[None, None, None]:
-        """``rows`` are of one group, newest first."""
+        self, keep: int, rows: list[tuple[int, str, Row]], counted: list[tuple[int, str]],
+        begun: list[tuple[int, str]], absent: list[tuple[int, str]],
+    ) -> Generator[None, None, None]:  # fmt: skip
+        """Sort the checkpoints of one group, newest first, into the three lists."""
         there: list[tuple[int, str, Row, Entry]] = []
         marked = set[str]()
         for number, (sequence, path, row) in enumerate(rows, 1):
             entry = self._ns.at(path)
-            if entry is not None:
+            if entry is None:
+                absent.append((sequence, path))
+            else:
                 there.append((sequence, path, row, entry))
                 if entry.is_dir and self._has_marker(entry):
                     marked.add(path)
