@@ -101,7 +101,7 @@ class Application:
             self._carried = yield from carry_over(self._paths, self._record, self._stamp, names_max, own=self._own)
             self._order.move(self._carried)
             if self._carried.directories:
-                self._watcher.moved()
+                self._watcher.moved(self._record.moves)
         for above in () if self._own else {path.rpartition("/")[0] for pair in self._record.moves for path in pair}:
             if (directory := self._directory(above)) is not None:
                 self._changes.directories[directory] = None

@@ -79,8 +79,8 @@ class Watcher:
     def relocated(self, files: Sequence[Relocated]) -> None:
         """Follow files whose bytes are the same, but in another place."""
 
-    def moved(self) -> None:
-        """Follow directories that moved: files in use may have other paths."""
+    def moved(self, moves: Sequence[tuple[str, str]]) -> None:
+        """Follow names that moved, by their paths before and after: files in use may have other paths."""
 
     def root_changed(self) -> None:
         """Follow names that come or go in the root, which has no row."""

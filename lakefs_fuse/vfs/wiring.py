@@ -116,7 +116,8 @@ class FilesWatcher(Watcher):
         for file in files:
             self._files.relocated(file)
 
-    def moved(self) -> None:
+    def moved(self, moves: Sequence[tuple[str, str]]) -> None:
+        self._namespace.moved(moves)
         self._files.moved()
 
     def root_changed(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key, locate, parse_commit_key, read_record
@@ -19,11 +20,11 @@ from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.vfs.change_events import ChangeEvents
-from lakefs_fuse.vfs.namespace import absent_names, outdated_names
+from lakefs_fuse.vfs.namespace import absent_names, namespace, outdated_names
 from tests.commits.archives import commit_of
 from tests.commits.records import record_of
 from tests.memory_store import Failures, MemoryStore, Pause
-from tests.vfs.lakes import NEVER_S, TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.lakes import NEVER_S, RENAME_EXCHANGE, TTL_S, Clock, Lake, held_fresh, lake, two_lakes
 from tests.vfs.writing_back import rewrite
 
 SET_NS = 5_000_000_000
@@ -484,6 +485,75 @@ async def test_object_stored_in_a_directory_whose_only_known_name_another_node_t
         await reader.poll()
         assert await reader.names() == ["d", "f"]
         assert await reader.names("d/e") == ["file"]
+
+
+@asynccontextmanager
+async def three_nodes(store: MemoryStore, tmp_path: Path, *paths: str) -> AsyncIterator[tuple[Lake, Lake, Lake]]:
+    """One that stores files, one that renames directories, and one that only reads. They list these directories, and
+    nothing again unless it is announced; the commits of the second are dated a second later than they are sent."""
+    clock = Clock()
+    ahead = Clock(clock.now_ns + SECOND_NS)
+    async with (
+        lake(store, tmp_path / "mover", clock=ahead, metadata_ttl_s=NEVER_S) as mover,
+        lake(store, tmp_path / "writer", clock=clock, pack="never", metadata_ttl_s=NEVER_S) as writer,
+        lake(store, tmp_path / "reader", clock=clock, metadata_ttl_s=NEVER_S) as reader,
+    ):
+        for path in paths:
+            await writer.mkdir(path)
+        await writer.sync()
+        for m in (mover, reader):
+            await m.poll()
+            for path in ("", *paths):
+                await m.names(path)
+        yield writer, mover, reader
+
+
+@pytest.mark.parametrize("paths", [["d/file"], ["d/sub/file"], ["d/file", "d/sub/file"]])
+async def test_objects_stored_in_a_directory_that_is_away_are_seen_when_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: Sequence[str]
+) -> None:
+    """They were announced while no directory was at that path, also to the node that renames: its user, or the kernel,
+    had found the path free before. More directories than one are outdated in steps."""
+    monkeypatch.setattr(namespace, "OUTDATED_AT_ONCE", 1)
+    store = MemoryStore()
+    async with three_nodes(store, tmp_path, "d", "d/sub") as (writer, mover, reader):
+        await mover.rename("d", "e")
+        await reader.poll()
+        for path in paths:
+            await writer.write(path, b"bytes")
+        await announce(writer, mover, reader)
+        with held_fresh(mover):
+            await mover.rename("e", "d")
+        await reader.poll()
+        await trio.testing.wait_all_tasks_blocked()
+        for m in (mover, reader):
+            assert await m.tree() == {"d": None, "d/sub": None, **dict.fromkeys(paths, b"bytes")}
+
+
+async def test_object_stored_in_a_directory_that_is_exchanged_meanwhile_is_seen(tmp_path: Path) -> None:
+    """Its name was announced in the directory that is elsewhere by then, and not in the one that has come there."""
+    store = MemoryStore()
+    async with three_nodes(store, tmp_path, "d", "e") as (writer, mover, reader):
+        await mover.rename("d", "e", RENAME_EXCHANGE)
+        await writer.write("d/file", b"bytes")
+        await announce(writer, mover, reader)
+        for m in (mover, reader):
+            assert await m.tree() == {"d": None, "e": None, "d/file": b"bytes"}
+
+
+@pytest.mark.parametrize("flags", [0, RENAME_EXCHANGE])
+async def test_object_announced_in_a_directory_while_it_is_renamed_here_is_seen(tmp_path: Path, flags: int) -> None:
+    """The rename has listed the directory before, and so does not know of it."""
+    store = MemoryStore()
+    async with three_nodes(store, tmp_path, "d", *["e"][: bool(flags)]) as (writer, mover, _):
+        store.hook = pause = Pause(lambda each: each.what == "list" and each.key == "d/", when="after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mover.rename, "d", "e", flags)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await writer.write("d/file", b"bytes")
+            await announce(writer, mover)
+            pause.resume()
+        assert await mover.tree() == {"d": None, "e": None, "d/file": b"bytes"}
 
 
 @pytest.mark.parametrize("above", ["d", "d/e"])

@@ -18,22 +18,22 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 
 import msgspec
 import trio
 
 from lakefs_fuse.commits.applier import is_of_renamed
 from lakefs_fuse.commits.idleness import Idleness
-from lakefs_fuse.commits.record import OWN, STORED_MAX, Put, Record, Remove
+from lakefs_fuse.commits.record import OWN, STORED_MAX, Put, Record
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.schema import PATH
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER
@@ -41,6 +41,7 @@ from lakefs_fuse.store.client import StoreClient, is_copy
 from lakefs_fuse.store.parallel_list import KEYS_MAX, ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
+from lakefs_fuse.sync.steps import finish_paced
 from lakefs_fuse.vfs.files.file_table import FileTable, renew_inode
 from lakefs_fuse.vfs.namespace.absent_names import Absences, AbsentNames
 from lakefs_fuse.vfs.namespace.commit_order import ANNOUNCED_NS, OrderedLists
@@ -72,6 +73,8 @@ BACKGROUND_LISTINGS_MAX = 4
 FIRST_PAGES_MAX = 16
 SINGLE_NAME_KEYS = 100
 HEADS_AT_ONCE = 16
+OUTDATED_AT_ONCE = 64
+"""Directories that are outdated, because others have moved, between two turns of other tasks: 10 ms."""
 AWAY = (Unavailable, AccessDenied)
 """Errors of a LIST after which old listings continue to count: the store is away, or a key has expired."""
 AWAY_CHECK_S = 0.5
@@ -811,29 +814,69 @@ class Namespace:
         These are plain objects that it announces, and those that its operations name without effect here, perhaps
         because of a change that is in no commit yet; directories that have lost the only names for which they exist;
         and directories that it moves or removes although other nodes have announced names in them."""
-        places: dict[bytes, tuple[int, bytes]] = {}
+        places: dict[str, tuple[int, bytes]] = {}
         stored = (*record.stored, *self._unseen(record))
-        for path in (*stored, *self._emptied(record), *self._left_behind(record)):
-            above, _, last = path.encode().rpartition(b"/")
+        for path in (*stored, *self._outdated.left_behind(record)):
+            above, _, last = path.rpartition("/")
             if above not in places:
-                places[above] = self._nearest(above)
+                places[above] = self._outdated.nearest(above)
             directory, name = places[above]
-            name = name or last
-            self._answers.pop((directory, name), None)
-            if self._subtrees.flat_listings:
-                self._subtrees.name_changed(directory, name, self._directories_above)
-            self._outdated.add(directory, name)
-            self.announce_name(directory, name)
-            for flight, each in self._flights_over(directory, name):
-                flight.announced.add(each)
+            self._outdate(directory, name or last.encode())
         for path in dict.fromkeys(each.rpartition("/")[0] for each in stored):
             self._outdated.note_announced(path)
 
+    def _outdate(self, directory: int, name: bytes) -> None:
+        """Have the store asked again for a name; for all names of the directory if it is empty."""
+        self._answers.pop((directory, name), None)
+        if self._subtrees.flat_listings:
+            self._subtrees.name_changed(directory, name, self._directories_above)
+        self._outdated.add(directory, name)
+        if name:
+            self.announce_name(directory, name)
+        for flight, each in self._flights_over(directory, name):
+            flight.announced.add(each)
+
+    def moved(self, moves: Sequence[tuple[str, str]]) -> None:
+        """Have the store asked again for what other nodes announced where directories were, and where they are now.
+
+        The listing of a directory tells of the names that move with it. An object that was announced in it, and that
+        the rename does not name, stays at its key; so does one that was announced where the directory comes."""
+        tops = {path for move in moves for path in move if path in self._outdated.announced}
+        below = [*self._outdated.announced_below(tops)] if tops else []
+        sources, targets, is_many = dict(moves), {target for _, target in moves}, len(below) > OUTDATED_AT_ONCE
+        paths = dict.fromkeys(
+            path if top in targets else top
+            for top, path in below
+            if is_many or top in targets or not self._is_whole(sources[top] + path[len(top) :])
+        )
+        steps = self._outdate_paths(paths)
+        if next(steps, self) is not self:
+            self._nursery.start_soon(self._outdate_rest, steps)
+
+    def _outdate_paths(self, paths: Iterable[str]) -> Generator[None, None, None]:
+        """Outdate the directories of these paths, or the names of missing ones, some at a time."""
+        for number, path in enumerate(paths, 1):
+            self._outdate(*self._outdated.nearest(path))
+            if number % OUTDATED_AT_ONCE == 0:
+                yield
+
+    async def _outdate_rest(self, steps: Generator[None, None, None]) -> None:
+        try:
+            await finish_paced(steps)
+        except LakeError as error:
+            log.warning("some directories that moved do not show what other nodes stored there: %s", error)
+
+    def _is_whole(self, path: str) -> bool:
+        """Return whether there is a directory at a path whose listing counts for all of its names."""
+        directory = self.directory(path)
+        listing = None if directory is None else self.tree.listing(directory)
+        return directory is not None and listing is not None and self._whole_ns(directory, listing) > 0
+
     def is_announced(self, path: str) -> bool:
         """Return whether a commit announced a plain object at a path that the store was not asked for since."""
-        above, _, name = path.encode("utf-8", "surrogatepass").rpartition(b"/")
-        directory, missing = self._nearest(above)
-        return not missing and name in self._outdated.of(directory)[0]
+        above, _, name = path.rpartition("/")
+        directory, missing = self._outdated.nearest(above)
+        return not missing and name.encode(*PATH) in self._outdated.of(directory)[0]
 
     def _unseen(self, record: Record) -> Iterator[str]:
         """Yield paths at which a record names a plain object that this node does not have; none of a large record."""
@@ -842,47 +885,6 @@ class Namespace:
                 entry = self.at(each.path)
                 if entry is None or not entry.is_plain or entry.etag != each.hides:
                     yield each.path
-
-    def _emptied(self, record: Record) -> Iterator[str]:
-        """Yield directories that a listing showed, that no commit makes, and in which a record leaves no known name;
-        none of a large record."""
-        operations = record.operations if len(record.operations) <= STORED_MAX else ()
-        for above in dict.fromkeys(each.path.rpartition("/")[0] for each in operations if isinstance(each, Remove)):
-            path, emptied = above, ""
-            while path:
-                directory = self.directory(path)
-                entry = None if directory is None else self.tree.entry(directory)
-                if entry is not None:
-                    children = list(islice(self.tree.children(entry.inode), 2))
-                    if entry.stamp or entry.flags & Flag.MARKER or len(children) > bool(emptied):
-                        break
-                    emptied = path
-                path = path.rpartition("/")[0]
-            if emptied:
-                yield emptied
-
-    def _left_behind(self, record: Record) -> Iterator[str]:
-        """Yield directories with announced names that a record moves or removes, or that end with their last known
-        name. Of a large record, only those that it moves."""
-        operations = record.operations if len(record.operations) <= STORED_MAX else ()
-        removed = [each for each in operations if isinstance(each, Remove)]
-        above = dict.fromkeys(each.path.rpartition("/")[0] for each in removed)
-        gone = (path for path in above if path and self.directory(path) is None)
-        named = (each.path for each in removed if each.directory)
-        for path in dict.fromkeys((*(source for source, _ in record.moves), *named, *gone)):
-            if self._outdated.was_announced(path):
-                yield path
-
-    def _nearest(self, path: bytes) -> tuple[int, bytes]:
-        """Return the deepest known directory on a path, and the next name on it; empty if the path is that
-        directory."""
-        directory = ROOT_INODE
-        for name in path.split(b"/") if path else ():
-            entry = self.tree.named(directory, name + b"/")
-            if entry is None:
-                return directory, name
-            directory = entry.inode
-        return directory, b""
 
     def _directories_above(self, directory: int) -> Iterator[int]:
         while directory != ROOT_INODE and (entry := self.tree.entry(directory)) is not None:

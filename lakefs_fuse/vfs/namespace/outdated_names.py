@@ -4,8 +4,8 @@ What always holds (*an outdated listing says so*): the listing row of a director
 that a new daemon lists the directory again; the age of the listing for its other names is kept in memory. If the disk
 refuses that date, memory counts all the same, but a new daemon then relies on the row. Once the store was asked for
 each outdated name, the row gets its date back. Names in directories that were never listed are not kept, because no
-listing counts there. Paths of directories are kept in any case: an announced object stays at its key when another
-node's commit moves the directory away or removes it.
+listing counts there. Paths of directories are kept in any case, the last DIRECTORIES_MAX: an announced object stays at
+its key when the directory moves away or is removed, and the listing of one that comes there says nothing of it.
 
 Trio thread only; what is here changes between two awaits. A crash leaves the rows.
 """
@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
+from lakefs_fuse.commits.record import STORED_MAX, Record, Remove
 from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.tree import Tree
 
 DIRECTORIES_MAX = 4096
@@ -30,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Outdated:
-    """The names of one directory, which was last listed at ``listed_ns``."""
+    """The names of one directory, which was last listed at ``listed_ns``; 0 if that counts for none of its names."""
 
     listed_ns: int
     names: set[bytes] = field(default_factory=set)
@@ -43,20 +47,70 @@ class OutdatedNames:
         self._tree = tree
         self.directories: OrderedDict[int, _Outdated] = OrderedDict()
         """Outdated names by inode of the directory, at least one each. For readers."""
-        self._announced: OrderedDict[str, None] = OrderedDict()
+        self.announced: OrderedDict[str, bool] = OrderedDict()
+        """Paths of directories in which other nodes have stored objects, and, with False, of those above. For readers.
+        """
 
     def note_announced(self, path: str) -> None:
         """Record that another node has stored an object in the directory at a path."""
+        is_stored_in = True
         while path:
-            self._announced[path] = None
-            self._announced.move_to_end(path)
-            path = path.rpartition("/")[0]
-        while len(self._announced) > DIRECTORIES_MAX:
-            self._announced.popitem(last=False)
+            self.announced[path] = is_stored_in or self.announced.get(path, False)
+            self.announced.move_to_end(path)
+            path, is_stored_in = path.rpartition("/")[0], False
+        while len(self.announced) > DIRECTORIES_MAX:
+            self.announced.popitem(last=False)
 
-    def was_announced(self, path: str) -> bool:
-        """Return whether another node has stored an object in or below the directory at a path."""
-        return path in self._announced
+    def announced_below(self, tops: Container[str]) -> Iterator[tuple[str, str]]:
+        """Yield the directories in which other nodes have stored objects, at or below one of the paths ``tops``, each
+        after that path."""
+        for path, is_stored_in in self.announced.items():
+            above = path if is_stored_in else ""
+            while above:
+                if above in tops:
+                    yield above, path
+                above = above.rpartition("/")[0]
+
+    def left_behind(self, record: Record) -> Iterator[str]:
+        """Yield directories that have lost the only names for which they exist, and those with announced names that a
+        record moves or removes. Of a large record, only those that it moves."""
+        operations = record.operations if len(record.operations) <= STORED_MAX else ()
+        removed = [each for each in operations if isinstance(each, Remove)]
+        above = dict.fromkeys(each.path.rpartition("/")[0] for each in removed)
+        for emptied in map(self._emptied, above):
+            if emptied:
+                yield emptied
+        gone = (path for path in above if path and self._tree.directory(path.encode(*schema.PATH)) is None)
+        named = (each.path for each in removed if each.directory)
+        for path in dict.fromkeys((*(source for source, _ in record.moves), *named, *gone)):
+            if path in self.announced:
+                yield path
+
+    def _emptied(self, path: str) -> str:
+        """Return the topmost directory, at a path or above it, that a listing showed, that no commit makes, and in
+        which there is no known name; empty if there is none."""
+        emptied = ""
+        while path:
+            directory = self._tree.directory(path.encode(*schema.PATH))
+            entry = None if directory is None else self._tree.entry(directory)
+            if entry is not None:
+                children = list(islice(self._tree.children(entry.inode), 2))
+                if entry.stamp or entry.flags & Flag.MARKER or len(children) > bool(emptied):
+                    break
+                emptied = path
+            path = path.rpartition("/")[0]
+        return emptied
+
+    def nearest(self, path: str) -> tuple[int, bytes]:
+        """Return the deepest known directory on a path, and the next name on it; empty if the path is that
+        directory."""
+        directory = ROOT_INODE
+        for name in path.encode(*schema.PATH).split(b"/") if path else ():
+            entry = self._tree.named(directory, name + b"/")
+            if entry is None:
+                return directory, name
+            directory = entry.inode
+        return directory, b""
 
     def of(self, directory: int) -> tuple[Collection[bytes], int]:
         """Return the outdated names of a directory, and when it was listed; (), 0 if all names are, or none is."""
@@ -78,6 +132,8 @@ class OutdatedNames:
                 return
             outdated = self.directories[directory] = _Outdated(listing.at_ns)
         outdated.names.update(names)
+        if b"" in names:
+            outdated.listed_ns = 0
         if listing.at_ns:
             self._date(directory, 0)
         if len(outdated.names) > NAMES_MAX:
