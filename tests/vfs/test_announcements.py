@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key, locate, parse_commit_key, read_record
 from lakefs_fuse.commits.record import COMMITS, STORED_MAX, Operation, Record, Remove
-from lakefs_fuse.errors import CacheFull, Unavailable
+from lakefs_fuse.errors import CacheFull, FileError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tree import Tree
@@ -554,6 +555,34 @@ async def test_object_announced_in_a_directory_while_it_is_renamed_here_is_seen(
             await announce(writer, mover)
             pause.resume()
         assert await mover.tree() == {"d": None, "e": None, "d/file": b"bytes"}
+
+
+async def test_directory_in_which_an_object_is_announced_while_it_is_removed_here_stays(tmp_path: Path) -> None:
+    """The request that finds it empty began before. `ESTALE` has the kernel look the name up again, as in a rename."""
+    store = MemoryStore()
+    async with three_nodes(store, tmp_path, "d") as (writer, mover, _):
+        await writer.write("d/gone", b"bytes")
+        await announce(writer)
+        await writer.unlink("d/gone")
+        await writer.sync()
+        await mover.poll()
+        store.hook = pause = Pause(lambda each: each.what == "list" and each.key == "d/gone", when="after")
+
+        async def remove() -> None:
+            with pytest.raises(FileError) as caught:
+                await mover.rmdir("d")
+            assert caught.value.errno == errno.ESTALE
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(remove)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await writer.write("d/file", b"bytes")
+            await announce(writer, mover)
+            pause.resume()
+        with pytest.raises(FileError) as caught:
+            await mover.rmdir("d")
+        assert caught.value.errno == errno.ENOTEMPTY
+        assert await mover.tree() == {"d": None, "d/file": b"bytes"}
 
 
 @pytest.mark.parametrize("above", ["d", "d/e"])

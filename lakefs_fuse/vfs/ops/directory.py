@@ -81,6 +81,8 @@ class Directories:
         found = self._ns.tree.named(parent, name + b"/")
         if found is None or found.inode != entry.inode:  # another node renamed it meanwhile
             raise FileError(errno.ENOENT)
+        if not self._ns.is_listed(entry.inode):
+            raise FileError(errno.ESTALE)  # a name in it was announced meanwhile: the kernel looks it up again
         entry = found
         path = self._ns.path_of(entry)
         builder = ChangeBuilder(self._ns.tree)
