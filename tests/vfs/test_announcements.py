@@ -557,6 +557,29 @@ async def test_object_announced_in_a_directory_while_it_is_renamed_here_is_seen(
         assert await mover.tree() == {"d": None, "e": None, "d/file": b"bytes"}
 
 
+async def test_object_announced_in_a_directory_while_it_is_made_again_here_is_seen(tmp_path: Path) -> None:
+    """The node that stores it has not heard that the directory was removed. The LIST that finds the name free began
+    before, so a directory that was just made is not known to be empty."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", foreign_s=3600.0) as (one, two):
+        await one.mkdir("d")
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["d"]
+        await two.rmdir("d")
+        await two.sync()
+        clock.advance(3601)
+        store.hook = pause = Pause(lambda each: each.what == "list" and each.key == "", when="after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.mkdir, "d")
+            await trio.to_thread.run_sync(pause.reached.wait)
+            with held_fresh(one):
+                await one.write("d/file", b"bytes")
+            await announce(one, two)
+            pause.resume()
+        assert await two.tree() == {"d": None, "d/file": b"bytes"}
+
+
 async def test_directory_in_which_an_object_is_announced_while_it_is_removed_here_stays(tmp_path: Path) -> None:
     """The request that finds it empty began before. `ESTALE` has the kernel look the name up again, as in a rename."""
     store = MemoryStore()

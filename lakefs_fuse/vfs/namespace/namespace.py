@@ -953,10 +953,12 @@ class Namespace:
             log.warning("a change of names is in effect, but not what accompanies it, such as times: %s", error)
 
     def made(self, directory: Entry) -> None:
-        """Record a directory that this node has just made: it exists and is empty. The directory that contains it gets
-        the present time."""
+        """Record a directory that this node has just made: it exists, and is empty unless other nodes announced a name
+        in it since the lookup. The directory that contains it gets the present time."""
+        is_absent = self._listed_ns(directory.parent, directory.name) > 0
+        is_empty = is_absent or self.path_of(directory) not in self._outdated.announced
         batch = Batch()
-        self.tree.set_listing(batch, directory.inode, Listing(self._clock_ns(), 0))
+        self.tree.set_listing(batch, directory.inode, Listing(self._clock_ns() if is_empty else 0, 0))
         self.touch(directory.parent, batch)
         self.record_beside(batch)
         self._remember_answer(directory.parent, directory.name, self._clock_ns())
