@@ -191,6 +191,8 @@ def beside_file(tombstone: Tombstone, stamp: int, hides: str) -> Tombstone | Non
     """Return what remains of a tombstone beside a file elsewhere of this stamp; None if nothing does.
 
     The file hides the plain object ``hides``."""
+    if not (tombstone.gone or tombstone.ended or tombstone.dated or tombstone.put or tombstone.told):
+        return None
     rest = without(tombstone, hides) if tombstone.when_gone(hides) <= stamp else tombstone
     rest = msgspec.structs.replace(rest, told=tuple(each for each in rest.told if each[1] > stamp))
     return rest if rest.all_gone or rest.dated or rest.put or rest.told else None
@@ -255,6 +257,8 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
     (stamp,) = NUMBER.unpack_from(raw)
     is_by_date = raw[8:9] == BY_DATE
     first, *others = raw[8 + is_by_date :].decode().split("\0")
+    if not others:  # most rows: a file elsewhere was removed, or one object
+        return Tombstone(stamp, stamp if is_by_date or not first else 0, ((first, stamp),) if first else ())
     gone = [(each[16:], int(each[:16], 16)) for each in others]
     floor = stamp if is_by_date or not (first or gone) else max((at for etag, at in gone if not etag), default=0)
     named = [(first, stamp)] if first else []
