@@ -157,14 +157,27 @@ class Applier:
     async def _raise_barrier(self, record: Record) -> None:
         """Add every name that the record changes to the barrier, or the name of a missing directory above it."""
         self.paths.forget_paths()
+        found: tuple[str, int | None] | None = None
         for number, operation in enumerate(record.operations, 1):
             above, _, name = operation.path.rpartition("/")
-            while (directory := self.paths.directory(above)) is None:
-                above, _, name = above.rpartition("/")
-            self._tree.barrier.add(directory, name.encode())
+            if found is None or found[0] != above:
+                found = above, self._add_missing(above)
+            if found[1] is not None:
+                self._tree.barrier.add(found[1], name.encode())
             if not number % (BARRIER_PER_OPERATION * STEP_OPERATIONS):
                 await trio.lowlevel.checkpoint()
                 self.paths.forget_paths()
+                found = None
+
+    def _add_missing(self, path: str) -> int | None:
+        """Return the inode of a directory. If it is missing, add the missing name above it to the barrier."""
+        directory, name = self.paths.directory(path), ""
+        if directory is not None:
+            return directory
+        while (directory := self.paths.directory(path)) is None:
+            path, _, name = path.rpartition("/")
+        self._tree.barrier.add(directory, name.encode())
+        return None
 
     def apply_pending(self, change: Change, stamp: int, *, quiet: bool = True) -> None:
         """Apply a journaled change that is in no commit yet; its time is now.

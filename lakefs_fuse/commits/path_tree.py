@@ -121,9 +121,12 @@ class PathTree:
     def find_many(self, paths: Sequence[bytes]) -> list[Entry | None]:
         """Return, for each path, the directory if it ends in a slash, otherwise the file."""
         names = []
+        directories: dict[bytes, int] = {}
         for path in paths:
             above, _, name = path.removesuffix(b"/").rpartition(b"/")
-            names.append((self.directory(above.decode()) or 0, name + b"/" if path.endswith(b"/") else name))
+            if above not in directories:
+                directories[above] = self.directory(above.decode()) or 0
+            names.append((directories[above], name + b"/" if path.endswith(b"/") else name))
         return self.tree.named_many(names)
 
     def child(self, path: str) -> Entry | None:

@@ -215,11 +215,19 @@ class Tree:
 
     def named_many(self, names: Iterable[tuple[int, bytes]]) -> list[Entry | None]:
         """As `named`, for each pair of a parent (0: a missing directory) and a sort name."""
-        directories = ((NUMBER.pack(parent), sort_name) for parent, sort_name in names)
-        links = [
-            (schema.NAME + directory + sort_name, schema.ENTRY + directory) for directory, sort_name in directories
-        ]
-        return [found and self._read(*found) for found in self.database.linked_many(links, COOKIE_BYTES)]
+        links = list[tuple[bytes, bytes]]()
+        is_present = list[bool]()
+        before, name_prefix, entry_prefix = 0, b"", b""
+        for parent, sort_name in names:
+            if parent != before:
+                directory = NUMBER.pack(parent)
+                before, name_prefix, entry_prefix = parent, schema.NAME + directory, schema.ENTRY + directory
+            is_present.append(parent > 0)
+            if parent:
+                links.append((name_prefix + sort_name, entry_prefix))
+        found = iter(self.database.linked_many(links, COOKIE_BYTES))
+        rows = (next(found) if present else None for present in is_present)
+        return [row and self._read(*row) for row in rows]
 
     def child_many(self, names: Sequence[tuple[int, bytes]]) -> list[Entry | None]:
         """As `child`, for each pair of a parent (0: a missing directory) and a name."""

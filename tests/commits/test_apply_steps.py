@@ -257,3 +257,17 @@ async def test_doubts_read_the_rows_of_many_names_together(node: Node, monkeypat
     groups = -(-len(record.operations) // DOUBTS_AT_ONCE)
     assert 0 < len(counts) <= 2 * groups, "names, and the rows to which they lead"
     assert max(counts) <= DOUBTS_AT_ONCE
+    assert sum(counts) <= 2 * (2 * NAMES + 8), "no names in a missing directory"
+
+
+async def test_apply_in_steps_looks_a_directory_up_once_in_a_turn(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups, linked = list[int](), Database.linked
+
+    def count(database: Database, links: Sequence[tuple[bytes, bytes]], length: int) -> tuple[bytes, bytes] | None:
+        lookups.append(len(links))
+        return linked(database, links, length)
+
+    monkeypatch.setattr(Database, "linked", count)
+    names = [Symlink(f"new/{number}", "x", 0, 0, 0) for number in range(OPERATIONS)]
+    await apply(node, Record(writer=WRITER, time=at(10), operations=names))
+    assert len(lookups) < OPERATIONS / 4
