@@ -239,7 +239,7 @@ class PathTree:
 # known below the source (unless it is not in the store yet), nothing newer is known of either name, and no directory
 # with something in it is in the way. Otherwise the operations alone make the same names, with other inodes.
 
-Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
+Made: TypeAlias = dict[str, Put | Symlink | Mkdir]
 """What a record says of each path; the path of a directory ends in a slash."""
 
 
@@ -297,7 +297,7 @@ class _CarryOver:
         self._names_max, self._own = names_max, own
         self._sources = {source for source, _ in record.moves}
         self._made: Made = {}
-        self._gone: dict[bytes, Remove] = {}
+        self._gone: dict[str, Remove] = {}
         self._before: dict[str, Entry] = {}
         self._keeps_files = len(record.operations) <= MOVED_MAX
         self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
@@ -305,12 +305,12 @@ class _CarryOver:
 
     def steps(self) -> Generator[None, None, Carried]:
         for number, operation in enumerate(self._record.operations, 1):
-            if isinstance(operation, Put | Symlink | Mkdir):
-                self._made[operation.path.encode(*schema.PATH) + (b"/" if isinstance(operation, Mkdir) else b"")] = (
-                    operation
-                )
-            elif isinstance(operation, Remove):
-                self._gone[operation.path.encode(*schema.PATH) + b"/" * operation.directory] = operation
+            if isinstance(operation, Remove):
+                self._gone[operation.path + "/" * operation.directory] = operation
+            elif isinstance(operation, Mkdir):
+                self._made[operation.path + "/"] = operation
+            elif isinstance(operation, Put | Symlink):
+                self._made[operation.path] = operation
             if not number % (READ_PER_NAME * self._names_max):
                 yield
         if self._names_max > len(self._record.operations):  # the caller runs all steps without a pause
@@ -329,16 +329,18 @@ class _CarryOver:
         with self._paths.database.recording() as changed:
             if not (self._is_each_another() and all(map(self._movable, self._record.moves))):
                 return Carried()
+            has_keys = False
             for move, names in self._all_below():
                 if not self._is_covered(names, move):
                     return Carried()
-                yield
-            others = set[bytes]()
-            for move, names in self._all_below():
-                others |= changed.take()
-                self._free_from_keys(names, move)
+                has_keys = has_keys or any(_may_have_key(entry) for _, entry in names)
                 for _, entry in names:
                     self._paths.watcher.changing(entry.parent, entry.name)
+                yield
+            others = set[bytes]()
+            for move, names in self._all_below() if has_keys else ():
+                others |= changed.take()
+                self._free_from_keys(names, move)
                 changed.take()  # the rows just written here
                 yield
             late = self._tree.changed_entries(others | changed.take())
@@ -414,7 +416,7 @@ class _CarryOver:
     def _movable(self, move: tuple[str, str]) -> Entry | None:
         """Return the source if it is what the record renamed, and nothing is in the way; otherwise None."""
         paths, (source, target) = self._paths, move
-        entry, operation = paths.child(source), self._made.get(target.encode(*schema.PATH))
+        entry, operation = paths.child(source), self._made.get(target)
         if entry is None:
             return None
         if not self._own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
@@ -430,18 +432,18 @@ class _CarryOver:
         It must be the newest that is known of them. Files that a directory hides, or that are not in the store yet,
         need no operation."""
         source, target = move
-        sources = [path.encode(*schema.PATH) + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in names]
-        keys = [target.encode(*schema.PATH) + raw[len(source.encode(*schema.PATH)) :] for raw in sources]
-        tombstones = self._tree.tombstones.get_many(keys)
-        for (before, found), raw, key, tombstone in zip(names, sources, keys, tombstones, strict=True):
+        sources = [path + "/" if found.flags & Flag.DIRECTORY else path for path, found in names]
+        keys = [target + path[len(source) :] for path in sources]
+        tombstones = self._tree.tombstones.get_many([key.encode(*schema.PATH) for key in keys])
+        for (before, found), old, key, tombstone in zip(names, sources, keys, tombstones, strict=True):
             if found.stamp > self._stamp:
                 return False
             if found.flags & (Flag.LOCAL | Flag.SHADOWED):
                 continue
-            operation, removal = self._made.get(key), self._gone.get(raw)
+            operation, removal = self._made.get(key), self._gone.get(old)
             if (
                 operation is None
-                or (removal is None and raw not in self._made)
+                or (removal is None and old not in self._made)
                 or not _is_meant(found, before, operation, self._record, self._own)
                 or (removal is not None and not is_removing(self._tree, removal, found))
                 or (removal is not None and not removal.by_date and _is_over_another(found))
@@ -537,6 +539,11 @@ class _CarryOver:
         self._paths.commit(batch)
         self._paths.forget_paths()
         return Batch()
+
+
+def _may_have_key(found: Entry) -> bool:
+    """Return whether `_CarryOver._free_from_keys` may change the row: a file in a pack has nothing at its own key."""
+    return not found.flags & Flag.DIRECTORY and bool(found.etag or not found.place or found.flags & Flag.LOCAL)
 
 
 def _is_free(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +15,10 @@ from lakefs_fuse.commits.apply_record import CARRIED_PER_OPERATION, Application
 from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.file_rules import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.record import Mkdir, Operation, Record, Remove, Symlink
+from lakefs_fuse.meta import tree
 from lakefs_fuse.meta.barrier import About
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from tests.commits.nodes import Node, archive, at, plain, put
 
 OPERATIONS = 20 * STEP_OPERATIONS + 7
@@ -258,6 +260,25 @@ async def test_doubts_read_the_rows_of_many_names_together(node: Node, monkeypat
     assert 0 < len(counts) <= 2 * groups, "names, and the rows to which they lead"
     assert max(counts) <= DOUBTS_AT_ONCE
     assert sum(counts) <= 2 * (2 * NAMES + 8), "no names in a missing directory"
+
+
+async def test_apply_in_steps_reads_a_row_once_to_check_and_once_to_change(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed files have nothing at their own keys that a rename has to free."""
+    node.commit(1, *(put(f"big/{number}") for number in range(NAMES)))
+    record = merged([node.rename("big", "moved")], WRITER, at(10))
+    unpack, names = tree.unpack_entry, list[bytes]()
+
+    def count(parent: int, cookie: int, row: bytes) -> Entry:
+        entry = unpack(parent, cookie, row)
+        names.append(entry.name)
+        return entry
+
+    monkeypatch.setattr(tree, "unpack_entry", count)
+    await apply(node, record)
+    assert Counter(names)[b"7"] == 2
+    assert 2 * NAMES <= len(names) < 2.5 * NAMES
 
 
 async def test_apply_in_steps_looks_a_directory_up_once_in_a_turn(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
