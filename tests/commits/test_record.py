@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.commits import record as rec
 from lakefs_fuse.commits.record import (
+    DECODED_AT_ONCE,
     OWN,
     UNSET,
     Mkdir,
@@ -46,6 +47,10 @@ WITH_A_PATH: tuple[Callable[[str], Operation], ...] = (
     lambda path: SetAttr(path, 0, 0, 0, "", 0, 0, 0, 0),
     lambda path: Relocate(path, OWN, 0, "etag", 0, 0, 0, 0, 0, 0, 0),
 )
+
+
+LONG = "/".join(["d" * 230] * 4)
+"""A directory with room for a name of 101 bytes."""
 
 
 @pytest.fixture(autouse=True, scope="module", params=["objects", "bytes"])
@@ -83,6 +88,14 @@ def test_operations_are_a_sequence(kept_as: str, record: Record, data: st.DataOb
         assert found[at] == wanted[at]
     with pytest.raises(IndexError):
         found[len(wanted)]
+
+
+def test_operations_that_are_decoded_together() -> None:
+    wanted = [Remove(f"d/{number}") for number in range(2 * DECODED_AT_ONCE + 3)]
+    found = decode(encode(record_of(*wanted))).operations
+    assert list(found) == wanted
+    for part in (slice(5), slice(3, DECODED_AT_ONCE + 3), slice(3, DECODED_AT_ONCE + 4), slice(9, 9), slice(-2, None)):
+        assert found[part] == wanted[part]
 
 
 @given(st.binary(max_size=300))
@@ -126,6 +139,16 @@ def test_paths_no_file_system_can_have(make: Callable[[str], Operation], path: s
     refused(record_of(make(path)))
     refused(msgspec.structs.replace(record_of(), moves=[("a", path)]))
     refused(msgspec.structs.replace(record_of(), moves=[(path, "a")]))
+
+
+@pytest.mark.parametrize(
+    "path", ["a/", "a/.", "a/..", "a/c\0", "a/" + "n" * 256, "a/" + "é" * 128, f"{LONG}/{'n' * 102}"]
+)
+def test_paths_beside_one_that_is_right_are_refused(path: str) -> None:
+    """The directory is checked once."""
+    right = f"{path.rpartition('/')[0]}/b"
+    decode(encode(record_of(Remove(right))))
+    refused(record_of(Remove(right), Remove(path)))
 
 
 @pytest.mark.parametrize("make", WITH_A_PATH)
