@@ -52,7 +52,7 @@ from lakefs_fuse.store.client import is_successor
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.steps import Pace
 
-STEP_OPERATIONS = 32
+STEP_OPERATIONS = 64
 """Operations in one step, if a record is applied in steps: 5 ms."""
 BARRIER_PER_OPERATION = 8
 """Names that are looked up in the time in which one operation is applied."""

@@ -19,7 +19,6 @@ from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_ov
 from lakefs_fuse.commits.record import (
     Mkdir,
     ObjectRef,
-    Operation,
     Record,
     Remove,
     count_repeated,
@@ -32,9 +31,9 @@ from lakefs_fuse.meta.tombstones import Tombstone
 
 TOGETHER_MAX = 512
 """Operations that are read together and written in one batch."""
-COUNTED_PER_OPERATION = 100
+COUNTED_PER_OPERATION = 50
 """Operations that are counted in the time in which one is applied."""
-CARRIED_PER_OPERATION = 4
+CARRIED_PER_OPERATION = 2
 """Names that are carried over in the time in which one operation is applied."""
 CARRIED_OVER_MAX = 1_000_000
 """Operations. Beyond these, another node's rename changes inodes: keeping them takes 300 bytes of memory a name."""
@@ -130,7 +129,8 @@ class Application:
             slash = b"/" if removes_directory or isinstance(operation, Mkdir) else b""
             above, _, last = path.rpartition("/")
             is_left = not is_removal and (above in leaving or path in leaving)
-            if some and (is_apart or is_left or path in some or not self._is_writable(operation)):
+            is_missing = not is_removal and self._directory(above) is None  # a directory has to be made first
+            if some and (is_apart or is_left or path in some or is_missing):
                 self._apply_all(some)
             if not some:
                 leaving.clear()
@@ -138,12 +138,12 @@ class Application:
             if is_removal and above not in looked_at:
                 looked_at.add(above)
                 leaving.update(self._paths.implied_above(above))
-            some[path] = Step(
+            some[path] = step = Step(
                 operation, self._directory(above), last.encode() + slash, path.encode() + slash,
                 is_last, is_only, is_again,
             )  # fmt: skip
             is_full = len(some) >= TOGETHER_MAX or not number % operations_max
-            if is_full or is_apart or not self._is_writable(operation):
+            if is_full or is_apart or (step.parent is None and not is_removal):
                 self._apply_all(some)
             if not number % operations_max:
                 yield
@@ -155,10 +155,6 @@ class Application:
         if self._parent is None or self._parent[0] != path:
             self._parent = path, self._paths.directory(path)
         return self._parent[1]
-
-    def _is_writable(self, operation: Operation) -> bool:
-        """Return whether no directory has to be made first."""
-        return isinstance(operation, Remove) or self._directory(operation.path.rpartition("/")[0]) is not None
 
     def _apply_all(self, some: dict[str, Step]) -> None:
         """Apply operations on different names, and empty ``some``."""

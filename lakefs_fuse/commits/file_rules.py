@@ -189,7 +189,7 @@ class FileRules:
 
     def _elsewhere(self, operation: Operation) -> Iterator[int]:
         """Yield the indexes of objects that an operation names, and that need numbers."""
-        if not isinstance(operation, Put | SetAttr | Relocate):
+        if isinstance(operation, Remove) or not isinstance(operation, Put | SetAttr | Relocate):
             return
         if not self._is_own(operation.path, operation.object, operation.offset, operation.size):
             yield operation.object
