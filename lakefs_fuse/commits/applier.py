@@ -20,7 +20,7 @@ commit (`restamp`) once there is one. Trio thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import reduce
 
 import msgspec
@@ -44,7 +44,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
@@ -220,6 +220,48 @@ class Applier:
         """As `restamp`, for operations that no commit will contain, because a newer one replaced the files. What they
         said of attributes stays with the versions before."""
         self._restamp([(_row_path(each), stamp) for each in operations], time)
+
+    def replaced_since(self, change: Change, own: Collection[int]) -> set[str]:
+        """Return the paths of which other nodes have committed newer versions since the journaled change was made, and
+        which it would replace or remove. ``own`` are times of commits of this node."""
+        replacing = change.replacing()
+        histories = zip(replacing.items(), self._histories.get_many(replacing), strict=True)
+        return {
+            path
+            for (path, hides), history in histories
+            if history is not None and history.has_version_since(change.made, hides, own)
+        }
+
+    def rows_since(self, change: Change, own: Collection[int]) -> set[str]:
+        """As `replaced_since`, for a change that is not in effect, by what the tree holds."""
+        replacing = change.replacing()
+        self.paths.forget_paths()
+        rows = self.paths.find_many([path.encode(*schema.PATH) for path in replacing])
+        return {
+            path
+            for (path, hides), row in zip(replacing.items(), rows, strict=True)
+            if row is not None and change.made < row.stamp < PENDING and row.stamp not in own
+            if not (row.is_plain and row.etag == hides)
+        }
+
+    def is_gone(self, path: str, etag: str) -> bool:
+        """Return whether a commit named the plain object with this ETag at a path when it removed or replaced it."""
+        tombstone = self._tree.tombstones.get(path.encode(*schema.PATH))
+        return tombstone is not None and tombstone.when_named(etag) > 0
+
+    def withdraw(self, change: Change, gone: Sequence[Operation], stamp: int) -> None:
+        """Take back operations of a journaled change, which are on files and are in effect under ``stamp``.
+
+        Their names become what commits say of them without these operations. A row that stays, because its file is
+        being written or because nothing else is known of its name, gets the time at which the change was made."""
+        record = Record(writer="", time=change.made, objects=change.objects, operations=gone)
+        application = Application(self.paths, record, ObjectRef(), stamp, own=True, withdraws=True)
+        with self.paths.editing(own=True):
+            application.run()
+        rows = self.paths.find_many([_row_path(each) for each in gone])
+        batch = Batch()
+        self._tree.restamp(batch, [row for row in rows if row is not None and row.stamp == stamp], change.made)
+        self._db.commit_volatile(batch)
 
     def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
         """Give what a commit changed the time of the commit that repeats it.

@@ -69,14 +69,16 @@ class Application:
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
         whole: bool = False,
+        withdraws: bool = False,
     ) -> None:
         """``own``: this node made the change, and knew what it changed. ``outdated`` maps paths to ETags of plain
         objects that were known and are no longer there, as the store answered to `doubts`; `NOTHING` if it was not
-        asked. ``whole``: the record is all that its commit says."""
+        asked. ``whole``: the record is all that its commit says. ``withdraws``: the operations, which are on
+        files, were applied under this stamp, and are taken back."""
         self._own, self._whole = own, whole
         self._paths, self._tree, self._watcher = paths, paths.tree, paths.watcher
         self._record, self._stamp, self._time = record, stamp, record.time
-        self._order = OrderedRules(paths, record, this, stamp, own=own, outdated=outdated)
+        self._order = OrderedRules(paths, record, this, stamp, own=own, outdated=outdated, withdraws=withdraws)
         self._rules = self._order.rules
         self._changes = _Changes()
         self._carried = Carried()

@@ -5,11 +5,27 @@ The journal stores `Change` and `Sending` as they are: a new field gets a defaul
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import msgspec
 
-from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
+from lakefs_fuse.commits.record import (
+    ANY,
+    OWN,
+    THIS,
+    Mkdir,
+    ObjectRef,
+    Operation,
+    Put,
+    Record,
+    Relocate,
+    Remove,
+    SetAttr,
+    Symlink,
+    is_of_version,
+    says_again,
+    says_what,
+)
 from lakefs_fuse.meta.rows import Deletion
 
 BeforeSending = Callable[[str], Awaitable[None]]
@@ -31,6 +47,43 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """The change is held until every version that write-back acknowledged up to this number is in the store."""
     ahead: bool = False
     """True for changes that state where an acknowledged file is stored: they may be sent ahead of held changes."""
+    made: int = 0
+    """When the change was journaled, by the clock that dates commits; 0 if unknown. No commit that was in effect here
+    is later."""
+
+    def replacing(self) -> dict[str, str]:
+        """Return the paths at which the change replaces or removes any file there, with the ETags that it hides.
+
+        A removal that names the version of a plain object is not among them: it touches no other version. Nor is what
+        states where an acknowledged file is, or is of an earlier program."""
+        if self.ahead or not self.made:
+            return {}
+        found: dict[str, str] = {}
+        for number, each in enumerate(self.operations, 1):
+            is_mark = number < len(self.operations) and says_again(each, self.operations[number])
+            is_put = isinstance(each, Put) and each.object > THIS and each.replaces == ANY
+            is_removal = isinstance(each, Remove) and not each.directory and (each.by_date or not each.hides)
+            if is_put or isinstance(each, Symlink) or (is_removal and not is_mark):
+                found[each.path] = each.hides  # type: ignore[union-attr]
+        for each in self.operations if found else ():
+            if isinstance(each, Put) and each.object == OWN:
+                found.pop(each.path, None)
+        return found
+
+    def about(self, paths: Collection[str]) -> list[Operation]:
+        """Return the operations that say which files the paths have."""
+        return [each for each in self.operations if each.path in paths and says_what(each) and not is_of_version(each)]
+
+    def without(self, gone: Sequence[Operation]) -> Change:
+        """Return the change without some of its operations, and without moves of their paths.
+
+        Of the doomed objects only those at the paths of other operations stay: `gc` finds the rest."""
+        numbers, paths = {id(each) for each in gone}, {each.path for each in gone}
+        kept = [each for each in self.operations if id(each) not in numbers]
+        moves = [pair for pair in self.moves if not paths.intersection(pair)]
+        left = {each.path for each in kept}
+        doomed = [each for each in self.doomed if each.key in left]
+        return msgspec.structs.replace(self, operations=kept, moves=moves, doomed=doomed)
 
     def mentioned(self) -> frozenset[str]:
         """Return the keys that the change mentions. It says which bytes the file at that path has, that a name refers

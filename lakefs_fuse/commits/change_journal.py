@@ -24,6 +24,10 @@ from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import SequenceRows, SingleRow
 
+SENT_MAX = 4096
+"""Times in `ChangeJournal.sent`: 32 KB. A daemon sends one commit a second, and older changes are rarely held for so
+long while others are sent."""
+
 
 class ChangeJournal:
     """The changes in the database and in memory, by sequence number: see the module's head."""
@@ -42,6 +46,8 @@ class ChangeJournal:
         """Keys that changes mention, by number: see `Change.mentioned`."""
         self.newest = 0
         """The newest sequence number that a change got."""
+        self.sent: list[int] = []
+        """Times of the commits that contained journaled changes on which others build that are still in the journal."""
         self._reserving: dict[int, list[str]] = {}
         self._reserved: dict[str, int] = {}
         """Reserved keys, each with the number of the newest change that reserves it."""
@@ -50,6 +56,8 @@ class ChangeJournal:
         """Read what the last daemon left. Call it once."""
         for sequence, change in self._rows.items():
             self._add(sequence, change)
+        sent = self.database.get(schema.SINGLE_SENT) or b""
+        self.sent = [time for (time,) in schema.NUMBER.iter_unpack(sent)]
         unapplied = self.database.get(schema.SINGLE_UNAPPLIED)
         self.unapplied = 0 if unapplied is None else schema.NUMBER.unpack(unapplied)[0]
         self.sending = self._sending_row.get()
@@ -127,6 +135,17 @@ class ChangeJournal:
     def delete(self, batch: Batch, sequences: Collection[int]) -> None:
         """Delete the rows of changes that are in the store. Call `forget` once ``batch`` is committed."""
         self._rows.delete(batch, *sequences)
+
+    def record_sent(self, batch: Batch, sequences: Collection[int], time: int) -> None:
+        """Record that a commit of this time contains these changes, which are about to be forgotten.
+
+        What is sent ahead does not count: it has replaced what other changes said of its names."""
+        are_ahead = all(self.changes[each].ahead for each in sequences if each in self.changes)
+        sent = self.sent if are_ahead else [*self.sent, time][-SENT_MAX:]
+        sent = sent if len(self.changes) > len(sequences) else []
+        if sent != self.sent:
+            batch.rows[schema.SINGLE_SENT] = b"".join(map(schema.NUMBER.pack, sent)) or None
+            batch.committed.append(partial(setattr, self, "sent", sent))
 
     def forget(self, sequences: Collection[int]) -> None:
         for sequence in sequences:

@@ -87,7 +87,7 @@ class CommitLog:
     ) -> None:
         """With ``repeats``, `put` and `fetch` gather small commits for bundles, and digests are written. ``announce``
         is called with the key of each commit that was stored."""
-        self._client, self._threads, self._announce = client, threads, announce
+        self._client, self.threads, self._announce = client, threads, announce
         self.clock, self.writer = clock, writer
         self.budget = budget or PackBudget()
         self.bundles = BundleReader(client)
@@ -158,7 +158,7 @@ class CommitLog:
 
         if not is_large and sum(member.size for member in members) < BUILD_INLINE_BYTES_MAX:
             return build(members, encoded)
-        return await self._threads.run(build, members, encoded)
+        return await self.threads.run(build, members, encoded)
 
     async def put(self, key: str, body: Body) -> ObjectMeta:
         """Store an archive as the commit of this key. Raises StoreError kinds."""
@@ -216,7 +216,7 @@ class CommitLog:
 
     async def put_record(self, record: Record) -> ObjectRef:
         """Store a commit without members. Raises StoreError kinds."""
-        body = await self._threads.run(build, (), lambda _: self.encode(record))
+        body = await self.threads.run(build, (), lambda _: self.encode(record))
         meta = await self.put(self.key(record.time), body)
         return ObjectRef(meta.key, meta.etag, len(body))
 
@@ -255,7 +255,7 @@ class CommitLog:
         async def fetch() -> Record:
             where, raw = await self._fetch_raw(meta, tail_bytes, bytes_max)
             read = partial(read_bounded_record, raw, where, *named)
-            return read() if len(raw) < DECODE_INLINE_BYTES_MAX else await self._threads.run(read)
+            return read() if len(raw) < DECODE_INLINE_BYTES_MAX else await self.threads.run(read)
 
         try:
             record = await fetch_undamaged(fetch)

@@ -13,6 +13,8 @@ What always holds:
   memory (`Database.commit_volatile`), and so do those of a change that was committed. If that is not possible (memory
   is used up, the disk fails in another way), the change takes effect before another is planned; a journaled one also
   before it is sent;
+* *newer versions stay*: no journaled change removes or replaces a version that another node stored after it was
+  journaled, and of which this node has heard: see `withdrawal`;
 * *with the pack*: while files wait for a pack, changes that only make directories or set their attributes wait for it
   as well, `WITH_PACK_S_MAX` at most (not if hints are used): see ADR 0166;
 * *never twice*: if the answer to a PUT is lost, the store is asked for that commit before any change is sent again;
@@ -61,8 +63,8 @@ from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_n
 from lakefs_fuse.commits.hybrid_clock import LATE_NS, WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import STORED_MAX, Mkdir, ObjectRef, Put, Record, Remove, SetAttr, refuse_unreadable
+from lakefs_fuse.commits.withdrawal import Hear, Withdrawal
 from lakefs_fuse.environment.failpoints import reached
-from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch
@@ -147,14 +149,16 @@ class Committer:
         deletions: DeletionQueue,
         journal: ChangeJournal,
         metrics: CommitMetrics,
-        threads: Threads,
         *,
+        hear: Hear,
         delay_s: float = 1.0,
         acknowledged: AcknowledgedOrder | None = None,
     ) -> None:
+        """``hear`` is as `Poller.heard`; it is called with the lock held."""
         self._db, self._log, self._applier, self.journal = journal.database, log, applier, journal
-        self._deletions, self._metrics, self._threads, self._delay_s = deletions, metrics, threads, delay_s
-        self._clock, self.writer = log.clock, log.writer
+        self._deletions, self._metrics, self._delay_s = deletions, metrics, delay_s
+        self._withdrawal = Withdrawal(log, applier, journal, hear)
+        self._clock, self.writer, self._threads = log.clock, log.writer, log.threads
         self._lock = trio.Lock()
         self._acknowledged = NothingAcknowledged() if acknowledged is None else acknowledged
         self._writer_before = ""
@@ -181,8 +185,9 @@ class Committer:
         self._writer_before = tables.writer_of(self._db)
         self.journal.load()
         if tables.reapply_wanted(self._db):
-            for sequence, change in self.journal.changes.items():
-                self._applier.apply_pending(change, PENDING | sequence)
+            for sequence in list(self.journal.changes):
+                self._withdrawal.withdraw_unapplied(sequence)
+                self._applier.apply_pending(self.journal.changes[sequence], PENDING | sequence)
             tables.reapplied(self._db)
         elif self.journal.unapplied in self.journal.changes:
             change = self.journal.changes[self.journal.unapplied]
@@ -332,6 +337,7 @@ class Committer:
             self._apply_unapplied()
             raise self._unapplied_why
         batch = Batch() if batch is None else batch
+        change = replace(change, made=self._clock.reached())
         if change.ahead:
             sendable = self._sendable()
             passed = [each for each in self.journal.changes if each not in sendable]
@@ -556,8 +562,10 @@ class Committer:
                 await self._reconcile()
                 newest = self.journal.newest
                 while change is not None and self._is_more_than_one_commit(newest):
+                    await self._withdraw()
                     await self._send(None, (), None, in_steps=False)
                     await self._reconcile()
+                await self._withdraw()
                 made = change() if callable(change) else change
                 if isinstance(made, Awaitable):
                     made = await made
@@ -572,6 +580,19 @@ class Committer:
                 except LakeError as error:  # the caller's commit is in the store all the same: `run` tries again
                     logger.warning("commit %s is not repeated yet: %s", committed.ref.key, error)
             return committed
+
+    async def _withdraw(self) -> None:
+        """Withdraw what other nodes have overtaken in the changes of the next commit. The caller sends it, or plans it,
+        before other tasks run. Raises LakeError."""
+        asked = set[int]()
+        while replacing := [each for each, change in self._first_sendable().items() if change.replacing()]:
+            late = [each for each in self._withdrawal.late(replacing) if each not in asked]
+            if not late:
+                self._apply_unapplied()
+                self._withdrawal.withdraw_overtaken(replacing)
+                break
+            await self._withdrawal.ask(late)
+            asked.update(late)
 
     async def _send(
         self, change: Change | None, members: Sequence[Member], before_put: BeforeSending | None, *, in_steps: bool
@@ -815,6 +836,7 @@ class Committer:
         self._applier.restamp(pending, time)
         batch = Batch()
         self.journal.delete(batch, journaled)
+        self.journal.record_sent(batch, journaled, time)
         for sequence, change in journaled.items():
             for doomed in self.journal.changes.get(sequence, change).doomed:  # some were waived since, perhaps
                 self._deletions.add(batch, doomed)

@@ -69,6 +69,10 @@ class HybridClock:
         self._last = max(self._last + step_ns, wall_ns)
         return self._last
 
+    def reached(self) -> int:
+        """Return a time that no commit exceeds which this node has made or followed, unless the clock went back."""
+        return max(self._last, self.wall_ns())
+
     def follow(self, time: int) -> bool:
         """Make `now` later than another node's commit of this time; returns False if that is too far ahead."""
         if time > self.ahead_ns():

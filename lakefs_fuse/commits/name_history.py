@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import count, islice
 
 import msgspec
@@ -37,6 +37,7 @@ from lakefs_fuse.commits.record import (
     Put,
     Record,
     Relocate,
+    Remove,
     SetAttr,
     Symlink,
     is_of_version,
@@ -81,6 +82,18 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
     def record(self) -> Record:
         """Return a record that says only this."""
         return Record(writer="", time=self.time, objects=self.objects, operations=[self.operation])
+
+    def place(self) -> tuple[str, int, str] | None:
+        """Return where it puts the file's bytes, or what ends them; None if it only changes a version."""
+        said = self.operation
+        if isinstance(said, Symlink):
+            return "", 0, said.target
+        if isinstance(said, Remove):
+            return "", 0, ""
+        if not isinstance(said, Put) or is_of_version(said):
+            return None
+        ref = ObjectRef(said.path, said.hides) if said.object == OWN else self.objects[said.object]
+        return ref.key, said.offset, ref.etag
 
     def is_of_another(self, etag: str) -> bool:
         """Return whether it sets attributes of a plain object at the path whose ETag is not this one."""
@@ -141,8 +154,10 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         return bool(later) and min(later) >= PENDING
 
     def can_have(self, stamp: int) -> bool:
-        """Return whether a fact of this time can be inserted: nothing in the base is later."""
-        return stamp >= self.since
+        """Return whether a fact of this time can be inserted: nothing in the base is later, but for pending changes.
+
+        Every commit comes before those, and they count over it in the base as well."""
+        return stamp >= self.since or self.since >= PENDING
 
     def has_before(self, fact: Fact) -> bool:
         """Return whether the commit of a fact was applied before, and is now applied again."""
@@ -156,6 +171,29 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         """Return whether a commit puts this plain object: then commits decide whether it counts, not its date."""
         own = (fact.operation for fact in self.facts if isinstance(fact.operation, Put))
         return any(put.object == OWN and put.hides == etag for put in own)
+
+    def has_version_since(self, time: int, hides: str, own: Collection[int]) -> bool:
+        """Return whether the newest commit of another node after ``time`` gave the name a version that was not known
+        then. The plain object with the ETag ``hides`` was known; ``own`` are times of commits of this node."""
+        later = [
+            fact
+            for fact in self.facts
+            if time < fact.stamp < PENDING and fact.run and fact.stamp not in own and fact.place() is not None
+        ]
+        if not later or isinstance(later[-1].operation, Remove):
+            return False
+        newest, said = later[-1], later[-1].operation
+        if isinstance(said, Put) and said.object == OWN:
+            return said.hides != hides or said.dated_s * NS > time
+        return newest.place() not in [fact.place() for fact in self.facts if fact.stamp != newest.stamp]
+
+    def withdrawn(self, stamp: int, time: int) -> History:
+        """Return the history without what a pending change said under this stamp. What cannot be separated from the
+        base gets the time at which the change was made."""
+        facts = [fact for fact in self.facts if fact.stamp != stamp]
+        buried = None if self.buried is None else self.buried.restamped(stamp, time)
+        since = time if self.since == stamp else self.since
+        return msgspec.structs.replace(self, facts=facts, buried=buried, since=since)
 
     def gave_file(self, stamp: int) -> bool:
         """Return whether a commit of this time put a file elsewhere at the name."""
@@ -317,12 +355,13 @@ class Histories:
         self._rows.write(batch, histories)
 
     def forget_before(self, time: int) -> Iterator[None]:
-        """Delete histories whose facts are all older than ``time``, `ROWS_AT_ONCE` of them in each step."""
+        """Delete histories whose facts are all older than ``time``, `ROWS_AT_ONCE` of them in each step. Those of names
+        with a pending change stay."""
         names = self._rows.items()
         while some := list(islice(names, ROWS_AT_ONCE)):
             batch = Batch()
             for path, history in some:
-                if not history.is_behind(time - 1):
+                if not history.is_behind(time - 1) and history.since < PENDING:
                     self._rows.delete(batch, path)
             self._tree.database.commit(batch)
             names = self._rows.items(after=some[-1][0])
@@ -429,9 +468,11 @@ class OrderedRules:
     """The rules for one record's operations, applied as if all commits had arrived in the order of their times."""
 
     def __init__(
-        self, paths: PathTree, record: Record, this: ObjectRef, stamp: int, *, own: bool, outdated: Mapping[str, str]
-    ) -> None:
+        self, paths: PathTree, record: Record, this: ObjectRef, stamp: int, *,
+        own: bool, outdated: Mapping[str, str], withdraws: bool = False,
+    ) -> None:  # fmt: skip
         """See `Application` for the arguments."""
+        self._withdraws = withdraws
         self._paths, self._record, self._this, self._stamp, self._outdated = paths, record, this, stamp, outdated
         self.rules = FileRules(paths, record, this, stamp, own=own, outdated=outdated)
         self._histories = Histories(paths.tree)
@@ -460,6 +501,9 @@ class OrderedRules:
 
     def apply(self, step: Step) -> None:
         """Apply an operation on a file, and then again what later commits said, as far as that is known."""
+        if self._withdraws:
+            self._withdraw(step)
+            return
         path, known = step.operation.path, self._known.get(step.operation.path)
         is_left = known is not None and step.row is None and self._is_below(path, self._left)
         is_carried = is_left or self._is_below(path, self._moved)
@@ -471,6 +515,23 @@ class OrderedRules:
             history = self._continue(step, history, is_carried)
         if history is not None or known is not None:
             self._changed.append((step, history))
+
+    def _withdraw(self, step: Step) -> None:
+        """Set the name to what it is without the operation, by its history, and have it listed again. Without a history
+        what was removed stays so, at the time at which the change was made."""
+        known, row = self._known.get(step.operation.path), step.row
+        history = None if known is None else self._histories.found(known, row, step.buried)
+        if history is None and row is not None and row.stamp == self._stamp and step.buried is None:
+            first = self._histories.begun_by(step.operation.path, row)
+            history = None if first is None else History([first])
+        if history is not None:
+            history = history.withdrawn(self._stamp, self._record.time)
+            self._replay(step, history)
+        elif step.buried is not None:
+            step.tombstone = step.buried.restamped(self._stamp, self._record.time)
+        if history is not None or known is not None:
+            self._changed.append((step, history if history is not None and history.facts else None))
+        step.relists = True
 
     def _found(self, step: Step, known: History, is_carried: bool) -> History | None:
         """Return the history as `Histories.found` does.

@@ -84,6 +84,8 @@ SINGLE_WRITER = b"Mwriter"
 """Who committed last from this cache directory."""
 SINGLE_SENDING = b"Msending"
 """A commit on its way: msgpack of `commits.change.Sending`."""
+SINGLE_SENT = b"Msent"
+"""Times of commits with which this node sent journaled changes while others stayed in the journal: 8 bytes each."""
 SINGLE_STATE = b"Mstate"
 """An immutable mount's state of the lake: msgpack of `vfs.immutable.states.Note`."""
 

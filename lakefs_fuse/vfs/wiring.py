@@ -198,14 +198,18 @@ class Commits:
             database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback, self.deletions
         )
         self.committer = Committer(
-            log, self.applier, self.deletions, journal, metrics, node.threads, acknowledged=self.writeback
-        )
+            log, self.applier, self.deletions, journal, metrics,
+            hear=self._hear, acknowledged=self.writeback,
+        )  # fmt: skip
         self.poller = Poller(
             log, self.applier, metrics,
             refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.announce_commit,
             rng=node.random.stream("deep-polls"), hints=self.hints,
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
+
+    async def _hear(self, within_s: float) -> None:
+        await self.poller.heard(within_s)
 
     async def begin(self) -> None:
         """Reconcile the loaded journal with the store, and apply what other nodes have committed. Raises LakeError."""

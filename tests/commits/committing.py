@@ -88,7 +88,7 @@ class Daemon(Node):
             self.deletions,
             journal,
             self.metrics,
-            threads,
+            hear=self._hear,
             delay_s=delay_s,
             acknowledged=self.acknowledged,
         )
@@ -97,6 +97,9 @@ class Daemon(Node):
             refresh_s=0.01, rng=random.Random(writer), redate=self.committer.redate,
         )  # fmt: skip
         self.committer.load()
+
+    async def _hear(self, within_s: float) -> None:
+        await self.poller.heard(within_s)
 
     def enqueue(self, *operations: Operation, doomed: tuple[Deletion, ...] = ()) -> None:
         self.committer.enqueue(Change(operations=list(operations), doomed=list(doomed)))

@@ -1,0 +1,111 @@
+"""Withdraws journaled operations on names of which other nodes have stored newer versions.
+
+A journaled change is about the versions that its node knew when it was made, but its commit is dated when it is sent:
+under write-back seconds later, and after an outage, a crash or a suspension days later. Sent as it is, it would count
+over everything that others have stored at its names in between.
+
+What always holds:
+
+* *newer versions stay*: no operation is sent that would remove or replace a version which this node knew of only after
+  the operation was journaled. A change that is older than LATE_NS is sent only after a poll, and after the store was
+  asked for plain objects at its names, which commits need not mention;
+* *versions only*: what another node removed, or changed in place, withdraws nothing. A removal that names one plain
+  object, and a statement about an acknowledged file (`Change.ahead`), are never withdrawn.
+
+Trio thread only; the caller holds the lock of the committer. A crash while something is withdrawn leaves the journaled
+change, and the next daemon withdraws it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from lakefs_fuse.commits.applier import Applier
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.change_journal import ChangeJournal
+from lakefs_fuse.commits.commit_log import CommitLog
+from lakefs_fuse.commits.hybrid_clock import LATE_NS
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.store.client import is_copy
+from lakefs_fuse.sync.nursery import for_each
+
+NS = 1_000_000_000
+REQUESTS_AT_ONCE = 16
+PATHS_LOGGED_MAX = 3
+logger = logging.getLogger(__name__)
+
+Hear = Callable[[float], Awaitable[object]]
+"""As `Poller.heard`."""
+
+
+class Withdrawal:
+    """Withdraws journaled operations before they are sent: see the module's head."""
+
+    def __init__(self, log: CommitLog, applier: Applier, journal: ChangeJournal, hear: Hear) -> None:
+        self._log, self._applier, self._journal, self._hear = log, applier, journal, hear
+
+    def late(self, sequences: Iterable[int]) -> list[int]:
+        """Return which of these changes are so old that the store must be asked before they are sent."""
+        late_ns = self._log.clock.wall_ns() - LATE_NS
+        return [sequence for sequence in sequences if self._journal.changes[sequence].made < late_ns]
+
+    async def ask(self, sequences: Iterable[int]) -> None:
+        """Hear of what other nodes have committed, and withdraw operations at whose names another client has stored a
+        plain object since. Raises LakeError."""
+        await self._hear(LATE_NS / NS)
+        await self._withdraw_over_objects({sequence: self._journal.changes[sequence] for sequence in sequences})
+
+    def withdraw_overtaken(self, sequences: Iterable[int]) -> None:
+        """Withdraw operations on names of which other nodes have committed newer versions. Raises CacheError."""
+        changes = {sequence: self._journal.changes[sequence] for sequence in sequences}
+        if self._applier.commits.newest() > min((change.made for change in changes.values()), default=math.inf):
+            for sequence, change in changes.items():
+                self._withdraw(sequence, change, self._applier.replaced_since(change, self._journal.sent))
+
+    def withdraw_unapplied(self, sequence: int) -> None:
+        """As `withdraw_overtaken`, for a change that is not in effect, because all names were read again."""
+        change, sending = self._journal.changes[sequence], self._journal.sending
+        own = [*self._journal.sent, *([sending.time] if sending is not None else [])]
+        self._drop(sequence, change, self._applier.rows_since(change, own))
+
+    async def _withdraw_over_objects(self, changes: Mapping[int, Change]) -> None:
+        """Withdraw operations at whose names another client has stored a plain object since they were journaled."""
+        replaced: dict[int, set[str]] = {sequence: set() for sequence in changes}
+        questions = [
+            (sequence, change.made, path, hides)
+            for sequence, change in changes.items()
+            for path, hides in change.replacing().items()
+        ]
+
+        async def ask(question: tuple[int, int, str, str]) -> None:
+            sequence, made, path, hides = question
+            there = await self._log.find(path)
+            if there is None or there.etag == hides or there.mtime_ns <= made:
+                return
+            if not (is_copy(there) or self._applier.is_of_renamed(there) or self._applier.is_gone(path, there.etag)):
+                replaced[sequence].add(path)
+
+        await for_each(questions, ask, REQUESTS_AT_ONCE)
+        for sequence, paths in replaced.items():
+            self._withdraw(sequence, self._journal.changes[sequence], paths)
+
+    def _withdraw(self, sequence: int, change: Change, paths: set[str]) -> None:
+        """Withdraw operations on files at these paths. The journal is changed last: see the module's head."""
+        if gone := change.about(paths):
+            self._applier.withdraw(change, gone, PENDING | sequence)
+            self._drop(sequence, change, paths)
+
+    def _drop(self, sequence: int, change: Change, paths: set[str]) -> None:
+        """Drop operations on files at these paths from a journaled change."""
+        gone, batch = change.about(paths), Batch()
+        if not gone:
+            return
+        self._journal.replace(batch, sequence, change.without(gone))
+        self._journal.database.commit_volatile(batch)
+        logger.warning(
+            "%d changes of names that were made here are left out, because another node has stored newer versions "
+            "since: %s", len(gone), ", ".join(sorted(paths)[:PATHS_LOGGED_MAX]),
+        )  # fmt: skip

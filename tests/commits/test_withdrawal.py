@@ -1,0 +1,250 @@
+"""Journaled changes that are sent after other nodes have stored newer versions at their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.commits import name_history, path_tree
+from lakefs_fuse.commits.archive import Member
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.change_journal import ChangeJournal
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
+from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta.sorted_tables import drop_names
+from tests.commits.committing import Daemon, Site
+
+LATER_S = 3600.0
+PACK = ObjectRef("elsewhere", "e0", 1)
+
+
+def link(path: str, target: str) -> Symlink:
+    return Symlink(path, target, 0, 0, 0)
+
+
+def moved(path: str, hides: str = "") -> Put:
+    """A file from another key, as a rename puts it."""
+    return Put(path, 1, 0, 1, 0o644, 0, 0, 0, hides=hides)
+
+
+def target(daemon: Daemon, path: str) -> str:
+    entry = daemon.find(path)
+    return "" if entry is None else daemon.tree.target(entry.inode).decode()
+
+
+def change(*operations: Operation, after: int = 0) -> Change:
+    return Change(operations=list(operations), objects=[ObjectRef(), PACK], after=after)
+
+
+async def fresh(site: Site) -> dict[str, tuple[object, ...]]:
+    """What a mount without any cache makes of the store."""
+    site.clock.seconds += 1
+    with site.daemon(f"fresh{len(list(site.root.iterdir()))}") as daemon:
+        await daemon.poller.poll()
+        return daemon.shown()
+
+
+OVERTAKEN = {
+    "removal": change(Remove("f", by_date=True)),
+    "removal_without_etag": change(Remove("f")),
+    "rename": change(moved("f"), Remove("g", by_date=True)),
+    "link": change(link("f", "ours")),
+}
+
+
+@pytest.mark.parametrize("way", ["heard", "unheard", "died", "read_again"])
+@pytest.mark.parametrize("what", OVERTAKEN)
+async def test_late_change_leaves_the_version_that_another_node_stored_since(
+    tmp_path: Path, what: str, way: str
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            await a.committer.commit(change(link("f", "before"), link("g", "g"), link("h", "h")))
+            await b.poller.poll()
+            site.clock.seconds = 10
+            a.committer.enqueue(OVERTAKEN[what])
+            a.enqueue(Remove("h", by_date=True))
+            site.clock.seconds = LATER_S
+            await b.committer.commit(change(link("f", "theirs")))
+            if way in ("heard", "died"):
+                await a.poller.poll()
+            assert target(a, "f") != "theirs"  # until it is sent, the change counts here
+            if way == "read_again":
+                drop_names(a.database)
+        with site.daemon("a") as a:  # the journal of the last one
+            site.clock.seconds += 1
+            await a.committer.reconcile_journal()
+            await a.poller.poll()
+            await a.committer.flush()
+            assert target(a, "f") == "theirs" and a.find("h") is None
+            assert (a.find("g") is None) == (what == "rename")
+            assert not a.committer.journal.changes
+            await a.poller.poll()
+            await b.poller.poll()
+            assert a.shown() == b.shown() == await fresh(site)
+
+
+async def test_late_change_is_withdrawn_while_the_daemon_runs(tmp_path: Path) -> None:
+    """What was held is sent when the files before it are in the store; the kernel is notified of the name."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(change(link("f", "before")))
+        await b.poller.poll()
+        a.committer.enqueue(change(Remove("f", by_date=True), after=1))
+        site.clock.seconds = 1
+        await b.committer.commit(change(link("f", "theirs")))
+        await a.poller.poll()
+        await a.committer.flush()
+        assert a.find("f") is None and a.committer.journal.operations == 1
+        a.watcher.told.clear()
+        a.acknowledged.durable_up_to = 1
+        site.clock.seconds = 2
+        await a.committer.flush()
+        assert target(a, "f") == "theirs" and b"f" in a.watcher.told
+        await b.poller.poll()
+        assert a.shown() == b.shown() == await fresh(site)
+
+
+async def test_late_change_leaves_a_plain_object_that_no_commit_names(tmp_path: Path) -> None:
+    """The version of the very time of the change, which no listing has covered yet, is back."""
+    site = Site(tmp_path)
+    site.store.put("elsewhere", b"x")
+    with site.daemon("a") as a:
+        await a.committer.commit(change(link("f", "before")))
+        a.committer.enqueue(change(moved("f"), moved("g", hides=site.store.put("g", b"before").etag)))
+        site.clock.seconds = LATER_S
+        site.store.put("f", b"theirs")
+        await a.committer.flush()
+        assert sorted(a.shown()) == ["f", "g"] and target(a, "f") == "before"
+        assert a.shown() == await fresh(site)
+
+
+async def test_late_rename_of_many_names_leaves_newer_versions_at_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that such a rename moves have no history when it is journaled."""
+    for module in name_history, path_tree:
+        monkeypatch.setattr(module, "MOVED_MAX", 0)
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(change(link("f", "before")))
+        await b.poller.poll()
+        site.clock.seconds = 10
+        a.committer.enqueue(a.rename("f", "g"))
+        for seconds in LATER_S, LATER_S + 1:
+            site.clock.seconds = seconds
+            await b.committer.commit(change(link("f", f"theirs at {seconds}")))
+            await a.poller.poll()
+        site.clock.seconds += LATER_S
+        for _ in a.applier.forget_histories(site.clock()):
+            pass
+        await a.committer.flush()
+        await b.poller.poll()
+        assert (target(a, "f"), target(a, "g")) == (f"theirs at {LATER_S + 1}", "before")
+        assert a.shown() == b.shown() == await fresh(site)
+
+
+KEPT: dict[str, tuple[Callable[[Daemon], Change], list[Operation]]] = {
+    "another_removed_it": (lambda _: change(Remove("f", by_date=True)), [link("f", "ours")]),
+    "another_set_attributes": (
+        lambda b: Change(
+            operations=[SetAttr("f", 1, b.found("f").offset, 1, "", 0o600, 0, 0, 0)],
+            objects=[ObjectRef(), pack_of(b, "f")],
+        ),
+        [link("f", "ours")],
+    ),
+    "another_made_a_directory": (lambda _: change(Mkdir("f", 0o755, 0, 0, 0)), [link("f", "ours")]),
+    "another_named_the_object_that_is_hidden": (
+        lambda _: change(Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e1")),
+        [Symlink("f", "ours", 0, 0, 0, hides="e1")],
+    ),
+}
+
+
+def pack_of(daemon: Daemon, path: str) -> ObjectRef:
+    row = daemon.tree.objects.get(daemon.found(path).place)
+    assert row is not None
+    return ObjectRef(row.key, row.etag, row.size)
+
+
+@pytest.mark.parametrize("what", KEPT)
+async def test_late_change_counts_over_what_is_no_newer_version(tmp_path: Path, what: str) -> None:
+    theirs, ours = KEPT[what]
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        member = Member("f", b"x", 1, 0o644, 0, 0, 0)
+        await a.committer.commit(Change(operations=[Put("f", THIS, 0, 1, 0o644, 0, 0, 0)]), [member])
+        await b.poller.poll()
+        a.enqueue(*ours)
+        site.clock.seconds = LATER_S
+        await b.committer.commit(theirs(b))
+        site.clock.seconds += 1
+        await a.committer.flush()
+        assert f"{link('f', 'ours').target}" in str((await fresh(site))["f"])
+
+
+async def test_removal_that_names_a_plain_object_is_sent_over_a_newer_version(tmp_path: Path) -> None:
+    """It touches no other version, and others must learn that this one is gone."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        a.enqueue(Remove("f", hides="e1"))
+        site.clock.seconds = LATER_S
+        await b.committer.commit(change(link("f", "theirs")))
+        await a.committer.flush()
+        for daemon in (a, b):
+            await daemon.poller.poll()
+            assert target(daemon, "f") == "theirs"
+        tombstone = b.tree.tombstones.get(b"f")
+        assert tombstone is not None and tombstone.when_named("e1")
+
+
+@pytest.mark.parametrize("is_read_again", [False, True])
+async def test_change_that_builds_on_one_sent_before_it_is_not_withdrawn(tmp_path: Path, is_read_again: bool) -> None:
+    """This node's own commit is later than the change. Commits may be applied again, or all names be read again."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(link("f", "first"))
+        a.committer.enqueue(change(Remove("f", by_date=True), after=1))
+        site.clock.seconds = 5
+        await a.committer.flush()
+        a.applier.commits.forget_all()
+        await a.poller.poll()
+        assert a.committer.journal.operations == 1 and a.committer.journal.sent
+        if is_read_again:
+            drop_names(a.database)
+    with site.daemon("b") as b:
+        await b.poller.poll()
+        assert target(b, "f") == "first"
+    with site.daemon("a") as a:
+        a.acknowledged.durable_up_to = 1
+        await a.poller.poll()
+        await a.committer.flush()
+        assert a.find("f") is None and not a.committer.journal.sent
+    assert await fresh(site) == {}
+
+
+async def test_withdrawal_that_the_disk_ends_is_completed_by_the_next_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(change(link("f", "before")))
+        await b.poller.poll()
+        a.enqueue(Remove("f", by_date=True))
+        site.clock.seconds = LATER_S
+        await b.committer.commit(change(link("f", "theirs")))
+        with monkeypatch.context() as patched:
+            patched.setattr(ChangeJournal, "replace", refuse)
+            with pytest.raises(CacheError):
+                await a.committer.flush()
+    with site.daemon("a") as a:
+        await a.committer.flush()
+        assert target(a, "f") == "theirs" and not a.committer.journal.changes
+    assert "theirs" in str((await fresh(site))["f"])
+
+
+def refuse(*_: object) -> None:
+    raise CacheError("the machine lost its power")
