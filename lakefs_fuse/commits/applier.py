@@ -244,6 +244,10 @@ class Applier:
             if not (row.is_plain and row.etag == hides)
         }
 
+    def have_histories(self, paths: Set[str]) -> bool:
+        """Return whether it is known of all names what they are without pending changes."""
+        return None not in self._histories.get_many(paths)
+
     def is_gone(self, path: str, etag: str) -> bool:
         """Return whether a commit named the plain object with this ETag at a path when it removed or replaced it."""
         tombstone = self._tree.tombstones.get(path.encode(*schema.PATH))

@@ -70,6 +70,21 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
                 found.pop(each.path, None)
         return found
 
+    def referred(self) -> dict[str, ObjectRef]:
+        """Return the object elsewhere that each file in `replacing` has its bytes in, by path."""
+        paths = self.replacing()
+        puts = (each for each in self.operations if isinstance(each, Put) and each.path in paths)
+        return {each.path: self.objects[each.object] for each in puts if each.object > THIS}
+
+    def sources_of(self, paths: Collection[str]) -> set[str]:
+        """Return the paths from which the change moves these ones."""
+        return {
+            source + path[len(target) :]
+            for source, target in self.moves
+            for path in paths
+            if path == target or path.startswith(target + "/")
+        }
+
     def about(self, paths: Collection[str]) -> list[Operation]:
         """Return the operations that say which files the paths have."""
         return [each for each in self.operations if each.path in paths and says_what(each) and not is_of_version(each)]

@@ -9,6 +9,8 @@ What always holds:
 * *newer versions stay*: no operation is sent that would remove or replace a version which this node knew of only after
   the operation was journaled. A change that is older than LATE_NS is sent only after a poll, and after the store was
   asked for plain objects at its names, which commits need not mention;
+* *bytes exist*: a rename that is older than that is withdrawn if another node has deleted the object with the bytes.
+  Then the file is under its old name what other nodes see there, perhaps nothing;
 * *versions only*: what another node removed, or changed in place, withdraws nothing. A removal that names one plain
   object, and a statement about an acknowledged file (`Change.ahead`), are never withdrawn.
 
@@ -54,9 +56,10 @@ class Withdrawal:
 
     async def ask(self, sequences: Iterable[int]) -> None:
         """Hear of what other nodes have committed, and withdraw operations at whose names another client has stored a
-        plain object since. Raises LakeError."""
+        plain object since, and renames of files whose bytes are gone. Raises LakeError."""
         await self._hear(LATE_NS / NS)
         await self._withdraw_over_objects({sequence: self._journal.changes[sequence] for sequence in sequences})
+        await self._withdraw_without_bytes({sequence: self._journal.changes[sequence] for sequence in sequences})
 
     def withdraw_overtaken(self, sequences: Iterable[int]) -> None:
         """Withdraw operations on names of which other nodes have committed newer versions. Raises CacheError."""
@@ -92,6 +95,24 @@ class Withdrawal:
         for sequence, paths in replaced.items():
             self._withdraw(sequence, self._journal.changes[sequence], paths)
 
+    async def _withdraw_without_bytes(self, changes: Mapping[int, Change]) -> None:
+        """Withdraw renames of files whose objects are no longer in the store, as far as it is known what their old
+        names are now."""
+        missing: set[str] = set()
+
+        async def ask(key: str) -> None:
+            if await self._log.find(key) is None:
+                missing.add(key)
+
+        keys = {ref.key for change in changes.values() for ref in change.referred().values()}
+        await for_each(sorted(keys), ask, REQUESTS_AT_ONCE)
+        for sequence in changes if missing else ():
+            change = self._journal.changes[sequence]
+            lost = {path for path, ref in change.referred().items() if ref.key in missing}
+            sources = change.sources_of(lost)
+            if sources and self._applier.have_histories(sources):
+                self._withdraw(sequence, change, lost | sources)
+
     def _withdraw(self, sequence: int, change: Change, paths: set[str]) -> None:
         """Withdraw operations on files at these paths. The journal is changed last: see the module's head."""
         if gone := change.about(paths):
@@ -106,6 +127,6 @@ class Withdrawal:
         self._journal.replace(batch, sequence, change.without(gone))
         self._journal.database.commit_volatile(batch)
         logger.warning(
-            "%d changes of names that were made here are left out, because another node has stored newer versions "
-            "since: %s", len(gone), ", ".join(sorted(paths)[:PATHS_LOGGED_MAX]),
+            "%d changes of names that were made here are left out, because another node has stored newer versions, or "
+            "deleted the bytes, since then: %s", len(gone), ", ".join(sorted(paths)[:PATHS_LOGGED_MAX]),
         )  # fmt: skip

@@ -11,7 +11,7 @@ from lakefs_fuse.commits import name_history, path_tree
 from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.change_journal import ChangeJournal
-from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.sorted_tables import drop_names
 from tests.commits.committing import Daemon, Site
@@ -145,6 +145,34 @@ async def test_late_rename_of_many_names_leaves_newer_versions_at_the_old_ones(
         await b.poller.poll()
         assert (target(a, "f"), target(a, "g")) == (f"theirs at {LATER_S + 1}", "before")
         assert a.shown() == b.shown() == await fresh(site)
+
+
+@pytest.mark.parametrize("theirs", ["relocated", "removed"])
+async def test_late_rename_of_bytes_that_are_gone_leaves_what_others_see(tmp_path: Path, theirs: str) -> None:
+    """A collection, or another node's removal, has deleted the object that the journaled rename names."""
+    site = Site(tmp_path)
+    old, new = (site.store.put(key, b"x") for key in (".lakefs/objects/old", ".lakefs/objects/new"))
+    objects = [ObjectRef(), *(ObjectRef(meta.key, meta.etag, 1) for meta in (old, new))]
+    operations: list[Operation] = [Remove("f", by_date=True)]
+    if theirs == "relocated":
+        operations = [Relocate("f", 1, 0, "", 2, 0, 1, 0o644, 0, 0, 0)]
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            await a.committer.commit(Change(operations=[moved("f")], objects=objects))
+            await b.poller.poll()
+            a.committer.enqueue(a.rename("f", "g"))
+            site.clock.seconds = LATER_S
+            await b.committer.commit(Change(operations=operations, objects=objects))
+            site.store.delete(old.key)
+            if theirs == "relocated":  # and the names are read again
+                drop_names(a.database)
+                await a.poller.poll()
+        with site.daemon("a") as a:
+            await a.poller.poll()
+            await a.committer.flush()
+            await b.poller.poll()
+            assert list(a.shown()) == (["f"] if theirs == "relocated" else [])
+            assert a.shown() == b.shown() == await fresh(site)
 
 
 KEPT: dict[str, tuple[Callable[[Daemon], Change], list[Operation]]] = {
