@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -229,6 +229,10 @@ class CommitLog:
     async def find(self, key: str) -> ObjectMeta | None:
         """As `head`; None if there is no object."""
         return await self._client.find(key)
+
+    async def find_each(self, keys: Collection[str]) -> list[ObjectMeta]:
+        """As `StoreClient.find_each`."""
+        return await self._client.find_each(keys)
 
     def list_since(self, time_ns: int) -> AsyncGenerator[ListPage, None]:
         """List the commits from a time on, with the bundles and digests among them, page by page."""

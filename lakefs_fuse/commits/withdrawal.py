@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from lakefs_fuse.commits.applier import Applier
@@ -32,6 +33,7 @@ from lakefs_fuse.commits.hybrid_clock import LATE_NS
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING
 from lakefs_fuse.store.client import is_copy
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 
 NS = 1_000_000_000
@@ -76,24 +78,40 @@ class Withdrawal:
 
     async def _withdraw_over_objects(self, changes: Mapping[int, Change]) -> None:
         """Withdraw operations at whose names another client has stored a plain object since they were journaled."""
-        replaced: dict[int, set[str]] = {sequence: set() for sequence in changes}
-        questions = [
-            (sequence, change.made, path, hides)
-            for sequence, change in changes.items()
-            for path, hides in change.replacing().items()
-        ]
+        replacing = {sequence: change.replacing() for sequence, change in changes.items()}
+        objects = await self._newer_objects({path for paths in replacing.values() for path in paths}, changes)
+        for sequence, paths in replacing.items():
+            change = self._journal.changes[sequence]
+            newer = {
+                path
+                for path, hides in paths.items()
+                if (there := objects.get(path)) is not None and there.etag != hides and there.mtime_ns > change.made
+            }
+            self._withdraw(sequence, change, newer)
 
-        async def ask(question: tuple[int, int, str, str]) -> None:
-            sequence, made, path, hides = question
+    async def _newer_objects(self, paths: Iterable[str], changes: Mapping[int, Change]) -> dict[str, ObjectMeta]:
+        """Return the plain objects at some paths that are newer than the oldest of these changes, and may be files."""
+        below: dict[str, list[str]] = defaultdict(list)
+        for path in paths:
+            below[path.rpartition("/")[0]].append(path)
+        found: list[ObjectMeta] = []
+        oldest = min(change.made for change in changes.values())
+
+        async def find(directory: str) -> None:
+            found.extend(meta for meta in await self._log.find_each(below[directory]) if meta.mtime_ns > oldest)
+
+        newer: dict[str, ObjectMeta] = {}
+
+        async def ask(path: str) -> None:  # a listing does not say whether it is a copy, or belongs to another name
             there = await self._log.find(path)
-            if there is None or there.etag == hides or there.mtime_ns <= made:
+            if there is None or is_copy(there) or self._applier.is_of_renamed(there):
                 return
-            if not (is_copy(there) or self._applier.is_of_renamed(there) or self._applier.is_gone(path, there.etag)):
-                replaced[sequence].add(path)
+            if not self._applier.is_gone(path, there.etag):
+                newer[path] = there
 
-        await for_each(questions, ask, REQUESTS_AT_ONCE)
-        for sequence, paths in replaced.items():
-            self._withdraw(sequence, self._journal.changes[sequence], paths)
+        await for_each(list(below), find, REQUESTS_AT_ONCE)
+        await for_each([meta.key for meta in found], ask, REQUESTS_AT_ONCE)
+        return newer
 
     async def _withdraw_without_bytes(self, changes: Mapping[int, Change]) -> None:
         """Withdraw renames of files whose objects are no longer in the store, as far as it is known what their old

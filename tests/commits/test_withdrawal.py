@@ -117,7 +117,10 @@ async def test_late_change_leaves_a_plain_object_that_no_commit_names(tmp_path: 
         a.committer.enqueue(change(moved("f"), moved("g", hides=site.store.put("g", b"before").etag)))
         site.clock.seconds = LATER_S
         site.store.put("f", b"theirs")
+        site.store.requests.clear()
         await a.committer.flush()
+        of_names = [each for each in site.store.requests if not each.key.startswith(".lakefs/")]
+        assert [each.what for each in of_names] == ["list", "head", "head"]  # both names, the newer, and "elsewhere"
         assert sorted(a.shown()) == ["f", "g"] and target(a, "f") == "before"
         assert a.shown() == await fresh(site)
 
