@@ -55,6 +55,8 @@ LOG_FILES = 3
 LOG_BYTES_MAX = 2 << 20
 """RocksDB writes to its log while the database is open, 6 KB of statistics every ten minutes in a mount that does
 nothing, and without a limit in one file for as long as that is."""
+MANIFEST_BYTES_MAX = 4 << 20
+"""RocksDB adds to its list of files while the database is open, and replaces it at 1 GiB unless told."""
 REOPEN_PAUSE_S = 1.0
 PROBE_BYTES = 64 << 10
 """Reopening the database writes less."""
@@ -122,6 +124,7 @@ def options(memory_bytes: int = MEMORY_BYTES) -> Options:
     made.set_max_open_files(min(OPEN_FILES_MAX, descriptor_limit.share()))
     made.set_keep_log_file_num(LOG_FILES)
     made.set_max_log_file_size(LOG_BYTES_MAX)
+    made.set_max_manifest_file_size(MANIFEST_BYTES_MAX)
     made.set_max_total_wal_size(64 << 20)
     made.set_compression_type(DBCompressionType.lz4())
     made.set_wal_recovery_mode(DBRecoveryMode.point_in_time())

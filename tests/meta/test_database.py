@@ -525,3 +525,15 @@ def test_log_of_rocksdb_fills_up_is_replaced(tmp_path: Path, monkeypatch: pytest
     logs = [path.stat().st_size for path in (tmp_path / "meta").glob("LOG*")]
     assert len(logs) == module.LOG_FILES
     assert max(logs) < 2 * module.LOG_BYTES_MAX
+
+
+def test_manifest_of_rocksdb_that_is_full_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RocksDB adds to it whenever it flushes, for as long as the database is open."""
+    monkeypatch.setattr(module, "MANIFEST_BYTES_MAX", 1)
+    engine = RocksEngine(tmp_path / "meta", 1 << 20)
+    (first,) = (tmp_path / "meta").glob("MANIFEST-*")
+    for number in range(3):
+        engine.write([({b"D%d" % number: b"row"}, b"", b"")], sync=False)
+        engine.checkpoint(tmp_path / f"copy-{number}")
+    engine.close()
+    assert not first.exists()
