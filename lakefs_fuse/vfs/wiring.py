@@ -117,7 +117,8 @@ class FilesWatcher(Watcher):
             self._files.relocated(file)
 
     def moved(self, moves: Sequence[tuple[str, str]]) -> None:
-        self._namespace.moved(moves)
+        if self._namespace.announced:
+            self._namespace.moved(moves)
         self._files.moved()
 
     def root_changed(self) -> None:

@@ -118,6 +118,7 @@ class Namespace:
         self._background: dict[int, Flight] = {}
         self._failing = False
         self._outdated, self._absent = OutdatedNames(tree), AbsentNames()
+        self.announced = self._outdated.announced
         self.events.listing_dropped.append(self._outdated.forget)
         self.events.commit_applied.append(self._take_announcements)
         self._looks = LookIntervals(config.metadata_ttl_s, config.foreign_s)
@@ -841,7 +842,7 @@ class Namespace:
 
         The listing of a directory tells of the names that move with it. An object that was announced in it, and that
         the rename does not name, stays at its key; so does one that was announced where the directory comes."""
-        tops = {path for move in moves for path in move if path in self._outdated.announced}
+        tops = {path for move in moves for path in move if path in self.announced}
         below = [*self._outdated.announced_below(tops)] if tops else []
         sources, targets, is_many = dict(moves), {target for _, target in moves}, len(below) > OUTDATED_AT_ONCE
         paths = dict.fromkeys(
