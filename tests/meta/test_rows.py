@@ -101,7 +101,7 @@ def test_journal_and_change_rows_have_these_bytes(database: Database) -> None:
     assert list(found) == [b"C" + NUMBER]
     assert msgspec.msgpack.decode(found[b"C" + NUMBER]) == {
         "operations": [["remove", "a", False, "", False, 0]], "objects": [["", "", 0]], "moves": [], "doomed": [],
-        "after": 3, "ahead": False,
+        "after": 3, "ahead": False, "made": 0,
     }  # fmt: skip
     assert list(changes.items()) == [(258, change)]
 

@@ -218,13 +218,13 @@ async def test_an_answer_that_was_lost_and_then_the_daemon(tmp_path: Path, size:
     """The object is there: nothing is an orphan, and nothing is sent again."""
     store = MemoryStore()
     dead = await die_after_lost_answer(store, tmp_path, size, Clock())
-    sent = store.count("put") + len(store.parts_sent())
+    sent = store.count("put", "file") + len(store.parts_sent())
     async with lake(store, dead) as m:
         await m.fs.sync_names()
         assert m.fs.unfinished() == []
         assert await m.read("file") == noise("new", size)
         assert staging_bytes(m) == 0
-    assert store.count("put") + len(store.parts_sent()) == sent
+    assert store.count("put", "file") + len(store.parts_sent()) == sent
     assert staged(dead) == []
 
 
