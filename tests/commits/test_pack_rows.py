@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.commits import pack_rows
 from lakefs_fuse.commits.gc_record import GcRecord, write_gc_record
@@ -54,3 +55,18 @@ async def test_mount_without_unused_packs_asks_the_store_nothing_about_them(tmp_
         store.requests.clear()
         await m.parts.pack_rows.drop_deleted()
         assert not store.requests
+
+
+async def test_mount_drops_them_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_rows, "INTERVAL_S", 0.005)
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="always") as m:
+        deleted = await write_pack(m, clock, "file")
+        await m.unlink("file")
+        last = await write_pack(m, clock, "later")
+        del store.objects[deleted]
+        record = GcRecord(horizon=int(last.removeprefix(COMMITS)[:16], 16))
+        await write_gc_record(store_client(store, store.capabilities), record, clock.now_ns)
+        with trio.fail_after(20):
+            while packs(m) != [last]:
+                await trio.sleep(0.005)
