@@ -86,8 +86,8 @@ class Application:
         """The directory that was looked up last, until something is written."""
 
     def doubts(self) -> Iterator[list[Doubt]]:
-        """Return the result of `FileRules.doubts`."""
-        return self._rules.doubts()
+        """Return the result of `OrderedRules.doubts`."""
+        return self._order.doubts()
 
     def run(self) -> None:
         for _ in self.steps(len(self._record.operations) + 1):

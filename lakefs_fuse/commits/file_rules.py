@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from itertools import islice
 from types import MappingProxyType
 
 import msgspec
@@ -59,8 +58,6 @@ from lakefs_fuse.meta.tombstones import (
 NS = 1_000_000_000
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
-DOUBTS_AT_ONCE = 128
-"""Operations that are searched for doubts between two turns of the loop: 4 ms of CPU at most."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
@@ -406,15 +403,9 @@ class FileRules:
         newer = self._stamp < PENDING and date_ns > self._time
         return newer and self._outdated.get(path) != current.etag
 
-    def doubts(self) -> Iterator[list[Doubt]]:
-        """Yield, for DOUBTS_AT_ONCE operations at a time, what to ask the store for before the record is applied."""
-        operations = iter(self._record.operations)
-        while some := list(islice(operations, DOUBTS_AT_ONCE)):
-            rows = self._paths.find_many([each.path.encode() for each in some])
-            yield [doubt for doubt in map(self._doubt, some, rows) if doubt is not None]
-
-    def _doubt(self, operation: Operation, current: Entry | None) -> Doubt | None:
-        """Return what to ask for because of an operation; ``current`` is the row of the file at its path."""
+    def doubt(self, operation: Operation, current: Entry | None) -> Doubt | None:
+        """Return what to ask the store for before an operation is applied, because of the row of the file at its path,
+        ``current``."""
         if isinstance(operation, SetAttr | Relocate):
             return self._doubt_version(operation, current)
         if not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation):

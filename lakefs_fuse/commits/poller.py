@@ -49,11 +49,11 @@ from lakefs_fuse.commits.bundles import MIXED, OWN_DELAY_S, SUFFIX, Found, parse
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.doubt import Doubt
-from lakefs_fuse.commits.file_rules import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.hints import Hints
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S, CONFIRM_S, WINDOW_NS
 from lakefs_fuse.commits.idleness import Idleness
 from lakefs_fuse.commits.listing_digest import BUCKET_BITS, BucketSums, Digest, DigestName, bucket_start
+from lakefs_fuse.commits.name_history import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.record import ObjectRef, Record
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics

@@ -1229,6 +1229,51 @@ def test_removal_leaves_a_version_that_it_does_not_name(tmp_path: Path, is_there
         assert (found.etag if found is not None else "") == ("e2" if is_there else "")
 
 
+def apply_late(n: Node, seconds: float, operation: Operation, there: str) -> int:
+    """Apply another node's commit, with what the store answers if it has this version; return how much was asked."""
+    record = merged([Change(operations=[operation])], "0000000b", at(seconds))
+    asked = [doubt for some in n.applier.doubts(record) for doubt in some]
+    outdated = {doubt.path: doubt.etag for doubt in asked if not doubt.is_there(there, at(5))}
+    n.applier.apply(record, archive(record.time, record.writer), outdated=outdated)
+    return len(asked)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("there", ["e1", "e2"])
+def test_late_removal_does_not_show_what_the_removed_version_replaced(
+    tmp_path: Path, there: str, is_gone: bool
+) -> None:
+    """The version that it names is known here, or has been removed again: the store tells of the one before."""
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        n.commit(30, told("e2"))
+        if is_gone:
+            n.commit(40, Remove("f", hides="e2"))
+        assert apply_late(n, 20, Remove("f", hides="e2"), there) == 1
+        found = n.find("f")
+        assert (found.etag if found is not None else "") == ("e1" if there == "e1" else "")
+
+
+def test_store_is_not_asked_about_versions_that_other_commits_removed_or_replaced(tmp_path: Path) -> None:
+    for name, before in (("removed", Remove("f", hides="e1")), ("packed", put("f", 3))):
+        with node(tmp_path / name) as n:
+            n.commit(10, told("e1"))
+            n.commit(15, before)
+            n.commit(30, told("e2"))
+            assert apply_late(n, 20, Remove("f", hides="e2"), "e2") == 0
+
+
+def test_version_that_is_put_again_counts_although_it_was_gone(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        n.commit(30, told("e2"))
+        assert apply_late(n, 20, Remove("f", hides="e2"), "e2") == 1
+        n.commit(40, msgspec.structs.replace(told("e1"), dated_s=at(40) // NS))
+        n.commit(60, Remove("f", hides="e3"), writer="0000000c")
+        n.commit(50, SetAttr("f", OWN, 0, 1, "e1", 0o600, 0, 0, 0), writer="0000000d")
+        assert (n.found("f").etag, n.found("f").mode) == ("e1", 0o600)
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_object_of_an_unpacked_file_goes_with_a_removal_in_the_same_second(tmp_path: Path, is_late: bool) -> None:
     unpacked = Change(

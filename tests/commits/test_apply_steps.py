@@ -13,7 +13,7 @@ import trio
 from lakefs_fuse.commits.applier import STEP_OPERATIONS
 from lakefs_fuse.commits.apply_record import CARRIED_PER_OPERATION, Application
 from lakefs_fuse.commits.change import Change, merged
-from lakefs_fuse.commits.file_rules import DOUBTS_AT_ONCE
+from lakefs_fuse.commits.name_history import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.record import Mkdir, Operation, Record, Remove, Symlink
 from lakefs_fuse.meta import tree
 from lakefs_fuse.meta.barrier import About

@@ -17,9 +17,9 @@ from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_comm
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.doubt import Doubt
-from lakefs_fuse.commits.file_rules import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.gc_record import RECORDS
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S
+from lakefs_fuse.commits.name_history import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.poller import FETCHED_MAX
 from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
 from lakefs_fuse.errors import Unavailable

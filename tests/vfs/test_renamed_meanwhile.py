@@ -23,7 +23,7 @@ from lakefs_fuse.vfs.ops import rename_preparation
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, two_lakes
+from tests.vfs.lakes import NEVER_S, NS, TTL_S, Clock, Lake, entries_of, lake, two_lakes
 from tests.vfs.writing_back import KIB, LARGE, PART, Outage, die, rewrite, stored, until, writing_back
 
 
@@ -1142,3 +1142,30 @@ def fail_once_in(patch: pytest.MonkeyPatch, cls: type, name: str) -> None:
         method(self, *arguments)
 
     patch.setattr(cls, name, call)
+
+
+async def test_version_that_was_replaced_in_place_does_not_come_back_with_an_earlier_rename(tmp_path: Path) -> None:
+    """The node that renames the directory listed the new version before its writer announced that, under a later
+    time."""
+    store, clock = MemoryStore(), Clock()
+    ahead = Clock(clock.now_ns + NS)
+    async with (
+        lake(store, tmp_path / "mover", clock=clock, metadata_ttl_s=NEVER_S) as mover,
+        lake(store, tmp_path / "writer", clock=ahead, pack="never", metadata_ttl_s=NEVER_S) as writer,
+    ):
+        await writer.mkdir("d")
+        for again in range(2):  # a commit puts the second, because the first was removed
+            await writer.write("d/f", b"before")
+            await writer.sync()
+            await writer.parts.committer.flush_announcements()
+            await mover.poll()
+            clock.advance(20)
+            ahead.advance(20)
+            if not again:
+                await writer.unlink("d/f")
+        await rewrite(writer, "d/f", b"in place")
+        await mover.rename("d", "e")
+        await writer.parts.committer.flush_announcements()
+        for m in (mover, writer):
+            await m.poll()
+            assert await m.tree() == {"e": None, "e/f": b"in place"}
