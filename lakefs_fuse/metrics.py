@@ -178,8 +178,9 @@ class CommitMetrics:
     largest number of files in one. ``lag_s`` is how long after its time the newest commit of another node was
     applied. ``future`` were left out for being dated too far ahead. ``clock_jumps`` of this machine's wall clock were
     noticed, and the store's clock is ``clock_offset_s`` ahead of it. ``redated`` commits of this node were committed
-    again under right dates. ``names_missing`` is 1 where names may be missing, as no index that has collected
-    commits can be used. ``announcements`` of those written have no operations: they name stored objects only."""
+    again under right dates. ``withdrawn`` operations of this node were left out for newer versions. ``names_missing``
+    is 1 where names may be missing, as no index that has collected commits can be used. ``announcements`` of those
+    written have no operations: they name stored objects only."""
 
     written: int = 0
     announcements: int = 0
@@ -201,6 +202,7 @@ class CommitMetrics:
     clock_jumps: int = 0
     clock_offset_s: float = 0.0
     redated: int = 0
+    withdrawn: int = 0
     names_missing: int = 0
 
     def count_commit(self, operations: int) -> None:

@@ -95,6 +95,7 @@ FAMILIES = (
     Family("counter", "commits_applied", "commits.applied", "Commits of all nodes that were applied"),
     Family("counter", "commit_failures", "commits.failures", "Commits that could not be written, and were tried again"),
     Family("counter", "commits_damaged", "commits.damaged", "Commits of others that cannot be read"),
+    Family("counter", "operations_withdrawn", "commits.withdrawn", "Changes of names left out for newer versions"),
     Family("gauge", "names_missing", "commits.names_missing", "1 if names may be missing, because an index is lost"),
     Family("gauge", "object_numbers", "commits.object_numbers", "Numbers for packs and moved objects that are used"),
     Family("gauge", "object_numbers_max", "commits.object_numbers_max", "Maximum of these numbers in a lake"),

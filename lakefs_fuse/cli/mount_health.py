@@ -108,6 +108,9 @@ def _commits(commits: Values) -> CheckResult:
             f"{counted(future, 'commit is', 'commits are')} dated in the future: the log names them and their writers",
             future=int(future),
         )
+    if withdrawn := number(commits, "withdrawn"):
+        text = f"{counted(withdrawn, 'change')} of names made here gave way to newer versions: the log names them"
+        return warning(check, text, withdrawn=int(withdrawn))
     used, used_max = number(commits, "object_numbers"), number(commits, "object_numbers_max")
     if used > NUMBERS_USED_WARN * used_max:
         return warning(

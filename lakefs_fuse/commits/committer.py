@@ -157,7 +157,7 @@ class Committer:
         """``hear`` is as `Poller.heard`; it is called with the lock held."""
         self._db, self._log, self._applier, self.journal = journal.database, log, applier, journal
         self._deletions, self._metrics, self._delay_s = deletions, metrics, delay_s
-        self._withdrawal = Withdrawal(log, applier, journal, hear)
+        self._withdrawal = Withdrawal(log, applier, journal, hear, metrics)
         self._clock, self.writer, self._threads = log.clock, log.writer, log.threads
         self._lock = trio.Lock()
         self._acknowledged = NothingAcknowledged() if acknowledged is None else acknowledged

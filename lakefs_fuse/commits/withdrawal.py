@@ -32,6 +32,7 @@ from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import LATE_NS
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import is_copy
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
@@ -48,8 +49,10 @@ Hear = Callable[[float], Awaitable[object]]
 class Withdrawal:
     """Withdraws journaled operations before they are sent: see the module's head."""
 
-    def __init__(self, log: CommitLog, applier: Applier, journal: ChangeJournal, hear: Hear) -> None:
-        self._log, self._applier, self._journal, self._hear = log, applier, journal, hear
+    def __init__(
+        self, log: CommitLog, applier: Applier, journal: ChangeJournal, hear: Hear, metrics: CommitMetrics
+    ) -> None:
+        self._log, self._applier, self._journal, self._hear, self._metrics = log, applier, journal, hear, metrics
 
     def late(self, sequences: Iterable[int]) -> list[int]:
         """Return which of these changes are so old that the store must be asked before they are sent."""
@@ -144,6 +147,7 @@ class Withdrawal:
             return
         self._journal.replace(batch, sequence, change.without(gone))
         self._journal.database.commit_volatile(batch)
+        self._metrics.withdrawn += len(gone)
         logger.warning(
             "%d changes of names that were made here are left out, because another node has stored newer versions, or "
             "deleted the bytes, since then: %s", len(gone), ", ".join(sorted(paths)[:PATHS_LOGGED_MAX]),

@@ -54,6 +54,7 @@ def test_mount_where_all_is_well_is_ok() -> None:
         ("store.throttled", 3, "mount.requests", Severity.WARNING, "--requests"),
         ("commits.damaged", 1, "mount.commits", Severity.FAILED, "fsck"),
         ("commits.names_missing", 1, "mount.commits", Severity.FAILED, "fsck"),
+        ("commits.withdrawn", 1, "mount.commits", Severity.WARNING, "the log names them"),
         ("commits.future", 1, "mount.commits", Severity.WARNING, "future"),
         ("commits.object_numbers", 75, "mount.commits", Severity.OK, "3 commits applied"),
         ("commits.object_numbers", 76, "mount.commits", Severity.WARNING, "76 of the 100 numbers"),
