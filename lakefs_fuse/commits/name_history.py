@@ -227,8 +227,8 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, facts=facts)
 
     def answered(self, fact: Fact) -> History:
-        """Return the history with the store's answer for this fact, without the listed object if that is gone. The
-        answer before no longer counts if the fact puts that object again."""
+        """Return the history with the store's answer for this fact, without the listed object if that is gone or older.
+        The answer before no longer counts if the fact puts that object again."""
         if not fact.outdated:
             is_back = bool(self.outdated) and fact.tells_of({self.outdated})
             return msgspec.structs.replace(self, outdated="") if is_back else self
@@ -656,7 +656,9 @@ class OrderedRules:
         is_known = row is not None and not row.flags & Flag.LOCAL
         if not is_known and made is not None and is_begun(made) and step.buried is None and step.tombstone is None:
             return None
-        return self._histories.begin(path, row, step.buried, self._fact(step))
+        fact = self._fact(step)
+        history = self._histories.begin(path, row, step.buried, fact)
+        return None if history is None else history.answered(fact)
 
     @staticmethod
     def _is_below(path: str, moved: Set[str]) -> bool:

@@ -34,6 +34,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ETAG_BYTES_MAX, PENDING, ROOT_INODE, Flag
 from lakefs_fuse.metrics import NamespaceMetrics
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge
 from tests.commits.nodes import NS, START_S, Node, archive, at, node, plain, put
 from tests.commits.records import valid_records
@@ -1261,6 +1262,19 @@ def test_store_is_not_asked_about_versions_that_other_commits_removed_or_replace
             n.commit(15, before)
             n.commit(30, told("e2"))
             assert apply_late(n, 20, Remove("f", hides="e2"), "e2") == 0
+
+
+def test_object_that_is_older_as_the_store_says_does_not_come_back_by_the_time_of_a_clock_ahead(
+    tmp_path: Path,
+) -> None:
+    """This node stored it while its clock was an hour ahead."""
+    with node(tmp_path) as n:
+        n.list(ObjectMeta("f", 1, "e1", at(3600) + 1))
+        assert apply_late(n, 20, put("f", 7), "e1") == 1
+        assert n.found("f").size == 7
+        n.commit(40, Remove("f", by_date=True))
+        n.commit(30, Remove("f", hides="e9"), writer="0000000c")
+        assert n.find("f") is None
 
 
 def test_version_that_is_put_again_counts_although_it_was_gone(tmp_path: Path) -> None:
