@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from ssl import SSLContext
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -36,7 +37,7 @@ from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
 from botocore.handlers import add_expect_header
 from botocore.hooks import HierarchicalEmitter
-from botocore.httpsession import ProxyConfiguration, URLLib3Session
+from botocore.httpsession import ProxyConfiguration
 from botocore.model import OperationModel
 from botocore.utils import get_environ_proxies
 from msgspec import structs
@@ -47,6 +48,7 @@ from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
 from lakefs_fuse.product import ENVIRONMENT_PREFIX, PROGRAM
 from lakefs_fuse.store.s3.advice import NO_CREDENTIALS
 from lakefs_fuse.store.s3.errors import from_boto, refuse_page
+from lakefs_fuse.store.s3.http_session import HttpSession, shared_context
 from lakefs_fuse.store.s3.key_files import REREAD_S, follow_files
 from lakefs_fuse.store.s3.service_files import service_files
 from lakefs_fuse.store.s3.stored_objects import STORING_OPERATIONS, boto3_encryption
@@ -61,6 +63,7 @@ DIRECTORY_BUCKET = "--x-s3"
 """How names of directory buckets end. They take sessions in place of signatures, and list in no order."""
 UPLOADING_OPERATIONS = ("PutObject", "UploadPart")
 """Requests with large bodies."""
+SOCKET_OPTIONS = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 PAYER_HEADER = "x-amz-request-payer"
 CREDENTIAL_TTL = timedelta(minutes=5, seconds=REREAD_S)
 """Obstore asks again 5 minutes before the end that it was told (TokenCache of object_store), so as often as files of
@@ -82,14 +85,14 @@ class S3Access:
     """Scheme, host and path in front of ``/bucket/key`` (path style) or ``/key`` (virtual hosts); no credentials."""
     virtual_host: bool
     ca_bundle: str | None
-    connections_max: int
     clock: Clock
     session_credentials: Any = field(repr=False)
     """botocore's, which it renews, or read from a file again; None where requests are not signed."""
     proxies: Mapping[str, str] = field(repr=False)
     """What botocore's requests use: URLs by scheme, which may hold a password."""
-    uploads: URLLib3Session = field(repr=False)
-    """Connections of uploads."""
+    requests: HttpSession = field(repr=False)
+    """Connections of all requests but uploads."""
+    uploads: HttpSession = field(repr=False)
 
     def credentials(self) -> dict[str, object]:
         """The callback by which obstore gets credentials, in its format."""
@@ -134,6 +137,7 @@ class S3Access:
 
     def close(self) -> None:
         """Close connections."""
+        self.requests.close()
         self.uploads.close()
         self.client.close()
 
@@ -168,13 +172,11 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         if ca_bundle is None:
             # boto3 also reads it from AWS_CA_BUNDLE and its own configuration file; the fast paths must follow.
             ca_bundle = _checked_ca_bundle(session._session.get_config_variable("ca_bundle"))
-        connections_max = max(CONNECTIONS_MIN, 2 * config.requests_max)
         client: Boto3Client = session.client(
             "s3",
             region_name=region,
             endpoint_url=config.endpoint_url,
-            verify=ca_bundle,
-            config=_client_config(config, connections_max),
+            config=_client_config(config),
         )
         credentials = None if config.unsigned else session.get_credentials()
         _register_handlers(client, config)
@@ -183,6 +185,12 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
     base_url, virtual_host = _where(client, config.source.bucket)
     _check_endpoint(base_url)
     proxies = get_environ_proxies(client.meta.endpoint_url)
+    verified = {
+        "verify": ca_bundle or True,
+        "proxies": dict(proxies),
+        "max_pool_connections": max(CONNECTIONS_MIN, 2 * config.requests_max),
+    }
+    context = shared_context()
     access = S3Access(
         config=config,
         client=client,
@@ -190,27 +198,24 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         base_url=base_url,
         virtual_host=virtual_host,
         ca_bundle=ca_bundle,
-        connections_max=connections_max,
         clock=clock,
         session_credentials=credentials,
         proxies=proxies,
-        uploads=_send_uploads(client, config, ca_bundle, connections_max, proxies),
+        requests=_session_of_requests(context, config, verified),
+        uploads=_session_of_uploads(context, config, verified),
     )
+    client.meta.events.register("before-send.s3", partial(_send, access))
     if (access.proxy_url or "").count("://") > 1:  # botocore takes any other scheme for a host, and would quote it.
         raise ConfigError("http_proxy or https_proxy: expected http://[user:password@]host:port")
     return access
 
 
-def _client_config(config: StoreConfig, connections_max: int) -> Config:
+def _client_config(config: StoreConfig) -> Config:
     return Config(
         signature_version=UNSIGNED if config.unsigned else "s3v4",
-        connect_timeout=config.connect_timeout_s,
-        read_timeout=config.read_timeout_s,
-        max_pool_connections=connections_max,
         retries={"total_max_attempts": 1, "mode": "standard"},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        tcp_keepalive=True,
         # Hashing a payload for the signature costs 12 ms for 16 MiB, and of the servers tried none compares it.
         # `upload` says what guards the bytes instead.
         s3={**_addressing(config), "payload_signing_enabled": False},
@@ -229,25 +234,27 @@ def _register_handlers(client: Boto3Client, config: StoreConfig) -> None:
         client.meta.events.register("before-sign.s3", _add_payer)
 
 
-def _send_uploads(
-    client: Boto3Client, config: StoreConfig, ca_bundle: str | None, connections_max: int, proxies: Mapping[str, str]
-) -> URLLib3Session:
-    """Have uploads sent by a session of their own, whose connect timeout is the read timeout: urllib3 applies the
-    connect timeout while it sends a body. The kernel ends an attempt to connect that is not answered."""
-    session = URLLib3Session(
-        verify=ca_bundle or True,
-        timeout=(config.read_timeout_s, config.read_timeout_s),
-        max_pool_connections=connections_max,
-        proxies=dict(proxies),
-        socket_options=[
-            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-            (socket.IPPROTO_TCP, socket.TCP_SYNCNT, _syn_retries(config.connect_timeout_s)),
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        ],
+def _session_of_requests(context: SSLContext, config: StoreConfig, verified: Mapping[str, Any]) -> HttpSession:
+    return HttpSession(
+        context,
+        timeout=(config.connect_timeout_s, config.read_timeout_s),
+        socket_options=SOCKET_OPTIONS,
+        **verified,
     )
-    for operation in UPLOADING_OPERATIONS:
-        client.meta.events.register(f"before-send.s3.{operation}", partial(_send, session))
-    return session
+
+
+def _session_of_uploads(context: SSLContext, config: StoreConfig, verified: Mapping[str, Any]) -> HttpSession:
+    """Its connect timeout is the read timeout: urllib3 applies the connect timeout while it sends a body. The kernel
+    ends an attempt to connect that is not answered."""
+    return HttpSession(
+        context,
+        timeout=(config.read_timeout_s, config.read_timeout_s),
+        socket_options=[
+            *SOCKET_OPTIONS,
+            (socket.IPPROTO_TCP, socket.TCP_SYNCNT, _syn_retries(config.connect_timeout_s)),
+        ],
+        **verified,
+    )
 
 
 def _syn_retries(connect_timeout_s: float) -> int:
@@ -256,8 +263,10 @@ def _syn_retries(connect_timeout_s: float) -> int:
     return max(1, math.ceil(math.log2(connect_timeout_s + 1)) - 1)
 
 
-def _send(session: URLLib3Session, request: AWSPreparedRequest, **_: object) -> AWSResponse:
-    return session.send(request)
+def _send(access: S3Access, request: AWSPreparedRequest, event_name: str, **_: object) -> AWSResponse:
+    """Send a request of the client, in place of the client's own session."""
+    is_upload = event_name.rpartition(".")[2] in UPLOADING_OPERATIONS
+    return (access.uploads if is_upload else access.requests).send(request)
 
 
 def _addressing(config: StoreConfig) -> dict[str, str]:

@@ -3,8 +3,7 @@
 An answer in the usual form, which is that of its first object for all of them, is taken apart by one regular
 expression; any other by expat (9 ms).
 
-The request is signed, if at all, by botocore's signer and sent by botocore's own HTTP session, which is given the
-proxies and the certificates of every other call.
+The request is signed, if at all, by botocore's signer and sent by the HTTP session of every other call.
 
 Called from any worker thread.
 """
@@ -18,8 +17,6 @@ from html import unescape
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
-from botocore.httpsession import URLLib3Session
-
 from lakefs_fuse.store.protocol import ETAG_CHARS_MAX, ListPage, ObjectMeta, read_etag
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import RAISED_BY_BOTO, REGION_HEADER, from_boto, from_page, from_xml
@@ -30,12 +27,6 @@ class S3Pages:
 
     def __init__(self, access: S3Access) -> None:
         self._access = access
-        self._http = URLLib3Session(
-            verify=access.ca_bundle or True,
-            timeout=(access.config.connect_timeout_s, access.config.read_timeout_s),
-            max_pool_connections=access.connections_max,
-            proxies=dict(access.proxies),
-        )
 
     def page(
         self,
@@ -64,7 +55,7 @@ class S3Pages:
             parameters["start-after"] = lake + start_after
         what = f"list {prefix!r}" if prefix else "list the lake"
         try:
-            response = self._http.send(self._access.prepare_get(self._access.bucket_url, parameters))
+            response = self._access.requests.send(self._access.prepare_get(self._access.bucket_url, parameters))
             status, body = int(response.status_code), bytes(response.content)
         except RAISED_BY_BOTO as error:
             raise from_boto(what, error) from error
@@ -80,10 +71,6 @@ class S3Pages:
             if (error_page := from_page(what, body)) is not None:
                 raise error_page from error
             raise from_boto(what, ElementTree.ParseError(str(error))) from error
-
-    def close(self) -> None:
-        """Close connections."""
-        self._http.close()
 
 
 SIZE_END = 10**14

@@ -455,7 +455,6 @@ class S3Store:
 
     def close(self) -> None:
         """Close connections."""
-        self._pages.close()
         self.access.close()
 
     # -- how calls are made --------------------------------------------------------------------------------------
@@ -593,16 +592,14 @@ def _opened(access: S3Access, clock: Clock, limiter: RateLimiter | None, tries_s
 def follow_region(access: S3Access, clock: Clock) -> S3Access:
     """The bucket in the region that it is in, which one LIST finds out. Any other failure of that is left for the next
     request to tell. Raises as `connect`."""
-    pages = S3Pages(access)
     try:
-        pages.page("", "", "", None, 1)
+        S3Pages(access).page("", "", "", None, 1)
     except WrongRegion as error:
         if error.region not in ("", access.region):
+            access.close()
             return connect(structs.replace(access.config, region=error.region), clock)
     except StoreError:
         pass
-    finally:
-        pages.close()
     return access
 
 
