@@ -549,8 +549,8 @@ class WriteBack:
         """Return the versions acknowledged at or below a path."""
         if not directory:
             return list(self.versions.values())
-        below = directory + "/"
-        return [item for item in self.versions.values() if (key := item.file.key).startswith(below) or key == directory]
+        begin = [item for item in self.versions.values() if item.file.key.startswith(directory)]
+        return [item for item in begin if item.file.key == directory or item.file.key[len(directory)] == "/"]
 
     def unreconciled(self, file: OpenFile) -> list[AcknowledgedVersion]:
         """Return the versions of a file of which this mount does not know yet whether the store has them."""
@@ -585,8 +585,11 @@ class WriteBack:
                     item.is_urgent = False
 
     def _with_older_versions(self, items: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
-        """Return these versions and the older ones of their files, which must not appear after them."""
-        newest: dict[int, int] = {}
+        """Return these versions and the older ones of their files, which must not appear after them; without those that
+        have left the queue."""
+        wanted = {item.sequence: item for item in items if item.sequence in self.versions}
         for item in items:
-            newest[id(item.file)] = max(item.sequence, newest.get(id(item.file), 0))
-        return [item for item in self.versions.values() if item.sequence <= newest.get(id(item.file), 0)]
+            for _, older in self._behind(item.file) if item.file.behind else ():
+                if older.sequence < item.sequence:
+                    wanted[older.sequence] = older
+        return [wanted[sequence] for sequence in sorted(wanted)]
