@@ -484,18 +484,6 @@ def test_listing_of_uploads_that_does_not_go_on_ends(
         assert {(found.key, found.upload_id) for found in store.list_multipart("")} == {("k", "u")}
 
 
-def test_listing_that_goes_on_where_it_began_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(*_: object) -> AWSResponse:
-        return AWSResponse("", 200, {}, urllib3.HTTPResponse(io.BytesIO(PAGE), preload_content=False))
-
-    store = opened(s3_config(Server("nobody", "http://127.0.0.1:9"), "bucket"))
-    monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", answer)
-    with contextlib.closing(store):
-        assert store.list_page("", token="less").next_token == "more&more"
-        with pytest.raises(Unavailable):
-            store.list_page("", token="more&more")
-
-
 def test_odd_conflict_of_a_request_without_a_condition_is_unavailable(
     faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], tmp_path: Path
 ) -> None:

@@ -452,6 +452,23 @@ def test_key_that_looks_like_an_answer_changes_no_error(name: str, answer: Answe
             assert type(caught.value) is kind, (operation, str(caught.value))
 
 
+@pytest.mark.parametrize("tokens", [["t"] * 3, ["t1", "t2", "t3"]], ids=["same token", "other tokens"])
+def test_listing_whose_next_page_is_the_same_ends_with_an_error_that_says_what_to_do(tokens: list[str]) -> None:
+    """As a store answers behind a proxy that drops the token."""
+    left = iter(tokens)
+
+    def page(_method: str) -> Answer:
+        keys = "".join(f"<Contents><Key>lake/{key}</Key></Contents>" for key in ("a", "b"))
+        more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{next(left)}</NextContinuationToken>"
+        return Answer(200, f"<ListBucketResult>{keys}{more}</ListBucketResult>")
+
+    with answering(page) as port, opened(config_of(port)) as store:
+        first = store.list_page("")
+        with pytest.raises(StoreError, match="continuation-token") as caught:
+            store.list_page("", token=first.next_token)
+        assert not isinstance(caught.value, Unavailable), "it is not worth a retry"
+
+
 # -- failures without an answer --------------------------------------------------------------------------------------
 
 

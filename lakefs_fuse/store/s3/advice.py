@@ -23,6 +23,10 @@ WEB_PAGE = (
     "a web page came instead of the store's response: log in to the network (captive portal), or check --endpoint-url, "
     "http_proxy and https_proxy"
 )
+LIST_REPEATED = (
+    "the store answers the request for the next page with the same page: see whether a proxy in front of it drops the "
+    "parameter continuation-token, and report it to the maker of the store"
+)
 WANTS_TLS = "the server at this port speaks https: begin --endpoint-url with https://"
 RETENTION = (
     "the bucket locks each new object (Object Lock with a default retention), and cannot hold a lake that is written: "

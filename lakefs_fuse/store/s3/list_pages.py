@@ -11,13 +11,16 @@ Called from any worker thread.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from html import unescape
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
+from lakefs_fuse.errors import StoreError
 from lakefs_fuse.store.protocol import ETAG_CHARS_MAX, ListPage, ObjectMeta, read_etag
+from lakefs_fuse.store.s3 import advice
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import RAISED_BY_BOTO, REGION_HEADER, from_boto, from_page, from_xml
 
@@ -49,8 +52,9 @@ class S3Pages:
         }
         if delimiter:
             parameters["delimiter"] = delimiter
+        before, _, theirs = (token or "").rpartition(END)
         if token is not None:
-            parameters["continuation-token"] = token
+            parameters["continuation-token"] = theirs
         elif start_after:
             parameters["start-after"] = lake + start_after
         what = f"list {prefix!r}" if prefix else "list the lake"
@@ -64,15 +68,21 @@ class S3Pages:
             raise from_xml(what, status, body, region, signed=signed)
         try:
             page = parse_page(body, len(lake))
-            if token is not None and page.next_token == token:
-                raise ValueError("a listing that goes on where it began")
-            return page
         except (ElementTree.ParseError, ValueError) as error:
             if (error_page := from_page(what, body)) is not None:
                 raise error_page from error
             raise from_boto(what, ElementTree.ParseError(str(error))) from error
+        first = page.objects[0].key if page.objects else ""
+        if token is not None and (page.next_token == theirs or (first and first == before)):
+            raise StoreError(f"{what}: {advice.LIST_REPEATED}")
+        if page.next_token is None:
+            return page
+        return replace(page, next_token=f"{first or before}{END}{page.next_token}")
 
 
+END = "\0"
+"""Between the first key of a page and the store's token of the next one. A next page that begins with the same key is
+the same page, and the listing would not end. Prefixes do not show that: some stores repeat one on page after page."""
 SIZE_END = 10**14
 """Bytes of an object are less: S3's largest has half as many, and a commit can name more."""
 PATTERNS_MAX = 64
