@@ -48,6 +48,8 @@ class ChangeJournal:
         """The newest sequence number that a change got."""
         self.sent: list[int] = []
         """Times of the commits that contained journaled changes on which others build that are still in the journal."""
+        self.newest_after = 0
+        """The newest number of an acknowledged version that a change waits for; 0 if none does."""
         self._reserving: dict[int, list[str]] = {}
         self._reserved: dict[str, int] = {}
         """Reserved keys, each with the number of the newest change that reserves it."""
@@ -88,11 +90,6 @@ class ChangeJournal:
     def operations(self) -> int:
         return sum(len(change.operations) for change in self.changes.values())
 
-    @property
-    def newest_after(self) -> int:
-        """The newest number of an acknowledged version that a change waits for; 0 if none does."""
-        return max((change.after for change in self.changes.values()), default=0)
-
     def reserves(self, key: str) -> bool:
         """Return whether a change reserves the key: see *reserved keys* in the module's head."""
         return key in self._reserved
@@ -119,7 +116,7 @@ class ChangeJournal:
 
     def _add(self, sequence: int, change: Change) -> None:
         self.newest = max(self.newest, sequence)
-        self.changes[sequence], self.mentioned[sequence] = change, change.mentioned()
+        self._set(sequence, change)
         if keys := change.leaving():
             self._reserving[sequence] = keys
             self._reserved |= dict.fromkeys(keys, sequence)
@@ -130,6 +127,7 @@ class ChangeJournal:
         batch.committed.append(partial(self._set, sequence, change))
 
     def _set(self, sequence: int, change: Change) -> None:
+        self.newest_after = max(self.newest_after, change.after)  # a replacement never waits for less
         self.changes[sequence], self.mentioned[sequence] = change, change.mentioned()
 
     def delete(self, batch: Batch, sequences: Collection[int]) -> None:
@@ -154,6 +152,7 @@ class ChangeJournal:
             for key in self._reserving.pop(sequence, ()):
                 if self._reserved.get(key) == sequence:
                     del self._reserved[key]
+        self.newest_after = max((change.after for change in self.changes.values()), default=0)
 
     def waive_deletions(self, batch: Batch, key: str, etags: Collection[str]) -> None:
         """Keep changes from deleting these versions of the object at ``key``, which new bytes have replaced. Changes

@@ -265,7 +265,8 @@ class Committer:
     @property
     def held_until(self) -> int:
         """Sequence number of the newest acknowledged version that a held change waits for; 0 if none is held."""
-        return max((change.after for change in self.journal.changes.values() if self._is_held(change)), default=0)
+        newest = self.journal.newest_after
+        return newest if newest and not self._acknowledged.is_durable_up_to(newest) else 0
 
     def _is_held(self, change: Change) -> bool:
         return bool(change.after) and not self._acknowledged.is_durable_up_to(change.after)

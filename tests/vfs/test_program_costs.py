@@ -13,10 +13,11 @@ from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.staging.segments import PREFIX
+from lakefs_fuse.vfs.writeback.queue import WriteBack
 from tests.memory_store import MemoryStore
 from tests.mount.lakes import noise
 from tests.vfs.lakes import Lake, lake
-from tests.vfs.writing_back import NEVER_S, writing_back
+from tests.vfs.writing_back import NEVER_S, Outage, writing_back
 
 EXCLUSIVE = os.O_RDWR | os.O_EXCL
 FILES = 200
@@ -99,6 +100,33 @@ async def test_open_for_reading_follows_the_directories_above_a_file_once(
         assert await m.fs.read(handle, 0, 10) == b"x"
         await m.fs.release(handle)
         assert len(followed) == 1
+
+
+async def test_rename_asks_no_more_of_the_queue_where_more_renames_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the store is away. Else N renames cost N * N."""
+    asked = Counter[int]()
+    is_durable = WriteBack.is_durable_up_to
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, pack="auto") as m:
+        for number in range(FILES // 4):
+            await m.write(f"f{number}", b"x")
+        await m.fs.make_durable()
+        outage = Outage(store)
+        await m.write("waiting", b"x")
+
+        def counted(queue: WriteBack, sequence: int) -> bool:
+            asked[len(m.parts.committer.journal.changes)] += 1
+            return is_durable(queue, sequence)
+
+        monkeypatch.setattr(WriteBack, "is_durable_up_to", counted)
+        for number in range(FILES // 4):
+            await m.rename(f"f{number}", f"g{number}")
+        assert len(m.parts.committer.journal.changes) == FILES // 4, "they wait for the file"
+        assert max(asked.values()) < FILES // 8, asked
+        monkeypatch.undo()
+        outage.away = False
 
 
 async def rename_file(m: Lake, number: int) -> None:
