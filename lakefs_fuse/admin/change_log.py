@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 import trio
 
 from lakefs_fuse.admin.work import Work
-from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
+from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, commit_time, parse_commit_key
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS, HybridClock
 from lakefs_fuse.commits.index.index import collected_before
@@ -98,10 +98,9 @@ class ChangeLog:
         self._polled_ns = self._log.clock.wall_ns()
         window_ns = max(0, self._polled_ns - WINDOW_NS)
         recent: list[ObjectMeta] = []
-        async with contextlib.aclosing(self._log.list_since(window_ns)) as pages:
-            async for page in pages:
-                recent = _newest([*recent, *page.objects])
-                self._known.update(meta.key for meta in page.objects)
+        async for page in self._log.list_since(window_ns):
+            recent = _newest([*recent, *page.objects])
+            self._known.update(meta.key for meta in page.objects)
         if count is None:
             await self._show_all(_first_key(window_ns))
         elif count:
@@ -125,19 +124,18 @@ class ChangeLog:
         """Show since when the log tells everything; the time of the first commit that is there."""
         horizon_ns = await collected_before(self._client)
         page = await self._client.list_page(COMMITS, keys_max=FIRST_KEYS)
-        times = [named[0] for meta in page.objects if (named := parse_commit_key(meta.key)) is not None]
+        times = [time_ns for meta in page.objects if (time_ns := commit_time(meta.key))]
         first_ns = min(times, default=0)
         self._show(protocol.LogStart(since_ns=horizon_ns or first_ns, is_whole=not horizon_ns))
         return first_ns
 
     async def _show_all(self, window_key: str) -> None:
         """Show all entries but those of commits that become visible meanwhile."""
-        async with contextlib.aclosing(self._log.list_since(0)) as pages:
-            async for page in pages:
-                listed = _newest(page.objects)
-                there = [meta for meta in listed if meta.key < window_key or meta.key in self._known]
-                for at in range(0, len(there), FETCHED_MAX):
-                    await self._show_commits(there[at : at + FETCHED_MAX])
+        async for page in self._log.list_since(0):
+            listed = _newest(page.objects)
+            there = [meta for meta in listed if meta.key < window_key or meta.key in self._known]
+            for at in range(0, len(there), FETCHED_MAX):
+                await self._show_commits(there[at : at + FETCHED_MAX])
 
     async def _show_last(self, pieces: AsyncGenerator[Sequence[ObjectMeta], None], count: int) -> None:
         """Show the last ``count`` entries of commits that come in pieces, the newest piece first."""
@@ -166,7 +164,7 @@ class ChangeLog:
             yield commits
             is_cut = len(commits) == COMMITS_MAX
             end_key = commits[0].key if is_cut else _first_key(begin_ns)
-            end_ns = _time_of(commits[0]) if is_cut else begin_ns
+            end_ns = commit_time(commits[0].key) if is_cut else begin_ns
             if not first_ns or end_ns < first_ns:
                 return
             begin_ns = max(0, end_ns - span_ns)
@@ -176,23 +174,21 @@ class ChangeLog:
     async def _list(self, begin_ns: int, end_key: str) -> list[ObjectMeta]:
         """The last COMMITS_MAX commits from a time on, before a key."""
         found: list[ObjectMeta] = []
-        async with contextlib.aclosing(self._log.list_since(begin_ns)) as pages:
-            async for page in pages:
-                found = _newest([*found, *(meta for meta in page.objects if meta.key < end_key)])
-                if page.objects and page.objects[-1].key >= end_key:
-                    break  # every store lists names of this form in the order of time
+        async for page in self._log.list_since(begin_ns):
+            found = _newest([*found, *(meta for meta in page.objects if meta.key < end_key)])
+            if page.objects and page.objects[-1].key >= end_key:
+                break  # every store lists names of this form in the order of time
         return found
 
     async def _poll(self) -> None:
         """Show the commits that are new since the last poll. Raises LakeError."""
         polled_ns, listed = self._log.clock.wall_ns(), set[str]()
-        async with contextlib.aclosing(self._log.list_since(max(0, self._polled_ns - WINDOW_NS))) as pages:
-            async for page in pages:
-                listed.update(meta.key for meta in page.objects)
-                new = [meta for meta in _newest(page.objects) if meta.key not in self._known]
-                for at in range(0, len(new), FETCHED_MAX):
-                    await self._show_commits(new[at : at + FETCHED_MAX], self._known)
-                    self._known.update(meta.key for meta in new[at : at + FETCHED_MAX])
+        async for page in self._log.list_since(max(0, self._polled_ns - WINDOW_NS)):
+            listed.update(meta.key for meta in page.objects)
+            new = [meta for meta in _newest(page.objects) if meta.key not in self._known]
+            for at in range(0, len(new), FETCHED_MAX):
+                await self._show_commits(new[at : at + FETCHED_MAX], self._known)
+                self._known.update(meta.key for meta in new[at : at + FETCHED_MAX])
         self._known, self._polled_ns = listed, polled_ns
 
     async def _show_commits(self, commits: Sequence[ObjectMeta], shown: set[str] | None = None) -> None:
@@ -240,12 +236,6 @@ class ChangeLog:
 def _first_key(time_ns: int) -> str:
     """Commits from this time on have greater keys."""
     return f"{COMMITS}{time_ns:016x}"
-
-
-def _time_of(meta: ObjectMeta) -> int:
-    named = parse_commit_key(meta.key)
-    assert named is not None, "listed commits are those that have a name"
-    return named[0]
 
 
 def _newest(metas: Iterable[ObjectMeta]) -> list[ObjectMeta]:

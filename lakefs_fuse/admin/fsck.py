@@ -19,7 +19,6 @@ Memory: the names of the commits, and one bit for each inode and object number. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -30,7 +29,7 @@ from lakefs_fuse.admin.number_set import NumberSet
 from lakefs_fuse.admin.snapshot_check import find_bad_objects
 from lakefs_fuse.admin.snapshot_rows import snapshot_rows
 from lakefs_fuse.admin.work import Report
-from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.archive import commit_time, parse_commit_key
 from lakefs_fuse.commits.archive_check import Audit, Fault, verify
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import (
@@ -374,13 +373,11 @@ class Checker:
             problem.paths.update(dict.fromkeys(self._not_superseded(meta.key, mine)))
 
     def _is_future(self, key: str) -> bool:
-        named = parse_commit_key(key)
-        return named is not None and named[0] > self._lake.clock.ahead_ns()
+        return commit_time(key) > self._lake.clock.ahead_ns()
 
     def _not_superseded(self, key: str, paths: list[str] | tuple[str, ...]) -> list[str]:
         """The paths that no later commit is about."""
-        named = parse_commit_key(key)
-        time_ns = named[0] if named is not None else 0
+        time_ns = commit_time(key)
         left: list[str] = []
         for path in paths:
             entry = self._lake.entry_at(path)
@@ -458,9 +455,8 @@ class Checker:
     async def _list_plain(self) -> None:
         """Find the plain objects that the store has at the version that names refer to."""
         for prefix in ("", OBJECTS):
-            async with aclosing(self._lake.client.list_all(prefix)) as pages:
-                async for page in pages:
-                    self._record_found(page.objects, everything=bool(prefix))
+            async for page in self._lake.client.list_all(prefix):
+                self._record_found(page.objects, everything=bool(prefix))
 
     def _record_found(self, metas: Sequence[ObjectMeta], *, everything: bool) -> None:
         for meta in metas:

@@ -34,7 +34,6 @@ Tasks of one trio loop.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -45,7 +44,7 @@ from lakefs_fuse.admin.maintenance import CollectionRecord, write_collection
 from lakefs_fuse.admin.relocation import Moved, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.admin.work import NS, Report
-from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.archive import commit_time
 from lakefs_fuse.commits.bundles import parse_bundle
 from lakefs_fuse.commits.gc_record import (
     DEAD_MAX,
@@ -314,7 +313,7 @@ class Collector:
         gone = [
             row
             for row in objects.rows()
-            if row.is_pack and row.entries <= 0 and row.key not in commits and _time_of(row.key) < self._horizon
+            if row.is_pack and row.entries <= 0 and row.key not in commits and commit_time(row.key) < self._horizon
         ]
         for at in range(0, len(gone), ROWS_AT_ONCE):
             objects.forget_packs(gone[at : at + ROWS_AT_ONCE])
@@ -366,7 +365,7 @@ class Collector:
         since = {meta.key: min(now, noted.get(meta.key, now)) for meta in dead}
         if self.done.unreadable:
             since = noted  # grace periods go on
-        newest = max((_time_of(key) for key in since), default=0)
+        newest = max((commit_time(key) for key in since), default=0)
         index = await self._newest_index()
         folded = max(old.horizon, 0 if index is None else index.horizon)
         horizon = max(folded, newest + 1) if since else folded
@@ -395,7 +394,11 @@ class Collector:
         # Found again, because other nodes may have committed while this run folded or waited.
         for meta in await self._find_dead():
             since = gc_record.dead.get(meta.key)
-            if since is None or (now - since) / NS < self._options.grace_s or _time_of(meta.key) >= gc_record.horizon:
+            if (
+                since is None
+                or (now - since) / NS < self._options.grace_s
+                or commit_time(meta.key) >= gc_record.horizon
+            ):
                 self.done.commits_later += 1
                 self.done.bytes_later += meta.size
             else:
@@ -411,14 +414,13 @@ class Collector:
         if newest is None:
             return
         until = newest.newest - WINDOW_NS
-        async with aclosing(self._lake.client.list_all(COMMITS)) as pages:
-            async for page in pages:
-                bundles = (parse_bundle(meta) for meta in page.objects)
-                digests = (parse_digest(meta) for meta in page.objects)
-                doomed = [bundle.meta for bundle in bundles if bundle is not None and bundle.last < until]
-                doomed += (digest.meta for digest in digests if digest is not None and digest.time < until)
-                await delete(self._lake, doomed, self.done.unreferenced, dry_run=self._options.dry_run)
-                _require_deleted(self.done.unreferenced)
+        async for page in self._lake.client.list_all(COMMITS):
+            bundles = (parse_bundle(meta) for meta in page.objects)
+            digests = (parse_digest(meta) for meta in page.objects)
+            doomed = [bundle.meta for bundle in bundles if bundle is not None and bundle.last < until]
+            doomed += (digest.meta for digest in digests if digest is not None and digest.time < until)
+            await delete(self._lake, doomed, self.done.unreferenced, dry_run=self._options.dry_run)
+            _require_deleted(self.done.unreferenced)
 
     async def _delete_batches(self, found: Sequence[ObjectMeta], is_dead: IsDead, swept: Swept) -> None:
         """Delete objects in batches, each after another check that it is dead."""
@@ -454,7 +456,7 @@ class Collector:
         await self._lake.refresh()
 
     def _is_dead_commit(self, meta: ObjectMeta) -> bool:
-        return meta.key in self._recorded and _time_of(meta.key) < self._horizon and self._is_unreferenced(meta)
+        return meta.key in self._recorded and commit_time(meta.key) < self._horizon and self._is_unreferenced(meta)
 
     def _is_unreferenced(self, meta: ObjectMeta) -> bool:
         return meta.key not in self._kept and not self._lake.is_needed(meta.key)
@@ -492,27 +494,25 @@ class Collector:
 
     async def _delete_unreferenced(self) -> None:
         lake, older_s = self._lake, self._options.uploads_older_s
-        async with aclosing(lake.client.list_all(OBJECTS)) as pages:
-            async for page in pages:
-                doomed = [
-                    meta
-                    for meta in page.objects
-                    if not lake.refused
-                    and self._is_unreferenced(meta)
-                    and self._is_older(meta.mtime_ns, older_s)
-                    and self._is_due(meta)
-                ]
-                await self._delete_batches(doomed, self._is_unreferenced, self.done.unreferenced)
-                _require_deleted(self.done.unreferenced)
+        async for page in lake.client.list_all(OBJECTS):
+            doomed = [
+                meta
+                for meta in page.objects
+                if not lake.refused
+                and self._is_unreferenced(meta)
+                and self._is_older(meta.mtime_ns, older_s)
+                and self._is_due(meta)
+            ]
+            await self._delete_batches(doomed, self._is_unreferenced, self.done.unreferenced)
+            _require_deleted(self.done.unreferenced)
 
     async def _delete_spills(self) -> None:
         """Delete spilled parts of dead nodes; living nodes keep files open for less than that time."""
         lake, options = self._lake, self._options
-        async with aclosing(lake.client.list_all(SPILLED)) as pages:
-            async for page in pages:
-                doomed = [meta for meta in page.objects if self._is_older(meta.mtime_ns, options.uploads_older_s)]
-                await delete(lake, doomed, self.done.unreferenced, dry_run=options.dry_run)
-                _require_deleted(self.done.unreferenced)
+        async for page in lake.client.list_all(SPILLED):
+            doomed = [meta for meta in page.objects if self._is_older(meta.mtime_ns, options.uploads_older_s)]
+            await delete(lake, doomed, self.done.unreferenced, dry_run=options.dry_run)
+            _require_deleted(self.done.unreferenced)
 
     async def _abort_uploads(self) -> None:
         for upload in await self._lake.client.list_multipart(""):
@@ -529,8 +529,3 @@ def _require_deleted(swept: Swept) -> None:
     """Raises LakeError where the store refused to delete objects."""
     if swept.failed:
         raise deletion_refused(swept.failed, swept.why)
-
-
-def _time_of(key: str) -> int:
-    named = parse_commit_key(key)
-    return 0 if named is None else named[0]

@@ -15,14 +15,13 @@ Tasks of one trio loop. `gc` writes the object at the end of a run; nothing else
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import replace
 
 from lakefs_fuse.admin.fold_database import FoldDatabase
-from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.archive import commit_time
 from lakefs_fuse.commits.index.index import Manifest, manifests
 from lakefs_fuse.commits.maintenance_lease import find_holder
 from lakefs_fuse.commits.record import COMMITS, TIME_NS_MAX
@@ -161,14 +160,12 @@ class Inspector:
     async def _count(self) -> None:
         since, commits_max = self._folded, self._backlog_max
         self.backlog, self._oldest, self._newest = 0, TIME_NS_MAX, since
-        async with aclosing(self._client.list_all(COMMITS, start_after=f"{COMMITS}{since:016x}")) as pages:
-            async for page in pages:
-                named = (parse_commit_key(meta.key) for meta in page.objects)
-                times = [each[0] for each in named if each is not None and each[0] > since]
-                self.backlog += len(times)
-                self._oldest, self._newest = min([self._oldest, *times]), max([self._newest, *times])
-                if self.backlog > commits_max:
-                    break
+        async for page in self._client.list_all(COMMITS, start_after=f"{COMMITS}{since:016x}"):
+            times = [time for meta in page.objects if (time := commit_time(meta.key)) > since]
+            self.backlog += len(times)
+            self._oldest, self._newest = min([self._oldest, *times]), max([self._newest, *times])
+            if self.backlog > commits_max:
+                break
 
     @property
     def commits_until_due(self) -> int:

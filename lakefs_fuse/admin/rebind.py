@@ -21,7 +21,6 @@ time: what was written is in effect, and a second run continues. Tasks of one tr
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -220,12 +219,11 @@ class Rebinder:
                 targets[row.number] = ObjectRef(meta.key, meta.etag, meta.size)
                 self.done.objects += 1
 
-        async with aclosing(self._lake.client.list_all("")) as pages:
-            async for page in pages:
-                self._count_whole(page.objects)
-                await for_each(page.objects, check, VERIFIED_AT_ONCE)
-                if len(targets) >= OBJECTS_MAX:
-                    await self._point_at(targets)
+        async for page in self._lake.client.list_all(""):
+            self._count_whole(page.objects)
+            await for_each(page.objects, check, VERIFIED_AT_ONCE)
+            if len(targets) >= OBJECTS_MAX:
+                await self._point_at(targets)
         await self._point_at(targets)
 
     def _count_whole(self, metas: Iterable[ObjectMeta]) -> None:
@@ -312,21 +310,20 @@ class Rebinder:
     # -- plain objects at the keys of names
 
     async def _rebind_own(self) -> None:
-        async with aclosing(self._lake.client.list_all("")) as pages:
-            async for page in pages:
-                changed: list[tuple[str, Entry, ObjectRef]] = []
-                for meta in page.objects:
-                    if meta.key.startswith(RESERVED_PREFIX):
-                        continue
-                    entry = self._lake.entry_at(meta.key)
-                    if entry is None:
-                        await self._hide_removed(meta)
-                    elif not entry.is_plain:
-                        await self._hide_below(meta, entry)
-                    elif await self._is_own_changed(meta, entry):
-                        changed.append((meta.key, entry, ObjectRef(meta.key, meta.etag, meta.size)))
-                self.done.objects += len(changed)
-                await self._relocate(changed)
+        async for page in self._lake.client.list_all(""):
+            changed: list[tuple[str, Entry, ObjectRef]] = []
+            for meta in page.objects:
+                if meta.key.startswith(RESERVED_PREFIX):
+                    continue
+                entry = self._lake.entry_at(meta.key)
+                if entry is None:
+                    await self._hide_removed(meta)
+                elif not entry.is_plain:
+                    await self._hide_below(meta, entry)
+                elif await self._is_own_changed(meta, entry):
+                    changed.append((meta.key, entry, ObjectRef(meta.key, meta.etag, meta.size)))
+            self.done.objects += len(changed)
+            await self._relocate(changed)
 
     async def _is_own_changed(self, meta: ObjectMeta, entry: Entry) -> bool:
         """A commit says something of the plain object at the key of a name, which has another ETag now."""
@@ -473,19 +470,18 @@ class Rebinder:
     async def _rebind_rows(self, database: Database) -> int:
         """Give the rows of a snapshot the present ETags; how many were changed."""
         tree, count = Tree(database), 0
-        async with aclosing(self._lake.client.list_all("")) as pages:
-            async for page in pages:
-                for meta in page.objects:
-                    batch = Batch()
-                    for row in await self._rebindable(tree, meta):
-                        if self._is_meant(row.key, row.etag) and tree.objects.find(meta.key, meta.etag) is None:
-                            tree.objects.rename(batch, row, meta.etag)
-                            count += 1
-                    entry = tree.resolve([name.encode("utf-8", "surrogatepass") for name in meta.key.split("/")])
-                    if entry is not None and await self._is_row_changed(meta, entry):
-                        tree.update_files(batch, [(entry, _with_etag(entry, meta.etag))])
+        async for page in self._lake.client.list_all(""):
+            for meta in page.objects:
+                batch = Batch()
+                for row in await self._rebindable(tree, meta):
+                    if self._is_meant(row.key, row.etag) and tree.objects.find(meta.key, meta.etag) is None:
+                        tree.objects.rename(batch, row, meta.etag)
                         count += 1
-                    database.commit(batch)
+                entry = tree.resolve([name.encode("utf-8", "surrogatepass") for name in meta.key.split("/")])
+                if entry is not None and await self._is_row_changed(meta, entry):
+                    tree.update_files(batch, [(entry, _with_etag(entry, meta.etag))])
+                    count += 1
+                database.commit(batch)
         return count
 
     async def _is_row_changed(self, meta: ObjectMeta, entry: Entry) -> bool:

@@ -224,17 +224,8 @@ class Relocator:
         return [each for each in moved if each[0].path not in changed]
 
     async def _changed(self, prefix: str, etags: dict[str, str]) -> set[str]:
-        left, last = set(etags), max(etags)
-        is_sorted = self._lake.client.capabilities.sorted_listing
-        start = min(etags)[:-1] if is_sorted else ""
-        token: str | None = None
-        while True:
-            page = await self._lake.client.list_page(prefix, delimiter="/", start_after=start, token=token)
-            left -= {meta.key for meta in page.objects if etags.get(meta.key) == meta.etag}
-            token = page.next_token
-            ended = is_sorted and page.objects and page.objects[-1].key.encode() > last.encode()
-            if token is None or ended or not left:
-                return left
+        found = await self._lake.client.find_listed(prefix, etags)
+        return etags.keys() - {meta.key for meta in found if etags[meta.key] == meta.etag}
 
 
 @contextmanager

@@ -8,7 +8,6 @@ Tasks of one trio loop; nothing is written.
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -48,12 +47,11 @@ async def find_bad_objects(client: StoreClient, objects: Objects) -> BadObjects:
     """Raises StoreError kinds where the store does not answer."""
     there, found = NumberSet(), BadObjects()
     for prefix in (COMMITS, OBJECTS):
-        async with aclosing(client.list_all(prefix)) as pages:
-            async for page in pages:
-                for meta in page.objects:
-                    row = objects.find(meta.key, meta.etag)
-                    if row is not None and row.size == meta.size:
-                        there.add(row.number)
+        async for page in client.list_all(prefix):
+            for meta in page.objects:
+                row = objects.find(meta.key, meta.etag)
+                if row is not None and row.size == meta.size:
+                    there.add(row.number)
 
     async def ask(row: ObjectRow) -> None:
         bad = await _find_fault(client, row)

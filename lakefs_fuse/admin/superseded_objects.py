@@ -11,12 +11,11 @@ A crash leaves some of the objects. Tasks of one trio loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.work import NS
-from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.archive import commit_time
 from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -68,9 +67,8 @@ def is_packed(lake: LakeView, meta: ObjectMeta) -> bool:
 def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int:
     since = max(entry.stamp, meta.mtime_ns)
     row = lake.tree.objects.get(entry.place) if entry.place else None
-    named = None if row is None else parse_commit_key(row.key)
     # A relocated file keeps the time of an older commit; that of its pack is the time of its relocation.
-    return since if named is None else max(since, named[0])
+    return since if row is None else max(since, commit_time(row.key))
 
 
 async def sweep(
@@ -92,26 +90,25 @@ async def sweep(
     Deletes none while a commit cannot be read, because it may refer to them. Raises LakeError."""
     if not await _refresh(lake):
         return
-    async with aclosing(lake.client.list_all(prefix)) as pages:
-        async for page in pages:
-            doomed: list[ObjectMeta] = []
-            for meta in page.objects:
-                if meta.key.startswith(RESERVED_PREFIX) or (only and meta.key != only):
-                    continue
-                since = hidden_since(lake, meta, removed=removed)
-                if since is None or (only_packed and not is_packed(lake, meta)):
-                    continue
-                left_s, is_known = grace_s - (lake.clock.wall_ns() - since) / NS, is_due(meta)
-                if grace_s and left_s > 0:
-                    swept.young += 1
-                    swept.wait_s = max(swept.wait_s, left_s)
-                elif is_known:
-                    doomed.append(meta)
-            if doomed:
-                if not await _refresh(lake):  # the listing before took time
-                    return
-                doomed = [meta for meta in doomed if hidden_since(lake, meta, removed=removed) is not None]
-            await delete(lake, doomed, swept, dry_run=dry_run)
+    async for page in lake.client.list_all(prefix):
+        doomed: list[ObjectMeta] = []
+        for meta in page.objects:
+            if meta.key.startswith(RESERVED_PREFIX) or (only and meta.key != only):
+                continue
+            since = hidden_since(lake, meta, removed=removed)
+            if since is None or (only_packed and not is_packed(lake, meta)):
+                continue
+            left_s, is_known = grace_s - (lake.clock.wall_ns() - since) / NS, is_due(meta)
+            if grace_s and left_s > 0:
+                swept.young += 1
+                swept.wait_s = max(swept.wait_s, left_s)
+            elif is_known:
+                doomed.append(meta)
+        if doomed:
+            if not await _refresh(lake):  # the listing before took time
+                return
+            doomed = [meta for meta in doomed if hidden_since(lake, meta, removed=removed) is not None]
+        await delete(lake, doomed, swept, dry_run=dry_run)
 
 
 async def _refresh(lake: LakeView) -> bool:

@@ -82,13 +82,9 @@ async def _now_ns(work: Work) -> int:
 async def _writers(client: StoreClient, since_ns: int) -> dict[str, tuple[int, ObjectMeta]]:
     """The time and the object of the last commit of each writer since then; a writer is one daemon of one version."""
     found: dict[str, tuple[int, ObjectMeta]] = {}
-    token: str | None = None
-    while True:
-        page = await client.list_page(COMMITS, start_after=f"{COMMITS}{since_ns:016x}", token=token)
+    async for page in client.list_all(COMMITS, start_after=f"{COMMITS}{since_ns:016x}"):
         for meta in page.objects:
             named = parse_commit_key(meta.key)
             if named is not None and (named[1] not in found or named[0] > found[named[1]][0]):
                 found[named[1]] = named[0], meta
-        token = page.next_token
-        if token is None:
-            return found
+    return found

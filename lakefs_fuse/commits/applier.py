@@ -300,7 +300,7 @@ class Applier:
                         restamped[path] = new
             self._tree.tombstones.write(batch, restamped)
             changed: dict[str, History] = {}
-            histories = self._histories.get_many(path.decode(*schema.PATH) for path in paths)
+            histories = self._histories.get_many([path.decode(*schema.PATH) for path in paths])
             for (path, entry), history in zip(found, histories, strict=True):
                 if history is None:
                     continue

@@ -100,6 +100,12 @@ def parse_commit_key(key: str) -> tuple[int, str] | None:
     return time, match[2]
 
 
+def commit_time(key: str) -> int:
+    """Return the time in a commit's key; 0 for another key."""
+    named = parse_commit_key(key)
+    return 0 if named is None else named[0]
+
+
 def fd_sink(fd: int) -> Sink:
     """Return a sink that writes to a file descriptor, at its position."""
 

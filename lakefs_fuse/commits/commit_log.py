@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -48,8 +48,8 @@ from lakefs_fuse.commits.pack_budget import PACK_BYTES_MIN, PackBudget
 from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record, encode_checked, newest_read
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import DamagedCommit, Unavailable, Unsupported
-from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.protocol import Body, Buffer, ListPage, ObjectMeta, length_of
+from lakefs_fuse.store.client import Pages, StoreClient
+from lakefs_fuse.store.protocol import Body, Buffer, ObjectMeta, length_of
 
 TAIL_BYTES = 256 << 10
 """Size of the first GET of a commit: the record and the directory of a pack of a thousand files fit in it."""
@@ -88,7 +88,10 @@ class CommitLog:
         """With ``repeats``, `put` and `fetch` gather small commits for bundles, and digests are written. ``announce``
         is called with the key of each commit that was stored."""
         self._client, self.threads, self._announce = client, threads, announce
+        self.head, self.find, self.find_each = client.head, client.find, client.find_each
         self.clock, self.writer = clock, writer
+        self.key = partial(commit_key, writer=writer)
+        """The key of this writer's commit of a time, in nanoseconds since 1970."""
         self.budget = budget or PackBudget()
         self.bundles = BundleReader(client)
         self.digests = DigestStore(client, writer, is_read_only=not repeats)
@@ -139,9 +142,6 @@ class CommitLog:
         return self.clock.now()
 
     # -- writing
-
-    def key(self, time_ns: int) -> str:
-        return commit_key(time_ns, self.writer)
 
     def encode(self, record: Record) -> bytes:
         """Return a record in the format of this lake. Raises FileError(EINVAL) if no node could read it."""
@@ -222,19 +222,7 @@ class CommitLog:
 
     # -- reading
 
-    async def head(self, key: str) -> ObjectMeta:
-        """Return the metadata of the object at any key of the lake. Raises NotFound, StoreError kinds."""
-        return await self._client.head(key)
-
-    async def find(self, key: str) -> ObjectMeta | None:
-        """As `head`; None if there is no object."""
-        return await self._client.find(key)
-
-    async def find_each(self, keys: Collection[str]) -> list[ObjectMeta]:
-        """As `StoreClient.find_each`."""
-        return await self._client.find_each(keys)
-
-    def list_since(self, time_ns: int) -> AsyncGenerator[ListPage, None]:
+    def list_since(self, time_ns: int) -> Pages:
         """List the commits from a time on, with the bundles and digests among them, page by page."""
         return self._client.list_all(COMMITS, start_after=self.start(time_ns))
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Generator, Sequence
-from contextlib import aclosing
 
 import trio
 
-from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.archive import commit_time
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.object_table import ObjectRow, Objects
@@ -56,7 +55,7 @@ class PackRows:
         unused = await finish_paced(self._unused(0))
         horizon = await self._commits.read_horizon() if unused else 0
         while unused:
-            old = [row for row in unused if 0 < _time_of(row) < horizon]
+            old = [row for row in unused if 0 < commit_time(row.key) < horizon]
             if old:
                 await self._drop(old, await self._listed(old))
             unused = await finish_paced(self._unused(unused[-1].number + 1))
@@ -77,11 +76,10 @@ class PackRows:
         """Return the keys of these packs that the store still has."""
         keys = {row.key for row in rows}
         last, listed = max(keys), set[str]()
-        async with aclosing(self._commits.list_since(min(map(_time_of, rows)))) as pages:
-            async for page in pages:
-                listed.update(meta.key for meta in page.objects if meta.key in keys)
-                if page.objects and page.objects[-1].key >= last:
-                    break
+        async for page in self._commits.list_since(min(commit_time(row.key) for row in rows)):
+            listed.update(meta.key for meta in page.objects if meta.key in keys)
+            if page.objects and page.objects[-1].key >= last:
+                break
         return listed
 
     async def _drop(self, rows: Sequence[ObjectRow], listed: set[str]) -> None:
@@ -90,9 +88,3 @@ class PackRows:
             now = self._objects.get_many(gone[at : at + ROWS_AT_ONCE])
             self._objects.forget_packs([row for row in now if row is not None and row.entries <= 0])
             await pace.rest()
-
-
-def _time_of(row: ObjectRow) -> int:
-    """Return the time of a pack; 0 for an object that is no commit."""
-    named = parse_commit_key(row.key)
-    return 0 if named is None else named[0]

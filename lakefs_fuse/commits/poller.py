@@ -494,31 +494,30 @@ class Poller:
         """List the commits of times from ``since`` up to ``until``, the start of a bucket (None: up to the end)."""
         listed = _Listed()
         commits = self._applier.commits
-        async with contextlib.aclosing(self._log.list_since(since)) as pages:
-            async for page in pages:
-                listed.pages += 1
-                named: list[Found] = []
-                for meta in page.objects:
-                    if (name := parse_commit_key(meta.key)) is None:
-                        listed.others.append(meta)
-                    elif until is None or name[0] < until:
-                        listed.commits.append((name[0], meta.key))
-                        if meta.key not in known:
-                            named.append((*name, meta))
-                applied = commits.are_applied(named) if named else []
-                new = [
-                    item
-                    for item, is_applied in zip(named, applied, strict=True)
-                    if not is_applied and item[2].key not in self._refused
-                ]
-                if len(self._known) < KNOWN_MAX:
-                    self._known.update(meta.key for meta in page.objects)
-                    self._known.difference_update(item[2].key for item in new)
-                listed.found += (item for item in new if item[0] <= ahead_ns)
-                ahead = [item for item in new if item[0] > ahead_ns]
-                self._leave_out([item for item in ahead if item[2].key not in self._ahead])
-                if ahead or (until is not None and page.objects and page.objects[-1].key >= self._log.start(until)):
-                    break  # all that follow are later still
+        async for page in self._log.list_since(since):
+            listed.pages += 1
+            named: list[Found] = []
+            for meta in page.objects:
+                if (name := parse_commit_key(meta.key)) is None:
+                    listed.others.append(meta)
+                elif until is None or name[0] < until:
+                    listed.commits.append((name[0], meta.key))
+                    if meta.key not in known:
+                        named.append((*name, meta))
+            applied = commits.are_applied(named) if named else []
+            new = [
+                item
+                for item, is_applied in zip(named, applied, strict=True)
+                if not is_applied and item[2].key not in self._refused
+            ]
+            if len(self._known) < KNOWN_MAX:
+                self._known.update(meta.key for meta in page.objects)
+                self._known.difference_update(item[2].key for item in new)
+            listed.found += (item for item in new if item[0] <= ahead_ns)
+            ahead = [item for item in new if item[0] > ahead_ns]
+            self._leave_out([item for item in ahead if item[2].key not in self._ahead])
+            if ahead or (until is not None and page.objects and page.objects[-1].key >= self._log.start(until)):
+                break  # all that follow are later still
         if self._is_long or listed.pages > 1:
             self._sums.replace(since, until, listed.commits)
         return listed

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -284,6 +284,19 @@ class StoreClient:
             await for_each(beyond, ask, min(HEADS_AT_ONCE, len(beyond)))
         return found
 
+    async def find_listed(self, prefix: str, keys: Collection[str]) -> list[ObjectMeta]:
+        """Those of the objects at these keys that a LIST of their directory shows. A store that lists in order is asked
+        from the first of the keys to the last."""
+        is_sorted = self.capabilities.sorted_listing
+        start, last = (min(keys)[:-1], max(keys).encode()) if is_sorted else ("", b"")
+        found: list[ObjectMeta] = []
+        async for page in self.list_all(prefix, delimiter="/", start_after=start):
+            found += [meta for meta in page.objects if meta.key in keys]
+            is_past = is_sorted and page.objects and page.objects[-1].key.encode() > last
+            if is_past or len(found) == len(keys):
+                break
+        return found
+
     async def time_ns(self) -> int:
         """See `ObjectStore.time_ns`."""
         return await self._call("head", self._store.time_ns, abandon=True)
@@ -308,17 +321,9 @@ class StoreClient:
         )
         return await self._call("list", call, abandon=True)
 
-    async def list_all(
-        self, prefix: str, *, delimiter: str = "", start_after: str = ""
-    ) -> AsyncGenerator[ListPage, None]:
-        """Every page; close it with `aclose` (contextlib.aclosing) if you stop early."""
-        token: str | None = None
-        while True:
-            page = await self.list_page(prefix, delimiter=delimiter, start_after=start_after, token=token)
-            yield page
-            token = page.next_token
-            if token is None:
-                return
+    def list_all(self, prefix: str, *, delimiter: str = "", start_after: str = "") -> Pages:
+        """Every page, as `list_page` returns them."""
+        return Pages(partial(self.list_page, prefix, delimiter=delimiter, start_after=start_after))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -503,6 +508,22 @@ class StoreClient:
             finally:
                 self._shields.discard(scope)
         raise AssertionError("this scope itself is never cancelled")
+
+
+class Pages(AsyncIterator[ListPage]):
+    """The pages of a LIST, one request each. A loop over them may end early: there is nothing to close."""
+
+    def __init__(self, fetch: Callable[..., Awaitable[ListPage]]) -> None:
+        self._fetch = fetch
+        self._token: str | None = None
+        self._is_over = False
+
+    async def __anext__(self) -> ListPage:
+        if self._is_over:
+            raise StopAsyncIteration
+        page = await self._fetch(token=self._token)
+        self._token, self._is_over = page.next_token, page.next_token is None
+        return page
 
 
 class _VersionWrite:

@@ -7,7 +7,7 @@ that there may be some. It may leave an object of zeros, too, or an unfinished u
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import trio
@@ -62,8 +62,8 @@ class Uploader:
 
     async def delete_spills(self, draft_id: str) -> None:
         """Delete all spilled parts of a draft. Raises LakeError, also if the store refuses some of them."""
-        async with aclosing(self.client.list_all(f"{SPILLED}{draft_id}/")) as pages:
-            keys = [meta.key async for page in pages for meta in page.objects]
+        pages = self.client.list_all(f"{SPILLED}{draft_id}/")
+        keys = [meta.key async for page in pages for meta in page.objects]
         await self.client.delete_all(keys)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -30,6 +30,7 @@ from lakefs_fuse.commits.listing_digest import (
 from lakefs_fuse.commits.poller import DEEP_S_MAX, OVERLAP_S_MAX, Poller
 from lakefs_fuse.commits.record import COMMITS, Record
 from lakefs_fuse.errors import AccessDenied
+from lakefs_fuse.store.client import Pages
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from tests.commits.committing import Daemon, Site
 from tests.commits.nodes import at
@@ -63,15 +64,20 @@ class Writers:
         bisect.insort(self.keys, key)
         return key
 
-    async def list_since(self, time_ns: int) -> AsyncGenerator[ListPage, None]:
+    def list_since(self, time_ns: int) -> Pages:
         """As `CommitLog.list_since`."""
         start = CommitLog.start(time_ns)
         digests = [meta for key, (_, meta) in self.site.store.objects.items() if key.endswith(SUFFIX) and key > start]
         commits = [ObjectMeta(key, 300, "etag", 0) for key in self.keys[bisect.bisect_right(self.keys, start) :]]
         shown = sorted([*commits, *digests], key=lambda meta: meta.key)
-        for first in range(0, max(1, len(shown)), self._page_keys):
+
+        async def fetch(token: str | None) -> ListPage:
             self.pages += 1
-            yield ListPage(shown[first : first + self._page_keys], [], None)
+            first = int(token or 0)
+            end = first + self._page_keys
+            return ListPage(shown[first:end], [], str(end) if end < len(shown) else None)
+
+        return Pages(fetch)
 
 
 class Follower:

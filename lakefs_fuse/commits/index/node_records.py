@@ -11,7 +11,7 @@ Raises StoreError kinds throughout. For tasks of one trio loop.
 from __future__ import annotations
 
 import re
-from contextlib import aclosing, suppress
+from contextlib import suppress
 
 import msgspec
 
@@ -70,10 +70,9 @@ async def read_records(client: StoreClient, snapshot: str, now_ns: int) -> list[
             if record.format == FORMAT and _is_plausible(record):
                 found.append((record, meta.mtime_ns))
 
-    async with aclosing(client.list_all(f"{RESIDENCY}{snapshot}/")) as pages:
-        async for page in pages:
-            fresh = [meta for meta in page.objects if not _is_expired(meta, now_ns)]
-            await for_each(fresh, read, GETS_AT_ONCE)
+    async for page in client.list_all(f"{RESIDENCY}{snapshot}/"):
+        fresh = [meta for meta in page.objects if not _is_expired(meta, now_ns)]
+        await for_each(fresh, read, GETS_AT_ONCE)
     return sorted(found, key=lambda each: (each[0].node, each[0].mountpoint))
 
 
@@ -91,9 +90,8 @@ async def remove_records(client: StoreClient, snapshot: str = "", *, expired_ns:
     """Delete the records of a version, or of all; with ``expired_ns``, only those that have expired by then. Returns
     how many there were. Raises LakeError if some object cannot be deleted."""
     count = 0
-    async with aclosing(client.list_all(f"{RESIDENCY}{snapshot}/" if snapshot else RESIDENCY)) as pages:
-        async for page in pages:
-            doomed = [meta.key for meta in page.objects if expired_ns is None or _is_expired(meta, expired_ns)]
-            await client.delete_all(doomed)
-            count += len(doomed)
+    async for page in client.list_all(f"{RESIDENCY}{snapshot}/" if snapshot else RESIDENCY):
+        doomed = [meta.key for meta in page.objects if expired_ns is None or _is_expired(meta, expired_ns)]
+        await client.delete_all(doomed)
+        count += len(doomed)
     return count

@@ -16,7 +16,6 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import aclosing
 from pathlib import Path
 from struct import Struct
 
@@ -203,9 +202,8 @@ async def remove(client: StoreClient, name: str) -> None:
 
 async def clear(client: StoreClient, name: str) -> None:
     """Remove what there is of a snapshot without a manifest."""
-    async with aclosing(client.list_all(prefix_of(name))) as pages:
-        async for page in pages:
-            await client.delete_all([meta.key for meta in page.objects])
+    async for page in client.list_all(prefix_of(name)):
+        await client.delete_all([meta.key for meta in page.objects])
 
 
 async def remove_unfinished(client: StoreClient, before_ns: int) -> int:
@@ -215,14 +213,13 @@ async def remove_unfinished(client: StoreClient, before_ns: int) -> int:
     LakeError."""
     last: dict[str, int] = {}
     finished = set[str]()
-    async with aclosing(client.list_all(SNAPSHOTS)) as pages:
-        async for page in pages:
-            for meta in page.objects:
-                name, _, file = meta.key.removeprefix(SNAPSHOTS).partition("/")
-                if file == MANIFEST:
-                    finished.add(name)
-                if _NAME.fullmatch(name):
-                    last[name] = max(meta.mtime_ns, last.get(name, 0))
+    async for page in client.list_all(SNAPSHOTS):
+        for meta in page.objects:
+            name, _, file = meta.key.removeprefix(SNAPSHOTS).partition("/")
+            if file == MANIFEST:
+                finished.add(name)
+            if _NAME.fullmatch(name):
+                last[name] = max(meta.mtime_ns, last.get(name, 0))
     doomed = [name for name, at_ns in last.items() if name not in finished and at_ns < before_ns]
     for name in doomed:
         await clear(client, name)
@@ -245,22 +242,21 @@ class KeptObjects:
         """Read the lists that have changed. Raises LakeError: DamagedCommit if a list cannot be read, or is gone."""
         found: dict[str, tuple[str, array[int]]] = {}
         finished, listed = set[str](), set[str]()
-        async with aclosing(self._client.list_all(SNAPSHOTS)) as pages:
-            async for page in pages:
-                for meta in page.objects:
-                    name, _, file = meta.key.removeprefix(SNAPSHOTS).partition("/")
-                    if not _NAME.fullmatch(name):
-                        continue
-                    if file == MANIFEST:
-                        finished.add(name)
-                    if file != OBJECTS:
-                        continue
-                    listed.add(name)
-                    before = self._sums.get(meta.key)
-                    if before is not None and before[0] == meta.etag:
-                        found[meta.key] = before
-                    elif (sums := await self._read(meta.key)) is not None:
-                        found[meta.key] = sums
+        async for page in self._client.list_all(SNAPSHOTS):
+            for meta in page.objects:
+                name, _, file = meta.key.removeprefix(SNAPSHOTS).partition("/")
+                if not _NAME.fullmatch(name):
+                    continue
+                if file == MANIFEST:
+                    finished.add(name)
+                if file != OBJECTS:
+                    continue
+                listed.add(name)
+                before = self._sums.get(meta.key)
+                if before is not None and before[0] == meta.etag:
+                    found[meta.key] = before
+                elif (sums := await self._read(meta.key)) is not None:
+                    found[meta.key] = sums
         for name in sorted(finished - listed):
             await self._check_deleted(name)
         self._sums = found

@@ -334,7 +334,7 @@ class DeletionQueue:
         async def ask(prefix: str) -> None:
             some = below[prefix]
             if len(some) > HEADS_MAX:
-                for meta in await self._listed(prefix, some):
+                for meta in await self._client.find_listed(prefix, some):
                     keep(some, meta)
                 return
             for key in some:
@@ -356,19 +356,6 @@ class DeletionQueue:
 
         await for_each(doomed, ask, min(DELETES_AT_ONCE, len(doomed)))
         return old
-
-    async def _listed(self, prefix: str, keys: Collection[str]) -> list[ObjectMeta]:
-        """List the objects of a directory that have one of these keys."""
-        is_sorted = self._client.capabilities.sorted_listing
-        start, last = (min(keys)[:-1], max(keys).encode()) if is_sorted else ("", b"")
-        found: list[ObjectMeta] = []
-        token: str | None = None
-        while True:
-            page = await self._client.list_page(prefix, delimiter="/", start_after=start, token=token)
-            found += [meta for meta in page.objects if meta.key in keys]
-            token = page.next_token
-            if token is None or (is_sorted and page.objects and page.objects[-1].key.encode() > last):
-                return found
 
     def _is_wanted(self, doomed: Deletion) -> bool:
         """Return whether a name refers to the object: another name, or its own again. A file that was renamed from this
