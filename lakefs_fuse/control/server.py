@@ -232,12 +232,9 @@ class ControlServer:
                 await self._make_durable(stream, path.strip("/"))
             case protocol.WaitEnd():
                 await self._wait_end(stream)
-            case protocol.Refresh():
-                await self._refresh(stream, request)
-            case protocol.Clone():
-                await self._clone(stream, request)
-            case protocol.FinishOrphan() | protocol.AbortOrphan():
-                await self._resolve_orphan(stream, request)
+            case protocol.Refresh() | protocol.Clone() | protocol.FinishOrphan() | protocol.AbortOrphan():
+                change = partial(self._change, request)
+                await self._send(stream, await self._work(stream, request, change, _measure_nothing))
             case protocol.WaitPath():
                 await self._wait_path(stream, request)
             case _:
@@ -310,14 +307,22 @@ class ControlServer:
             "unfinished": [msgspec.to_builtins(file) for file in unfinished],
         }
 
-    async def _refresh(self, stream: trio.SocketStream, request: protocol.Refresh) -> None:
-        """A client that disconnects cancels it, and an immutable mount keeps its state."""
-
-        async def work() -> protocol.Reply:
-            await self._lake.check_identity()
-            return protocol.Statistics(await self._fs.refresh(request.path.strip("/"), recursive=request.recursive))
-
-        await self._send(stream, await self._work(stream, request, work, _measure_nothing))
+    async def _change(
+        self, request: protocol.Refresh | protocol.Clone | protocol.FinishOrphan | protocol.AbortOrphan
+    ) -> protocol.Reply:
+        """A client that disconnects cancels it: an immutable mount keeps its state, nothing is copied, unless the
+        commit is being sent, and an orphan stays."""
+        match request:
+            case protocol.Refresh(path, recursive):
+                await self._lake.check_identity()
+                return protocol.Statistics(await self._fs.refresh(path.strip("/"), recursive=recursive))
+            case protocol.Clone(source, target, force):
+                await self._fs.clone(source.strip("/"), target.strip("/"), force=force)
+            case protocol.FinishOrphan(id, incomplete):
+                await self._fs.finish_orphan(id, incomplete=incomplete)
+            case protocol.AbortOrphan(id):
+                await self._fs.abort_orphan(id)
+        return protocol.Done()
 
     async def _ask_cache(self, stream: trio.SocketStream, request: protocol.CacheRequest, paths: Paths) -> None:
         """A client that disconnects cancels it."""
@@ -353,30 +358,6 @@ class ControlServer:
                 return await cache.pin_paths(paths, progress, bytes_s_max=rate, background=background)
             case protocol.WarmCache(bytes_s_max=rate, background=background, partial=partial):
                 return await cache.warm_paths(paths, progress, bytes_s_max=rate, partial=partial, background=background)
-
-    async def _clone(self, stream: trio.SocketStream, request: protocol.Clone) -> None:
-        """A client that disconnects cancels it: nothing is copied, unless the commit is being sent."""
-
-        async def work() -> protocol.Reply:
-            await self._fs.clone(request.source.strip("/"), request.target.strip("/"), force=request.force)
-            return protocol.Done()
-
-        await self._send(stream, await self._work(stream, request, work, _measure_nothing))
-
-    async def _resolve_orphan(
-        self, stream: trio.SocketStream, request: protocol.FinishOrphan | protocol.AbortOrphan
-    ) -> None:
-        """A client that disconnects cancels it, and the orphan stays."""
-
-        async def work() -> protocol.Reply:
-            match request:
-                case protocol.FinishOrphan(id, incomplete):
-                    await self._fs.finish_orphan(id, incomplete=incomplete)
-                case protocol.AbortOrphan(id):
-                    await self._fs.abort_orphan(id)
-            return protocol.Done()
-
-        await self._send(stream, await self._work(stream, request, work, _measure_nothing))
 
     async def _wait_path(self, stream: trio.SocketStream, request: protocol.WaitPath) -> None:
         """Wait for a name; a client that disconnects, and the end of the mount, cancel it."""
