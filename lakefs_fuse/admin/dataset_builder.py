@@ -130,7 +130,7 @@ async def _open_base(
 ) -> tuple[DatasetName | None, Tree | None]:
     """The first version that can be read, and its rows, in a database that ``stack`` closes."""
     for name, manifest in known:
-        rows = snapshot_rows(lake.client, lake.node, name.snapshot, manifest, scratch / f"base-{name.version}")
+        rows = snapshot_rows(lake.client, lake.node, name.snapshot, manifest, str(scratch))
         try:
             return name, Tree(await stack.enter_async_context(rows))
         except DamagedCommit as error:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 import trio
 
 from lakefs_fuse.admin import dataset_builder, dataset_check
 from lakefs_fuse.admin.dataset_diff import Comparison
-from lakefs_fuse.admin.lake_view import open_lake_view, scratch_directory
+from lakefs_fuse.admin.lake_view import open_lake_view
 from lakefs_fuse.admin.snapshot_rows import snapshot_rows
 from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.index import datasets, node_records, snapshots
@@ -126,9 +125,8 @@ def _line_of(name: DatasetName, manifest: Manifest) -> str:
 async def _show(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
     name, manifest = await datasets.find(work.client, DatasetName.parse(args.dataset))
     if args.files:
-        with scratch_directory(work.node, work.scratch) as scratch:
-            async with _rows(work, name, manifest, Path(scratch)) as tree:
-                await _show_files(tree, work.show)
+        async with _rows(work, name, manifest) as tree:
+            await _show_files(tree, work.show)
     found = _describe(name, manifest)
     text = "\n".join(f"{key.replace('_', ' ')}: {value}" for key, value in found.items())
     return work.finished(found, text)
@@ -137,12 +135,8 @@ async def _show(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
 async def _diff(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
     before = await datasets.find(work.client, DatasetName.parse(args.dataset))
     after = await datasets.find(work.client, DatasetName.parse(args.other))
-    with scratch_directory(work.node, work.scratch) as scratch:
-        async with (
-            _rows(work, *before, Path(scratch) / "before") as one,
-            _rows(work, *after, Path(scratch) / "after") as two,
-        ):
-            totals = await Comparison(work.client, one, two, work.show, reads=args.read).run()
+    async with _rows(work, *before) as one, _rows(work, *after) as two:
+        totals = await Comparison(work.client, one, two, work.show, reads=args.read).run()
     work.show(totals)
     return work.finished(msgspec.to_builtins(totals), "")
 
@@ -151,15 +145,14 @@ async def _verify(work: Work, args: protocol.DatasetArgs) -> protocol.Finished:
     name, manifest = await datasets.find(work.client, DatasetName.parse(args.dataset))
     told = manifest.dataset
     assert told is not None, "only a version of a dataset is found"
-    with scratch_directory(work.node, work.scratch) as scratch:
-        async with _rows(work, name, manifest, Path(scratch)) as tree:
-            done = await dataset_check.verify(work, str(name), told, tree, reads=args.read)
+    async with _rows(work, name, manifest) as tree:
+        done = await dataset_check.verify(work, str(name), told, tree, reads=args.read)
     return work.finished(done.summary(), done.describe(), failed=bool(done.files_hurt))
 
 
 @asynccontextmanager
-async def _rows(work: Work, name: DatasetName, manifest: Manifest, directory: Path) -> AsyncIterator[Tree]:
-    async with snapshot_rows(work.client, work.node, name.snapshot, manifest, directory) as database:
+async def _rows(work: Work, name: DatasetName, manifest: Manifest) -> AsyncIterator[Tree]:
+    async with snapshot_rows(work.client, work.node, name.snapshot, manifest, work.scratch) as database:
         yield Tree(database)
 
 

@@ -437,9 +437,8 @@ class Checker:
     async def _check_snapshot(self, name: str) -> None:
         lake = self._lake
         manifest = await snapshots.fetch_manifest(lake.client, name)
-        with scratch_directory(lake.node, lake.scratch) as scratch:
-            async with snapshot_rows(lake.client, lake.node, name, manifest, Path(scratch)) as database:
-                bad = await find_bad_objects(lake.client, Tree(database).objects)
+        async with snapshot_rows(lake.client, lake.node, name, manifest, lake.scratch) as database:
+            bad = await find_bad_objects(lake.client, Tree(database).objects)
         self.done.bytes_read += manifest.bytes
         if await lake.client.find(snapshots.prefix_of(name) + snapshots.OBJECTS) is None:
             text = f"its list of objects is gone, so gc deletes nothing: {snapshots.removal_of(name)} deletes it"

@@ -449,7 +449,7 @@ class Rebinder:
         except NotFound:
             return  # it was never finished
         with scratch_directory(lake.node, lake.scratch) as scratch:
-            rows = snapshot_rows(lake.client, lake.node, name, manifest, Path(scratch))
+            rows = snapshot_rows(lake.client, lake.node, name, manifest, scratch)
             async with rows as database:
                 if not await self._rebind_rows(database):
                     return

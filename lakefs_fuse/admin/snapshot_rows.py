@@ -34,12 +34,12 @@ def new_rows(node: Node, name: str, directory: Path) -> Iterator[Database]:
 
 @asynccontextmanager
 async def snapshot_rows(
-    client: StoreClient, node: Node, name: str, manifest: Manifest, directory: Path
+    client: StoreClient, node: Node, name: str, manifest: Manifest, scratch: str
 ) -> AsyncIterator[Database]:
-    """The rows of a snapshot, below ``directory``. Raises DamagedCommit, NotFound where a file of it is gone,
-    CacheError, StoreError kinds."""
-    with new_rows(node, name, directory) as database:
-        await snapshots.take_in(client, node.threads, name, manifest, database, directory / "received")
+    """The rows of a snapshot, in a directory of ``scratch`` that is removed in the end. Raises DamagedCommit, NotFound
+    where a file of it is gone, CacheError, StoreError kinds."""
+    with scratch_directory(node, scratch) as directory, new_rows(node, name, Path(directory)) as database:
+        await snapshots.take_in(client, node.threads, name, manifest, database, Path(directory) / "received")
         yield database
 
 
@@ -74,8 +74,7 @@ async def open_snapshot_names(lake: LakeView, report: Report) -> AsyncIterator[S
                 if manifest.dataset is not None:
                     continue
                 report(f"reading snapshot {name}", manifest.names, manifest.bytes)
-                scratch = Path(stack.enter_context(scratch_directory(lake.node, lake.scratch)))
-                rows = snapshot_rows(lake.client, lake.node, name, manifest, scratch)
+                rows = snapshot_rows(lake.client, lake.node, name, manifest, lake.scratch)
                 trees.append((name, Tree(await stack.enter_async_context(rows))))
             except NotFound:
                 continue  # it was never finished, or is being deleted
