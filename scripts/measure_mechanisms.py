@@ -475,7 +475,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "presence-saved",
-        replaced(("blockcache.presence_filter:PresenceFilter.load", "lambda *_: False")),
+        replaced(("blockcache.cache_directory:PresenceFilter.load", "lambda *_: False")),
         (START,),
     ),
     Mechanism(

@@ -3,7 +3,7 @@
 What always holds:
 
 * memory does not grow with the number of files: at most ``FILES_OPEN_MAX`` idle descriptors, one eviction sample, and a
-  filter that rules out most absent files (`presence_filter`);
+  filter that rules out most absent files (`PresenceFilter`);
 * a file counts with its disk space from the moment its directory was scanned;
 * files of pinned (open) versions, and kept blocks, are not evicted.
 
@@ -31,11 +31,11 @@ from itertools import islice
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
 from lakefs_fuse.blockcache.object_version import BlockSet, Version
-from lakefs_fuse.blockcache.presence_filter import PresenceFilter
 from lakefs_fuse.environment import local_disk
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
@@ -58,6 +58,9 @@ KEPT_EXAMINED_MAX = 256
 """Files with kept blocks that are searched for other blocks at a time: about 10 ms."""
 SCAN_DIRECTORIES = 16
 """Counted under one hold of the files lock; of those that exist."""
+PRESENCE_BITS = 1 << 24
+"""Of the filter."""
+PRESENCE_BYTES = PRESENCE_BITS // 8
 _USAGE_NAME, _PRESENCE_NAME = "usage", "presence"
 
 
@@ -590,3 +593,49 @@ class CacheDirectory:
             if now < victim.allocated_bytes:
                 return victim.allocated_bytes - now
         return self._remove(victim.digest)
+
+
+class PresenceFilter:
+    """A filter in memory of the versions that have a file in the cache, so that a miss costs no disk access.
+
+    What always holds (*no false negatives*): a version with a file is never reported absent. One without may be
+    reported present, more often the more files were made since the directory was last scanned: 1 in 16 after a million.
+    So is one whose file was evicted: only the disk has the exact answer. The filter has a fixed size. Names of files
+    are hashes already, so their own bits are used. `add` is called under a lock, `may_have` from any thread."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray(PRESENCE_BYTES)
+
+    def add(self, digest: bytes) -> None:
+        """Add the file of this name, which exists or is about to be created."""
+        place = _place(digest)
+        self._bits[place >> 3] |= 1 << (place & 7)
+
+    def may_have(self, digest: bytes) -> bool:
+        """False: no file of this name is there."""
+        place = _place(digest)
+        return self._bits[place >> 3] >> (place & 7) & 1 == 1
+
+    def save(self, path: str) -> int:
+        """Write the filter to a file; returns a checksum for `load`. Raises OSError."""
+        with open(path, "wb") as file:
+            file.write(self._bits)
+        return xxhash.xxh3_64_intdigest(self._bits)
+
+    def load(self, path: str, saved: int) -> bool:
+        """Read what `save` wrote, with checksum ``saved``; False, without a change, where it is missing or differs.
+        The file is deleted, because it will soon be out of date. Raises OSError."""
+        try:
+            with open(path, "rb") as file:
+                bits = file.read()
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        if len(bits) != PRESENCE_BYTES or xxhash.xxh3_64_intdigest(bits) != saved:
+            return False
+        self._bits[:] = bits
+        return True
+
+
+def _place(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little") % PRESENCE_BITS

@@ -30,10 +30,9 @@ from lakefs_fuse.cli.store_options import Options, absolute, any_given, build_st
 from lakefs_fuse.cli.terminal import escaped, print_json
 from lakefs_fuse.cli.worker import DIAGNOSIS, run_child
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
-from lakefs_fuse.control.diagnosis_protocol import Diagnosis
 from lakefs_fuse.control.mounts import mount_at
 from lakefs_fuse.control.runtime import real_mountpoint
-from lakefs_fuse.control.worker_protocol import Row
+from lakefs_fuse.control.worker_protocol import Diagnosis, Row
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
 from lakefs_fuse.product import PROGRAM
 

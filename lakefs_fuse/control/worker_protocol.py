@@ -1,4 +1,5 @@
-"""Messages between the command line and `lakefs_fuse.daemon.admin_worker`: one `Request` in, JSON lines out.
+"""Messages between the command line and its workers: one `Request` to `lakefs_fuse.daemon.admin_worker`, or one
+`Diagnosis` to `lakefs_fuse.daemon.diagnosis`, and JSON lines out.
 
 The lines are any number of `Progress` and `Note`, and of `Row` where a result is printed while it comes, then one
 `Finished` or `Failed`. Both ends belong to one installation, so there is no version. *No secrets*: credentials are in
@@ -12,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from lakefs_fuse.checks import CheckResult
-from lakefs_fuse.config import DELETE_AFTER_S, StoreConfig
+from lakefs_fuse.config import DELETE_AFTER_S, MountConfig, StoreConfig
 from lakefs_fuse.control.protocol import encode as encode
 from lakefs_fuse.control.protocol import printable as printable
 from lakefs_fuse.errors import EXIT_FAILURE
@@ -49,6 +50,21 @@ class Request(Place, frozen=True, kw_only=True):
     """Directory for temporary files; empty: that of the environment (TMPDIR)."""
     background: bool = False
     """Run at the lowest priority."""
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """The request to `lakefs_fuse.daemon.diagnosis`: what to check besides the programs of this installation."""
+
+    cache_dir: str = ""
+    """A directory on the disk to measure, or on that of its nearest existing parent; empty for none."""
+    store: StoreConfig | None = None
+    read_only: bool = False
+    """Nothing is written to the store."""
+    throughput: bool = True
+    """Measure it, which moves bytes for `daemon.diagnosis.THROUGHPUT_S`."""
+    explains: MountConfig | None = None
+    """Check nothing, write nothing, and report what a mount of this configuration would use, as the summary of
+    `Finished`."""
 
 
 class IngestArgs(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import trio
@@ -50,6 +50,7 @@ from lakefs_fuse.store.rate_limit import RateLimiter
 
 REPORT_INTERVAL_S = 0.2
 LOWEST_PRIORITY = 19
+AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +263,17 @@ async def serve(request: protocol.Request, answers: Answers, node: Node) -> prot
     return finished
 
 
-def run(argv: Sequence[str], descriptor: int) -> int:
-    """Run one request, and return the exit code, which is also in the last answer on ``descriptor``."""
-    parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.admin_worker")
+def read_request(argv: Sequence[str], kind: type[AnyRequest]) -> AnyRequest:
+    """The request on the descriptor that ``--request-fd`` names."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--request-fd", type=int, required=True)
     with open(parser.parse_args(argv).request_fd, "rb") as source:
-        request = msgspec.json.decode(source.read(protocol.REQUEST_BYTES_MAX), type=protocol.Request)
+        return msgspec.json.decode(source.read(protocol.REQUEST_BYTES_MAX), type=kind)
+
+
+def run(argv: Sequence[str], descriptor: int) -> int:
+    """Run one request, and return the exit code, which is also in the last answer on ``descriptor``."""
+    request = read_request(argv, protocol.Request)
     if request.background:
         os.nice(LOWEST_PRIORITY)  # also of the disk: ioprio_set(2)
     answers = Answers(descriptor)
@@ -294,10 +300,5 @@ def run_process(run: Callable[[Sequence[str], int], int]) -> None:
     sys.exit(run(sys.argv[1:], descriptor))
 
 
-def main() -> None:
-    """The process of one command."""
-    run_process(run)
-
-
 if __name__ == "__main__":
-    main()
+    run_process(run)

@@ -7,7 +7,6 @@ run one after another, because they measure. SIGINT and SIGTERM end it with `sto
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import resource
@@ -25,9 +24,8 @@ from msgspec import structs
 from lakefs_fuse.checks import CheckResult, Severity, failed, ok, skipped, warning
 from lakefs_fuse.config import MountConfig, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.control.diagnosis_protocol import Diagnosis
 from lakefs_fuse.control.interrupts import release_interrupts
-from lakefs_fuse.daemon.admin_worker import Answers, run_process
+from lakefs_fuse.daemon.admin_worker import Answers, read_request, run_process
 from lakefs_fuse.environment.descriptor_limit import DESCRIPTORS_MIN
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied, LakeError, StoreError
@@ -128,7 +126,7 @@ def disk(cache_dir: str) -> CheckResult:
     return ok(check, text, **values)
 
 
-def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterator[CheckResult]:
+def store_checks(request: protocol.Diagnosis, config: StoreConfig, node: Node) -> Iterator[CheckResult]:
     """All checks of a store. Objects that they write are removed in every case."""
     if config.source.scheme != "s3":
         try:
@@ -164,7 +162,7 @@ def store_checks(request: Diagnosis, config: StoreConfig, node: Node) -> Iterato
 
 
 def _checks_of(
-    request: Diagnosis, store: ObjectStore, node: Node, configuration: Callable[[], Iterator[CheckResult]]
+    request: protocol.Diagnosis, store: ObjectStore, node: Node, configuration: Callable[[], Iterator[CheckResult]]
 ) -> Iterator[CheckResult]:
     checkup = Checkup(store, node.random.stream("checkup"), node.clock)
     try:
@@ -294,7 +292,7 @@ def capabilities(config: StoreConfig, node: Node) -> dict[str, object]:
         store.close()
 
 
-def diagnose(request: Diagnosis, answers: Answers, node: Node) -> protocol.Finished:
+def diagnose(request: protocol.Diagnosis, answers: Answers, node: Node) -> protocol.Finished:
     """Run the checks, or explain a mount."""
     if request.explains is not None:
         return protocol.Finished(summary=explain(request.explains, node), text="")
@@ -310,10 +308,7 @@ def diagnose(request: Diagnosis, answers: Answers, node: Node) -> protocol.Finis
 
 def run(argv: Sequence[str], descriptor: int) -> int:
     """Run one request, and return the exit code, which is also in the last answer on ``descriptor``."""
-    parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.diagnosis")
-    parser.add_argument("--request-fd", type=int, required=True)
-    with open(parser.parse_args(argv).request_fd, "rb") as source:
-        request = msgspec.json.decode(source.read(protocol.REQUEST_BYTES_MAX), type=Diagnosis)
+    request = read_request(argv, protocol.Diagnosis)
     answers = Answers(descriptor)
     last: protocol.Finished | protocol.Failed
     try:
@@ -329,10 +324,5 @@ def run(argv: Sequence[str], descriptor: int) -> int:
     return answers.finish(last)
 
 
-def main() -> None:
-    """The process of one diagnosis."""
-    run_process(run)
-
-
 if __name__ == "__main__":
-    main()
+    run_process(run)

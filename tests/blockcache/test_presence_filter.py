@@ -15,9 +15,8 @@ import trio
 
 from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version
-from lakefs_fuse.blockcache.cache_directory import SCAN_DIRECTORIES
+from lakefs_fuse.blockcache.cache_directory import PRESENCE_BITS, SCAN_DIRECTORIES, PresenceFilter
 from lakefs_fuse.blockcache.cache_file import name_digest
-from lakefs_fuse.blockcache.presence_filter import BITS, PresenceFilter
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.vfs import open as opening
 from lakefs_fuse.vfs.open import begin_counting
@@ -47,7 +46,7 @@ def test_all_that_was_added_may_be_there_and_nearly_nothing_else(tmp_path: Path)
     assert again.load(str(tmp_path / "presence"), saved)
     for each in (presence, again):
         assert all(each.may_have(digest) for digest in here)
-        assert sum(each.may_have(digest) for digest in elsewhere) < 3 * 20_000 * 20_000 / BITS
+        assert sum(each.may_have(digest) for digest in elsewhere) < 3 * 20_000 * 20_000 / PRESENCE_BITS
     assert not again.load(str(tmp_path / "presence"), saved), "it was there for one start"
 
 

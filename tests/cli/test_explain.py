@@ -11,11 +11,10 @@ import pytest
 from msgspec import structs
 
 from lakefs_fuse.cli import explain, run
-from lakefs_fuse.cli.exposure import exposures
+from lakefs_fuse.cli.explain import exposures
 from lakefs_fuse.cli.mount import mount
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
-from lakefs_fuse.control.diagnosis_protocol import Diagnosis
-from lakefs_fuse.control.worker_protocol import Finished
+from lakefs_fuse.control.worker_protocol import Diagnosis, Finished
 
 STORE = {
     "source": "s3://bucket/lake/", "region": "eu-1", "endpoint": "https://s3.example.com", "proxied": False,

@@ -12,7 +12,7 @@ from botocore.exceptions import DataNotFoundError, UnknownServiceError
 from botocore.loaders import Loader
 
 from lakefs_fuse.errors import ConfigError
-from lakefs_fuse.store.s3.service_files import service_files
+from lakefs_fuse.store.s3.access import service_files
 
 MODEL = {"metadata": {"apiVersion": "2030-01-01"}, "operations": {}}
 

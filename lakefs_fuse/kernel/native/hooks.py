@@ -239,7 +239,7 @@ def kills_privileges() -> bool:
 
 def lease_open(inode: int, for_s: float) -> None:
     """Let the library reply to OPENs of the file for reading for this time. Without the library nothing happens.
-    Handles that it issues consist of the bits of `open_leases` and the inode.
+    Handles that it issues consist of the bits of `vfs.ops.handles` and the inode.
     """
     if _library is not None:
         _library.lakefs_lease_open(inode, int(min(for_s, LEASE_S_MAX) * 1e9))
