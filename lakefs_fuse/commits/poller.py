@@ -37,7 +37,7 @@ import logging
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -229,8 +229,8 @@ class Poller:
         self._ahead_ns, self._heard_ns = 0, 0
         """The latest time that a commit might have when the last poll began, and when the last complete one did. This
         clock counts the time for which a machine is suspended."""
-        self._known: set[str] = set()
-        """Keys that the last poll listed, and that need no check as long as no row of a commit is forgotten."""
+        self._known: dict[str, int] = {}
+        """By key, times of commits that the last poll checked. They count until a row of a commit is forgotten."""
         self._forgotten, self._histories_due_s = 0, -math.inf
         self._lock = trio.Lock()
 
@@ -468,8 +468,8 @@ class Poller:
             since = max(window, min(overlap, commits.first_forgotten()))
         since = bucket_start(since)
         wall_ns = ahead_ns - COMMIT_AHEAD_MAX_S * NS
-        known = self._known if self._forgotten == commits.forgotten else set[str]()
-        self._forgotten, self._known = commits.forgotten, set()
+        known = self._known if self._forgotten == commits.forgotten else dict[str, int]()
+        self._forgotten, self._known = commits.forgotten, {}
         listed = await self._list(since, None, ahead_ns, known)
         took_s = trio.current_time() - began_s
         self._listing_ns, self._shown_new = int(took_s * NS), listed.newer(self._shown)
@@ -490,20 +490,25 @@ class Poller:
                 self._note_repeaters(bundles)
         return look
 
-    async def _list(self, since: int, until: int | None, ahead_ns: int, known: set[str]) -> _Listed:
+    async def _list(self, since: int, until: int | None, ahead_ns: int, known: Mapping[str, int]) -> _Listed:
         """List the commits of times from ``since`` up to ``until``, the start of a bucket (None: up to the end)."""
         listed = _Listed()
         commits = self._applier.commits
         async for page in self._log.list_since(since):
             listed.pages += 1
             named: list[Found] = []
+            shown: list[tuple[int, str]] = []
             for meta in page.objects:
-                if (name := parse_commit_key(meta.key)) is None:
-                    listed.others.append(meta)
-                elif until is None or name[0] < until:
-                    listed.commits.append((name[0], meta.key))
-                    if meta.key not in known:
+                if (time := known.get(meta.key)) is None:
+                    if (name := parse_commit_key(meta.key)) is None:
+                        listed.others.append(meta)
+                        continue
+                    time = name[0]
+                    if until is None or time < until:
                         named.append((*name, meta))
+                if until is None or time < until:
+                    shown.append((time, meta.key))
+            listed.commits += shown
             applied = commits.are_applied(named) if named else []
             new = [
                 item
@@ -511,8 +516,9 @@ class Poller:
                 if not is_applied and item[2].key not in self._refused
             ]
             if len(self._known) < KNOWN_MAX:
-                self._known.update(meta.key for meta in page.objects)
-                self._known.difference_update(item[2].key for item in new)
+                self._known.update((key, time) for time, key in shown)
+                for item in new:
+                    self._known.pop(item[2].key, None)
             listed.found += (item for item in new if item[0] <= ahead_ns)
             ahead = [item for item in new if item[0] > ahead_ns]
             self._leave_out([item for item in ahead if item[2].key not in self._ahead])
@@ -530,7 +536,7 @@ class Poller:
             took_ns = int((trio.current_time() - look.began_s) * NS)
             await self._log.digests.write(self._clock.now(), look.past, first, replace(digest, took_ns=took_ns))
 
-    async def _compare(self, look: _Look, name: DigestName, window: int, known: set[str]) -> None:
+    async def _compare(self, look: _Look, name: DigestName, window: int, known: Mapping[str, int]) -> None:
         """List what differs from a digest, which makes a shallow look as good as the deep one of that digest."""
         newest = min(name.newest, self._applier.commits.newest())
         if newest <= self._applier.commits.polled() or (digest := await self._log.digests.read(name)) is None:

@@ -23,6 +23,8 @@ from lakefs_fuse.commits.listing_digest import (
     SUFFIX,
     BucketSums,
     Digest,
+    DigestName,
+    DigestStore,
     bucket_start,
     digest_key,
     parse_digest,
@@ -211,6 +213,30 @@ def test_late_commits_are_found_by_mounts_that_run(
     if followers > 1:
         others = [follower for follower in run.followers if not follower.daemon.log.digests.written]
         assert others, "these have compared digests"
+
+
+def test_commit_that_comes_while_a_digest_is_compared_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages that are listed for a difference go on to what is newest, behind the time up to which they count."""
+    run, meanwhile, read = Run(tmp_path, monkeypatch, writers=20, followers=4), list[str](), DigestStore.read
+
+    async def commit_and_read(digests: DigestStore, name: DigestName) -> Digest | None:
+        meanwhile.append(run.writers.commit(run.site.clock.seconds))
+        return await read(digests, name)
+
+    async def main() -> None:
+        monkeypatch.setattr(DigestStore, "read", commit_and_read)
+        await run.go_on(15)
+        for _ in range(5):
+            run.writers.commit(run.site.clock.seconds - 20)
+            await run.go_on(REFRESH_S)
+        await run.go_on(DEEP_S_MAX + 2 * REFRESH_S)
+
+    run.go(main)
+    assert meanwhile
+    for follower in run.followers:
+        assert set(meanwhile) <= follower.applied_s.keys()
 
 
 def test_heard_ns_after_an_equal_digest_is_before_every_commit_that_is_missing(
