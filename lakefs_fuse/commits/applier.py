@@ -95,7 +95,7 @@ class Applier:
         These are mostly plain objects that the record's writer did not know, and that may be newer. A caller that
         awaits in between calls `PathTree.forget_paths`."""
         self.paths.forget_paths()
-        return Application(self.paths, record, ObjectRef(), record.time, outdated={}).doubts()
+        return OrderedRules(self.paths, record, ObjectRef(), record.time, own=False, outdated={}).doubts()
 
     def apply(
         self,

@@ -7,12 +7,10 @@ only. A crash leaves whole batches; the record is applied again.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 import msgspec
 
-from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.file_rules import KNOWN, NOTHING, RELOCATED, Effect, Place, Step
 from lakefs_fuse.commits.name_history import OrderedRules
 from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_over, lies_elsewhere, other_name
@@ -85,10 +83,6 @@ class Application:
         self._parent: tuple[str, int | None] | None = None
         """The directory that was looked up last, until something is written."""
 
-    def doubts(self) -> Iterator[list[Doubt]]:
-        """Return the result of `OrderedRules.doubts`."""
-        return self._order.doubts()
-
     def run(self) -> None:
         for _ in self.steps(len(self._record.operations) + 1):
             pass
@@ -106,7 +100,7 @@ class Application:
         for above in () if self._own else {path.rpartition("/")[0] for pair in self._record.moves for path in pair}:
             if (directory := self._directory(above)) is not None:
                 self._changes.directories[directory] = None
-        said: Counter[str] = Counter()
+        said: dict[str, int] = {}
         yield from count_repeated(self._record.operations, said, COUNTED_PER_OPERATION * operations_max)
         to_come = said.copy()
         some: dict[str, Step] = {}

@@ -18,7 +18,6 @@ import re
 import struct
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias, overload
@@ -214,7 +213,7 @@ def says_again(operation: Operation, following: Operation) -> bool:
     return isinstance(following, Put) and following.object == OWN and following.path == operation.path
 
 
-def count_repeated(operations: Sequence[Operation], said: Counter[str], per_step: int) -> Iterator[None]:
+def count_repeated(operations: Sequence[Operation], said: dict[str, int], per_step: int) -> Iterator[None]:
     """Count in ``said``, by path, the operations that say what a name is, if there are several.
 
     It yields after each ``per_step`` operations. In the first pass a bitmap of eight bits for each operation finds the
@@ -230,7 +229,7 @@ def count_repeated(operations: Sequence[Operation], said: Counter[str], per_step
             yield
     for number, operation in enumerate(operations if again else (), 1):
         if operation.path in again and says_what(operation):
-            said[operation.path] += 1
+            said[operation.path] = said.get(operation.path, 0) + 1
         if not number % per_step:
             yield
 

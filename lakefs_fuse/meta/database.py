@@ -420,12 +420,15 @@ class Database:
         try:
             for key, prefix in links:
                 rest = get(key)
-                if rest is None or not self._is_long(key, rest, length):
+                if rest is None:
                     continue
-                at = prefix + rest
-                row = get(at)
-                if row is not None:
-                    return at, row
+                if len(rest) == length:
+                    at = prefix + rest
+                    row = get(at)
+                    if row is not None:
+                        return at, row
+                else:
+                    self._note_length(key, rest)
             return None
         except Exception as error:
             raise self._broken(error) from error
@@ -434,19 +437,17 @@ class Database:
         """As `linked`, for each link. Raises CacheError."""
         rests = self.get_many([key for key, _ in links])
         keys = [
-            prefix + rest if rest is not None and self._is_long(key, rest, length) else b""
+            b"" if rest is None else prefix + rest if len(rest) == length else self._note_length(key, rest)
             for (key, prefix), rest in zip(links, rests, strict=True)
         ]
         there = [key for key in keys if key]
         rows = dict(zip(there, self.get_many(there), strict=True))
         return [None if (row := rows.get(key)) is None else (key, row) for key in keys]
 
-    def _is_long(self, key: bytes, row: bytes, length: int) -> bool:
-        """Whether a row has the length of its kind; if not, it is counted as damaged."""
-        if len(row) == length:
-            return True
+    def _note_length(self, key: bytes, row: bytes) -> bytes:
+        """Count a row that has not the length of its kind as damaged; it leads to no key."""
         self.note_damaged(key, ValueError(f"{len(row)} bytes"))
-        return False
+        return b""
 
     def write_shares_by(self, write: Callable[[Batch], None]) -> None:
         """``write`` turns the shares of a batch into rows of it, before it is committed."""

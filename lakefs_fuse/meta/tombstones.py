@@ -261,14 +261,16 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
         return Tombstone(stamp, stamp if is_by_date or not first else 0, ((first, stamp),) if first else ())
     gone = [(each[16:], int(each[:16], 16)) for each in others]
     floor = stamp if is_by_date or not (first or gone) else max((at for etag, at in gone if not etag), default=0)
+    marked: dict[str, list[tuple[str, int]]] = {mark: [] for mark in (DATED, UNLISTED, AGAIN, ENDED, PUT, TOLD)}
     named = [(first, stamp)] if first else []
-    dated, ended, put, told = (
-        _newest_first((etag[1:], at) for etag, at in gone if etag.startswith(mark))
-        for mark in (DATED, ENDED, PUT, TOLD)
-    )
-    unlisted = next(((etag[1:], at) for etag, at in gone if etag.startswith(UNLISTED)), ("", 0))
-    gone = [each for each in gone if each[0] and not each[0].startswith((DATED, UNLISTED, AGAIN, ENDED, PUT, TOLD))]
-    return Tombstone(stamp, floor, _newest_first([*named, *gone]), dated, unlisted, ended, put, told)
+    for etag, at in gone:
+        if etag[:1] in marked:
+            marked[etag[0]].append((etag[1:], at))
+        elif etag:
+            named.append((etag, at))
+    dated, ended, put, told = (_newest_first(marked[mark]) for mark in (DATED, ENDED, PUT, TOLD))
+    unlisted = marked[UNLISTED][0] if marked[UNLISTED] else ("", 0)
+    return Tombstone(stamp, floor, _newest_first(named), dated, unlisted, ended, put, told)
 
 
 class Tombstones:

@@ -156,7 +156,8 @@ class Tree:
 
     def entry(self, inode: int) -> Entry | None:
         """The entry of an inode; None for the root and for inodes without a name."""
-        return self._first([(schema.INODE + NUMBER.pack(inode), schema.ENTRY)], _PAIR.size)
+        found = self.database.linked([(schema.INODE + NUMBER.pack(inode), schema.ENTRY)], _PAIR.size)
+        return found and self._read(*found)
 
     def at(self, parent: int, cookie: int) -> Entry | None:
         """The entry of a cookie, if it still exists."""
@@ -175,14 +176,6 @@ class Tree:
         except (struct.error, ValueError) as error:
             self.database.note_damaged(key, error)
             return None
-
-    def _first(self, links: list[tuple[bytes, bytes]], length: int) -> Entry | None:
-        """The entry that one of these links leads to (`Database.linked`); a damaged row counts as none."""
-        found = self.database.linked(links, length)
-        if found is None:
-            return None
-        entry = self._read(*found)
-        return self._first(links[1:], length) if entry is None and len(links) > 1 else entry
 
     def path_of_row(self, key: bytes) -> list[bytes] | None:
         """The path of a row, perhaps a damaged one; None if it is unknown."""
@@ -206,12 +199,17 @@ class Tree:
         """The directory of that name, else the file."""
         directory = NUMBER.pack(parent)
         key, prefix = schema.NAME + directory + name, schema.ENTRY + directory
-        return self._first([(key + b"/", prefix), (key, prefix)], COOKIE_BYTES)
+        found = self.database.linked([(key + b"/", prefix), (key, prefix)], COOKIE_BYTES)
+        if found is None:
+            return None
+        entry = self._read(*found)
+        return self.named(parent, name) if entry is None else entry  # the file, where the directory's row is damaged
 
     def named(self, parent: int, sort_name: bytes) -> Entry | None:
         """The directory or the file of that sort name."""
         directory = NUMBER.pack(parent)
-        return self._first([(schema.NAME + directory + sort_name, schema.ENTRY + directory)], COOKIE_BYTES)
+        found = self.database.linked([(schema.NAME + directory + sort_name, schema.ENTRY + directory)], COOKIE_BYTES)
+        return found and self._read(*found)
 
     def named_many(self, names: Iterable[tuple[int, bytes]]) -> list[Entry | None]:
         """As `named`, for each pair of a parent (0: a missing directory) and a sort name."""

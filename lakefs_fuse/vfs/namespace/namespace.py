@@ -692,8 +692,6 @@ class Namespace:
 
     def _is_moved(self, directory: int, prefix: str) -> bool:
         """Return whether the directory is at another path by now. Raises FileError(ESTALE) if it is gone."""
-        if self.tree.path(directory) is None:
-            raise FileError(errno.ESTALE)
         return self.prefix(directory) != prefix
 
     async def _take_steps(self, steps: Iterator[None], directory: int, prefix: str) -> bool:
