@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Never
-from weakref import WeakSet
+from weakref import ref
 
 from rocksdict import IngestExternalFileOptions, Rdict
 
@@ -143,7 +143,8 @@ class MemoryEngine:
         self._platter, self._directory, self._engines = platter, directory, engines
         self._rows = platter.recover()
         self._keys = sorted(self._rows)
-        self._scans = WeakSet[_Scan]()
+        self._scans: list[ref[_Scan]] = []
+        """Made since the last write."""
         self.get: Callable[[bytes], bytes | None] = self._rows.get
         self._is_closed = False
         platter.is_open = True
@@ -155,7 +156,7 @@ class MemoryEngine:
         self._check_open()
         until = bisect_left(self._keys, end) if end else len(self._keys)
         scan = _Scan(self._keys, self._rows, bisect_left(self._keys, begin), until)
-        self._scans.add(scan)
+        self._scans.append(ref(scan))
         return scan
 
     def write(self, steps: Sequence[Step], *, sync: bool) -> None:
@@ -186,10 +187,10 @@ class MemoryEngine:
             insort(self._keys, key)
 
     def _detach_scans(self) -> None:
-        if self._scans:
-            for scan in self._scans:
+        for made in self._scans:
+            if (scan := made()) is not None:
                 scan.detach()
-            self._scans.clear()
+        self._scans.clear()
 
     def sync(self) -> None:
         self._check_open()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError
@@ -32,6 +32,8 @@ PAGE_KEYS_MAX = 40
 """Names in a page of LIST: few, so that listings have several pages, between which others write."""
 
 
+LAST = "\U0010ffff"
+"""Sorts after every other character."""
 LOOK_NS = 5 * NS
 """A DELETE follows the look that it is decided by within so long."""
 
@@ -62,6 +64,8 @@ class SimulatedStore:
         self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
         self.versions: dict[tuple[str, str], bytes] = {}
         """By key and ETag."""
+        self.changes = 0
+        """How often an object was stored or deleted."""
         self.uploads: dict[str, Upload] = {}
         self.requests: Counter[str] = Counter()
         self.trace: Callable[[str], None] | None = None
@@ -83,8 +87,8 @@ class SimulatedStore:
         self._serial = 0
         self._stored: Counter[str] = Counter()
         """How many versions a key has had."""
-        self._seen: dict[tuple[str, str], dict[int, int]] = {}
-        """By sender and key: how many it had when the sender looked, by time."""
+        self._seen: dict[str, dict[str, dict[int, int]]] = {}
+        """By sender and key: how many it had when the sender looked, with the time of the last such look."""
 
     def _note(self, what: str, key: str, detail: str = "") -> None:
         self.requests[what] += 1
@@ -97,6 +101,7 @@ class SimulatedStore:
         """Store a version, whoever sends it."""
         now_ns = self._clock_ns() // NS * NS
         meta = ObjectMeta(key, len(data), etag, now_ns, dict(metadata or {}))
+        self.changes += 1
         self.copies.discard(key)
         if key not in self.objects:
             bisect.insort(self._keys, key)
@@ -105,20 +110,26 @@ class SimulatedStore:
         self.versions[key, etag] = data
         self.senders[key] = self.sender
         self._stored[key] += 1
-        self._seen.pop((self.sender, key), None)
+        self._seen.get(self.sender, {}).pop(key, None)
         return meta
 
-    def _look(self, key: str) -> None:
-        self._seen[self.sender, key] = {**self._looks(key), self._clock_ns(): self._stored[key]}
+    def _look(self, keys: Iterable[str]) -> None:
+        now_ns, looks = self._clock_ns(), self._seen.setdefault(self.sender, {})
+        for key in keys:
+            if key not in looks:
+                looks[key] = {}
+            looks[key][self._stored[key]] = now_ns
 
-    def _looks(self, key: str) -> dict[int, int]:
+    def _looks(self, key: str) -> list[int]:
         """What the sender has seen just before."""
         since_ns = self._clock_ns() - LOOK_NS
-        return {at_ns: seen for at_ns, seen in self._seen.get((self.sender, key), {}).items() if at_ns > since_ns}
+        looks = self._seen.get(self.sender, {}).get(key, {})
+        return [seen for seen, at_ns in looks.items() if at_ns > since_ns]
 
     def remove(self, key: str) -> None:
         """Delete an object, whoever asks for it."""
         if self.objects.pop(key, None) is not None:
+            self.changes += 1
             del self._listed[key], self._keys[bisect.bisect_left(self._keys, key)]
 
     def _found(self, key: str, etag: str | None = None) -> tuple[bytes, ObjectMeta]:
@@ -137,7 +148,7 @@ class SimulatedStore:
 
     def head(self, key: str) -> ObjectMeta:
         self._note("head", key)
-        self._look(key)
+        self._look([key])
         return self._found(key)[1]
 
     def put(
@@ -171,7 +182,7 @@ class SimulatedStore:
         if etag is not None and key in self.objects:
             self._found(key, etag)
         is_checked = etag is not None or not self.capabilities.delete_if_match
-        looks = [*self._looks(key).values(), *(() if looked is None else (looked,))]
+        looks = [*self._looks(key), *(() if looked is None else (looked,))]
         if key in self.objects and is_checked and any(seen < self._stored[key] for seen in looks):
             self.deleted_unseen(key, self.objects[key][0])
         self.remove(key)
@@ -199,25 +210,28 @@ class SimulatedStore:
         keys_max: int = 1000,
     ) -> ListPage:
         self._note("list", prefix, f"after {token or start_after}")
-        begin = token or start_after
-        at = max(bisect.bisect_left(self._keys, prefix), bisect.bisect_right(self._keys, begin))
-        objects: list[ObjectMeta] = []
+        keys, begin = self._keys, token or start_after
+        at = max(bisect.bisect_left(keys, prefix), bisect.bisect_right(keys, begin))
+        end = bisect.bisect_left(keys, prefix + LAST, at)
+        found: list[str] = []
         prefixes: list[str] = []
         last, most = "", min(keys_max, self.page_keys_max)
-        while at < len(self._keys) and (key := self._keys[at]).startswith(prefix):
-            if len(objects) + len(prefixes) == most:
-                return ListPage(objects, prefixes, last)
+        if not delimiter:
+            found = keys[at : min(end, at + most)]
+            last, at = found[-1] if found else "", at + len(found)
+        while at < end and len(found) + len(prefixes) < most:
+            key = keys[at]
             cut = key.find(delimiter, len(prefix)) if delimiter else -1
             if cut >= 0:
                 last = key[: cut + 1]
                 if last > begin:
                     prefixes.append(last)
-                at = bisect.bisect_left(self._keys, last + "\U0010ffff", at)
+                at = bisect.bisect_left(keys, last + LAST, at)
             else:
-                objects.append(self._listed[key])
-                self._look(key)
+                found.append(key)
                 last, at = key, at + 1
-        return ListPage(objects, prefixes, None)
+        self._look(found)
+        return ListPage([self._listed[key] for key in found], prefixes, last if at < end else None)
 
     def create_multipart(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
         self._serial += 1

@@ -58,6 +58,7 @@ class VirtualClock(trio.abc.Clock):
         runner = trio_run.GLOBAL_RUN_CONTEXT.runner
         self._entries, self._deadlines, self._io = runner.entry_queue, runner.deadlines, runner.io_manager
         runner.io_manager = self  # type: ignore[assignment]
+        runner.instruments = {}  # type: ignore[assignment]  # there are none, and trio asks several times for each task
 
     def current_time(self) -> float:
         return self.now_s

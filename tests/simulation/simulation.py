@@ -17,11 +17,13 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import trio
 
 from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_relocate, run_snapshot
 from lakefs_fuse.admin.work import Work
+from lakefs_fuse.blockcache import cache_directory
 from lakefs_fuse.commits.record import Operation, Remove
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.environment import failpoints
@@ -53,6 +55,8 @@ from tests.simulation.trace import Commits
 from tests.simulation.views import Views
 
 READ_BYTES = 1 << 17
+FILTER_BYTES = 1 << 16
+"""Of a node's block cache, which has few blocks; each daemon writes its filter to the disk when it ends."""
 NOT_DONE = frozenset({"ENOENT", "EEXIST", "ENOTEMPTY", "EISDIR", "ENOTDIR", "EINVAL", "EPERM", "EBUSY", "ENAMETOOLONG"})
 """Errors of an operation that has done nothing."""
 FLUSHES_MAX = 8
@@ -156,6 +160,8 @@ class Simulation:
         self._linked: set[Version] = set()
         self._bytes_ever: set[bytes] = {b""}
         self._reader, self._commits = Reader(), Commits()
+        self._lake_read: tuple[int, RawLake] | None = None
+        """What was read last, when so many changes had been made to the store."""
         self._others = OtherPrograms(self.store, self.oracle, self.read_lake, self._is_renamed)
         self._number = 0
         self._fresh = 0
@@ -1297,11 +1303,15 @@ class Simulation:
 
     def read_lake(self) -> RawLake:
         """What lies in the store, as its documentation has it."""
+        if self._lake_read is not None and self._lake_read[0] == self.store.changes:
+            return self._lake_read[1]
         objects = {
             key: StoredObject(data, meta.etag, meta.mtime_ns, meta.metadata or {})
             for key, (data, meta) in self.store.objects.items()
         }
-        return self._reader.read_lake(objects, now_ns=self._clock.wall_ns())
+        lake = self._reader.read_lake(objects, now_ns=self._clock.wall_ns())
+        self._lake_read = None if lake.postponed else (self.store.changes, lake)
+        return lake
 
     async def _fresh_tree(self) -> dict[str, bytes]:
         self._fresh += 1
@@ -1458,7 +1468,8 @@ def simulate(plan: Plan, *, is_tracing: bool = False, is_strict: bool = False, i
             )
             return await simulation.run()
 
-        return scheduler.run(main, plan.seed)
+        with patch.multiple(cache_directory, PRESENCE_BITS=FILTER_BYTES * 8, PRESENCE_BYTES=FILTER_BYTES):
+            return scheduler.run(main, plan.seed)
     finally:
         logger.setLevel(level)
         shutil.rmtree(scratch, ignore_errors=True)
