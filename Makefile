@@ -33,9 +33,11 @@ RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 # Workers steal single tests from each other's ends, so no core idles while another finishes a long module. On two cores
 # three of them for unit tests, a third of whose time are delays and disk syncs, and four for mounts and stores: with
 # five, tests that kill daemons or wait for a second run out of time.
-UNIT := -n $(or $(JOBS),3) -m "not integration and not long" \
-	--ignore=tests/bench --ignore=tests/killed --ignore=tests/mount
-SHORT := -n $(or $(JOBS),4) -m "not long"
+UNIT := -m "not integration and not long" --ignore=tests/bench --ignore=tests/killed --ignore=tests/mount
+SHORT := -m "not long"
+# pytest rewrites the assertions of each module that it collects, 20 s of CPU for all, and keeps what it made. In a fresh
+# clone one process does that before all workers would do it at the same time. What it finds wrong, they tell.
+COLLECT := $(RUN) -m pytest --collect-only -q
 # A machine may ask Python to write no bytecode. Each start of the program would then compile it, which is a third of the
 # CPU time of a mount, and each worker would compile all tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -58,13 +60,12 @@ test-long: $(VENV)/.installed-test-long
 	LAKEFS_TEST_LONG=1 $(RUN) -m pytest --dist worksteal -n $(or $(JOBS),3) $(PYTEST)
 
 unit: $(VENV)/.installed-test
-	$(RUN) -m pytest --dist worksteal -q $(UNIT) $(PYTEST)
+	@[ -d tests/vfs/__pycache__ ] || $(COLLECT) $(UNIT) $(PYTEST) >/dev/null || true
+	$(RUN) -m pytest --dist worksteal -q -n $(or $(JOBS),3) $(UNIT) $(PYTEST)
 
-# pytest rewrites the assertions of each module that it collects, 20 s of CPU for all, and keeps what it made. One process
-# does that before all workers would do it at the same time. What it finds wrong, they tell.
 short: $(VENV)/.installed-test
-	@$(RUN) -m pytest --collect-only -q -m "not long" $(PYTEST) >/dev/null || true
-	$(RUN) -m pytest --dist worksteal -q $(SHORT) $(PYTEST)
+	@[ -d tests/mount/__pycache__ ] || $(COLLECT) $(SHORT) $(PYTEST) >/dev/null || true
+	$(RUN) -m pytest --dist worksteal -q -n $(or $(JOBS),4) $(SHORT) $(PYTEST)
 
 simulate: $(VENV)/.installed-test
 	$(BIN)/python -m tests.simulation run --seeds $(or $(SEEDS),20) --first $(or $(FIRST),0) \
