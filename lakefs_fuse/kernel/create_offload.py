@@ -179,6 +179,8 @@ class CreateOffload:
             if error is not None:
                 log.warning("flush: %s", error)
                 self._hold(file.content.inode, file.content.opener)  # its release tries again, as for any file
+            else:
+                self._leases.lease_closed(file.content.inode)
             self._answer_close(file.content.inode, 0 if error is None else error.errno)
 
         return answer

@@ -23,12 +23,12 @@ import heapq
 import logging
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import BinaryIO, cast
 
-from lakefs_fuse.kernel.native import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
 
@@ -67,9 +67,11 @@ async def notify_from_thread(directories: Iterable[int], names: Iterable[tuple[i
     return await trio.to_thread.run_sync(notify_kernel, directories, names, abandon_on_cancel=True)
 
 
-async def invalidate_attributes(inodes: Iterable[int]) -> None:
+async def invalidate_attributes(inodes: Sequence[int]) -> None:
     """Have the kernel ask for the attributes of files again, and keep their pages. Requests for them may be in
     progress."""
+    for inode in inodes:
+        hooks.forget_attributes(inode)
 
     def notify() -> None:
         for inode in inodes:

@@ -12,10 +12,11 @@ import ctypes
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 
-from lakefs_fuse.kernel.reply import attributes_of
+from lakefs_fuse.kernel.reply import SECTOR_BYTES, attributes_of
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.vfs.files.open_file import READING, OpenFile
 from lakefs_fuse.vfs.filesystem import Filesystem
+from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.ops.create import NAMES_MAX
 
 CREATED_BEFORE = 2
@@ -39,6 +40,7 @@ class Leases:
         """Set once names may be leased."""
         fs.events.leases_revoked.append(hooks.revoke_open)
         fs.events.directory_updated.append(self._update_attributes)
+        fs.events.name_changed.append(hooks.forget_all_attributes)
 
     # -- opens and attributes
 
@@ -47,10 +49,33 @@ class Leases:
         if handle & READING:
             hooks.lease_open(inode, self._fs.open_leases.allowed_s(self._fs.handle(handle).file))
 
+    def lease_closed(self, inode: int) -> None:
+        """Lease opens and attributes of a file that its writer has just closed: many programs use next what they
+        wrote."""
+        file = self._fs.files_in_use.get(inode)
+        for_s = 0.0 if file is None else self._fs.open_leases.allowed_s(file)
+        if file is not None and for_s > 0:
+            hooks.lease_open(inode, for_s)
+            attributes = attributes_of(file.current, self._fs, for_s)
+            attributes.st_blocks = -(-self._fs.data_bytes(file.current) // SECTOR_BYTES)
+            attributes.st_nlink *= self._fs.link_count(inode)
+            self._know(file.current, attributes)
+
     def lease_attributes(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """Lease the attributes that GETATTR of a directory returned, for as long as they are valid."""
+        """Lease the attributes that GETATTR returned: of a directory for as long as they are valid, of a file for as
+        long as opens of it are leased."""
         if entry.is_dir:
             hooks.cache_attributes(attributes, attributes.attr_timeout)
+            return
+        file = self._fs.files_in_use.get(entry.inode)
+        if attributes.attr_timeout > 0 and (file is None or not file.writers):
+            self._know(entry, attributes)
+
+    def _know(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
+        """Let the library reply with the attributes of a file, unless it would show them otherwise."""
+        is_whole = attributes.st_blocks == -(-entry.size // SECTOR_BYTES)
+        if is_whole and attributes.st_nlink == 1 and not is_unasked(entry):
+            hooks.know_attributes(attributes)
 
     def _update_attributes(self, directory: Entry) -> None:
         if hooks.has_attributes(directory.inode):
@@ -80,7 +105,7 @@ class Leases:
         is_new = parent not in self._tree.mirrored
         if self._library is None or (is_new and count < CREATED_BEFORE):
             return
-        for_s = self._fs.new_files.names_lease_s(file)
+        for_s = self._fs.new_files.names_lease_s(parent, file.key)
         if for_s <= 0:
             return
         names = self._fs.new_files.names(parent) if is_new else []
@@ -88,6 +113,13 @@ class Leases:
         self._created[parent] = CREATED_BEFORE - 1 - read // NAMES_FOR_EACH
         if names is not None and not self._lease_names(self._library, parent, names, for_s, is_new=is_new):
             self._created[parent] = min(0, self._created[parent])  # not again before CREATED_BEFORE more files
+
+    def lease_new_directory(self, directory: Entry, path: str) -> None:
+        """Lease the names of a directory that this node has just made: programs make one to create files in it."""
+        for_s = 0.0 if self._library is None else self._fs.new_files.names_lease_s(directory.inode, path)
+        names = self._fs.new_files.names(directory.inode) if for_s > 0 else None
+        if self._library is not None and names is not None:
+            self._lease_names(self._library, directory.inode, names, for_s, is_new=True)
 
     def _lease_names(
         self, library: ctypes.PyDLL, directory: int, names: list[bytes], for_s: float, *, is_new: bool

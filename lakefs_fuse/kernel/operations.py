@@ -256,7 +256,10 @@ class Operations(pyfuse3.Operations):
         )
         if change == AttributeChange(ctime_ns=change.ctime_ns) and fields.update_ctime:
             change = AttributeChange(ctime_ns=change.ctime_ns, chowned_by=ctx.uid)
-        entry = await self.fs.setattr(inode, change, fh)
+        try:
+            entry = await self.fs.setattr(inode, change, fh)
+        finally:
+            hooks.forget_attributes(inode)  # a GETATTR may have been answered meanwhile
         return self._attributes(entry, self.fs.attribute_fresh_s(entry))
 
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
@@ -322,6 +325,7 @@ class Operations(pyfuse3.Operations):
     @upcall("mkdir", about=About.NAME)
     async def mkdir(self, parent: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
         entry = await self.fs.mkdir(parent, name, mode, ctx.uid, ctx.gid)
+        self._leases.lease_new_directory(entry, self.fs.namespace.path_of(entry))
         return self._attributes(entry, self.config.metadata_ttl_s)
 
     @upcall("rmdir", about=About.NAME)
@@ -353,7 +357,10 @@ class Operations(pyfuse3.Operations):
     @upcall("link", about=About.INODE)
     async def link(self, inode: int, new_parent: int, new_name: bytes, ctx: object) -> pyfuse3.EntryAttributes:
         await self.barrier.wait_for(About.NAME, new_parent, new_name)
-        entry = await self.fs.link(inode, new_parent, new_name)
+        try:
+            entry = await self.fs.link(inode, new_parent, new_name)
+        finally:
+            hooks.forget_attributes(inode)
         await self._invalidate_link_counts()
         return self._attributes(entry, self.config.metadata_ttl_s)
 

@@ -114,6 +114,92 @@ def test_files_of_tar_need_no_python(lake: Lake) -> None:
             assert path.read_bytes() == noise(300, number)
 
 
+def in_python(lake: Lake) -> dict[str, int]:
+    """Requests that Python has handled, by kind."""
+    by_library = answered(lake)
+    return {kind: count - by_library.get(kind, 0) for kind, count in upcalls(lake).items()}
+
+
+def compile_module(source: Path, number: int) -> None:
+    """As `compileall` does: the attributes of the source, its bytes, and a temporary name beside the cache."""
+    target = source.parent / "__pycache__" / f"{source.stem}.pyc"
+    assert source.stat().st_size == 300
+    assert source.read_bytes() == noise(300, number)
+    assert source.stat().st_nlink == 1
+    fd = os.open(f"{target}.1234", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    os.write(fd, noise(200, number))
+    os.close(fd)
+    Path(f"{target}.1234").replace(target)
+    assert target.exists()
+
+
+def test_files_that_were_just_written_are_used_without_python(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", *OPTIONS).mount()
+    package, count = lake.path / "package", FILES // 4
+    (package / "__pycache__").mkdir(parents=True)
+    before = in_python(lake)
+    for number in range(count):
+        (package / f"m{number}.py").write_bytes(noise(300, number))
+    for number in range(count):
+        compile_module(package / f"m{number}.py", number)
+    after = in_python(lake)
+    spent = {kind: count - before[kind] for kind, count in after.items() if count != before[kind]}
+    assert spent.pop("rename") == count
+    assert sum(spent.values()) <= 3, spent
+
+
+def test_attributes_of_a_file_that_was_just_written_follow_what_changes_them(lake: Lake) -> None:
+    """The kernel asks for them after each close."""
+    path, beside = lake.path / "d" / "f", lake.path / "d" / "beside"
+
+    def attributes() -> tuple[int, int, int, int]:
+        path.read_bytes()
+        found = path.stat()
+        assert os.stat(path).st_blocks == -(-found.st_size // 512)
+        return stat.S_IMODE(found.st_mode), found.st_size, found.st_nlink, found.st_mtime_ns
+
+    path.write_bytes(b"first")
+    first = attributes()
+    assert first[1:3] == (5, 1)
+    path.chmod(0o600)
+    assert attributes() == (0o600, *first[1:])
+    with path.open("ab") as file:
+        file.write(b" and more")
+    assert attributes()[:3] == (0o600, 14, 1)
+    os.truncate(path, 3)
+    os.utime(path, ns=(10**18, 10**18))
+    assert attributes() == (0o600, 3, 1, 10**18)
+    flush(lake)
+    assert attributes() == (0o600, 3, 1, 10**18)
+    beside.hardlink_to(path)
+    assert attributes() == (0o600, 3, 2, 10**18)
+    beside.unlink()
+    assert attributes() == (0o600, 3, 1, 10**18)
+    with path.open("rb") as opened:
+        path.unlink()
+        assert os.fstat(opened.fileno()).st_nlink == 0
+        assert opened.read() == b"fir"
+
+
+def test_attributes_of_a_file_that_was_just_written_follow_another_node(make_lake: LakeMaker, tmp_path: Path) -> None:
+    options = ("--durability", "writeback", "--writeback-delay", "0.1", "--metadata-ttl", "1h", "--refresh", "0.2")
+    lake = make_lake("file", *options).mount()
+    (lake.path / "d").mkdir()
+    path = lake.path / "d" / "f"
+    path.write_bytes(b"first")
+    assert stat.S_IMODE(path.stat().st_mode) != 0o600
+    flush(lake)
+    with another(lake, tmp_path) as other:
+        (other.path / "d" / "f").chmod(0o600)
+
+        def is_seen() -> bool:
+            path.read_bytes()
+            return stat.S_IMODE(path.stat().st_mode) == 0o600
+
+        eventually(is_seen, "the mode that another node set is seen", SOON_S)
+        assert path.read_bytes() == b"first"
+
+
 def test_name_that_must_be_new_and_is_not(lake: Lake) -> None:
     """While the library has the file, while it waits for the disk, and later; in other processes, too."""
     path = lake.path / "d" / "lock"

@@ -488,15 +488,15 @@ async def test_which_directories_may_be_lent(tmp_path: Path) -> None:
         await m.names("listed")
         directory = (await m.found("listed")).inode
         (file,) = await taken(m, ("listed/c", b"c"))
-        assert m.fs.new_files.names_lease_s(file) > 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) > 0
         assert m.fs.new_files.names(directory) == [b"a", b"b", b"c"]
         assert m.fs.new_files.name_bytes_max(directory) == 1024 - len("listed/")
         (file,) = await taken(m, ("unknown/c", b"c"))
-        assert m.fs.new_files.names_lease_s(file) == 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) == 0
     async with lake(store, tmp_path / "other") as m:
         await m.names("listed")
         (file,) = await taken(m, ("listed/d", b"d"))
-        assert m.fs.new_files.names_lease_s(file) == 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) == 0
 
 
 async def test_names_that_come_later_are_told(tmp_path: Path) -> None:
@@ -554,14 +554,14 @@ async def test_names_are_not_leased_while_absent_ones_are_doubted(tmp_path: Path
         m.fs.events.mirror_dropped.append(dropped.append)
         (file,) = await taken(m, ("data/1", b"x"))
         clock.advance(1)
-        assert m.fs.new_files.names_lease_s(file) > 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) > 0
         m.fs.namespace.tree.mirrored.add(directory)
         store.give("data/2", b"x")
         store.give("versions/1", b"data/2")
         assert await m.names("versions") == ["0", "1"]
-        assert (dropped, m.fs.new_files.names_lease_s(file)) == ([directory], 0)
+        assert (dropped, m.fs.new_files.names_lease_s(file.entry.parent, file.key)) == ([directory], 0)
         clock.advance(5)
-        assert m.fs.new_files.names_lease_s(file) > 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) > 0
 
 
 async def test_packs_wait_while_files_are_accepted_one_after_the_other(

@@ -25,7 +25,6 @@
 #define MTIME_S_MAX ((INT64_C(1) << 62) / NS)
 #define NO_TIME INT64_MIN
 #define ATTRIBUTES (FATTR_MODE | FATTR_UID | FATTR_GID | FATTR_MTIME)
-#define BLOCK_BYTES (128U << 10)
 
 /* States of a file in this library. Once it is handed over, FileState of create_offload.py tracks it, too. */
 enum state {
@@ -149,7 +148,7 @@ static struct stat attributes_of(const struct created *file)
 		.st_gid = file->gid,
 		.st_size = file->size,
 		.st_blocks = (file->size + 511) / 512,
-		.st_blksize = BLOCK_BYTES,
+		.st_blksize = FILE_BLOCK_BYTES,
 		.st_mtim = timespec_of(mtime_ns),
 		.st_atim = timespec_of(mtime_ns),
 		.st_ctim = timespec_of(ctime_ns),

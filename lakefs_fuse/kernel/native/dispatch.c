@@ -98,8 +98,23 @@ static struct open_lease *lease_of_handle(uint64_t inode, uint64_t handle)
 	return lease && lease->handles ? lease : NULL;
 }
 
+/* Return whether SETATTR only repeats the mtime that is known, as the kernel does with a new ctime after a rename. The
+ * kernel shows its own ctime of a file that it knows. */
+static int repeats_times(uint64_t inode, uint32_t valid, int64_t mtime_s, uint32_t mtime_ns)
+{
+	const struct open_lease *lease = lakefs_known_attributes(inode);
+	struct timespec known;
+
+	if (!lease || valid != (FATTR_MTIME | FATTR_CTIME))
+		return 0;
+	known = timespec_of(lease->known.mtime_ns);
+	return known.tv_sec == mtime_s && known.tv_nsec == (long)mtime_ns;
+}
+
 int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body)
 {
+	const struct fuse_setattr_in *setting = body;
+
 	if (!hooked)
 		return 0;
 	switch (head->opcode) {
@@ -108,7 +123,9 @@ int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body)
 	case FUSE_IOCTL: /* Some languages check whether an opened file is a terminal; libfuse refuses. */
 		return 1;
 	case FUSE_GETATTR:
-		return lakefs_has_attributes(head->nodeid);
+		return lakefs_has_attributes(head->nodeid) || lakefs_known_attributes(head->nodeid);
+	case FUSE_SETATTR:
+		return repeats_times(head->nodeid, setting->valid, (int64_t)setting->mtime, setting->mtimensec);
 	case FUSE_GETXATTR:
 		return xattr_error((const char *)body + sizeof(struct fuse_getxattr_in));
 	case FUSE_OPEN:
@@ -126,10 +143,29 @@ int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body)
 
 static void getattr(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
-	if (lakefs_has_attributes(inode))
+	const struct open_lease *lease = lakefs_known_attributes(inode);
+
+	if (lakefs_has_attributes(inode)) {
 		lakefs_reply_attributes(request, inode);
-	else
+	} else if (lease) {
+		lakefs_count(FUSE_GETATTR);
+		lakefs_reply_known(request, lease);
+	} else {
 		next.getattr(request, inode, info);
+	}
+}
+
+static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attributes, int to_set,
+		    struct fuse_file_info *info)
+{
+	const struct timespec *mtime = &attributes->st_mtim;
+
+	if (info || !repeats_times(inode, (uint32_t)to_set, mtime->tv_sec, (uint32_t)mtime->tv_nsec)) {
+		next.setattr(request, inode, attributes, to_set, info);
+		return;
+	}
+	lakefs_count(FUSE_SETATTR);
+	lakefs_reply_known(request, lakefs_known_attributes(inode));
 }
 
 static void getxattr(fuse_req_t request, fuse_ino_t inode, const char *name, size_t size)
@@ -272,6 +308,7 @@ static void wrap(struct fuse_lowlevel_ops *operations)
 	next = *operations;
 	operations->init = init;
 	operations->getattr = getattr;
+	operations->setattr = setattr;
 	operations->getxattr = getxattr;
 	operations->copy_file_range = copy_file_range_here;
 	operations->open = open_file;

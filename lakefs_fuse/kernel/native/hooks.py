@@ -82,6 +82,9 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "session_fd": (ctypes.c_int, ()),
     "lease_open": (None, (_inode, _time_ns)),
     "revoke_open": (ctypes.c_uint64, (_inode,)),
+    "know_attributes": (None, (_inode, _id, _id, _id, ctypes.c_uint64, _time_ns, _time_ns)),
+    "forget_attributes": (None, (_inode,)),
+    "forget_all_attributes": (None, ()),
     "show_number": (ctypes.c_int, (_inode, _inode)),
     "has_attributes": (ctypes.c_int, (_inode,)),
     "cache_attributes": (None, (_inode, _id, _id, _id, _time_ns, _time_ns, ctypes.c_uint32, _time_ns)),
@@ -263,6 +266,28 @@ def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) ->
 def has_attributes(inode: int) -> bool:
     """Return whether the library replies to GETATTR of the directory; always False if it is not loaded."""
     return _library is not None and bool(_library.lakefs_has_attributes(inode))
+
+
+def know_attributes(attributes: pyfuse3.EntryAttributes) -> None:
+    """Let the library reply to GETATTR of a file with these attributes, as long as opens of it are leased. Without a
+    lease, or without the library, nothing happens."""
+    if _library is not None:
+        _library.lakefs_know_attributes(
+            attributes.st_ino, attributes.st_mode, attributes.st_uid, attributes.st_gid, attributes.st_size,
+            attributes.st_mtime_ns, attributes.st_ctime_ns,
+        )  # fmt: skip
+
+
+def forget_attributes(inode: int) -> None:
+    """End what `know_attributes` began for the file."""
+    if _library is not None:
+        _library.lakefs_forget_attributes(inode)
+
+
+def forget_all_attributes(*_: object) -> None:
+    """End what `know_attributes` began for all files."""
+    if _library is not None:
+        _library.lakefs_forget_all_attributes()
 
 
 def show_number(inode: int, number: int) -> bool:

@@ -3,7 +3,9 @@
  *
  * Lease on opening a file: the file may be opened for reading, as Python has opened it before. Python revokes the lease
  * before the inode is removed or refers to another version, or before a decision depends on open handles, and then owns
- * the handles that were issued.
+ * the handles that were issued. While it lasts, this library may also know the attributes of the file, with which it
+ * replies to GETATTR. They are forgotten before Python gets a request that may change them, and all of them when a name
+ * changes that this mount did not change.
  *
  * Lease on the names of a directory: this library knows every name that Python has, or may have, in the directory, so
  * any other name is absent and may be created. It keeps hashes of the names. If an absent name has the hash of a known
@@ -13,10 +15,12 @@
 #include "native.h"
 
 #define OPEN_SLOTS (1U << 16)
-#define DIRECTORIES 64
+#define DIRECTORIES 256
 #define NAME_SLOTS (1U << 18)
 
 static struct open_lease opens[OPEN_SLOTS];
+static uint64_t attributes_round = 1; /* attributes of earlier rounds are forgotten */
+static int watching;
 static struct name_lease directories[DIRECTORIES];
 static uint64_t names[NAME_SLOTS];
 static uint32_t names_used;
@@ -33,6 +37,82 @@ struct open_lease *lakefs_open_lease(uint64_t inode)
 		if (slot_of(inode, probe)->inode == inode)
 			return slot_of(inode, probe);
 	return NULL;
+}
+
+struct open_lease *lakefs_known_attributes(uint64_t inode)
+{
+	struct open_lease *lease = lakefs_open_lease(inode);
+
+	if (!lease || lease->known.round != attributes_round || lease->until_ns <= lakefs_request_time.monotonic_ns)
+		return NULL;
+	return lease;
+}
+
+void lakefs_reply_known(fuse_req_t request, const struct open_lease *lease)
+{
+	const struct known_attributes *known = &lease->known;
+	int64_t left_ns = lease->until_ns - lakefs_monotonic_ns();
+	struct stat attributes = {
+		.st_ino = lease->inode,
+		.st_nlink = 1,
+		.st_mode = known->mode,
+		.st_uid = known->uid,
+		.st_gid = known->gid,
+		.st_size = (off_t)known->size,
+		.st_blocks = (blkcnt_t)((known->size + 511) / 512),
+		.st_blksize = FILE_BLOCK_BYTES,
+		.st_mtim = timespec_of(known->mtime_ns),
+		.st_atim = timespec_of(known->mtime_ns),
+		.st_ctim = timespec_of(known->ctime_ns),
+	};
+
+	libfuse.reply_attr(request, &attributes, left_ns > 0 ? (double)left_ns / NS : 0);
+}
+
+void lakefs_forget_attributes(uint64_t inode)
+{
+	struct open_lease *lease = lakefs_open_lease(inode);
+
+	if (lease)
+		lease->known.round = 0;
+}
+
+void lakefs_watch_changes(void)
+{
+	watching = 1;
+}
+
+void lakefs_forget_before(const struct fuse_in_header *head)
+{
+	const void *body = head + 1;
+
+	if (!head) {
+		attributes_round++;
+		return;
+	}
+	switch (head->opcode) {
+	case FUSE_OPEN:
+		if ((((const struct fuse_open_in *)body)->flags & O_ACCMODE) != O_RDONLY)
+			lakefs_forget_attributes(head->nodeid);
+		break;
+	case FUSE_LINK:
+		lakefs_forget_attributes(((const struct fuse_link_in *)body)->oldnodeid);
+		break;
+	case FUSE_COPY_FILE_RANGE:
+		lakefs_forget_attributes(((const struct fuse_copy_file_range_in *)body)->nodeid_out);
+		break;
+	case FUSE_LOOKUP:
+	case FUSE_GETATTR:
+	case FUSE_GETXATTR:
+	case FUSE_LISTXATTR:
+	case FUSE_READ:
+	case FUSE_FLUSH:
+	case FUSE_RELEASE:
+	case FUSE_FSYNC:
+		break;
+	default: /* about a file that changes, or a directory, whose attributes are not here */
+		lakefs_forget_attributes(head->nodeid);
+	}
 }
 
 static uint64_t hash_of(uint64_t seed, const char *name, size_t bytes)
@@ -115,8 +195,26 @@ void lakefs_lease_open(uint64_t inode, int64_t for_ns)
 	}
 	if (!lease)
 		return;
+	if (lease->inode != inode)
+		lease->known.round = 0;
 	lease->inode = inode;
 	lease->until_ns = lakefs_monotonic_ns() + for_ns;
+}
+
+/* Reply to GETATTR of a file with these attributes, as long as opening it is leased. It has one name and no holes. */
+void lakefs_know_attributes(uint64_t inode, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t size, int64_t mtime_ns,
+			    int64_t ctime_ns)
+{
+	struct open_lease *lease = watching ? lakefs_open_lease(inode) : NULL;
+
+	if (lease)
+		lease->known = (struct known_attributes){attributes_round, size, mtime_ns, ctime_ns, mode, uid, gid};
+}
+
+/* Forget the attributes of all files. */
+void lakefs_forget_all_attributes(void)
+{
+	attributes_round++;
 }
 
 /* Revoke the lease on opening this inode, and drop its cached attributes. Returns how many handles were issued and not

@@ -32,6 +32,9 @@
 #define HANDLE_LEASED (1ULL << 61)
 #define HANDLE_CREATED (1ULL << 60)
 
+/* st_blksize of files, as FILE_BLKSIZE of reply.py. */
+#define FILE_BLOCK_BYTES (128U << 10)
+
 /* Requests for a longer name are passed to Python. */
 #define NAME_BYTES_MAX 200
 
@@ -85,14 +88,33 @@ void lakefs_drop_attributes(uint64_t inode);
 
 /* -- leases.c */
 
+struct known_attributes {
+	uint64_t round; /* 0: none are known */
+	uint64_t size;
+	int64_t mtime_ns, ctime_ns;
+	uint32_t mode, uid, gid;
+};
+
 struct open_lease {
 	uint64_t inode;
 	int64_t until_ns;
 	uint64_t handles; /* issued and not released */
+	struct known_attributes known;
 };
 
 /* Return the lease on opening this file, or NULL. The lease may have expired. */
 struct open_lease *lakefs_open_lease(uint64_t inode);
+
+/* Return the lease on opening this file if it has not expired and the file's attributes are known; else NULL. */
+struct open_lease *lakefs_known_attributes(uint64_t inode);
+void lakefs_reply_known(fuse_req_t request, const struct open_lease *lease);
+void lakefs_forget_attributes(uint64_t inode);
+
+/* From now on `lakefs_forget_before` is called with each request before Python gets it. Without that no attributes of
+ * files are kept. */
+void lakefs_watch_changes(void);
+/* Forget the attributes that the request may change. NULL is a request about data. */
+void lakefs_forget_before(const struct fuse_in_header *head);
 
 struct name_lease {
 	uint64_t directory;

@@ -82,10 +82,12 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		lakefs_without_python = 0;
 		PyEval_RestoreThread(python);
 	}
-	if (size > 0 && !needs_no_python(buf))
+	if (size > 0 && !needs_no_python(buf)) {
+		lakefs_forget_before(buf->flags & FUSE_BUF_IS_FD ? NULL : buf->mem);
 		lakefs_hand_over_before(buf->flags & FUSE_BUF_IS_FD ? NULL : buf->mem);
-	else
+	} else {
 		lakefs_hand_over_closed();
+	}
 	drained = size == -EAGAIN;
 	return drained ? -EINTR : size;
 }
@@ -104,6 +106,7 @@ int lakefs_begin_reading(void)
 	if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0)
 		return 0;
 	lakefs_watch_privileges(lakefs_session, fd);
+	lakefs_watch_changes();
 	begun = 1;
 	return 1;
 }

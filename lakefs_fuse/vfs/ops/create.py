@@ -276,17 +276,18 @@ class NewFiles:
 
     # -- names that are leased to the C library
 
-    def names_lease_s(self, file: OpenFile) -> float:
-        """Return for how many seconds the names of this file's directory may be leased. Under the lease the C library
-        answers for absent names, and creates files, without asking. 0 if that is not possible, as in a setgid
-        directory, or while names that are absent may have been stored since the listing."""
-        if not self._writeback.is_for(file.key) or not self._ns.takes_plain_names:
+    def names_lease_s(self, directory: int, path: str) -> float:
+        """Return for how many seconds the names of a directory may be leased, which has the ``path``, or a file of that
+        path. Under the lease the C library answers for absent names, and creates files, without asking. 0 if that is
+        not possible, as in a setgid directory, or while names that are absent may have been stored since the
+        listing."""
+        if not self._writeback.is_for(path) or not self._ns.takes_plain_names:
             return 0.0
         if self._writeback.publishes_open_files:  # the answer to CREATE must then say whether I/O is direct
             return 0.0
-        above = self._ns.tree.entry(file.entry.parent)  # none for the root
+        above = self._ns.tree.entry(directory)  # none for the root
         mode = self._config.dir_mode if above is None or above.mode == UNSET else above.mode
-        return 0.0 if mode & stat.S_ISGID else self._ns.lease_fresh_s(file.entry.parent)
+        return 0.0 if mode & stat.S_ISGID else self._ns.lease_fresh_s(directory)
 
     def names(self, directory: int) -> list[bytes] | None:
         """Return all names in a directory, also those not shown; None if there are more than NAMES_MAX."""

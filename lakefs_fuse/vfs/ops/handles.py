@@ -264,7 +264,8 @@ class OpenLeases:
 
     def allowed_s(self, file: OpenFile) -> float:
         """Return for how many seconds opens of a file for reading may be leased; 0 if they may not."""
-        if file.state is not OpenState.CLEAN or file.entry.is_local or file.is_redated:
+        is_clean = file.state is OpenState.CLEAN and not file.entry.is_local
+        if not (is_clean or file.state is OpenState.ACKNOWLEDGED) or file.is_redated:
             return 0.0
         return self._ns.answer_fresh_s(file.entry.parent, file.entry.name)
 
