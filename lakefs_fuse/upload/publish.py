@@ -200,7 +200,7 @@ async def _put(draft: Draft, confirm: Confirm | None) -> tuple[ObjectMeta, Mappi
     if draft.base is not None or draft.spills.objects:
         await draft.fill(0, draft.size)
     async with draft.uploader.slots.slot():
-        described = draft.save().metadata
+        described = draft.save(sync=bool(draft.sequence)).metadata  # it may have been renamed since it was acknowledged
         history = describe_history(draft.uploader, target.key, target.replaces) if target.replaces else {}
         metadata = {**described, DRAFT_METADATA: draft.token, **history}
         put = partial(client.put, metadata=metadata, version=target)

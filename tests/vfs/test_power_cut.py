@@ -131,6 +131,30 @@ async def test_power_cut_after_a_pack_is_sent_keeps_one_version(
         assert [await m.read(f"{number}") for number in range(3)] == [noise(number, 500) for number in range(3)]
 
 
+async def test_rename_of_an_acknowledged_file_is_synced_before_the_store_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, after = MemoryStore(), tmp_path / "after"
+    logs, syncs = SyncedLogs(monkeypatch, tmp_path / "cache"), Syncs(monkeypatch)
+
+    def cut(request: Request, when: When) -> None:
+        if (when, request.what, request.key) == ("after", "put", "new"):
+            store.hook = lambda _request, _when: None
+            logs.cut(after)
+
+    async with writing_back(store, tmp_path / "cache", delay_s=NEVER_S, pack="auto") as m:
+        await m.write("old", b"bytes")
+        before = syncs.of_log
+        store.hook = cut
+        await m.rename("old", "new")
+        assert syncs.of_log == before, "a change of names alone is not synced"
+        await m.fs.make_durable()
+    async with writing_back(store, after, pack="never") as m:
+        await stored(m)
+        assert await m.names() == ["new"]
+        assert await m.read("new") == b"bytes"
+
+
 async def test_power_cut_after_a_commit_of_names_sends_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, after = MemoryStore(), tmp_path / "after"
     logs = SyncedLogs(monkeypatch, tmp_path / "cache")

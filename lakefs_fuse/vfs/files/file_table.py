@@ -366,24 +366,26 @@ class FileTable:
         if failed is not None:
             raise failed
 
-    def move(self, batch: Batch, file: OpenFile, key: str, *, is_answered: bool = False) -> None:
+    def move(self, batch: Batch, file: OpenFile, key: str, *, is_answered: bool = False) -> bool:
         """Give a file, all its versions, another name, which the batch journals. A draft stays at the key where an
-        upload, or an attempt without answer, began, unless that ``is_answered`` since. Raises StagingFull and
-        CacheError; then memory has the other name all the same."""
-        drafts = []
+        upload, or an attempt without answer, began, unless that ``is_answered`` since. Returns whether one does: then
+        the batch must survive a crash of the machine, before which the store may have those bytes. Raises StagingFull
+        and CacheError; then memory has the other name all the same."""
+        drafts, stays = [], False
         for each in file.versions:
             each.key, draft = key, each.draft
             if draft is None:
                 continue
             is_late = not is_answered and may_be_stored(draft)
             if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING or is_late:
-                draft.target.path = key
+                draft.target.path, stays = key, True
                 self._renamed.add(each.entry.inode)
             else:
                 self.aim(each, draft.id, draft.target)
             drafts.append(draft)
         for draft in drafts:
             self._journal.put(batch, draft.id, encode(draft.prepare_record()))
+        return stays
 
     def journal_drafts(self, batch: Batch, file: OpenFile) -> None:
         """Write to the batch, which records a version in the store, what the drafts of later versions replace now."""

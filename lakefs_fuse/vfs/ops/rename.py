@@ -485,12 +485,11 @@ class Renames:
         moved = tree.attach(batch, plan.row, parent, name, before=entry)
         with nullcontext() if file is None else file.restoring_names():
             self._files.replaces(moved, plan.copied_from)
-            if file is not None:
-                self._files.move(batch, file, ends.new)
+            stays = file is not None and self._files.move(batch, file, ends.new)
             if plan.removal is not None:
                 self._names.enqueue(plan.removal, batch)
             else:
-                self._ns.database.commit(batch, sync=file is not None and file.is_acknowledged)
+                self._ns.database.commit(batch, sync=stays)
         self._files.updated(moved)
         reached("rename.moved")
 
