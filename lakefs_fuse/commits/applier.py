@@ -31,7 +31,7 @@ from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.file_rules import NOTHING, Step
 from lakefs_fuse.commits.future_commits import Original
-from lakefs_fuse.commits.name_history import Histories, History, OrderedRules, mark_of
+from lakefs_fuse.commits.name_history import Histories, History, OrderedRules, doubts, mark_of
 from lakefs_fuse.commits.path_tree import PathTree, Watcher
 from lakefs_fuse.commits.record import (
     Mkdir,
@@ -95,7 +95,7 @@ class Applier:
         These are mostly plain objects that the record's writer did not know, and that may be newer. A caller that
         awaits in between calls `PathTree.forget_paths`."""
         self.paths.forget_paths()
-        return OrderedRules(self.paths, record, ObjectRef(), record.time, own=False, outdated={}).doubts()
+        return doubts(self.paths, record)
 
     def apply(
         self,

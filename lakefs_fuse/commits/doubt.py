@@ -1,6 +1,6 @@
 """Doubts: a record disagrees with what is known here of a name, and only the store can say which is newer.
 
-`Application.doubts` yields them, and the poller asks the store. They live as long as a record is being applied.
+`name_history.doubts` yields them, and the poller asks the store. They live as long as a record is being applied.
 """
 
 from __future__ import annotations

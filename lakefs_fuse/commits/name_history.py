@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from itertools import count, islice
 
 import msgspec
@@ -358,16 +358,10 @@ class Histories:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._rows = PathRows(tree.database, schema.HISTORY, History)
+        self.get_many, self.write = self._rows.get_many, self._rows.write
+        """See `PathRows`. A name without a history has None."""
         self._objects: dict[int, ObjectRef] = {}
         """By number, for those that were looked up."""
-
-    def get_many(self, paths: Iterable[str]) -> list[History | None]:
-        """Return the history of each path; None for a name without one."""
-        return self._rows.get_many(paths)
-
-    def write(self, batch: Batch, histories: Mapping[str, History | None]) -> None:
-        """Put histories at paths, and delete those of paths with None."""
-        self._rows.write(batch, histories)
 
     def forget_before(self, time: int) -> Iterator[None]:
         """Delete histories whose facts are all older than ``time``, `ROWS_AT_ONCE` of them in each step. Those of names
@@ -479,6 +473,35 @@ class Histories:
         return Fact(entry.stamp, time, put, [ObjectRef()] if ref is None else [ObjectRef(), ref])
 
 
+def doubts(paths: PathTree, record: Record) -> Iterator[list[Doubt]]:
+    """Yield, for DOUBTS_AT_ONCE operations at a time, what to ask the store for before a record is applied."""
+    rules, histories = FileRules(paths, record, ObjectRef(), record.time, outdated={}), Histories(paths.tree)
+    operations = iter(record.operations)
+    while some := list(islice(operations, DOUBTS_AT_ONCE)):
+        rows = paths.find_many([each.path.encode() for each in some])
+        found = [rules.doubt(operation, row) for operation, row in zip(some, rows, strict=True)]
+        late = [removal for removal, row in zip(some, rows, strict=True) if _is_known_later(removal, row, record.time)]
+        yield [doubt for doubt in (*found, *_doubts_before(histories, late, record.time)) if doubt is not None]
+
+
+def _is_known_later(operation: Operation, row: Entry | None, time: int) -> bool:
+    """Return whether it is the removal of a version that a later commit named, or of one that is gone."""
+    if not isinstance(operation, Remove) or operation.directory or operation.by_date or not operation.hides:
+        return False
+    return row is None or (row.is_plain and row.etag == operation.hides and row.stamp > time)
+
+
+def _doubts_before(histories: Histories, removals: Sequence[Operation], time: int) -> Iterator[Doubt]:
+    """Yield what to ask for because of removals that come late. The object that the history shows without the removed
+    version may have been replaced by it."""
+    known = histories.get_many([each.path for each in removals]) if removals else []
+    for removal, history in zip(removals, known, strict=True):
+        if isinstance(removal, Remove) and history is not None and history.is_behind(time):
+            etag = history.object_before(time)
+            if etag not in ("", removal.hides):
+                yield Doubt(removal.path, etag, removal.hides, time)
+
+
 class OrderedRules:
     """The rules for one record's operations, applied as if all commits had arrived in the order of their times."""
 
@@ -498,36 +521,6 @@ class OrderedRules:
         self._known: dict[str, History] = {}
         """Histories of the names that were read together, by path."""
         self._changed: list[tuple[Step, History | None]] = []
-
-    def doubts(self) -> Iterator[list[Doubt]]:
-        """Yield, for DOUBTS_AT_ONCE operations at a time, what to ask the store for before the record is applied."""
-        operations = iter(self._record.operations)
-        while some := list(islice(operations, DOUBTS_AT_ONCE)):
-            rows = self._paths.find_many([each.path.encode() for each in some])
-            known = (self.rules.doubt(operation, row) for operation, row in zip(some, rows, strict=True))
-            yield [doubt for doubt in known if doubt is not None] + self._doubts_of_replaced(some, rows)
-
-    def _doubts_of_replaced(self, operations: Sequence[Operation], rows: Sequence[Entry | None]) -> list[Doubt]:
-        """Return what to ask for because of removals that come late: of the version that a later commit named, or of
-        one that is gone.
-
-        The object before, which the history shows without those versions, may have been replaced by them."""
-        late = [
-            operation
-            for operation, row in zip(operations, rows, strict=True)
-            if isinstance(operation, Remove) and not operation.directory and not operation.by_date and operation.hides
-            and (row is None or (row.is_plain and row.etag == operation.hides and row.stamp > self._stamp))
-        ]  # fmt: skip
-        histories = zip(late, self._histories.get_many([each.path for each in late]) if late else (), strict=True)
-        behind = [
-            (removal, known) for removal, known in histories if known is not None and known.is_behind(self._stamp)
-        ]
-        before = [(removal, known.object_before(self._stamp)) for removal, known in behind]
-        return [
-            Doubt(removal.path, etag, removal.hides, self._stamp)
-            for removal, etag in before
-            if etag not in ("", removal.hides)
-        ]
 
     def move(self, carried: Carried) -> None:
         """Register which rows moved with the record."""
