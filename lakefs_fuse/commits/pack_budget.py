@@ -21,10 +21,11 @@ PACK_BYTES_MIN, PACK_BYTES_MAX = 256 * KIB, 64 * MIB
 class PackBudget:
     """The size bound of packs: see the module's head. ``bytes_max`` is that of the next pack."""
 
-    def __init__(self, limit_bytes_s: int = 0) -> None:
-        """``limit_bytes_s`` is the limit of all uploads in bytes per second; 0: none."""
-        self._most = PACK_BYTES_MAX
-        self._most = self.bytes_max = self._bounded(limit_bytes_s * PUT_S or PACK_BYTES_MAX)
+    def __init__(self, limit_bytes_s: int = 0, memory_bytes: int = PACK_BYTES_MAX) -> None:
+        """``limit_bytes_s`` is the limit of all uploads in bytes per second; 0: none. A pack has no more than
+        ``memory_bytes``, because it is made in memory."""
+        self._most = min(memory_bytes, PACK_BYTES_MAX)
+        self._most = self.bytes_max = self._bounded(limit_bytes_s * PUT_S or self._most)
 
     def record_put(self, size: int, took_s: float) -> None:
         """Record that the store received a commit of ``size`` bytes. Packs get smaller only if that took too long."""

@@ -22,10 +22,13 @@ class MemoryShares(NamedTuple):
     """Blocks on their way from the store, readahead included, until they are on the cache disk."""
     database: int
     """RocksDB's cache and write buffers."""
+    pack: int
+    """A pack that is being made. Its bytes are there twice until it is sent, the second time in what is left."""
 
 
 def shares_of(memory_bytes: int) -> MemoryShares:
-    """The shares of a bound, which is at least `config.MEMORY_BYTES_MIN`. Five parts are left for replies, for answers
-    of the store, which the HTTP client holds a second time until they are whole, and for what the allocator keeps."""
+    """The shares of a bound, which is at least `config.MEMORY_BYTES_MIN`. One part is left, and blocks on their way
+    seldom use theirs while packs are made, for replies, for answers of the store, which the HTTP client holds a second
+    time until they are whole, and for what the allocator keeps."""
     part = (memory_bytes - PROGRAM_BYTES) // PARTS
-    return MemoryShares(recent=3 * part, inflight=4 * part, database=4 * part)
+    return MemoryShares(recent=3 * part, inflight=4 * part, database=4 * part, pack=4 * part)

@@ -24,6 +24,7 @@ from lakefs_fuse.commits.path_tree import Relocated, Watcher
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.hint_channel import HintChannel
+from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
@@ -185,7 +186,7 @@ class Commits:
             node.threads,
             writer=writer,
             announce=self.hints.announce if self.hints.is_used else None,
-            budget=PackBudget(ground.config.upload_bytes_s_max),
+            budget=PackBudget(ground.config.upload_bytes_s_max, shares_of(ground.config.memory_bytes_max).pack),
             repeats=not ground.config.read_only,
         )
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)

@@ -16,6 +16,15 @@ def test_budget_of_a_limit_is_what_it_sends_in_time() -> None:
     assert PackBudget(1024 * MIB).bytes_max == PACK_BYTES_MAX
 
 
+def test_packs_of_a_daemon_with_little_memory_are_smaller() -> None:
+    budget = PackBudget(0, 16 * MIB)
+    assert budget.bytes_max == 16 * MIB
+    budget.record_failure(16 * MIB)
+    budget.record_put(16 * MIB, 0.1)
+    assert budget.bytes_max == 16 * MIB
+    assert PackBudget(0, 1024 * MIB).bytes_max == PACK_BYTES_MAX
+
+
 def test_budget_after_a_slow_put_is_what_its_rate_brings_in_time() -> None:
     budget = PackBudget()
     budget.record_put(64 * MIB, 256.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.commits.record import COMMITS
+from lakefs_fuse.config import MEMORY_BYTES_MIN, MIB
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.staging.segments import PREFIX
@@ -100,6 +101,13 @@ async def test_open_for_reading_follows_the_directories_above_a_file_once(
         assert await m.fs.read(handle, 0, 10) == b"x"
         await m.fs.release(handle)
         assert len(followed) == 1
+
+
+async def test_pack_of_a_mount_with_little_memory_is_smaller(tmp_path: Path) -> None:
+    """It is made in memory: with 64 MiB a daemon took 235 MiB of the 192 that it was given."""
+    for memory, pack in ((MEMORY_BYTES_MIN, 16 * MIB), (384 * MIB, 64 * MIB)):
+        async with writing_back(MemoryStore(), tmp_path / str(memory), memory_bytes_max=memory) as m:
+            assert m.parts.committer.pack_bytes_max == pack
 
 
 async def test_rename_asks_no_more_of_the_queue_where_more_renames_wait(
