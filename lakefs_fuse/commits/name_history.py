@@ -68,9 +68,10 @@ _SECOND_FACT = Flag.ATTRIBUTED | Flag.RELOCATED | Flag.OVERRIDING | Flag.PUT_AGA
 class Fact(msgspec.Struct, frozen=True, array_like=True):
     """What one commit said of a name with one operation, at ``stamp``.
 
-    ``time`` is that of the record. ``objects`` are those that the operation names, after a placeholder. ``outdated`` is
-    an ETag that was no longer at the key, as the store answered. ``run`` is different for each application of a commit,
-    and 0 for changes of this node. ``is_last``, ``is_only`` and ``is_again`` are as in `Step`."""
+    ``time`` is that of the record, and ``writer`` its writer, empty if that is not known. ``objects`` are those that
+    the operation names, after a placeholder. ``outdated`` is an ETag that was no longer at the key, as the store
+    answered. ``run`` is different for each application of a commit, and 0 for changes of this node. ``is_last``,
+    ``is_only`` and ``is_again`` are as in `Step`."""
 
     stamp: int
     time: int
@@ -81,6 +82,7 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
     outdated: str = ""
     run: int = 0
     is_again: bool = False
+    writer: str = ""
 
     def record(self) -> Record:
         """Return a record that says only this."""
@@ -168,7 +170,8 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def _is_repeated(known: Fact, fact: Fact) -> bool:
-        return fact.run > 0 and known.stamp == fact.stamp and known.run != fact.run
+        is_of_another = known.writer and fact.writer and known.writer != fact.writer
+        return fact.run > 0 and known.stamp == fact.stamp and known.run != fact.run and not is_of_another
 
     def tells_of(self, etag: str) -> bool:
         """Return whether a commit puts this plain object: then commits decide whether it counts, not its date."""
@@ -349,7 +352,7 @@ def fact_of(
             operation, object=number(operation.object), from_object=number(operation.from_object)
         )
     answer = outdated.get(operation.path, "")
-    return Fact(stamp, record.time, operation, objects, is_last, is_only, answer, run, is_again)
+    return Fact(stamp, record.time, operation, objects, is_last, is_only, answer, run, is_again, record.writer)
 
 
 class Histories:

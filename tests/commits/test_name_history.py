@@ -338,6 +338,21 @@ def test_bytes_put_again_by_the_writer_of_a_removed_file_are_the_file(tmp_path: 
         assert (n.found("f").etag, n.found("f").size, n.found("f").place) == ("e1", 1, 0)
 
 
+@pytest.mark.parametrize("is_late_first", [False, True])
+def test_commits_of_two_nodes_at_one_time_are_two(tmp_path: Path, is_late_first: bool) -> None:
+    """Both add to one commit of a third (`Committer.commit_as_of`), one ns after it."""
+    late: tuple[float, str, Operation] = (15, "0000000d", attributes("e1", 0o640))
+    same: list[tuple[float, str, Operation]] = [
+        (20, "0000000b", attributes("e1", 0o600)),
+        (20, "0000000c", Remove("f", hides="e0")),
+    ]
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        for seconds, writer, operation in [late, *same] if is_late_first else [*same, late]:
+            n.commit(seconds, operation, writer=writer)
+        assert n.found("f").mode == 0o600
+
+
 def ended_and_told_again(n: Node) -> None:
     """An object is ended without being named, a later commit tells of another, and a listing shows the first."""
     n.commit(10, told("e1"))
