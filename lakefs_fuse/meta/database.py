@@ -304,16 +304,14 @@ class Database:
         self.writes = 0
         """Counts writes and possible losses of rows; while it is unchanged, so are the rows."""
         self._failed_at: float | None = None
-        self._found_full = False
         self._failed: Sequence[Step] = ()
         """The batch whose write failed last, until the database is opened again: it may be there then."""
         self._volatile: VolatileRows | None = None
         """The engine in use while it has rows for the one below when that is opened again: the last write failed."""
-        self._is_closed = False  # until it was opened again after a failed write
+        self._found_full = self._is_closed = False  # closed until it was opened again after a failed write
         self._cursors: set[_Cursor] = set()
         """Of the scans in progress. RocksDB does not open a database again while an iterator of it lives."""
-        self._recordings: list[Recording] = []
-        self._damaged: set[bytes] = set()
+        self._recordings, self._damaged = list[Recording](), set[bytes]()
         self._engine, is_repaired = self._open_or_repair()
         if not self._is_whole():
             self.close()
@@ -321,6 +319,8 @@ class Database:
                 raise CacheDamaged(f"the metadata cache {directory} is damaged")
             self._engine, is_repaired = self._begin_anew(), False
         self._write_shares: Callable[[Batch], None] = lambda _: None
+        self.moved: list[Callable[[], None]] = []
+        """Called with each commit that may change the path of a directory, and when rows come from elsewhere."""
         self.reopened: list[Callable[[], None]] = []
         """Called when the database was opened again after a failed write, which, if it is too large to be undone, may
         have taken effect completely: state in memory about rows is read again."""
@@ -522,6 +522,8 @@ class Database:
             recording.add(batch)
         if schema.SINGLE_FOLDED in batch.rows:
             self.changed.load()
+        if batch.ranges:
+            self.note_move()
         committed, batch.committed = batch.committed, []
         for listener in committed:
             listener()
@@ -632,7 +634,13 @@ class Database:
             self._volatile.move_to(opened)
         self._engine, self._volatile = opened, None
         self.changed.load()
+        self.note_move()
         for listener in self.reopened:
+            listener()
+
+    def note_move(self) -> None:
+        """Have readers forget the paths of directories (`moved`)."""
+        for listener in self.moved:
             listener()
 
     def _check_disk(self) -> None:
@@ -679,6 +687,7 @@ class Database:
             raise self._broken(error) from error
         self._load_inodes()
         self.changed.load()
+        self.note_move()
 
     def copy_to(self, directory: Path) -> None:
         """Copy all present rows to a directory that does not exist yet: files are shared, so it takes little space and

@@ -7,7 +7,8 @@ What always holds:
 * *no orphaned rows*: a directory that is not in the tree has no rows below it (`remove` deletes them).
 
 A row that cannot be decoded (indexes come from the store) is skipped and counted (`Database.note_damaged`). Memory
-holds the sums of hidden keys only. Trio thread only; a crash leaves the rows of whole batches.
+holds the sums of hidden keys, and paths of directories until one moves. Trio thread only; a crash leaves the rows of
+whole batches.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ ROWS_TOGETHER = 512
 """Rows whose keys are computed first, and which are then read together."""
 _KINDS = Flag.DIRECTORY | Flag.LOCAL
 COOKIE_MAX = (1 << 64) - 1
+PATHS_MAX = 1024
+"""Directories whose paths are in memory. Each operation on a name needs the path of its directory two or three times,
+and each component is two rows."""
 DEPTH_MAX = 1024
 """Longest chain of parents that is followed; S3 keys of 1024 bytes cannot be deeper."""
 
@@ -136,6 +140,9 @@ class Tree:
         self.tombstones = Tombstones(database)
         self.hidden = [0, 0, 0, 0]
         """Sums of all listings' ``hidden_*``, in their order."""
+        self._paths: dict[int, list[bytes]] = {}
+        """Names from directories that were asked for up to the root."""
+        database.moved.append(self._paths.clear)
         self.mirrored: set[int] = set()
         """Directories of which another component holds all names; it listens to the events that keep its copy
         correct."""
@@ -350,14 +357,28 @@ class Tree:
 
     def path(self, inode: int) -> list[bytes] | None:
         """Names from the root down to an inode ([] for the root); None where the chain is broken."""
-        names: list[bytes] = []
+        names, lowest = list[bytes](), (0, 0)
+        if len(self._paths) >= PATHS_MAX:
+            self._paths.clear()
         while inode != ROOT_INODE:
+            known = self._paths.get(inode)
+            if known is not None:
+                names += known
+                break
             entry = self.entry(inode)
             if entry is None or len(names) > DEPTH_MAX:
                 return None
+            if entry.flags & Flag.DIRECTORY and not lowest[0]:
+                lowest = inode, len(names)
             names.append(entry.name)
             inode = entry.parent
+        if lowest[0]:
+            self._paths[lowest[0]] = names[lowest[1] :]
         return names[::-1]
+
+    def _move_directory(self, batch: Batch) -> None:
+        """Paths change, or end, when the batch is committed."""
+        batch.committed.append(self.database.note_move)
 
     def prefix(self, directory: int) -> str:
         """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
@@ -469,6 +490,8 @@ class Tree:
 
     def detach(self, batch: Batch, entry: Entry) -> None:
         """Remove an entry from its directory, to `attach` it elsewhere; entries below it stay below it."""
+        if entry.flags & Flag.DIRECTORY:
+            self._move_directory(batch)
         batch.rows[_name_key(entry)] = None
         batch.rows[schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)] = None
         batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = None
@@ -515,6 +538,8 @@ class Tree:
         """Give the name to another version, which gets a new inode, while handles keep the old one. ``inode`` is a
         number reserved for it."""
         self._drop_inode(entry.inode)
+        if entry.flags & Flag.DIRECTORY:
+            self._move_directory(batch)
         renewed = msgspec.structs.replace(entry, inode=inode or self.database.new_inode())
         batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = None
         self._forget_rows(batch, entry)

@@ -192,6 +192,30 @@ def test_paths(database: Database) -> None:
     database.close()
 
 
+def test_path_of_a_directory_is_read_once_until_a_directory_moves(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, batch = Tree(database), Batch()
+    above = tree.insert(batch, ROOT_INODE, b"a", Flag.DIRECTORY)
+    below = tree.insert(batch, above.inode, b"b", Flag.DIRECTORY)
+    file = tree.insert(batch, below.inode, b"f", 0)
+    database.commit(batch)
+    assert tree.path(file.inode) == [b"a", b"b", b"f"]
+    with monkeypatch.context() as patched:
+        patched.delattr(Tree, "entry")
+        assert tree.prefix(below.inode) == "a/b/", "without reading an entry"
+    moving = Batch()
+    tree.detach(moving, above)
+    moved = tree.attach(moving, above, ROOT_INODE, b"c")
+    assert tree.prefix(below.inode) == "a/b/", "the batch is not committed yet"
+    database.commit(moving)
+    assert (tree.prefix(below.inode), tree.path(file.inode)) == ("c/b/", [b"c", b"b", b"f"])
+    removing = Batch()
+    tree.remove(removing, moved)
+    database.commit(removing)
+    assert tree.path(below.inode) is None
+
+
 def test_reading_on_after_a_cookie(database: Database) -> None:
     tree, batch = Tree(database), Batch()
     made = [tree.insert(batch, ROOT_INODE, b"n%d" % number, 0) for number in range(10)]
