@@ -44,7 +44,7 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.publish import find_late_object
+from lakefs_fuse.upload.publish import find_late_object, may_be_stored
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX
 from lakefs_fuse.vfs.writeback.publish_plan import is_packable
@@ -458,7 +458,7 @@ class WriteBack:
         """Return what `publish.find_late_object` returns, or None while the store is away.
 
         The object is looked for again when the draft is stored or discarded. Raises LakeError."""
-        if draft.sequence and self.error is not None:
+        if not may_be_stored(draft) or (draft.sequence and self.error is not None):
             return None
         with suppress(Unavailable), trio.move_on_after(AWAY_S_MAX):
             return await find_late_object(draft)
