@@ -41,6 +41,8 @@ class Leases:
         fs.events.leases_revoked.append(hooks.revoke_open)
         fs.events.directory_updated.append(self._update_attributes)
         fs.events.name_changed.append(hooks.forget_all_attributes)
+        fs.events.name_changed.append(hooks.forget_directories)
+        fs.events.listing_dropped.append(hooks.forget_directories)
 
     # -- opens and attributes
 
@@ -70,6 +72,11 @@ class Leases:
         file = self._fs.files_in_use.get(entry.inode)
         if attributes.attr_timeout > 0 and (file is None or not file.writers):
             self._know(entry, attributes)
+
+    @staticmethod
+    def lease_directory(parent: int, name: bytes, attributes: pyfuse3.EntryAttributes) -> None:
+        """Lease the name of a directory that LOOKUP or MKDIR returned, if its attributes are leased."""
+        hooks.know_directory(parent, name, attributes.st_ino, attributes.entry_timeout)
 
     def _know(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
         """Let the library reply with the attributes of a file, unless it would show them otherwise."""

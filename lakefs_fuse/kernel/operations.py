@@ -223,7 +223,10 @@ class Operations(pyfuse3.Operations):
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry, fresh_s = await self.fs.lookup(parent_inode, name)
         if entry is not None:
-            return self._attributes(entry, fresh_s)
+            attributes = self._attributes(entry, fresh_s)
+            if entry.is_dir:
+                self._leases.lease_directory(parent_inode, name, attributes)
+            return attributes
         if fresh_s <= 0:
             raise pyfuse3.FUSEError(errno.ENOENT)
         return absent_for(fresh_s)
@@ -326,7 +329,9 @@ class Operations(pyfuse3.Operations):
     async def mkdir(self, parent: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
         entry = await self.fs.mkdir(parent, name, mode, ctx.uid, ctx.gid)
         self._leases.lease_new_directory(entry, self.fs.namespace.path_of(entry))
-        return self._attributes(entry, self.config.metadata_ttl_s)
+        attributes = self._attributes(entry, self.config.metadata_ttl_s)
+        self._leases.lease_directory(parent, name, attributes)
+        return attributes
 
     @upcall("rmdir", about=About.NAME)
     async def rmdir(self, parent: int, name: bytes, ctx: object) -> None:

@@ -135,7 +135,7 @@ def compile_module(source: Path, number: int) -> None:
 
 def test_files_that_were_just_written_are_used_without_python(make_lake: LakeMaker) -> None:
     lake = make_lake("file", *OPTIONS).mount()
-    package, count = lake.path / "package", FILES // 4
+    package, count = lake.path / "package", 8
     (package / "__pycache__").mkdir(parents=True)
     before = in_python(lake)
     for number in range(count):
@@ -146,6 +146,49 @@ def test_files_that_were_just_written_are_used_without_python(make_lake: LakeMak
     spent = {kind: count - before[kind] for kind, count in after.items() if count != before[kind]}
     assert spent.pop("rename") == count
     assert sum(spent.values()) <= 3, spent
+
+
+def test_directory_that_exists_is_made_again_without_python(lake: Lake) -> None:
+    """As `makedirs` does before each file: the kernel looks the name up each time."""
+    directory = lake.path / "d" / "below"
+    directory.mkdir()
+    before = in_python(lake)["lookup"]
+    for _ in range(5):
+        with pytest.raises(FileExistsError):
+            directory.mkdir()
+    assert in_python(lake)["lookup"] == before
+    directory.rename(lake.path / "renamed")
+    directory.mkdir()
+    with pytest.raises(FileExistsError):
+        (lake.path / "renamed").mkdir()
+    directory.rmdir()
+    directory.mkdir()
+    (lake.path / "renamed").rmdir()
+    assert not (lake.path / "renamed").exists()
+    with pytest.raises(FileNotFoundError):
+        (lake.path / "renamed" / "below").mkdir()
+    assert directory.is_dir()
+
+
+def test_directory_that_another_node_removes_can_be_made_again(make_lake: LakeMaker, tmp_path: Path) -> None:
+    options = ("--durability", "writeback", "--writeback-delay", "0.1", "--metadata-ttl", "1h", "--refresh", "0.2")
+    lake = make_lake("file", *options).mount()
+    directory = lake.path / "d"
+    directory.mkdir()
+    flush(lake)
+
+    def is_made() -> bool:
+        try:
+            directory.mkdir()
+        except FileExistsError:
+            return False
+        return True
+
+    assert not is_made()
+    with another(lake, tmp_path) as other:
+        (other.path / "d").rmdir()
+        eventually(is_made, "the removal is seen", SOON_S)
+        assert directory.is_dir()
 
 
 def test_attributes_of_a_file_that_was_just_written_follow_what_changes_them(lake: Lake) -> None:

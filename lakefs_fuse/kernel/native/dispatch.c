@@ -124,6 +124,8 @@ int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body)
 		return 1;
 	case FUSE_GETATTR:
 		return lakefs_has_attributes(head->nodeid) || lakefs_known_attributes(head->nodeid);
+	case FUSE_LOOKUP:
+		return lakefs_knows_directory(head->nodeid, body);
 	case FUSE_SETATTR:
 		return repeats_times(head->nodeid, setting->valid, (int64_t)setting->mtime, setting->mtimensec);
 	case FUSE_GETXATTR:
@@ -140,6 +142,14 @@ int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body)
 }
 
 /* -- handlers */
+
+static void lookup(fuse_req_t request, fuse_ino_t parent, const char *name)
+{
+	if (lakefs_knows_directory(parent, name))
+		lakefs_reply_directory(request, parent, name);
+	else
+		next.lookup(request, parent, name);
+}
 
 static void getattr(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
@@ -307,6 +317,7 @@ static void wrap(struct fuse_lowlevel_ops *operations)
 {
 	next = *operations;
 	operations->init = init;
+	operations->lookup = lookup;
 	operations->getattr = getattr;
 	operations->setattr = setattr;
 	operations->getxattr = getxattr;

@@ -88,6 +88,8 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "show_number": (ctypes.c_int, (_inode, _inode)),
     "has_attributes": (ctypes.c_int, (_inode,)),
     "cache_attributes": (None, (_inode, _id, _id, _id, _time_ns, _time_ns, ctypes.c_uint32, _time_ns)),
+    "know_directory": (None, (_inode, ctypes.c_char_p, _inode, _time_ns)),
+    "forget_directories": (None, ()),
     "lease_names": (ctypes.c_int, (_inode, _time_ns, _time_ns, ctypes.c_uint32, ctypes.c_int)),
     "add_names": (ctypes.c_int, (_inode, ctypes.c_char_p, ctypes.c_size_t)),
     "revoke_names": (None, (_inode,)),
@@ -261,6 +263,19 @@ def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) ->
             attributes.st_ino, attributes.st_mode, attributes.st_uid, attributes.st_gid, attributes.st_mtime_ns,
             attributes.st_ctime_ns, attributes.st_blksize, int(min(for_s, LEASE_S_MAX) * 1e9),
         )  # fmt: skip
+
+
+def know_directory(parent: int, name: bytes, inode: int, for_s: float) -> None:
+    """Let the library reply to LOOKUP of a directory for this time, as long as it replies to GETATTR of it. Without the
+    library nothing happens."""
+    if _library is not None:
+        _library.lakefs_know_directory(parent, name, inode, int(min(for_s, LEASE_S_MAX) * 1e9))
+
+
+def forget_directories(*_: object) -> None:
+    """End what `know_directory` began, for all directories."""
+    if _library is not None:
+        _library.lakefs_forget_directories()
 
 
 def has_attributes(inode: int) -> bool:

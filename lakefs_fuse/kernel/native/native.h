@@ -85,6 +85,10 @@ void lakefs_keep_attributes(const struct stat *attributes, int64_t for_ns);
 /* Set the times of a directory's cached attributes, because a name was created in it. */
 void lakefs_touch_attributes(uint64_t inode, int64_t now_ns);
 void lakefs_drop_attributes(uint64_t inode);
+/* Return whether the directory of this name is known, with its attributes. */
+int lakefs_knows_directory(uint64_t parent, const char *name);
+/* Reply to LOOKUP. Requires `lakefs_knows_directory`. */
+void lakefs_reply_directory(fuse_req_t request, uint64_t parent, const char *name);
 
 /* -- leases.c */
 
