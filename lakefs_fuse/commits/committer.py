@@ -22,8 +22,9 @@ What always holds:
   after;
 * *names first*: a commit removes names before the deletion queue deletes their objects;
 * *announced soon*: a plain object that no operation names (`announce_stored`) is in the next commit, or after
-  ``delay_s`` in one that only announces. Announcements are hints in memory: if that commit fails, a later one contains
-  them. A commit that only announces does not wait for its turn among the others.
+  ``delay_s`` in one that has the changes of names that wait, or, if there are none, only announces. Announcements are
+  hints in memory: if that commit fails, a later one contains them. A commit that only announces does not wait for its
+  turn among the others.
 
 Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after the PUT leaves
 the commit, the journal, and a row, written before the PUT, that says which changes the commit contains: the next mount
@@ -131,12 +132,13 @@ class Gathering:
         self._most_s, self._first_s = most_s, min(first_s, most_s)
         self._pause_s, self._sent_s = self._first_s, -math.inf
 
-    async def pause(self) -> None:
-        """Sleep for the next pause."""
+    async def pause(self) -> float:
+        """Sleep for the next pause; return its length in seconds."""
         is_busy = trio.current_time() - self._sent_s < 2 * self._pause_s
         self._pause_s = min(self._most_s, 2 * self._pause_s) if is_busy else self._first_s
         await trio.sleep(self._pause_s)
         self._sent_s = trio.current_time()
+        return self._pause_s
 
 
 class Committer:
@@ -177,6 +179,8 @@ class Committer:
         self._stored: dict[str, None] = {}
         """Paths of plain objects that are not announced yet, the oldest first."""
         self._has_stored = trio.Event()
+        self._announced_s = -math.inf
+        """When a commit began that announces all objects that were stored before."""
         self.error: LakeError | None = None
         """The error of the last attempt to send changes; None if it succeeded."""
 
@@ -476,9 +480,12 @@ class Committer:
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
             await self._has_stored.wait()
-            await gathering.pause()
+            pause_s = await gathering.pause()
+            await self._wait_unannounced(pause_s)
             self._has_stored = trio.Event()
             try:
+                if self._has_sendable and not self._lock.locked() and not self._is_for_pack():
+                    await self.flush()
                 await self.flush_announcements()
                 backoff.reset()
             except LakeError as error:
@@ -489,6 +496,13 @@ class Committer:
                 logger.exception("announcing")
                 self._has_stored.set()
                 await trio.sleep(PAUSE_S_MAX)
+
+    async def _wait_unannounced(self, pause_s: float) -> None:
+        """Return when ``pause_s`` have passed since a commit of changes of names announced what was stored before."""
+        due_s = -math.inf
+        while due_s < self._announced_s + pause_s:
+            due_s = self._announced_s + pause_s
+            await trio.sleep_until(due_s)
 
     async def flush(self) -> None:
         """Store every change that was journaled before the call and is not held. Raises LakeError."""
@@ -525,10 +539,13 @@ class Committer:
         """Remove paths that are about to be sent; one that is stored again from now on is announced again."""
         for path in stored:
             self._stored.pop(path, None)
+        if not self._stored:
+            self._announced_s = trio.current_time()
 
     def _announce_again(self, stored: list[str]) -> None:
         """Put back paths of which other nodes may not have heard."""
         self._stored = dict.fromkeys(stored) | self._stored
+        self._announced_s = -math.inf
 
     # -- commits
 

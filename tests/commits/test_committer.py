@@ -147,6 +147,27 @@ async def test_objects_stored_within_the_delay_are_announced_in_one_commit(tmp_p
         assert await b.poller.poll() == 1
 
 
+async def test_announcements_and_changes_of_names_share_commits(tmp_path: Path) -> None:
+    """As while an archive is unpacked: files are stored, and directories made, at all times."""
+    site, delay_s = Site(tmp_path), 0.25
+    with site.daemon("a", delay_s=delay_s) as a:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.run_announcements)
+            nursery.start_soon(a.committer.run)
+            began_s = trio.current_time()
+            for number in range(24):
+                a.committer.announce_stored(f"f{number}")
+                if number % 5 == 2:
+                    a.enqueue(mkdir(f"d{number}"))
+                await trio.sleep(delay_s / 4)
+            await trio.sleep(2 * delay_s)
+            most = (trio.current_time() - began_s) / delay_s + 1
+            nursery.cancel_scope.cancel()
+        records = [await a.log.fetch(await a.log.head(key)) for key in site.commits()]
+        assert {path for each in records for path in each.stored} == {f"f{number}" for number in range(24)}
+        assert len(records) <= most, "one in each delay"
+
+
 async def test_announcement_that_fails_unexpectedly_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
