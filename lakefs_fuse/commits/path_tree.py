@@ -222,7 +222,7 @@ class PathTree:
                 self.watcher.root_changed()
                 continue
             entry = self.tree.entry(inode)
-            is_earlier = entry is not None and max(entry.mtime_ns, entry.stamp) < time
+            is_earlier = entry is not None and max(entry.ctime_ns, entry.stamp) < time  # its mtime may have been set
             if entry is not None and is_earlier and not self.tree.is_in_batch(batch, entry):
                 self.tree.update(batch, msgspec.structs.replace(entry, mtime_ns=time, ctime_ns=time))
 

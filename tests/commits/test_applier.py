@@ -817,6 +817,16 @@ def test_rename_made_here_moves_the_ctime_of_the_directory_or_link_itself(tmp_pa
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("seconds", [5, 2e9])
+def test_time_of_a_directory_that_was_set_counts_until_a_name_changes(tmp_path: Path, seconds: float) -> None:
+    """Also one in the future."""
+    with node(tmp_path) as n:
+        n.commit(10, msgspec.structs.replace(mkdir("d"), mtime_ns=at(seconds)))
+        assert n.found("d").mtime_ns == at(seconds)
+        n.commit(20, put("d/f"))
+        assert n.found("d").mtime_ns == at(20)
+
+
 def test_directory_that_a_pending_move_makes_has_the_time_of_the_change(tmp_path: Path) -> None:
     """What made it visible went with names that were dropped: the journal is applied again over those of an index."""
     with node(tmp_path, clock_ns=lambda: at(5)) as n:
