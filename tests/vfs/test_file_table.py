@@ -12,6 +12,8 @@ from typing import NoReturn
 import pytest
 import trio
 
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.record import Remove
 from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
@@ -671,6 +673,45 @@ async def test_close_whose_answer_was_lost_leaves_the_version_that_replaced_it(t
         assert one.fs.unfinished() == []
     async with lake(store, tmp_path / "three") as three:
         assert await three.read("file") == theirs
+
+
+async def test_close_whose_answer_was_lost_leaves_a_name_removed_whose_newer_version_was(tmp_path: Path) -> None:
+    """Another node replaced what was stored, and one that knew of neither removed the name: the object is there."""
+    store = MemoryStore(Capabilities(name="memory", put_if_match=True, complete_if_match=True))
+    removed = trio.Event()
+    lakes = two_lakes(store, tmp_path, retry_timeout_s=20.0, delete_after_s=1e6, metadata_ttl_s=0.0, pack="never")
+    async with lakes as (one, two), trio.open_nursery() as nursery:
+        await one.write("file", b"before")
+        await one.setattr("file", mode=stat.S_IFREG | 0o600)  # commits name the file from here on
+        await one.sync()
+        await two.poll()
+
+        def lose(request: Request, when: str) -> None:
+            if is_put(request) and request.key == "file" and when == "after":
+                store.hook = lambda _request, _when: None
+                trio.from_thread.run_sync(nursery.start_soon, replace_and_remove)
+                trio.from_thread.run(removed.wait)
+                raise Unavailable("lost")
+
+        async def replace_and_remove() -> None:
+            handle = await two.open("file", os.O_WRONLY | os.O_TRUNC)
+            await two.fs.write(handle, 0, b"theirs")
+            await two.close(handle)
+            await two.sync()
+            await two.parts.committer.commit(Change(operations=[Remove("file", by_date=True)]))
+            await one.poll()
+            removed.set()
+
+        handle = await one.open("file", os.O_WRONLY | os.O_TRUNC)
+        await one.fs.write(handle, 0, b"mine")
+        store.hook = lose
+        await one.close(handle)
+        assert store.data("file") == b"theirs"
+        for m in (one, two):
+            await m.poll()
+            assert await m.names() == []
+    async with lake(store, tmp_path / "three") as three:
+        assert await three.names() == []
 
 
 async def test_an_upload_that_could_not_be_aborted_is_aborted_by_the_next_mount(tmp_path: Path) -> None:

@@ -449,7 +449,8 @@ class ObjectWriter:
             entry = row or entry
         elif key == path and not published.is_superseded:
             self._committer.announce_stored(path)
-        is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(entry)
+        of_name = row if published.is_superseded else entry  # the version that the name has, as far as is known
+        is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(of_name or entry)
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
         return StoredVersion(entry, row, is_removed, extent, published.described, published, commits and is_named)
 
@@ -915,16 +916,14 @@ class Publisher:
         self._ns.changing(entry.parent, entry.name)
         if is_stored:
             batch.committed.append(partial(self._ns.changing, entry.parent, entry.name, is_stored=True))
-        if stored.row is None:  # another version has the name here, and ours replaced it: list again
-            self._ns.tree.forget_listing(batch, entry.parent)
-        elif stored.is_removed:
+        if stored.row is None or (published is not None and published.is_superseded):
+            self._ns.tree.forget_listing(batch, entry.parent)  # it is to show which version the name has
+        if stored.row is not None and stored.is_removed:
             self._ns.tree.remove(batch, stored.row)
             self._ns.announce_name(entry.parent, entry.name)
-        elif published is not None:  # the commit of a pack changed the rows itself
+        elif stored.row is not None and published is not None:  # the commit of a pack changed the rows itself
             assert (entry.parent, entry.cookie) == (stored.row.parent, stored.row.cookie), "a file follows its row"
             self._ns.tree.update_files(batch, [(stored.row, entry)])  # read in this step
-            if published.is_superseded:
-                self._ns.tree.forget_listing(batch, entry.parent)
 
     async def _finish(self, published: Sequence[Publication], older: list[Draft]) -> None:
         """Release the staged bytes of recorded versions, and discard the ``older`` ones that they supersede."""
