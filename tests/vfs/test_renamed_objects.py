@@ -445,8 +445,8 @@ async def test_exchanged_file_that_another_node_had_renamed_is_what_was_written_
         store.hook = pause
         async with trio.open_nursery() as nursery:
             nursery.start_soon(two.poll)
-            await reached(looking.reached)  # for what else is there, before "c" gets what was written in its place
             await reached(saying.reached)  # what the exchanged names are
+            await trio.testing.wait_all_tasks_blocked(BLOCKED_S)  # "c" is looked for now, or once that is said
             looking.resume()
             await trio.testing.wait_all_tasks_blocked(BLOCKED_S)
             saying.resume()
