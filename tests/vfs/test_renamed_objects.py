@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +15,11 @@ import trio
 import trio.testing
 from msgspec.structs import replace
 
-from lakefs_fuse.commits.record import COMMITS, THIS, ObjectRef, Operation, Put, Record
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Operation, Put, Record
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.tombstones import NS
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import REPLACES_METADATA, TOKEN_METADATA, StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ObjectMeta
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from lakefs_fuse.vfs.namespace.renamed_objects import NAMES_PER_STEP
@@ -1227,3 +1229,40 @@ async def test_commit_applied_of_other_objects_reads_no_operation(tmp_path: Path
         m.parts.renamed.commit_applied(replace(record, operations=operations))
         await m.parts.renamed.wait_adopted()
     assert not operations.read
+
+
+async def test_file_written_over_a_renamed_one_stays_where_another_renamed_what_was_there_before(
+    tmp_path: Path,
+) -> None:
+    """Its writer knew of the file that it replaced, as the object's metadata say, and not of the other rename. A node
+    reads the file that was there before."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="never") as one,
+        lake(store, tmp_path / "two", clock=clock, pack="never") as two,
+        lake(store, tmp_path / "reader", clock=clock, pack="never") as reader,
+    ):
+        await two.write("f", b"first")
+        await one.write("other", b"other")
+        for m in (one, two):
+            await m.sync()
+        clock.advance(5)
+        with unheard_commits(store), held_fresh(two):
+            await one.rename("other", "f")
+            clock.advance(1)
+            await two.rename("f", "moved")
+        clock.advance(5)
+        of_writer = {TOKEN_METADATA: "0" * 32, REPLACES_METADATA: store.objects["other"][1].etag}
+        written = store.give("f", b"new", of_writer)
+        told = Put("f", OWN, 0, written.size, 0o644, 0, 0, clock.now_ns, written.etag)
+        clock.advance(1)
+        await reader.poll()
+        with suppress(FileError):
+            await reader.read("moved")
+        await reader.parts.renamed.wait_adopted()
+        await one.parts.committer.commit(lambda: Change(operations=[told]))
+        for m in (reader, two, one):
+            await m.poll()
+            assert await m.read("f") == b"new"
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.read("f") == b"new"

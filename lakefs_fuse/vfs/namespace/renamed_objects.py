@@ -9,7 +9,8 @@ object's metadata show: then both are files, and the bytes of the renamed one ar
 
 The name at whose key the object lies may have got another file in the same commit, as in an exchange. What was written
 there counts in place of that file, because a later commit names it. The name's history tells what the name is without
-the object, and an addition to the commit that gave the name that file repeats it (`hide`).
+the object, and an addition to the commit that gave the name that file repeats it (`hide`). But if the metadata of what
+was written say that it replaced that very file, its writer knew of it, and it is the file of that name.
 
 What always holds: a name gets another version only after a HEAD showed that version at the key, only while the name
 still means the version that is gone, and not if its own key has a newer one; no object is deleted here. What this node
@@ -20,7 +21,7 @@ only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence, Set
 from functools import partial
 from itertools import islice
 
@@ -51,6 +52,12 @@ ADOPT_S_MAX = 10.0
 NAMES_PER_STEP = 512
 """Names that are checked in one step: 5 ms."""
 log = logging.getLogger(__name__)
+
+
+def _has_bytes_of(entry: Entry, rows: Rows, etags: Collection[str]) -> bool:
+    """Return whether a file elsewhere has the bytes of one of these versions."""
+    row = rows.objects.get(entry.place)
+    return row is not None and row.etag in etags
 
 
 class RenamedObjects:
@@ -188,7 +195,8 @@ class RenamedObjects:
     def _file_elsewhere(self, key: str, etags: Sequence[str], time: int) -> tuple[Entry, Rows] | None:
         """Return the file elsewhere that the name ``key`` is, or would be without these objects; see `hide`.
 
-        Return None if there is none to be repeated, or if it hides the newest of these objects already."""
+        Return None if there is none to be repeated, if it hides the newest of these objects already, or if they have
+        replaced it, as the metadata of the newest show."""
         entry = self._ns.at(key)
         rows: Rows = self._ns.tree
         if entry is not None and entry.is_plain and entry.etag in etags:
@@ -199,7 +207,7 @@ class RenamedObjects:
             row = self._ns.tree.objects.get(entry.place)
             objects = {} if row is None else {entry.place: row}
             rows = RowSnapshot(objects, {0: said.target}, {0: said.xattrs or {}})
-        if entry is None or not lies_elsewhere(entry) or entry.etag == etags[-1]:
+        if entry is None or not lies_elsewhere(entry) or entry.etag == etags[-1] or _has_bytes_of(entry, rows, etags):
             return None
         return (entry, rows) if 0 < entry.stamp < PENDING else None
 
@@ -264,8 +272,10 @@ class RenamedObjects:
             found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
             before = ObjectRef(row.key, row.etag, row.size)
             builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)
-            is_later = is_successor(meta, row.etag) and not self._is_given(row.key, meta.etag, entry.stamp)
-            if is_later or not token_of(meta):
+            there = self._ns.at(row.key)
+            is_of_name = there is not None and _has_bytes_of(there, self._ns.tree, replaced_since(meta, row.etag))
+            is_later = not is_of_name and not self._is_given(row.key, meta.etag, entry.stamp)
+            if (is_later and is_successor(meta, row.etag)) or not token_of(meta):
                 hide_object(builder, self._ns.tree, row.key, meta.etag)
         return builder.change()
 
