@@ -408,7 +408,8 @@ class Operations(pyfuse3.Operations):
 
     @upcall("write")
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self.fs.write(fh, off, buf, kills_privileges=hooks.kills_privileges())
+        sends_times = hooks.is_cached_write() and self.enable_writeback_cache
+        return await self.fs.write(fh, off, buf, kills_privileges=hooks.kills_privileges(), sets_times=not sends_times)
 
     @upcall("flush")
     async def flush(self, fh: int) -> None:

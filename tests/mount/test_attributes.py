@@ -103,6 +103,18 @@ def test_attributes_of_a_directory_survive(make_lake: LakeMaker, store: str) -> 
     assert (stat.S_IMODE(found.st_mode), found.st_mtime_ns) == (0o700, LONG_AGO_NS)
 
 
+def test_write_after_truncation_in_the_same_tick_keeps_the_mtime_that_was_shown(lake: Lake) -> None:
+    """The kernel sets one mtime for both, and sends it with the truncation alone."""
+    files = [lake.path / f"file{number}" for number in range(20)]
+    for file in files:
+        file.write_bytes(b"first")
+    time.sleep(0.05)
+    for file in files:
+        file.write_bytes(b"second")
+    shown = [file.stat().st_mtime_ns for file in files]
+    assert [mtime_ns for _, mtime_ns in asked_again(lake, *files)] == shown
+
+
 def test_times_without_being_told(lake: Lake) -> None:
     """The time of the last write is the file's, here and for a mount that knows nothing."""
     file = lake.path / "file"

@@ -337,7 +337,8 @@ static void write_buf(fuse_req_t request, fuse_ino_t inode, struct fuse_bufvec *
 	memcpy(file->data + offset, buf->mem, buf->size);
 	if (end > file->size)
 		file->size = end;
-	file->written_ns = lakefs_request_time.realtime_ns;
+	if (!info->writepage) /* the kernel sends the time of bytes of its cache with SETATTR, if it has not sent it yet */
+		file->written_ns = lakefs_request_time.realtime_ns;
 	lakefs_count(FUSE_WRITE);
 	libfuse.reply_write(request, buf->size);
 }

@@ -25,6 +25,7 @@ static int hooked;
 static uint32_t requested, granted;
 static uint32_t background_max;
 static int64_t flush_pid;
+static int cached_write;
 
 /*
  * Handle INIT. With ATOMIC_O_TRUNC the kernel drops the attributes of every file that it opens with O_TRUNC, also of a
@@ -276,6 +277,14 @@ static void fsyncdir(fuse_req_t request, fuse_ino_t inode, int datasync, struct 
 	next.fsyncdir(request, inode, datasync, info);
 }
 
+/* Record whether the bytes come from the kernel's page cache, which libfuse passes on and pyfuse3 does not. */
+static void write_buf(fuse_req_t request, fuse_ino_t inode, struct fuse_bufvec *bytes, off_t offset,
+		      struct fuse_file_info *info)
+{
+	cached_write = info->writepage;
+	next.write_buf(request, inode, bytes, offset, info);
+}
+
 /*
  * The last COPY_FILE_RANGE. pyfuse3 does not support it, so it is passed to pyfuse3's handler of GETXATTR, which can
  * send the reply, a `struct fuse_write_out`, as a value. Python distinguishes the two by the name, which no caller of
@@ -328,6 +337,7 @@ static void wrap(struct fuse_lowlevel_ops *operations)
 	operations->forget = forget;
 	operations->forget_multi = forget_multi;
 	operations->read = read_file;
+	operations->write_buf = write_buf;
 	operations->readdirplus = readdirplus;
 	operations->fsyncdir = fsyncdir;
 	lakefs_wrap_offloaded(operations);
@@ -393,6 +403,12 @@ int lakefs_is_hooked(void)
 const struct copy_request *lakefs_copy_request(void)
 {
 	return &copy;
+}
+
+/* Return whether the WRITE whose handler runs has bytes of the kernel's page cache. */
+int lakefs_is_cached_write(void)
+{
+	return cached_write;
 }
 
 /* Return the thread that sent the FLUSH whose handler runs; 0 if it is in another pid namespace. */

@@ -76,6 +76,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "flush_pid": (ctypes.c_int64, ()),
     "copy_request": (ctypes.POINTER(CopyRequest), ()),
     "kills_privileges": (ctypes.c_int, ()),
+    "is_cached_write": (ctypes.c_int, ()),
     "begin_reading": (ctypes.c_int, ()),
     "is_drained": (ctypes.c_int, ()),
     "session_exited": (ctypes.c_int, ()),
@@ -199,6 +200,7 @@ class RequestFacts(NamedTuple):
 
     flush_pid: int
     kills_privileges: bool
+    is_cached_write: bool
     copied: CopyRequest | None
 
 
@@ -208,10 +210,10 @@ _kept: ContextVar[RequestFacts | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def keep_request_facts() -> Iterator[None]:
-    """Keep the results of `flush_pid`, `copy_request` and `kills_privileges` for this task until the block ends,
-    whatever other requests arrive. Enter it before the first await of a request."""
+    """Keep the results of `flush_pid`, `copy_request`, `kills_privileges` and `is_cached_write` for this task until the
+    block ends, whatever other requests arrive. Enter it before the first await of a request."""
     copied = copy_request() if _library is not None else None
-    token = _kept.set(RequestFacts(flush_pid(), kills_privileges(), copied))
+    token = _kept.set(RequestFacts(flush_pid(), kills_privileges(), is_cached_write(), copied))
     try:
         yield
     finally:
@@ -240,6 +242,14 @@ def kills_privileges() -> bool:
     if (kept := _kept.get()) is not None:
         return kept.kills_privileges
     return _library is not None and bool(_library.lakefs_kills_privileges())
+
+
+def is_cached_write() -> bool:
+    """Return whether the WRITE being handled has bytes of the kernel's page cache; valid as `flush_pid`. Always False
+    without the library."""
+    if (kept := _kept.get()) is not None:
+        return kept.is_cached_write
+    return _library is not None and bool(_library.lakefs_is_cached_write())
 
 
 def lease_open(inode: int, for_s: float) -> None:

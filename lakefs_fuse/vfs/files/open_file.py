@@ -224,10 +224,11 @@ class OpenFile:
             return last.target.replaces
         return self.extent.version.etag if self.extent is not None else ""
 
-    def written(self, now_ns: int) -> None:
-        """Set the times after the bytes have changed."""
+    def written(self, now_ns: int | None) -> None:
+        """Set the times after the bytes have changed; with None, the times stay, but no program chose them."""
         flags = int(self.entry.flags & ~Flag.MTIME_KEPT)
-        self.entry = msgspec.structs.replace(self.entry, flags=flags, mtime_ns=now_ns, ctime_ns=now_ns)
+        times = {} if now_ns is None else {"mtime_ns": now_ns, "ctime_ns": now_ns}
+        self.entry = msgspec.structs.replace(self.entry, flags=flags, **times)
         self.is_redated = False  # the kernel's mtime is the newest again
 
     def set_attributes(self, ctime_ns: int, mtime_ns: int | None) -> None:

@@ -140,13 +140,17 @@ class Handles:
         handle = self.handle(number)
         return await self._io.read(handle.file, offset, length, handle.readahead, handle.reads)
 
-    async def write(self, number: int, offset: int, data: Buffer, *, kills_privileges: bool = False) -> int:
+    async def write(
+        self, number: int, offset: int, data: Buffer, *, kills_privileges: bool = False, sets_times: bool = True
+    ) -> int:
+        """Write bytes; return how many. Raises LakeError. Without ``sets_times``, their mtime and ctime come by
+        `Attributes.setattr`, unless that had the same ones last."""
         file = self.handle(number).file
         if kills_privileges:
             await self._attributes.kill_privileges(file.current)
         await self._io.write(file, offset, data)
         file.count_written(offset, len(data))
-        file.written(self._clock.wall_ns())
+        file.written(self._clock.wall_ns() if sets_times else None)
         return len(data)
 
     async def copy_range(self, source: int, offset: int, target: int, target_offset: int, length: int) -> int:
