@@ -427,8 +427,8 @@ class Operations(pyfuse3.Operations):
     def _is_written_on(self, handle: Handle) -> bool:
         """Return whether a descriptor is closed although its writer has not finished. Call it before the handler's
         first await. A child process closes inherited descriptors while its parent still writes; a shell opens a file
-        for a command, duplicates the descriptor and closes the first one before anything was written. Publishing then
-        would show other nodes a part of a file. The last close of all always publishes.
+        for a command, duplicates the descriptor and closes the first one before anything was written; it may leave that
+        to execve(2). Publishing then would show other nodes a part of a file. The last close of all always publishes.
         """
         closer = hooks.flush_pid() if hooks.active() else 0
         if not closer:
@@ -439,7 +439,7 @@ class Operations(pyfuse3.Operations):
                 return True
         if handle.file.is_untouched:
             path = os.path.join(self.config.mountpoint, handle.file.key)
-            if hooks.holds(hooks.process_of(closer), path):
+            if hooks.is_executing(closer) or hooks.holds(hooks.process_of(closer), path):
                 return True
         handle.closed_by_opener = True
         return False

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
 
 from tests.mount.conftest import LakeMaker, Place, new_place
 from tests.mount.lakes import noise
@@ -84,6 +88,46 @@ def test_a_child_that_inherits_a_descriptor_does_not_publish(here_with_hooks: Pl
         assert here.names() == set()
         stream.write(data[100_000:])
     assert here.stored("model") == data
+    assert here.count("upload.publishes") == published + 1
+
+
+EXECUTED = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC)
+os.write(fd, b"x" * int(sys.argv[2]))
+if sys.argv[3] == "duplicated":
+    os.dup2(fd, 1)
+os.execvp("echo", ["echo", "out"])
+"""
+
+
+@pytest.mark.parametrize("name", ["file", "model.pt"])
+@pytest.mark.parametrize("written", [0, 300_000])
+@pytest.mark.parametrize("descriptors", ["one", "duplicated"])
+def test_execve_that_closes_the_descriptor_of_a_new_file_ends(
+    make_lake: LakeMaker, name: str, written: int, descriptors: str
+) -> None:
+    """Until the reply to FLUSH, the kernel holds a lock for which readers of files in /proc/PID wait."""
+    lake = make_lake("file").mount()
+    command = [sys.executable, "-c", EXECUTED, str(lake.path / name), str(written), descriptors]
+    program = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        assert program.wait(20) == 0
+    finally:
+        if program.poll() is None:
+            os.kill(lake.pid, signal.SIGKILL)  # nothing else ends a program that waits for its reply
+    expected = b"x" * written + (b"out\n" if descriptors == "duplicated" else b"")
+    assert (lake.path / name).read_bytes() == expected
+
+
+def test_redirection_left_to_execve_publishes_once(here_with_hooks: Place) -> None:
+    here = here_with_hooks
+    published = here.count("upload.publishes")
+    command = [sys.executable, "-c", EXECUTED, str(here.path / "f"), "0", "duplicated"]
+    with watching(here, "f") as seen:
+        subprocess.run(command, check=True)
+        assert here.stored("f") == b"out\n"
+    assert seen <= {b"out\n"}
     assert here.count("upload.publishes") == published + 1
 
 

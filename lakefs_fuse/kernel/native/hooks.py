@@ -340,9 +340,25 @@ def process_of(thread: int) -> int:
     return 0
 
 
+def is_executing(thread: int) -> bool:
+    """Return whether a thread that closes a descriptor does so inside execve(2).
+
+    The kernel then holds the lock ``exec_update_lock`` of the process, and closes descriptors before the new address
+    space has any code (VmExe is 0). Reading /proc/PID/fd, /proc/PID/stat and more waits for that lock, hence for the
+    reply to the FLUSH of such a close: if the daemon reads them before it replies, the mount hangs. /proc/PID/status
+    takes no lock."""
+    try:
+        with open(f"/proc/{thread}/status", "rb") as status:
+            return any(line.split() == [b"VmExe:", b"0", b"kB"] for line in status)
+    except OSError:
+        return False
+
+
 def killed_by(thread: int) -> int:
-    """Return the signal that is ending a thread, or 0. It is 0 if the thread continues, exits without a signal, or its
-    state cannot be read."""
+    """Return the signal that is ending a thread, or 0. It is 0 if the thread continues, exits without a signal, is
+    inside execve(2), or its state cannot be read."""
+    if is_executing(thread):
+        return 0
     try:
         with open(f"/proc/{thread}/stat", "rb") as status:
             fields = status.read().rpartition(b")")[2].split()
@@ -353,7 +369,8 @@ def killed_by(thread: int) -> int:
 
 
 def holds(process: int, path: str) -> bool:
-    """Return whether /proc shows a descriptor of the process for the file at ``path``; False if it cannot be read."""
+    """Return whether /proc shows a descriptor of the process for the file at ``path``; False if it cannot be read. The
+    process may not be inside execve(2): see `is_executing`."""
     try:
         with os.scandir(f"/proc/{process}/fd") as descriptors:
             return any(_target(descriptor.path) == path for descriptor in descriptors)
