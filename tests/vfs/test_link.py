@@ -173,6 +173,30 @@ async def test_name_that_was_removed_can_be_linked_by_one_node(tmp_path: Path) -
             assert await node.read("g") == b"two"
 
 
+async def test_bytes_that_were_removed_before_and_linked_again_at_once_are_not_replaced(tmp_path: Path) -> None:
+    """Their ETag is that of the version that was removed first, and the store dates to the second."""
+    store = MemoryStore(ABLE)
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, pack="never", delete_after_s=300.0) as (one, two):
+        await one.write("g", b"first")
+        await one.write("same", b"first")
+        await two.write("f", b"second")
+        await two.write("f2", b"third")
+        await one.unlink("g")
+        await one.fs.sync_names()
+        await two.poll()
+        assert await link_errno(two, "f", "g") == 0
+        await two.unlink("g")
+        await two.fs.sync_names()
+        await one.poll()
+        assert await link_errno(one, "same", "g") == 0
+        assert await link_errno(two, "f2", "g") == errno.EBUSY
+        for node in (one, two):
+            await node.fs.make_durable()
+            await node.poll()
+            assert await node.read("g") == b"first"
+
+
 async def test_key_of_a_renamed_file_is_not_taken(tmp_path: Path) -> None:
     async with two_lakes(MemoryStore(ABLE), tmp_path, pack="never") as (one, two):
         await one.write("g", b"renamed")

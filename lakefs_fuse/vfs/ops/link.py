@@ -27,6 +27,7 @@ from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import FileError, LakeError, Overtaken, PreconditionFailed, Superseded
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstone
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.meta.tree_events import TreeEvents
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
@@ -136,6 +137,13 @@ class LinkCounts:
 def _identity(entry: Entry) -> tuple[object, ...]:
     """Return values that differ as soon as a file is written, or gets other attributes."""
     return entry.size, entry.mtime_ns, entry.mode, entry.uid, entry.gid, entry.etag, entry.place, entry.offset
+
+
+def _may_be_again(removed: Tombstone, there: ObjectMeta) -> bool:
+    """Return whether the object may have been put after the removal of a version with the same bytes: another version
+    was removed since, and the store's date is not older than the removal."""
+    gone = removed.when_gone(there.etag)
+    return gone > 0 and there.etag != removed.etag and there.mtime_ns + SAME_VERSION_NS > gone
 
 
 @contextmanager
@@ -285,7 +293,7 @@ class Links:
             raise FileError(errno.EEXIST)
         able = self._client.capabilities
         has_match = able.complete_if_match if body is None else able.put_if_match
-        if not has_match or self._has_same_etag(there, extent, body):
+        if not has_match or self._has_same_etag(there, extent, body) or _may_be_again(removed, there):
             raise FileError(errno.EBUSY, f"the object of the file that was removed still lies at {target.key}")
         target.if_absent, target.expected = False, there.etag
 
