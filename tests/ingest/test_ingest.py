@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import errno
+import gc
 import gzip
 import io
 import itertools
@@ -822,12 +823,13 @@ async def test_what_was_stored_before_a_failure_stays(local: Lake, monkeypatch: 
             raise StoreFull("no room")
         return local.store.put(key, body)
 
+    gc.collect()  # what other tests left behind may have descriptors, which would be closed meanwhile
     before = len(os.listdir("/proc/self/fd"))
     with pytest.RaisesGroup(pytest.RaisesExc(StoreFull)):
         await run_of(local, Wrapped(local.store, third_fails), Synthetic(200, 50_000), uploads_max=1).run()
     assert len(local.commits()) == 2
     assert all(content[0] == bytes(50_000) for content in local.tree().values())
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_an_interrupted_large_file_leaves_no_upload(lake: Lake, tmp_path: Path) -> None:
