@@ -519,6 +519,7 @@ class _CarryOver:
                 self._before[target] = file
             if not is_one:
                 batch = self._commit(batch)
+                leaving.remove(found.inode)  # a later move to this name replaces it
         self._commit(batch)
         for moved in attached:
             if moved.inode in paths.watcher.in_use:

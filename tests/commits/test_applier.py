@@ -945,6 +945,22 @@ def test_a_name_that_is_renamed_twice_in_one_commit_is_two_things(tmp_path: Path
         assert sorted(n.shown()) == ["e/", "e/d/"]
 
 
+def test_the_second_of_two_files_that_one_commit_renames_to_a_name_replaces_the_first(tmp_path: Path) -> None:
+    """A name has one row in its directory's listing: the other would be listed for good, and never be found."""
+    with node(tmp_path) as n:
+        n.commit(1, put("a", 1), put("b", 2), put("c", 3))
+        builder = n.change()
+        for old in "ab":
+            builder.put("c", n.found(old), key=old)
+            builder.operations.append(Remove(old))
+            builder.moves.append((old, "c"))
+        n.commit(2, change=builder.change())
+        assert [(entry.name, entry.size) for entry in n.tree.children(ROOT_INODE)] == [(b"c", 2)]
+        assert n.found("c").size == 2
+        n.commit(3, Remove("c"))
+        assert not n.shown()
+
+
 # -- changes made here
 
 

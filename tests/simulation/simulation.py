@@ -1343,12 +1343,15 @@ class Simulation:
                 self.tell(node.name, f"reading all names: {error}")
                 await trio.sleep(TREE_PAUSE_S)
         else:
-            raise Failed(f"{node.name} lists a directory that cannot be opened")
+            raise Failed(f"{node.name} lists a name twice, or a directory that cannot be opened")
         return tree
 
     async def _add_tree(self, node: SimulatedNode, inode: int, prefix: str, tree: dict[str, bytes]) -> None:
         lake = node.lake
-        for entry in await lake.read_directory(inode):
+        entries = await lake.read_directory(inode)
+        if len({entry.name for entry in entries}) < len(entries):
+            raise FileError(errno.ENOENT, f"{prefix} lists a name twice")
+        for entry in entries:
             path = prefix + entry.name.decode()
             if entry.is_dir:
                 tree[path] = DIRECTORY

@@ -102,7 +102,9 @@ class Lake:
 
     async def names(self, path: str = "") -> list[str]:
         inode = (await self.found(path)).inode if path else ROOT_INODE
-        return sorted(entry.name.decode(errors="surrogateescape") for entry in await self.read_directory(inode))
+        names = sorted(entry.name.decode(errors="surrogateescape") for entry in await self.read_directory(inode))
+        assert len(set(names)) == len(names), f"{path} lists a name twice: {names}"
+        return names
 
     async def read_directory(self, inode: int) -> list[Entry]:
         """As the kernel does: open it, and read on until nothing comes."""
