@@ -55,8 +55,13 @@ class Life(msgspec.Struct, frozen=True):
 class Running(Clock):
     """Goes on, from life to life, as the machine's does."""
 
-    def __call__(self) -> int:
+    def wall_ns(self) -> int:
         return START_NS + time.monotonic_ns()
+
+    def boot_ns(self) -> int:
+        return time.monotonic_ns()
+
+    __call__ = wall_ns
 
 
 class Slow:
