@@ -51,6 +51,13 @@ async def local(node: Lake, path: str) -> tuple[int, str]:
     return row.local_bytes, row.pinned
 
 
+def reading(node: Lake) -> dict[str, int]:
+    """What the statistics say of reads."""
+    of_reader = node.fs.statistics()["reader"]
+    assert isinstance(of_reader, dict)
+    return of_reader
+
+
 async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(10):
         while not condition():
@@ -479,6 +486,7 @@ async def test_evict_of_one_packed_file_leaves_the_others(tmp_path: Path) -> Non
         await node.fs.residency.unpin_paths([("d/0", "")])
         for number in range(3):
             assert await node.read(f"d/{number}") == data(number)
+        await until(lambda: not reading(node)["bytes_inflight"])  # readers do not wait for the cache disk
         await node.fs.residency.evict_paths([("d", "")])
         assert (await local(node, "d"))[0] == 0
         assert not list((tmp_path / "node" / "blocks").glob("*/*"))
