@@ -22,9 +22,9 @@ What always holds:
   after;
 * *names first*: a commit removes names before the deletion queue deletes their objects;
 * *announced soon*: a plain object that no operation names (`announce_stored`) is in the next commit, or after
-  ``delay_s`` in one that has the changes of names that wait, or, if there are none, only announces. Announcements are
-  hints in memory: if that commit fails, a later one contains them. A commit that only announces does not wait for its
-  turn among the others.
+  ``delay_s`` in one that has the changes of names that wait, or, if there are none, only announces. If that commit
+  fails, or the daemon ends before it, a later one announces them (`Unannounced`). A commit that only announces does not
+  wait for its turn among the others.
 
 Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after the PUT leaves
 the commit, the journal, and a row, written before the PUT, that says which changes the commit contains: the next mount
@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from itertools import accumulate, islice
@@ -68,9 +69,9 @@ from lakefs_fuse.commits.withdrawal import Hear, Withdrawal
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
-from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry
-from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.meta.rows import Deletion, UnannouncedRows
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
@@ -79,7 +80,7 @@ from lakefs_fuse.sync.wakeup import Wakeup
 NS = 1_000_000_000
 ASK_S_MAX = 5.0
 """After a PUT fails, the HEAD that looks for the commit may take this long; then the error is raised."""
-ANNOUNCED_MAX = 1 << 16
+UNANNOUNCED_MAX = 1 << 16
 """Maximum of stored objects that wait for their announcement, some 10 MB. Other nodes find further ones when they list
 the directory."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
@@ -141,6 +142,63 @@ class Gathering:
         return self._pause_s
 
 
+class Unannounced:
+    """Plain objects that this node stored and has to announce: others would find them by a LIST, perhaps much later.
+
+    A path stays here until a commit that announces it is in the store in time. A crash of the daemon leaves its row
+    (`UnannouncedRows`), and the next daemon announces the object, some of them a second time."""
+
+    def __init__(self, database: Database) -> None:
+        self._rows = UnannouncedRows(database)
+        self._waiting: dict[str, None] = {}
+        """The oldest first."""
+        self._sent = Counter[str]()
+        """Paths in commits that are on their way."""
+        self._added = trio.Event()
+        self.announced_s = -math.inf
+        """When a commit began that announces all objects that were stored before."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def load(self) -> None:
+        """Take over what the last daemon did not announce."""
+        self._waiting |= dict.fromkeys(islice(self._rows.paths(), UNANNOUNCED_MAX))
+
+    def add(self, path: str) -> None:
+        if len(self._waiting) < UNANNOUNCED_MAX:
+            self._waiting[path] = None
+            self._added.set()
+
+    async def wait(self) -> None:
+        """Return when there is something to announce."""
+        while not self._waiting:
+            self._added = trio.Event()
+            await self._added.wait()
+
+    def oldest(self) -> list[str]:
+        """Return the paths that one commit announces."""
+        return list(islice(self._waiting, STORED_MAX))
+
+    def begin(self, paths: Iterable[str]) -> None:
+        """Remove paths that are about to be sent; one that is stored again from now on is announced again."""
+        for path in paths:
+            self._waiting.pop(path, None)
+        self._sent.update(paths)
+        if not self._waiting:
+            self.announced_s = trio.current_time()
+
+    def end(self, paths: Iterable[str], *, is_announced: bool) -> None:
+        """Count paths as announced, or put back those of which other nodes may not have heard."""
+        self._sent -= Counter(paths)
+        if not is_announced:
+            self._waiting = dict.fromkeys(paths) | self._waiting
+            self.announced_s = -math.inf
+        elif done := [path for path in paths if path not in self._waiting and not self._sent[path]]:
+            with suppress(CacheError):  # the next daemon announces them again
+                self._rows.delete(done)
+
+
 class Committer:
     """Sends the changes of this node as commits: see the module's head. Trio thread only."""
 
@@ -176,16 +234,16 @@ class Committer:
         self._sent_as_of: set[int] = set()
         """Times of commits that `commit_as_of` sent, including failed ones that may be stored later, so that no two
         bodies get the same key. Times older than LATE_NS are forgotten."""
-        self._stored: dict[str, None] = {}
-        """Paths of plain objects that are not announced yet, the oldest first."""
-        self._has_stored = trio.Event()
-        self._announced_s = -math.inf
-        """When a commit began that announces all objects that were stored before."""
+        self._unannounced = Unannounced(self._db)
         self.error: LakeError | None = None
         """The error of the last attempt to send changes; None if it succeeded."""
 
-    def load(self) -> None:
-        """Load the journal of the last daemon, and apply changes in it that may not be in effect. Call it once."""
+    def load(self, *, announces: bool) -> None:
+        """Load the journal of the last daemon, and apply changes in it that may not be in effect. Call it once.
+
+        ``announces``: what that daemon stored and did not announce is announced now."""
+        if announces:
+            self._unannounced.load()
         self._writer_before = tables.writer_of(self._db)
         self.journal.load()
         if tables.reapply_wanted(self._db):
@@ -374,9 +432,7 @@ class Committer:
 
     def announce_stored(self, path: str) -> None:
         """Announce to other nodes a plain object that this node stored at a path and that no commit names."""
-        if len(self._stored) < ANNOUNCED_MAX:
-            self._stored[path] = None
-            self._has_stored.set()
+        self._unannounced.add(path)
 
     def _supersede(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
         """Remove operations on files at ``paths`` from held changes (``passed``), because newer ones are sent first.
@@ -479,29 +535,26 @@ class Committer:
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
         while True:
-            await self._has_stored.wait()
+            await self._unannounced.wait()
             pause_s = await gathering.pause()
             await self._wait_unannounced(pause_s)
-            self._has_stored = trio.Event()
             try:
                 if self._has_sendable and not self._lock.locked() and not self._is_for_pack():
                     await self.flush()
                 await self.flush_announcements()
                 backoff.reset()
             except LakeError as error:
-                logger.debug("%d stored objects are not announced yet: %s", len(self._stored), error)
-                self._has_stored.set()
+                logger.debug("%d stored objects are not announced yet: %s", len(self._unannounced), error)
                 await trio.sleep(backoff.next_s())
             except Exception:
                 logger.exception("announcing")
-                self._has_stored.set()
                 await trio.sleep(PAUSE_S_MAX)
 
     async def _wait_unannounced(self, pause_s: float) -> None:
         """Return when ``pause_s`` have passed since a commit of changes of names announced what was stored before."""
         due_s = -math.inf
-        while due_s < self._announced_s + pause_s:
-            due_s = self._announced_s + pause_s
+        while due_s < self._unannounced.announced_s + pause_s:
+            due_s = self._unannounced.announced_s + pause_s
             await trio.sleep_until(due_s)
 
     async def flush(self) -> None:
@@ -513,39 +566,24 @@ class Committer:
 
     async def flush_announcements(self) -> None:
         """Announce every plain object that was stored before the call. Raises LakeError."""
-        for _ in range(0, len(self._stored), STORED_MAX):
-            if stored := self._oldest_stored():  # else a commit came first
+        for _ in range(0, len(self._unannounced), STORED_MAX):
+            if stored := self._unannounced.oldest():  # else a commit came first
                 await self._announce(stored)
 
     async def _announce(self, stored: list[str]) -> None:
         record = Record(writer=self.writer, time=self._clock.now(), stored=stored)
-        self._forget_stored(stored)
+        self._unannounced.begin(stored)
+        is_announced = False
         try:
             this = await self._log.put_record(record)
+            is_announced = self._clock.wall_ns() - record.time <= LATE_NS
         except BaseException:
             self._metrics.failures += 1
-            self._announce_again(stored)
             raise
+        finally:
+            self._unannounced.end(stored, is_announced=is_announced)
         self._metrics.count_commit(0)
         self._applier.apply(record, this, own=True)
-        if self._clock.wall_ns() - record.time > LATE_NS:
-            self._announce_again(stored)
-
-    def _oldest_stored(self) -> list[str]:
-        """Return the paths that one commit announces."""
-        return list(islice(self._stored, STORED_MAX))
-
-    def _forget_stored(self, stored: list[str]) -> None:
-        """Remove paths that are about to be sent; one that is stored again from now on is announced again."""
-        for path in stored:
-            self._stored.pop(path, None)
-        if not self._stored:
-            self._announced_s = trio.current_time()
-
-    def _announce_again(self, stored: list[str]) -> None:
-        """Put back paths of which other nodes may not have heard."""
-        self._stored = dict.fromkeys(stored) | self._stored
-        self._announced_s = -math.inf
 
     # -- commits
 
@@ -629,7 +667,7 @@ class Committer:
             await before_put(key)
         records: list[Record] = []
         places: list[int] = []
-        stored = self._oldest_stored()
+        stored = self._unannounced.oldest()
 
         def make_record(offsets: Sequence[int]) -> Record:
             places.extend(offsets)
@@ -648,17 +686,17 @@ class Committer:
             self.journal.begin_sending(sending)
             await self._threads.run(self._db.sync)  # or a power cut leaves a commit that nobody knows
         reached("commit.noted")
-        self._forget_stored(stored)
+        self._unannounced.begin(stored)
+        is_announced = False
         try:
             meta = await self._put(key, body, Unsure(records[0], doomed))
-        except BaseException:
-            self._announce_again(stored)
-            raise
+            is_announced = self._clock.wall_ns() - time <= LATE_NS
+        finally:
+            self._unannounced.end(stored, is_announced=is_announced)
         reached("commit.sent")
         self._metrics.count_commit(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
-        if self._clock.wall_ns() - time > LATE_NS:
-            self._announce_again(stored)
+        if not is_announced:
             self._set_late(records[0], this)
         with trio.CancelScope(shield=True):  # or the caller would not learn of a commit that is in the store
             await self._record_commit(sending, journaled, doomed, records[0], this, in_steps=in_steps)

@@ -41,10 +41,13 @@ class Journal:
         None deletes them."""
         batch.rows[schema.BYTES + draft_id.encode("ascii")] = data
 
-    def delete(self, batch: Batch, draft_id: str) -> None:
-        """The record, and the bytes beside it."""
+    def delete(self, batch: Batch, draft_id: str, *, unannounced: str = "") -> None:
+        """The record, and the bytes beside it. ``unannounced`` is the path of a plain object that has the bytes, and
+        has to be announced (`UnannouncedRows`)."""
         batch.rows[schema.DRAFT + draft_id.encode("ascii")] = None
         batch.rows[schema.BYTES + draft_id.encode("ascii")] = None
+        if unannounced:
+            batch.rows[schema.UNANNOUNCED + unannounced.encode(*schema.PATH)] = b""
 
     def delete_bytes(self, draft_ids: Iterable[str]) -> None:
         """Delete the bytes of these records, whose segments are synced now. Raises CacheError."""
@@ -213,6 +216,21 @@ NEVER_NS = (1 << 63) - 1
 _APPLIED_END = schema.end_of(schema.APPLIED)
 AGAIN_NS_MAX = 86400 * 1_000_000_000
 """Maximum time before the newest commit that polls go back to apply commits again: they fetch all since then."""
+
+
+class UnannouncedRows:
+    """Paths of plain objects that the next daemon would have to announce; `Journal.delete` adds them."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def paths(self) -> Iterator[str]:
+        for key, _ in self._db.scan(schema.UNANNOUNCED, schema.end_of(schema.UNANNOUNCED)):
+            yield key[1:].decode(*schema.PATH)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Raises CacheError."""
+        self._db.commit_volatile(Batch({schema.UNANNOUNCED + path.encode(*schema.PATH): None for path in paths}))
 
 
 class CommitRows:

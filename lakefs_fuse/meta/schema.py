@@ -50,6 +50,9 @@ CHANGED = b"U"
 """``mark key``: a row of names, by its key, that was written since the index of the time ``mark`` (`changed_rows`)."""
 HISTORY = b"V"
 """``path``: msgpack of `commits.name_history.History`, what commits have said of the name lately."""
+UNANNOUNCED = b"W"
+"""``path``, value empty: a plain object that this node stored, and that none of its commits names yet
+(`rows.UnannouncedRows`)."""
 XATTRS = b"X"
 """``inode``: extended attributes, msgpack of a map."""
 

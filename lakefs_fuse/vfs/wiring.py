@@ -384,8 +384,9 @@ class Assembly:
     async def begin(self) -> None:
         """Load the journals, and bring names to the state of the store, except those that orphans hide. Raises
         LakeError."""
-        self.committer.load()  # acknowledged files have the names that renames in the journal gave them
-        if not self._ground.config.read_only:
+        writes = not self._ground.config.read_only
+        self.committer.load(announces=writes)  # acknowledged files have the names that renames in the journal gave them
+        if writes:
             self.replay.restore()
         self.recovery.drop_names()
         await self._commits.begin()

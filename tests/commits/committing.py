@@ -96,7 +96,7 @@ class Daemon(Node):
             self.log, self.applier, self.metrics,
             refresh_s=0.01, rng=random.Random(writer), redate=self.committer.redate,
         )  # fmt: skip
-        self.committer.load()
+        self.committer.load(announces=True)
 
     async def _hear(self, within_s: float) -> None:
         await self.poller.heard(within_s)

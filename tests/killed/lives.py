@@ -1,7 +1,8 @@
-"""Daemons that are killed: each a process of its own, one after the other, on one cache directory and lake.
+"""Daemons that are killed: one process after the other, on the same cache directories and lake.
 
-The lake is a local directory behind a store that answers slowly. Each user records in a diary what was acknowledged
-before the next operation; the next life reads there what the lake must hold.
+The lake is a local directory behind a store that answers slowly. A process has one node or several, which die together;
+each looks at what the others change. Each user has a node, and records in a diary what was acknowledged before the next
+operation; the next life reads there what the lake must hold.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import random
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,16 @@ import trio
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
+from lakefs_fuse.errors import FileError
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from tests.killed.users import Model, User, differences, seen, settled
 from tests.memory_store import START_NS
-from tests.vfs.lakes import Clock, Lake, lake
+from tests.vfs.lakes import Clock, Lake, Missing, lake
 from tests.vfs.writing_back import told
 
-LAKE, CACHE = "lake", "cache"
+LAKE = "lake"
 PAUSES_S = (0.0, 0.0, 0.001, 0.01, 0.05)
 REQUESTS = frozenset({
     "get", "head", "put", "copy", "list_page", "delete", "delete_many", "create_multipart", "upload_part",
@@ -39,12 +42,13 @@ REQUESTS = frozenset({
 
 
 class Life(msgspec.Struct, frozen=True):
-    """One daemon, from its mount on. ``models`` has for each user what is certain, and what else may be."""
+    """One process, from its mounts on. ``models`` has for each user what is certain, and what else may be."""
 
     root: str
     seed: int
     number: int
     models: list[tuple[Model, Model | None]]
+    nodes: int
     delay_s: float
     slow_s: float
     pack: str
@@ -124,50 +128,76 @@ async def _live(life: Life, pipe: Connection) -> list[str]:
     capabilities = probe(directory, random.Random(1), SystemClock())
     store: Any = Slow(directory, random.Random(life.seed), life.slow_s)
     users = [
-        User(name, random.Random(f"{life.seed}/{name}/{life.number}"), certain)
-        for name, (certain, _) in zip(names(life), life.models, strict=True)
+        User(name, random.Random(f"{life.seed}/{name}/{life.number}"), certain, pending)
+        for name, (certain, pending) in zip(names(life), life.models, strict=True)
     ]
-    async with lake(
-        store, Path(life.root) / CACHE, clock=Running(), capabilities=capabilities, retry_timeout_s=0.0,
-        durability="writeback", writeback_delay_s=life.delay_s, pack=life.pack, orphans="abort",
-        delete_after_s=life.delete_after_s,
-    ) as mounted:  # fmt: skip
+    async with AsyncExitStack() as stack:
+        mounts = [
+            await stack.enter_async_context(lake(
+                store, Path(life.root) / f"node{number}", clock=Running(), capabilities=capabilities,
+                retry_timeout_s=0.0, durability="writeback", writeback_delay_s=life.delay_s, pack=life.pack,
+                orphans="abort", delete_after_s=life.delete_after_s,
+            ))
+            for number in range(life.nodes)
+        ]  # fmt: skip
+        users_of = [users[number :: life.nodes] for number in range(life.nodes)]
         if not life.number:
-            for user in users:
-                await mounted.mkdir(user.name)
-            await mounted.fs.sync_names()
-        elif wrong := await _compare(mounted, life, users, "after a death", xattrs=True):
-            return wrong
+            for mounted, own in zip(mounts, users_of, strict=True):
+                for user in own:
+                    await mounted.mkdir(user.name)
+                await mounted.fs.sync_names()
+        for mounted, own in zip(mounts, users_of, strict=True):
+            if wrong := await _compare(mounted, own, "after a death"):
+                return wrong
         if life.last:
-            return await _end(mounted, life, users, store, capabilities)
+            return await _end(life, mounts, users_of, store, capabilities)
         pipe.send("ready")
         async with trio.open_nursery() as nursery:
-            for user in users:
-                nursery.start_soon(_use, mounted, user, Diary(life, user.name))
+            for mounted, own in zip(mounts, users_of, strict=True):
+                if life.nodes > 1:
+                    nursery.start_soon(_follow, mounted, random.Random(f"{life.seed}/{life.number}"), names(life))
+                for user in own:
+                    nursery.start_soon(_use, mounted, user, Diary(life, user.name))
     return []
 
 
-async def _compare(mounted: Lake, life: Life, users: list[User], when: str, *, xattrs: bool) -> list[str]:
-    """What one of several possible outcomes is not. From then on each user goes by what was found."""
+async def _follow(mounted: Lake, rng: random.Random, tops: list[str]) -> None:
+    """Apply what others committed, a few commits at a time, and look at everything in between."""
+    while True:
+        await trio.sleep(rng.choice(PAUSES_S) * rng.random())
+        await mounted.poll()
+        for top in tops:
+            with suppress(FileError, Missing):  # removed since it was listed
+                await seen(mounted, top)
+
+
+async def _compare(mounted: Lake, users: list[User], when: str) -> list[str]:
+    """What is none of the possible outcomes. From then on each user goes by the one that was found."""
     wrong = []
-    for user, (certain, pending) in zip(users, life.models, strict=True):
+    for user in users:
         found = await seen(mounted, user.name)
-        tries = [(differences(each, found, xattrs=xattrs), each) for each in (certain, pending) if each is not None]
+        tries = [(differences(each, found), each) for each in (user.certain, user.pending) if each is not None]
         lines, user.certain = min(tries, key=lambda each: len(each[0]))
+        user.pending = None
         wrong += [f"{when}, {line}" for line in lines]
     return wrong
 
 
 async def _end(
-    mounted: Lake, life: Life, users: list[User], store: ObjectStore, capabilities: Capabilities
+    life: Life, mounts: list[Lake], users_of: list[list[User]], store: ObjectStore, capabilities: Capabilities
 ) -> list[str]:
-    """Everything is stored: here, and on a node that knows only the store, is what was acknowledged."""
-    await mounted.fs.make_durable()
-    await mounted.fs.sync_names()
-    wrong = await _compare(mounted, life, users, "stored", xattrs=True)
-    wrong += ["both versions of a file were kept"] * told(mounted)["conflicts"]
-    async with lake(store, Path(life.root) / "other", clock=Running(), capabilities=capabilities) as other:
-        return wrong or await _compare(other, life, users, "elsewhere", xattrs=True)
+    """Everything is stored: on each node, and on one that knows only the store, is what was acknowledged."""
+    wrong = list[str]()
+    for mounted in mounts:
+        await mounted.fs.make_durable()
+        await mounted.fs.sync_names()
+        wrong += ["both versions of a file were kept"] * told(mounted)["conflicts"]
+    for mounted, own in zip(mounts, users_of, strict=True):
+        await mounted.poll()
+        wrong += await _compare(mounted, own, "stored")
+        wrong += await _compare(mounted, [user for user in chain(*users_of) if user not in own], "on another node")
+    async with lake(store, Path(life.root) / "fresh", clock=Running(), capabilities=capabilities) as fresh:
+        return wrong or await _compare(fresh, list(chain(*users_of)), "on a fresh node")
 
 
 async def _use(mounted: Lake, user: User, diary: Diary) -> None:

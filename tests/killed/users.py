@@ -49,10 +49,9 @@ class Step:
 class User:
     """See the module's head. Everything is below the directory ``name``."""
 
-    def __init__(self, name: str, rng: random.Random, certain: Model) -> None:
+    def __init__(self, name: str, rng: random.Random, certain: Model, pending: Model | None) -> None:
         self.name, self._rng = name, rng
-        self.certain = certain
-        self.pending: Model | None = None
+        self.certain, self.pending = certain, pending
         self._handles: dict[int, int] = {}
         self._count = 0
         usual, often, rare = 2, 4, 1
@@ -247,7 +246,7 @@ def settled(model: Model) -> Model:
 
 
 async def seen(lake: Lake, top: str) -> Model:
-    """Everything below a directory."""
+    """Everything below a directory. Raises Missing, and FileError."""
     found: Model = {}
     for name in await lake.names(top):
         path = f"{top}/{name}"
@@ -262,8 +261,8 @@ async def seen(lake: Lake, top: str) -> Model:
     return found
 
 
-def differences(expected: Model, found: Model, *, xattrs: bool) -> list[str]:
-    """In words; ``xattrs`` whether these count."""
+def differences(expected: Model, found: Model) -> list[str]:
+    """In words."""
     told = []
     for path in sorted(expected.keys() | found.keys()):
         want, got = expected.get(path), found.get(path)
@@ -275,6 +274,6 @@ def differences(expected: Model, found: Model, *, xattrs: bool) -> list[str]:
             told.append(f"{path}: mode {want.mode:o} became {got.mode:o}")
         elif want.mtime_ns not in (None, got.mtime_ns):
             told.append(f"{path}: mtime {want.mtime_ns} became {got.mtime_ns}")
-        elif xattrs and want.xattrs != got.xattrs:
+        elif want.xattrs != got.xattrs:
             told.append(f"{path}: extended attributes {want.xattrs} became {got.xattrs}")
     return told

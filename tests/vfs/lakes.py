@@ -36,7 +36,7 @@ TTL_S = 60.0
 NS = 1_000_000_000
 SETTLE_S_MAX = 20.0
 NEVER_S = 1e9
-__all__ = ["RENAME_EXCHANGE", "RENAME_NOREPLACE", "Clock", "Lake", "lake", "two_lakes", "unheard_commits"]
+__all__ = ["RENAME_EXCHANGE", "RENAME_NOREPLACE", "Clock", "Lake", "Missing", "lake", "two_lakes", "unheard_commits"]
 
 
 @dataclass
@@ -68,6 +68,10 @@ class Clock:
         self.now_ns += int(seconds * NS)
 
 
+class Missing(AssertionError):
+    """A name that has to be there is not."""
+
+
 @dataclass
 class Lake:
     """A mounted filesystem, with paths instead of inodes."""
@@ -92,8 +96,10 @@ class Lake:
         return entry
 
     async def found(self, path: str) -> Entry:
+        """Raises Missing."""
         entry = await self.lookup(path)
-        assert entry is not None, f"{path} is not there"
+        if entry is None:
+            raise Missing(f"{path} is not there")
         return entry
 
     async def parent(self, path: str) -> tuple[int, bytes]:

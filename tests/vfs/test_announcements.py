@@ -26,7 +26,7 @@ from tests.commits.archives import commit_of
 from tests.commits.records import record_of
 from tests.memory_store import Failures, MemoryStore, Pause
 from tests.vfs.lakes import NEVER_S, RENAME_EXCHANGE, TTL_S, Clock, Lake, held_fresh, lake, two_lakes
-from tests.vfs.writing_back import rewrite
+from tests.vfs.writing_back import die, rewrite
 
 SET_NS = 5_000_000_000
 SECOND_NS = 1_000_000_000
@@ -204,6 +204,27 @@ async def test_announcement_that_fails_delays_nobody_and_is_repeated(tmp_path: P
         assert stored_in(store) == [["f", "g"]]
         await two.poll()
         assert await two.names() == ["f", "g", "link"]
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_what_a_killed_daemon_did_not_announce_the_next_one_does(tmp_path: Path, durability: str) -> None:
+    """Others would find it by a LIST, an hour later if no other program puts objects there."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "two") as two:
+        assert await two.names() == []
+        store.hook = Failures(
+            lambda each: each.what == "put" and each.key.startswith(COMMITS), Unavailable("no"), count=999
+        )
+        async with lake(store, tmp_path / "one", durability=durability, pack="never") as one:
+            await one.write("f", b"x")
+            await one.fs.make_durable()
+            dead = die(tmp_path / "one", tmp_path / "dead")
+        store.hook = lambda _request, _when: None
+        assert stored_in(store) == []
+        for _ in range(2):  # and not once more
+            async with lake(store, dead, durability=durability) as one:
+                await announce(one, two)
+                assert (stored_in(store), await two.names()) == ([["f"]], ["f"])
 
 
 async def test_object_stored_while_another_node_lists_is_not_overlooked(tmp_path: Path) -> None:

@@ -137,18 +137,18 @@ class Deaths:
 async def check(clock: Clock, pack: str, dead: Path, store: MemoryStore, outcomes: list[Model]) -> None:
     """What a daemon left is one of the outcomes, and stays that, here and elsewhere."""
 
-    def wrong(found: Model, *, xattrs: bool) -> list[str]:
-        return min((differences(each, found, xattrs=xattrs) for each in outcomes), key=len)
+    def wrong(found: Model) -> list[str]:
+        return min((differences(each, found) for each in outcomes), key=len)
 
     async with writing_back(store, dead, clock=clock, pack=pack) as m:
-        assert not (lines := wrong(await look(m), xattrs=True)), f"{dead.name}: {lines}"
+        assert not (lines := wrong(await look(m))), f"{dead.name}: {lines}"
         await m.fs.make_durable()
         await m.sync()
         assert told(m)["conflicts"] == 0
         found = await look(m)
-        assert not (lines := wrong(found, xattrs=True)), f"{dead.name}, stored: {lines}"
+        assert not (lines := wrong(found)), f"{dead.name}, stored: {lines}"
     async with lake(store, dead.with_name(f"{dead.name}-other"), clock=clock) as other:
-        assert not (lines := differences(found, await look(other), xattrs=True)), f"{dead.name}, elsewhere: {lines}"
+        assert not (lines := differences(found, await look(other))), f"{dead.name}, elsewhere: {lines}"
 
 
 @pytest.mark.parametrize("pack", ["never", pytest.param("always", marks=pytest.mark.long)])

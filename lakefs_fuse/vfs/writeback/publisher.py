@@ -434,7 +434,7 @@ class ObjectWriter:
         replaced = replaced if key == path else ""
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = commits or is_again or published.is_back or bool(replaced)
-        commits = commits and not file.unlinked and not published.is_superseded
+        commits, unannounced = commits and not file.unlinked and not published.is_superseded, ""
         if commits and self.was_seen_and_removed(path, meta, dated_s, plain.removed):
             commits = False
             if row is not None and is_hiding(row, meta.etag):
@@ -449,10 +449,12 @@ class ObjectWriter:
             entry = row or entry
         elif key == path and not published.is_superseded:
             self._committer.announce_stored(path)
+            unannounced = path
         of_name = row if published.is_superseded else entry  # the version that the name has, as far as is known
         is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(of_name or entry)
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
-        return StoredVersion(entry, row, is_removed, extent, published.described, published, commits and is_named)
+        needs_sync = commits and is_named
+        return StoredVersion(entry, row, is_removed, extent, published.described, published, needs_sync, unannounced)
 
     def _replaced_untold(self, path: str, draft: Draft, plan: PublishPlan, meta: ObjectMeta) -> str:
         """Return the ETag of the object replaced at a path if no commit has told of it here; empty otherwise."""
@@ -597,13 +599,13 @@ class ObjectWriter:
         self.announce_object(path, described, await self._find_date(client, described))
         await self._committer.flush()
 
-    def announce_object(self, path: str, meta: ObjectMeta, dated_s: int, before: Entry | None = None) -> None:
+    def announce_object(self, path: str, meta: ObjectMeta, dated_s: int, before: Entry | None = None) -> str:
         """Make this object the version of the name, with the attributes in its metadata. ``dated_s`` is the store's
         date of it, 0 if unknown; ``before`` is the row before it got the object's ETag, by default the present one.
-        Raises CacheError."""
+        Returns the path if it is to be announced, empty if a commit names it. Raises CacheError."""
         there, tombstone = self._ns.at(path), self._tombstone(path)
         if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_removed(meta.etag):
-            return  # another node saw it, and removed it
+            return ""  # another node saw it, and removed it
         inode = there.inode if there is not None else 0  # it keeps the extended attributes of this inode
         entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
         entry = attributes.learn(entry, meta.metadata or {})
@@ -611,16 +613,17 @@ class ObjectWriter:
         if told is not None and _is_told(told, meta, dated_s):
             if attributes.describe(told) != attributes.describe(entry):
                 self.set_attributes([LateAttributes.of(path, there or told, entry, None)])
-            return
+            return ""
         is_named = self._has_tombstone(path) or bool(there is not None and there.stamp)
         flags = entry.flags & ~(Flag.XATTRS | Flag.MTIME_KEPT)
         bare = msgspec.structs.replace(entry, flags=flags)
         commits = needs_commit(bare, self._shown, key=meta.key, path=path, is_named_by_commit=is_named)
         if not commits and entry.mtime_ns == meta.mtime_ns:  # every LIST shows that
             self._committer.announce_stored(path)
-            return
+            return path
         is_again = there is not None and there.stamp > 0 and there.is_plain and there.etag == meta.etag
         self._enqueue_location(path, entry, meta.key, is_again=is_again, dated_s=dated_s)
+        return ""
 
     async def record_link(self, path: str, source: Entry, meta: ObjectMeta, client: StoreClient) -> None:
         """Record a link: a copy of the bytes of ``source`` that this node has stored as the plain object at ``path``,
@@ -870,7 +873,7 @@ class Publisher:
             self._record_row(batch, each.stored)
             self._files.holes.note_stored(each.stored.entry, each.draft)
             each.draft.file.mark_ended()
-            self._journal.delete(batch, each.draft.id)
+            self._journal.delete(batch, each.draft.id, unannounced=each.stored.unannounced)
         return older, self._commit_record(batch, late)
 
     def _commit_record(self, batch: Batch, late: list[LateAttributes]) -> LakeError | None:

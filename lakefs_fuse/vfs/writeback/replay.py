@@ -195,18 +195,20 @@ class Replay:
         The task that did that asks the store itself."""
         return item.file.unlinked or item.file.owner_of(item.draft) is None
 
-    def _tell_object(self, item: AcknowledgedVersion, meta: ObjectMeta, is_newest: bool) -> None:
-        """Record and announce the plain object that has the item's bytes. Raises CacheError.
+    def _tell_object(self, item: AcknowledgedVersion, meta: ObjectMeta, is_newest: bool) -> str:
+        """Record and announce the plain object that has the item's bytes. Returns what `announce_object` returns.
+        Raises CacheError.
 
         It is announced with the attributes in the record, some of which may have been set after the upload began."""
         before = self._ns.tree.entry(item.file.entry.inode)
         self._learn(item.file, item.draft, meta.etag, meta.size, is_newest=is_newest)
-        if is_newest:
-            record = item.draft.record()
-            described = msgspec.structs.replace(meta, metadata=record.metadata)
-            self._writer.announce_object(path_of(record), described, meta.mtime_ns // NS, before)
+        if not is_newest:
+            return ""
+        record = item.draft.record()
+        described = msgspec.structs.replace(meta, metadata=record.metadata)
+        return self._writer.announce_object(path_of(record), described, meta.mtime_ns // NS, before)
 
-    def _tell_late(self, item: AcknowledgedVersion) -> None:
+    def _tell_late(self, item: AcknowledgedVersion) -> str:
         """Commit the attributes that were set while the pack was being sent, or later. Raises CacheError.
 
         They are those of the record, and of the row. If another node has removed the name since, the row is removed
@@ -219,15 +221,16 @@ class Replay:
             batch = Batch()
             self._remove_row(batch, row)
             self._db.commit(batch)
-            return
+            return ""
         if row is None or extent is None or extent.version.key != record.commit:
-            return  # a newer version has its own attributes, and one being written may never be stored
+            return ""  # a newer version has its own attributes, and one being written may never be stored
         wanted = attributes.learn(row, record.metadata)
         if not late and not self._ns.tree.xattrs(row.inode):
             late = None
         told, now = (attributes.describe(each) for each in (row, wanted))
         if late is not None or told != now:
             self._writer.set_attributes([LateAttributes.of(file.key, row, wanted, late)])
+        return ""
 
     def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int, *, is_newest: bool) -> None:
         """Have the row refer to the plain object that has the draft's bytes, unless a commit replaced or removed the
@@ -250,19 +253,21 @@ class Replay:
         self._ns.announce_name(row.parent, row.name)
 
     async def _end(
-        self, item: AcknowledgedVersion, etag: str, tell: Callable[[], None], is_ours: Callable[[Version], bool]
+        self, item: AcknowledgedVersion, etag: str, tell: Callable[[], str], is_ours: Callable[[Version], bool]
     ) -> bool:
         """End an item whose bytes the store has in the object with this ETag, which later versions replace.
 
-        ``tell`` records and announces what other nodes do not know of it yet; ``is_ours`` returns whether a version has
-        these bytes. Returns False if the item is superseded. Raises CacheError."""
+        ``tell`` records and announces what other nodes do not know of it yet, and returns the path of a plain object
+        that is to be announced; ``is_ours`` returns whether a version has these bytes. Returns False if the item is
+        superseded. Raises CacheError."""
         file, draft = item.file, item.draft
         async with file.publishing:
             if self._is_gone(item):
                 return False
-            tell()
+            unannounced = tell()
             draft.file.mark_ended()
-            self._end_record(file, draft, etag)  # before the file can be renamed: it would come back under this name
+            # before the file can be renamed: it would come back under this name
+            self._end_record(file, draft, etag, unannounced)
             file.end_version(draft)
             row = self._ns.tree.entry(file.entry.inode)
             if row is not None and not row.is_local:
@@ -278,7 +283,7 @@ class Replay:
         self._files.forget_if_idle(file)
         return True
 
-    def _end_record(self, file: OpenFile, draft: Draft, etag: str) -> None:
+    def _end_record(self, file: OpenFile, draft: Draft, etag: str, unannounced: str) -> None:
         """Delete the record of a draft, and journal in the same batch that later versions replace the object with this
         ETag. Raises CacheError."""
         batch = Batch()
@@ -286,7 +291,7 @@ class Replay:
             if later is not draft:
                 later.target.replaces = etag
         self._files.journal_drafts(batch, file)
-        self._journal.delete(batch, draft.id)
+        self._journal.delete(batch, draft.id, unannounced=unannounced)
         self._db.commit(batch)
 
     async def rename_conflict(self, item: AcknowledgedVersion, key: str) -> bool:

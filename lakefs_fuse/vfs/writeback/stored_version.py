@@ -37,6 +37,8 @@ class StoredVersion(msgspec.Struct, frozen=True):
     """None for a file in a pack."""
     needs_sync: bool = False
     """Commits hide it until they tell of it: the journaled change that does is synced before its user is answered."""
+    unannounced: str = ""
+    """The path at which it is to be announced; empty if a commit names it."""
 
 
 class PlainObject(msgspec.Struct, frozen=True):
