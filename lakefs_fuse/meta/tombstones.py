@@ -140,6 +140,15 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         is_named = bool(stamp) and mtime_ns < stamp + SAME_VERSION_NS
         return is_named or (by_date and not is_told and mtime_ns + NS <= self.floor)
 
+    @property
+    def committed(self) -> Tombstone:
+        """The tombstone without the removals of changes that are in no commit yet."""
+        gone, ended, told = (
+            tuple(each for each in of if each[1] < PENDING) for of in (self.gone, self.ended, self.told)
+        )
+        stamp, floor = (0 if at >= PENDING else at for at in (self.stamp, self.floor))
+        return msgspec.structs.replace(self, stamp=stamp, floor=floor, gone=gone, ended=ended, told=told)
+
     def restamped(self, before: int, after: int) -> Tombstone:
         """Return the tombstone with ``after`` in place of ``before``, and of the stamps of earlier pending changes."""
 

@@ -21,7 +21,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.writeback import group_commit as accepting
 from lakefs_fuse.vfs.writeback import queue as writeback
-from tests.memory_store import Failures, MemoryStore, Pause, pause_of_commits
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake
 from tests.vfs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
@@ -541,3 +541,74 @@ async def test_bytes_that_are_durable_are_no_orphan(tmp_path: Path, monkeypatch:
         assert m.fs.unfinished() == []
         assert await m.read("file") == expected
     assert os.listdir(dead / "staging") == []
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_object_of_a_superseded_version_that_came_late_does_not_outlive_a_crash(
+    tmp_path: Path, pack: str
+) -> None:
+    """Its PUT was not answered, a newer version was acknowledged meanwhile, and the next daemon packs that."""
+    store, clock = MemoryStore(), Clock()
+    lost = Unavailable("the answer is lost")
+
+    def hook(request: Request, when: When) -> None:
+        if (request.what, when) in {("put", "after"), ("head", "before")}:
+            raise lost
+
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="never") as m:
+        assert await m.names() == []
+        store.hook = hook
+        await m.write("file", b"one")
+        await until(lambda: "file" in store.objects)
+        await rewrite(m, "file", b"second")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    store.hook = lambda _request, _when: None
+    assert store.data("file") == b"one"
+    async with writing_back(store, dead, clock=clock, pack=pack) as m:
+        await m.fs.make_durable()
+        await m.sync()
+        assert (await m.names(), await m.read("file")) == (["file"], b"second")
+        assert "file" not in store.objects or store.data("file") == b"second"
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert (await other.names(), await other.read("file")) == (["file"], b"second")
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+@pytest.mark.parametrize(("is_rewritten", "later_s"), [(False, 10), (True, 10), (True, 0)])
+async def test_object_stored_after_a_removal_that_waits_is_found_after_a_crash(
+    tmp_path: Path, pack: str, is_rewritten: bool, later_s: int
+) -> None:
+    """The journaled removal is newer than any commit until it has a time; what it removes is older than the object."""
+    store, clock = MemoryStore(), Clock()
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.write("file", b"before")
+        await m.fs.make_durable()
+        await m.sync()
+    pause = Pause(lambda request: (request.what, request.key) == ("put", "file"), "after")
+
+    def hook(request: Request, when: When) -> None:
+        if request.what == "put" and request.key != "file":
+            raise Unavailable("no commit gets through")
+        pause(request, when)
+
+    store.hook = hook
+    clock.advance(10)
+    async with writing_back(store, tmp_path / "cache", clock=clock) as m:
+        await m.unlink("file")
+        clock.advance(10)
+        await m.write("file", b"one")
+        await reached(pause.reached)
+        if is_rewritten:
+            await rewrite(m, "file", b"second")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        pause.resume()
+    store.hook = lambda _request, _when: None
+    expected = b"second" if is_rewritten else b"one"
+    clock.advance(later_s)
+    async with writing_back(store, dead, clock=clock, pack=pack) as m:
+        assert await m.read("file") == expected
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.read("file") == expected
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert (await other.names(), await other.read("file")) == (["file"], expected)

@@ -646,12 +646,17 @@ class DirectoryMerge:
         self._tree.tombstones.write(batch, {path: tombstone})
 
 
-def is_removed(tree: Tree, path: bytes, meta: ObjectMeta, known: Entry | None) -> bool:
+def is_removed(
+    tree: Tree, path: bytes, meta: ObjectMeta, known: Entry | None, *, is_newer_than_pending: bool = False
+) -> bool:
     """Return whether an object at a path, of which ``known`` is the file, counts as removed. If a commit says that the
-    file is the object at its key, only an object that a commit named does."""
+    file is the object at its key, only an object that a commit named does. ``is_newer_than_pending``: no change that is
+    in no commit yet removes it."""
     tombstone = tree.tombstones.get(path)
     if tombstone is None:
         return False
+    if is_newer_than_pending:
+        tombstone = tombstone.committed
     is_told = known is not None and known.is_plain and known.stamp > 0
     return tombstone.hides(meta.etag, meta.mtime_ns, is_told=is_told)
 

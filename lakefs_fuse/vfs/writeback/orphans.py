@@ -121,7 +121,8 @@ class Recovery:
                 continue
             record = self._with_upload(self._with_mark(record))
             self._drop_kept_name(path_of(record))
-            if self._path(draft_id).exists() or record.upload_id or record.spilled or record.segment:
+            has_rest = self._path(draft_id).exists() or record.upload_id or record.spilled or record.segment
+            if has_rest or _may_be_superseded_object(record):
                 self.orphans[draft_id] = record
                 if record.spot is not None:
                     self._services.staging.segments.add_reference(record.spot)
@@ -131,7 +132,10 @@ class Recovery:
             self._services.staging.segments.keep_all()
         for record in () if self._read_only else list(self.orphans.values()):
             try:
-                if record.unlinked:
+                if record.unlinked and self._has_newer(record):
+                    await self._abort_uploads(record)
+                    self._drop(record, keeps_record=True)
+                elif record.unlinked:
                     await self._forsake(record)
                     await self.abort(record.id)
                 elif await self._is_published(record):
@@ -174,12 +178,15 @@ class Recovery:
             if record.refused and (not path or path_of(record) == path or path_of(record).startswith(path + "/"))
         ]
 
-    async def _forsake(self, record: DraftRecord) -> None:
-        """Delete the object of a superseded draft if an attempt stored it, unless a newer version will replace it."""
+    def _has_newer(self, record: DraftRecord) -> bool:
+        """Return whether a newer version will replace what an attempt stored of a superseded draft. The draft's record
+        stays until the mount after this one: it says that the object is ours (`Replay.reconcile`)."""
         entry = self._ns.at(path_of(record))
-        if entry is not None and self._in_use(entry.inode):
-            return
-        meta = await self._stored_versions.published(record) if record.state is not DraftState.WRITING else None
+        return path_of(record) == record.key and entry is not None and self._in_use(entry.inode)
+
+    async def _forsake(self, record: DraftRecord) -> None:
+        """Delete the object of a superseded draft if an attempt stored it."""
+        meta = await self._stored_versions.published(record) if _may_be_superseded_object(record) else None
         if meta is not None:
             self._queue.delete_object(meta)
 
@@ -320,12 +327,13 @@ class Recovery:
     def _forget(self, draft_id: str) -> None:
         self._journal.remove(draft_id, sync=True)
 
-    def _drop(self, record: DraftRecord) -> None:
+    def _drop(self, record: DraftRecord, *, keeps_record: bool = False) -> None:
         """End an orphan whose bytes are in the store, superseded or aborted. Raises CacheError."""
         self.orphans.pop(record.id, None)
         self._services.staging.release(self._room.pop(record.id, 0))
         self._services.staging.path(record.id).unlink(missing_ok=True)
-        self._forget(record.id)
+        if not keeps_record:
+            self._forget(record.id)
         if record.spot is not None:
             self._services.staging.segments.release(record.spot)
         self._refresh_parent(record)
@@ -441,6 +449,11 @@ class Recovery:
             await self._services.client.abort_multipart(record.key, record.upload_id)
         if record.spilled:
             await self._services.delete_spills(record.id)
+
+
+def _may_be_superseded_object(record: DraftRecord) -> bool:
+    """Return whether the store may have an object of a superseded draft, whose bytes may be deleted already."""
+    return record.unlinked and record.state is not DraftState.WRITING
 
 
 def _unpack(staging: Staging, draft_id: str, path: str, data: bytes) -> None:

@@ -6,6 +6,7 @@ mount, and later for files that were restored at mount. Trio thread only.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
@@ -63,8 +64,11 @@ class StoredVersions:
         known = bool(record.copied_from and there.etag)
         return known and await is_copy(self._client, there.etag, there.token, record.copied_from)
 
-    async def visible(self, record: DraftRecord) -> Visible:
-        """Return the object that the record's name refers to now. Raises LakeError."""
+    async def visible(self, record: DraftRecord, ours: Container[str] = ()) -> Visible:
+        """Return the object that the record's name refers to now. Raises LakeError.
+
+        ``ours`` are ids of other drafts of this node. What a draft has stored under its name came after each removal
+        of that name that was made here and is in no commit yet: a later one would have ended the draft."""
         path = path_of(record)
         entry = self._ns.at(path)
         if entry is not None and (entry.is_dir or entry.is_symlink):
@@ -76,11 +80,13 @@ class StoredVersions:
         meta = await self._client.find(key)
         if meta is None:
             return Visible()
-        if key == path and is_removed(self._ns.tree, path.encode("utf-8", "surrogatepass"), meta, entry):
+        there, raw = Visible(meta.etag, token_of(meta)), path.encode("utf-8", "surrogatepass")
+        is_own = there.draft_id == record.id or there.draft_id in ours
+        if key == path and is_removed(self._ns.tree, raw, meta, entry, is_newer_than_pending=is_own):
             return Visible()
         if entry is not None and key == path and _is_hidden(entry, meta):
             return Visible()
-        return Visible(meta.etag, token_of(meta))
+        return there
 
 
 def _is_hidden(entry: Entry, meta: ObjectMeta) -> bool:

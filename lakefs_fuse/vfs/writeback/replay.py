@@ -165,7 +165,7 @@ class Replay:
             etag = (await self.stored_versions.visible(record)).etag
             return await self._end(item, etag, partial(self._tell_late, item), lambda now: now.key == record.commit)
         meta = await self.stored_versions.published(record)
-        there = await self.stored_versions.visible(record)
+        there = await self.stored_versions.visible(record, self._ours)
         if meta is not None:
             is_newest = there.etag == meta.etag or (
                 there.etag == record.replaces and (bool(there.etag) or path_of(record) != record.key)
@@ -178,8 +178,22 @@ class Replay:
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
         if not expected and not await self.stored_versions.is_relocated(there, record):
             await self.rename_conflict(item, key)
+        elif there.draft_id in self._ours and there.etag != item.draft.target.replaces:
+            self._replace_superseded(item.file, there.etag)
         item.is_unreconciled, item.file.late_xattrs = False, None  # it is stored again, with all of them
         return False
+
+    def _replace_superseded(self, file: OpenFile, etag: str) -> None:
+        """Have the versions of a file replace the object with this ETag, which an attempt to store a superseded one
+        has left at its key. Raises CacheError."""
+        batch, row = Batch(), self._ns.tree.entry(file.entry.inode)
+        for each in file.versions:
+            if each.draft is not None:
+                each.draft.target.replaces = etag
+        self._files.journal_drafts(batch, file)
+        if row is not None and row.is_local:
+            self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag))
+        self._db.commit(batch)
 
     def _is_told_and_removed(self, file: OpenFile, meta: ObjectMeta) -> bool:
         """Return whether a commit gave the file this object elsewhere, and another node has removed the name since."""
