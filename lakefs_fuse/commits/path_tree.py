@@ -355,13 +355,15 @@ class _CarryOver:
         return ((move, names) for move, top in moves for names in self._below(move, top))
 
     def _is_each_another(self) -> bool:
-        """Return whether all moves have different sources.
+        """Return whether all moves have different sources and different targets.
 
         A commit of several renames may rename one name again, once another file has it."""
         moves = self._record.moves
         sources = map(self._paths.child, self._sources) if len(moves) > 1 else ()
         return len({None if entry is None else entry.inode for entry in sources}) in (0, len(moves))
 
+        if len({target for _, target in moves}) < len(moves):
+            return False
     def _below(self, move: tuple[str, str], top: Entry | None) -> Iterator[list[tuple[str, Entry]]]:
         """Yield the source and all that is below it, with paths, some names at a time.
 
