@@ -183,8 +183,9 @@ def when_named(tree: Tree, path: str, etag: str) -> int:
 def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None:
     """Add that the plain object at ``key`` with this ETag is not the file of that name, and is not shown there.
 
-    If the removal of a file elsewhere is in no commit yet, this includes it, because this is sent ahead in its
-    place."""
+    If the removal of a file elsewhere is in no commit yet, this includes it, because this is sent ahead in its place.
+    If a file elsewhere hides the object already, the removal leaves that file, and hides the object after it, too:
+    another object may have replaced the file by a commit that is not known here."""
     raw = key.encode("utf-8", "surrogatepass")
     there = tree.named_at(raw)
     if there is None or there.is_local or (there.is_plain and there.etag == etag):
@@ -193,3 +194,5 @@ def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None
         builder.operations.append(Remove(key, hides=etag, by_date=is_untold))
     elif (there.place or there.is_symlink) and there.etag != etag:
         builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
+    elif there.etag == etag and not there.flags & Flag.RELOCATED:
+        builder.operations.append(Remove(key, hides=etag))
