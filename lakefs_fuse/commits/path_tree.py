@@ -79,6 +79,9 @@ class Watcher:
     def relocated(self, files: Sequence[Relocated]) -> None:
         """Follow files whose bytes are the same, but in another place."""
 
+    def restored(self, entries: Sequence[Entry]) -> None:
+        """Follow rows of names that are what other nodes' commits say again: a change made here was withdrawn."""
+
     def moved(self, moves: Sequence[tuple[str, str]]) -> None:
         """Follow names that moved, by their paths before and after: files in use may have other paths."""
 
@@ -357,13 +360,13 @@ class _CarryOver:
     def _is_each_another(self) -> bool:
         """Return whether all moves have different sources and different targets.
 
-        A commit of several renames may rename one name again, once another file has it."""
+        A commit of several renames may rename one name again, once another file has it, or replace what it renamed."""
         moves = self._record.moves
+        if len({target for _, target in moves}) < len(moves):
+            return False
         sources = map(self._paths.child, self._sources) if len(moves) > 1 else ()
         return len({None if entry is None else entry.inode for entry in sources}) in (0, len(moves))
 
-        if len({target for _, target in moves}) < len(moves):
-            return False
     def _below(self, move: tuple[str, str], top: Entry | None) -> Iterator[list[tuple[str, Entry]]]:
         """Yield the source and all that is below it, with paths, some names at a time.
 
