@@ -266,6 +266,7 @@ class Applier:
         batch = Batch()
         self._tree.restamp(batch, [row for row in rows if row is not None and row.stamp == stamp], change.made)
         self._db.commit_volatile(batch)
+        self.paths.watcher.restored([row for row in rows if row is not None and row.stamp != stamp])
 
     def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
         """Give what a commit changed the time of the commit that repeats it.

@@ -51,6 +51,7 @@ from lakefs_fuse.meta.tombstones import (
     is_put_since,
     is_replaced,
     put_back,
+    with_put,
     with_unlisted,
     without,
 )
@@ -616,6 +617,7 @@ class FileRules:
             return
         if current.size != operation.size or (self._stamp < PENDING and self._is_attributed_later(current)):
             return
+        self._note_date(step, current)
         flags = (current.flags & ~Flag.XATTRS) | KNOWN | Flag.ATTRIBUTED | (Flag.XATTRS if operation.xattrs else 0)
         entry = msgspec.structs.replace(
             current, flags=flags, mode=operation.mode, uid=operation.uid, gid=operation.gid,
@@ -623,6 +625,15 @@ class FileRules:
         )  # fmt: skip
         is_said = bool((flags | current.flags) & Flag.XATTRS)
         step.become(entry, Effect.UPDATED, operation.xattrs if is_said else None)
+
+    def _note_date(self, step: Step, current: Entry) -> None:
+        """Keep in the tombstone how the store dates an object that was removed before, and is there again.
+
+        The row keeps the time of the attributes instead. A removal of the object has the date."""
+        tombstone, etag = step.tombstone, current.etag
+        is_listed = current.is_plain and not current.stamp and current.is_dated_by_store
+        if is_listed and tombstone is not None and (tombstone.when_gone(etag) or tombstone.when_dated(etag)):
+            step.tombstone = with_put(tombstone, etag, current.ctime_ns // NS)
 
     def _is_attributed_later(self, current: Entry) -> bool:
         return current.stamp >= PENDING or bool(current.flags & Flag.ATTRIBUTED and current.ctime_ns > self._time)

@@ -79,6 +79,9 @@ class Watcher:
     def relocated(self, files: Sequence[Relocated]) -> None:
         """Follow files whose bytes are the same, but in another place."""
 
+    def restored(self, entries: Sequence[Entry]) -> None:
+        """Follow rows of names that are what other nodes' commits say again: a change made here was withdrawn."""
+
     def moved(self, moves: Sequence[tuple[str, str]]) -> None:
         """Follow names that moved, by their paths before and after: files in use may have other paths."""
 
@@ -355,10 +358,12 @@ class _CarryOver:
         return ((move, names) for move, top in moves for names in self._below(move, top))
 
     def _is_each_another(self) -> bool:
-        """Return whether all moves have different sources.
+        """Return whether all moves have different sources and different targets.
 
-        A commit of several renames may rename one name again, once another file has it."""
+        A commit of several renames may rename one name again, once another file has it, or replace what it renamed."""
         moves = self._record.moves
+        if len({target for _, target in moves}) < len(moves):
+            return False
         sources = map(self._paths.child, self._sources) if len(moves) > 1 else ()
         return len({None if entry is None else entry.inode for entry in sources}) in (0, len(moves))
 
@@ -519,7 +524,6 @@ class _CarryOver:
                 self._before[target] = file
             if not is_one:
                 batch = self._commit(batch)
-                leaving.remove(found.inode)  # a later move to this name replaces it
         self._commit(batch)
         for moved in attached:
             if moved.inode in paths.watcher.in_use:

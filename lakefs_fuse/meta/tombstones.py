@@ -224,6 +224,11 @@ def put_back(tombstone: Tombstone, etag: str, *, undated: bool) -> Tombstone:
     return msgspec.structs.replace(with_unlisted(tombstone), floor=0, ended=ended, dated=dated, put=put)
 
 
+def with_put(tombstone: Tombstone, etag: str, put_s: int) -> Tombstone:
+    """Return a tombstone with the date of a version with this ETag that was put there again."""
+    return msgspec.structs.replace(tombstone, put=_with(tombstone.put, etag, put_s))
+
+
 def with_unlisted(tombstone: Tombstone | None, etag: str = "", stamp: int = 0) -> Tombstone:
     """Return a tombstone with this plain object as ``unlisted``; without an ETag, with none."""
     return msgspec.structs.replace(tombstone or Tombstone(0), unlisted=(etag, stamp))

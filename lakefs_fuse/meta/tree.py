@@ -355,6 +355,12 @@ class Tree:
             etags.append(etag)
         return etags
 
+    def when_put(self, path: str, etag: str) -> int:
+        """Return the date, in seconds, of the plain object with this ETag at a path, if that was removed there before
+        and is there again; 0 if it is not known."""
+        tombstone = self.tombstones.get(path.encode(*schema.PATH))
+        return 0 if tombstone is None else tombstone.when_put(etag)
+
     def path(self, inode: int) -> list[bytes] | None:
         """Names from the root down to an inode ([] for the root); None where the chain is broken."""
         names, lowest = list[bytes](), (0, 0)

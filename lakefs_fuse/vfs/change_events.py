@@ -47,6 +47,8 @@ class ChangeEvents(TreeEvents):
     """A key is chosen for an object; returns whether another name's object may still need it."""
     commit_applied: list[Callable[[Record], object]] = field(default_factory=list)
     """Another node's commit is in effect here."""
+    names_restored: list[Callable[[Sequence[Entry]], object]] = field(default_factory=list)
+    """Changes made here were withdrawn: names are what other nodes' commits say again; their rows."""
     redated_file_closed: list[Callable[[Entry], object]] = field(default_factory=list)
     """The last handle closed on a file whose mtime another node changed; its row."""
     version_stored: list[Callable[[str, Extent], object]] = field(default_factory=list)

@@ -117,6 +117,10 @@ class FilesWatcher(Watcher):
         for file in files:
             self._files.relocated(file)
 
+    def restored(self, entries: Sequence[Entry]) -> None:
+        for listener in self._namespace.events.names_restored:
+            listener(entries)
+
     def moved(self, moves: Sequence[tuple[str, str]]) -> None:
         if self._namespace.announced:
             self._namespace.moved(moves)
@@ -260,6 +264,7 @@ class Assembly:
             self.pinner.moved, read_only=config.read_only,
         )  # fmt: skip
         events.commit_applied.append(self.renamed.commit_applied)
+        events.names_restored.append(self.renamed.names_restored)
         services = ground.services(reader)
         self.staging = services.staging
         self.writeback = writeback = commits.writeback

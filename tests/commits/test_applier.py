@@ -961,6 +961,25 @@ def test_the_second_of_two_files_that_one_commit_renames_to_a_name_replaces_the_
         assert not n.shown()
 
 
+def test_two_things_that_are_renamed_to_one_name_in_one_commit_leave_one_row(tmp_path: Path) -> None:
+    """The second replaced the first there: nothing comes into sight when it goes."""
+
+    def made(path: str) -> list[Operation]:
+        return [mkdir(path), Symlink(path + "l", "same", 0, 0, 0)]
+
+    def removed(path: str) -> list[Operation]:
+        return [Remove(path, directory=True), Remove(path + "l", by_date=True)]
+
+    with node(tmp_path) as n:
+        n.commit(1, *made("a"), *made("b"))
+        moves = [("a", "c"), ("b", "c"), ("al", "cl"), ("bl", "cl")]
+        twice = Change(operations=[*made("c"), *removed("a"), *made("c"), *removed("b")], moves=moves)
+        n.commit(2, change=twice)
+        assert sorted(n.shown()) == ["c/", "cl"]
+        n.commit(3, *removed("c"))
+        assert not n.shown()
+
+
 # -- changes made here
 
 

@@ -3,14 +3,16 @@ not heard."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from lakefs_fuse.errors import FileError
-from tests.memory_store import MemoryStore
+from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, held_fresh, lake, unheard_commits
-from tests.vfs.writing_back import rewrite
+from tests.vfs.writing_back import LARGE, rewrite, writing_back
 
 LATE_S = 100.0
 """No commit can be dated so far back."""
@@ -56,7 +58,7 @@ async def shown_by_all(lakes: list[Lake], clock: Clock, expected: dict[str, byte
             await m.poll()
             await m.parts.renamed.wait_adopted()
             clock.advance(2 * TTL_S)
-            for name in "ab":
+            for name in expected:
                 try:
                     await m.read(name)
                 except FileError:  # its bytes are replaced
@@ -107,5 +109,54 @@ async def test_exchanged_file_has_what_a_node_that_was_lost_wrote_in_its_place_a
             await exchange_and_rewrite(one, two, clock, store, rewritten)
         clock.advance(late_s)
         await shown_by_all([one, three], clock, expected)
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
+async def test_exchanged_file_that_is_renamed_while_another_node_stores_its_bytes_again_leaves_no_old_name(
+    tmp_path: Path,
+) -> None:
+    """The node that renames it has not heard of the exchange before its upload begins, and replaces at the old key the
+    same bytes that the third node had put there again."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    pause = Pause(lambda request: request.what == "create_multipart")
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="never") as one,
+        writing_back(store, tmp_path / "two", clock=clock) as two,
+        lake(store, tmp_path / "three", clock=clock, pack="never") as three,
+    ):
+        for name in "ab":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        for m in (two, three):
+            await m.poll()
+            assert await m.names() == ["a", "b"]
+        clock.advance(5)
+        with held_fresh(two), held_fresh(three):
+            with unheard_commits(store):
+                await one.rename("a", "b", RENAME_EXCHANGE)
+                clock.advance(1)
+                unheard = store.hook
+
+                def hold(request: Request, when: When) -> None:
+                    unheard(request, when)
+                    pause(request, when)
+
+                store.hook = hold
+                handle = await two.open("a", os.O_RDWR)
+                await two.fs.write(handle, len(b"first a"), noise(1, LARGE))
+                await two.close(handle)
+                await reached(pause.reached)
+                await two.rename("a", "c")
+            await two.poll()
+            with unheard_commits(store):
+                await rewrite(three, "a", b"first a")
+                await three.sync()
+                clock.advance(5)
+                pause.resume()
+                await two.sync()
+        expected = dict.fromkeys("bc", b"first a" + noise(1, LARGE))
+        await shown_by_all([one, two, three], clock, expected)
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == expected

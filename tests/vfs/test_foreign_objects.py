@@ -770,3 +770,35 @@ async def test_bytes_that_were_removed_before_and_come_again_end_the_packed_file
         store.take("f")
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.names() == []
+
+
+async def test_bytes_that_a_packed_file_hides_and_that_replace_another_object_are_the_file_for_all(
+    tmp_path: Path,
+) -> None:
+    """The object in between is replaced before a commit tells of it, so only the node that listed it knows that the
+    bytes are there again."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, clock=clock, pack="always", delete_after_s=1000.0) as (one, two):
+        store.give("f", b"foreign")
+        assert await one.names() == await two.names() == ["f"]
+        await rewrite(one, "f", b"packed")
+        await one.fs.sync_names()
+        await two.poll()
+        clock.advance(TTL_S + 1)
+        assert await two.tree() == {"f": b"packed"}
+        store.give("f", b"another")
+        store.hook = pause = Pause(head_before_commit("f"))
+        clock.advance(TTL_S + 1)
+        assert await two.names() == ["f"]
+        await trio.to_thread.run_sync(pause.reached.wait)
+        store.give("f", b"foreign")
+        pause.resume()
+        clock.advance(TTL_S + 1)
+        assert await two.tree() == {"f": b"foreign"}
+        await until(lambda: two.commits()["written"] == 1)
+        await one.poll()
+        clock.advance(TTL_S + 1)
+        assert await one.tree() == {"f": b"foreign"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": b"foreign"}

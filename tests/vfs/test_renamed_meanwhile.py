@@ -1169,3 +1169,37 @@ async def test_version_that_was_replaced_in_place_does_not_come_back_with_an_ear
         for m in (mover, writer):
             await m.poll()
             assert await m.tree() == {"e": None, "e/f": b"in place"}
+
+
+async def test_renamed_file_is_what_was_written_in_its_place_where_a_rename_over_it_is_withdrawn(
+    tmp_path: Path,
+) -> None:
+    """The node that writes it renames another file to its new name. It hears of the rename before it has sent its own,
+    which is the earlier one."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "put" and request.key == "a")
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="never") as one,
+        writing_back(store, tmp_path / "two", clock=clock) as two,
+    ):
+        for name in "ab":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b"]
+        store.hook = pause
+        await rewrite(two, "a", b"second")
+        await reached(pause.reached)
+        await two.rename("b", "c")
+        clock.advance(1)
+        await one.rename("a", "c")
+        await two.poll()
+        pause.resume()
+        await two.sync()
+        await two.parts.renamed.wait_adopted()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"c": b"second"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"c": b"second"}

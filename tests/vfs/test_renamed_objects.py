@@ -27,7 +27,7 @@ from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, held_fresh, lake, two_lakes, unheard_commits
-from tests.vfs.writing_back import LARGE, die, rewrite, stored, until
+from tests.vfs.writing_back import LARGE, die, rewrite, stored, until, writing_back
 
 WINDOW_S = 300.0
 SHOWN_S_MAX = 5.0
@@ -928,6 +928,40 @@ async def test_same_bytes_that_are_put_again_and_removed_before_their_writer_tel
         expected = {"g": b"bytes"} if rename else {}
         for m in (one, two, one):
             await m.poll()
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+async def test_same_bytes_that_are_put_again_and_got_attributes_before_they_were_told_of_are_removed(
+    tmp_path: Path, is_renamed: bool
+) -> None:
+    """Who removes them has listed them. Its row has the time of the attributes in place of the store's date."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    expected = {"g": b"bytes"} if is_renamed else {}
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock) as one,
+        lake(store, tmp_path / "two", clock=clock, pack="never") as two,
+    ):
+        await two.write("f", b"bytes")
+        await two.unlink("f")
+        await two.sync()
+        await one.poll()
+        clock.advance(10)
+        async with one.parts.committer.quiet():
+            await one.write("f", b"bytes")
+            await until(lambda: "f" in store.objects)
+            clock.advance(2 * TTL_S)
+            assert await two.names() == ["f"]
+            await two.set_xattr("f", "user.x", b"1")
+            await (two.rename("f", "g") if is_renamed else two.unlink("f"))
+            await two.fs.sync_names()
+        await one.sync()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
             assert await m.tree() == expected
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == expected

@@ -629,8 +629,9 @@ class DirectoryMerge:
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
         renewed = self._tree.renew_inode(batch, fresh)
-        if is_outside:
+        if fresh.flags & Flag.OVERRIDING:  # no commit tells of the object, or of the one before it
             self._outsiders.append(renewed)
+        if is_outside:
             self._bury_overridden(batch, entry)
         else:
             self._note_unlisted(batch, entry, self._prefix)

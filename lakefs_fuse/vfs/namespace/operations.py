@@ -36,6 +36,8 @@ class Rows(Protocol):
 
     def xattrs(self, inode: int) -> dict[str, bytes]: ...
 
+    def when_put(self, path: str, etag: str) -> int: ...
+
 
 class RowSnapshot(msgspec.Struct, frozen=True):
     """The rows that operations are made from, as they were at one moment."""
@@ -43,12 +45,17 @@ class RowSnapshot(msgspec.Struct, frozen=True):
     objects: dict[int, ObjectRow] = {}
     target_by_inode: dict[int, bytes] = {}
     xattrs_by_inode: dict[int, dict[str, bytes]] = {}
+    dates: dict[tuple[str, str], int] = {}
+    """Those of `Tree.when_put`, by path and ETag."""
 
     def target(self, inode: int) -> bytes:
         return self.target_by_inode.get(inode, b"")
 
     def xattrs(self, inode: int) -> dict[str, bytes]:
         return self.xattrs_by_inode.get(inode, {})
+
+    def when_put(self, path: str, etag: str) -> int:
+        return self.dates.get((path, etag), 0)
 
 
 class ObjectRefs:
@@ -145,9 +152,11 @@ class ChangeBuilder(ObjectRefs):
         by_date = bool(entry.place or entry.flags & Flag.SYMLINK or (is_overriding and entry.is_local))
         if is_overriding and not by_date:
             self.put(path, entry)  # it ends what the object had replaced, but no object that another node stores
-        is_listed = not entry.stamp and hides in ("", entry.etag) and not entry.flags & (NO_OBJECT | Flag.ATTRIBUTED)
-        is_dated = is_listed and not entry.place and not entry.ctime_ns % NS  # as the store dates an object
+        is_listed = not (entry.stamp or entry.place or entry.flags & NO_OBJECT) and hides in ("", entry.etag)
+        is_dated = is_listed and not entry.ctime_ns % NS  # as the store dates an object
         dated_s = entry.ctime_ns // NS if is_dated else 0
+        if is_listed and entry.flags & Flag.ATTRIBUTED:  # the row has the time of the attributes
+            dated_s = self._rows.when_put(path, entry.etag)
         self.operations.append(Remove(path, is_dir, hides or entry.etag, by_date, dated_s))
 
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
@@ -183,8 +192,9 @@ def when_named(tree: Tree, path: str, etag: str) -> int:
 def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None:
     """Add that the plain object at ``key`` with this ETag is not the file of that name, and is not shown there.
 
-    If the removal of a file elsewhere is in no commit yet, this includes it, because this is sent ahead in its
-    place."""
+    If the removal of a file elsewhere is in no commit yet, this includes it, because this is sent ahead in its place.
+    If a file elsewhere hides the object already, the removal leaves that file, and hides the object after it, too:
+    another object may have replaced the file by a commit that is not known here."""
     raw = key.encode("utf-8", "surrogatepass")
     there = tree.named_at(raw)
     if there is None or there.is_local or (there.is_plain and there.etag == etag):
@@ -193,3 +203,5 @@ def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None
         builder.operations.append(Remove(key, hides=etag, by_date=is_untold))
     elif (there.place or there.is_symlink) and there.etag != etag:
         builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
+    elif there.etag == etag and not there.flags & Flag.RELOCATED:
+        builder.operations.append(Remove(key, hides=etag))

@@ -92,6 +92,14 @@ class RenamedObjects:
         """As `commit_applied`, for a rename of this node and the objects that it stored at ``keys`` meanwhile."""
         self._start_adopting("a file", partial(self._adopt_replaced, change, keys))
 
+    def names_restored(self, entries: Iterable[Entry]) -> None:
+        """As `commit_applied`, for names that changes of this node covered until these were withdrawn."""
+        for entry in entries:
+            row = self._ns.tree.objects.get(entry.place) if entry.place else None
+            if row is not None and self._deletions.has_replaced(row.key, row.etag):
+                path = self._ns.key(entry)
+                self._start_adopting(path, partial(self._adopt_renamed, path, row.key, row.etag))
+
     async def _find_replaced(self, record: Record | Change, keys: Set[str] | None) -> dict[str, ObjectRef]:
         """Return, by path, the objects that this node has replaced and to which a record gives names.
 

@@ -424,7 +424,7 @@ class Renames:
             replaced = self._names.orphaned(new, target)
         end_inodes = (source.inode, target.inode if target is not None else 0)
         names: list[MovedName] = []
-        rows = RowSnapshot({}, {}, {})
+        rows = RowSnapshot({}, {}, {}, {})
         while some := list(islice(moving, min(names_max, NAMES_AT_ONCE))):
             own = [after for _, after, entry in some if not entry.flags & Flag.DIRECTORY]
             hides = dict(zip(own, self._ns.tree.own_etags(own), strict=True))
@@ -432,24 +432,26 @@ class Renames:
                 orphans = tuple(self._names.orphaned(before, entry)) if entry.flags & Flag.LOCAL else ()
                 is_end = entry.inode in end_inodes
                 names.append(MovedName(before, after, entry, hides.get(after, ""), orphans, is_end))
-            self._add_rows(rows, [entry for _, _, entry in some])
+            self._add_rows(rows, [(before, entry) for before, _, entry in some])
             yield
         leaving = target if request.is_exchange and source.is_local and target is not None else source
         above = self._names.hidden_parent(leaving)
         if above is not None:
-            self._add_rows(rows, [above[1]])
+            self._add_rows(rows, [above])
         return RenameFacts(tuple(names), rows, tuple(replaced), above)
 
-    def _add_rows(self, rows: RowSnapshot, entries: Iterable[Entry]) -> None:
-        """Add the rows from which operations on these entries are made."""
+    def _add_rows(self, rows: RowSnapshot, names: Iterable[tuple[str, Entry]]) -> None:
+        """Add the rows from which operations on these paths and entries are made."""
         tree = self._ns.tree
-        for entry in entries:
+        for path, entry in names:
             if entry.place and entry.place not in rows.objects and (row := tree.objects.get(entry.place)):
                 rows.objects[entry.place] = row
             if entry.flags & Flag.SYMLINK:
                 rows.target_by_inode[entry.inode] = tree.target(entry.inode)
             if entry.flags & Flag.XATTRS:
                 rows.xattrs_by_inode[entry.inode] = tree.xattrs(entry.inode)
+            if entry.flags & Flag.ATTRIBUTED and entry.is_plain and not entry.stamp:
+                rows.dates[path, entry.etag] = tree.when_put(path, entry.etag)
 
     def _below(self, old: str, new: str, entry: Entry, *, behind: bool) -> Iterator[tuple[str, str, Entry]]:
         """Yield the entry and everything below it, with old and new paths. Files that are not in the store yet are

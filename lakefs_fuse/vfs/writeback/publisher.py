@@ -471,6 +471,8 @@ class ObjectWriter:
 
     def _note_stored(self, path: str, key: str, etag: str) -> None:
         self._deletions.note_stored(key, etag)
+        if key != path:
+            self._deletions.note_adopted(key, etag)
         if self._ns.tree.objects.plain:
             self._renamed.stored(path, key, etag)
 
