@@ -207,6 +207,23 @@ async def test_name_that_was_removed_can_be_linked_to_equal_bytes_at_once_and_ag
             assert await node.tree() == {"f": b"same", "g": b"same"}
 
 
+async def test_removal_is_committed_before_its_object_is_replaced(tmp_path: Path) -> None:
+    """Otherwise its commit would be later than the new object, and other nodes would take that for the removed one."""
+    store = MemoryStore(ABLE)
+    store.equal_bytes_have_equal_etags = True
+    store.hook = pause = Pause(lambda request: request.what == "put" and request.key.startswith(OBJECTS))
+    async with two_lakes(store, tmp_path, pack="never", delete_after_s=60.0) as (one, two):
+        for name in "fg":
+            await one.write(name, b"same")
+        await one.unlink("g")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(link, one, "f", "g")
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await two.poll()
+            assert await two.names() == ["f"]
+            pause.resume()
+
+
 async def test_object_of_a_removed_file_is_claimed_by_one_node_even_if_that_stores_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
