@@ -105,6 +105,9 @@ REPLACES_METADATA = f"{METADATA_PREFIX}replaces"
 """User metadata key of the ETags of versions that an object replaces, newest first, with a comma between two and, if
 that is all since the file was created at this key, at the end. A file that was created has none."""
 COPY_METADATA = f"{METADATA_PREFIX}copy"
+SINCE_METADATA = f"{METADATA_PREFIX}since"
+"""User metadata key of a time, in ns since 1970, in an object that was put exclusively. It is later than each removal
+of an earlier version that its writer knew."""
 UPLOADS = frozenset({"put", "part"})
 """Kinds of requests that carry a body."""
 

@@ -80,9 +80,12 @@ class Published(msgspec.Struct, frozen=True):
 Confirm = Callable[[], Awaitable[None]]
 
 
-async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
+async def publish(
+    draft: Draft, confirm: Confirm | None = None, describe: Callable[[], Mapping[str, str]] = dict
+) -> Published:
     """Make the draft's bytes, as they are now, the object's newest version. The caller holds ``draft.gate``.
-    ``confirm`` is called just before the request that makes them visible, and may raise LakeError.
+    ``confirm`` is called just before the request that makes them visible, and may raise LakeError. After
+    that, ``describe`` returns further metadata for an object that is stored by one PUT.
 
     Raises LakeError; then the draft is FAILED, every byte is staged or in its upload, and it can be tried again, which
     `Overtaken` requests. If writes were refused it raises, and the draft is unchanged.
@@ -101,7 +104,7 @@ async def publish(draft: Draft, confirm: Confirm | None = None) -> Published:
                 draft.size <= draft.layout.single_bytes_max or _is_sparse(draft)
             ) and not draft.parts.bytes_dropped
             if is_small and append is None and not (draft.copies and draft.is_copy):
-                meta, described, hashes = await _put(draft, confirm)
+                meta, described, hashes = await _put(draft, confirm, describe)
             else:
                 meta, described = await _complete(draft, append, confirm)
         except Superseded as error:
@@ -194,7 +197,9 @@ def is_own_object(draft: Draft, meta: ObjectMeta) -> bool:
     return token_of(meta).partition(".")[0] == draft.id
 
 
-async def _put(draft: Draft, confirm: Confirm | None) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
+async def _put(
+    draft: Draft, confirm: Confirm | None, describe: Callable[[], Mapping[str, str]]
+) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
     """Send the draft in one request; also returns the hashes of its blocks if it was sent from memory."""
     client, target = draft.uploader.client, draft.target
     if draft.base is not None or draft.spills.objects:
@@ -202,11 +207,11 @@ async def _put(draft: Draft, confirm: Confirm | None) -> tuple[ObjectMeta, Mappi
     async with draft.uploader.slots.slot():
         described = draft.save(sync=bool(draft.sequence)).metadata  # it may have been renamed since it was acknowledged
         history = describe_history(draft.uploader, target.key, target.replaces) if target.replaces else {}
-        metadata = {**described, DRAFT_METADATA: draft.token, **history}
-        put = partial(client.put, metadata=metadata, version=target)
         hashes = None
         if confirm is not None:
             await confirm()
+        metadata = {**described, DRAFT_METADATA: draft.token, **history, **describe()}
+        put = partial(client.put, metadata=metadata, version=target)
         try:
             if draft.size <= BODY_BYTES_MAX:
                 body = await draft.file.read(0, draft.size, in_file=True)

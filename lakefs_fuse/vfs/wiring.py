@@ -18,6 +18,7 @@ from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hints import Hints
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.objects.key_claims import KeyClaims
 from lakefs_fuse.commits.pack_budget import PackBudget
 from lakefs_fuse.commits.pack_rows import PackRows
 from lakefs_fuse.commits.path_tree import Relocated, Watcher
@@ -373,9 +374,12 @@ class Assembly:
             ground.database, self.committer, self.namespace, ground.cache, ground.metrics.commits, ground.nursery,
             ground.node.threads, self.files.being_written,
         )  # fmt: skip
+        claims = KeyClaims(
+            ground.client, self.namespace.tree.tombstones, self.deletions, self.clock, self.committer.flush,
+            delete_after_s=ground.config.delete_after_s,
+        )  # fmt: skip
         return ObjectWriter(
-            self.namespace, self.committer, self.deletions, self.renamed, packer, self.files,
-            ground.config, self.poller.poll,
+            self.namespace, self.committer, claims, self.renamed, packer, self.files, ground.config, self.poller.poll
         )  # fmt: skip
 
     @property

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -15,16 +16,17 @@ import pytest
 
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, eventually
-from tests.mount.test_commits import another
+from tests.mount.test_commits import another, sync
 from tests.tiers import sized
 
 NAMES = sized(20, 1000)
+ROUNDS = sized(40, 400)
 APPENDS = sized(4, 30)
 
 
 @pytest.fixture(params=["close", pytest.param("writeback", marks=pytest.mark.long)])
 def nodes(make_lake: LakeMaker, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Lake, Lake]]:
-    lake = make_lake("seaweedfs", "--refresh", "1", "--durability", request.param).mount()
+    lake = make_lake("seaweedfs", "--refresh", "1", "--delete-after", "5m", "--durability", request.param).mount()
     with another(lake, tmp_path) as other:
         yield lake, other
 
@@ -63,6 +65,44 @@ def test_of_two_mounts_that_link_one_name_one_wins_and_the_other_sees_it(nodes: 
         assert sorted(both) == [0, errno.EEXIST], name
         assert seen[0][name] == seen[1][name] == f"of {both.index(0)}", name
     assert [source.read_text() for source in sources] == ["of 0", "of 1"]
+
+
+def test_lock_file_that_is_linked_and_removed_has_one_holder(nodes: tuple[Lake, Lake]) -> None:
+    """The bytes are the same each time, and the store dates to the second."""
+    sources = [node.path / f"source{number}" for number, node in enumerate(nodes)]
+    for source in sources:
+        source.write_text("locked")
+    locks, holders, refused = [node.path / "lock" for node in nodes], list[int](), set[int]()
+    most_held, rounds = 0, list[int]()
+
+    def run(number: int) -> None:
+        nonlocal most_held
+        while len(rounds) < ROUNDS:
+            code = link_errno(sources[number], locks[number])
+            if code:
+                refused.add(code)
+                time.sleep(0.01)
+                continue
+            holders.append(number)
+            most_held = max(most_held, len(holders))
+            rounds.append(number)
+            time.sleep(0.002)
+            holders.remove(number)
+            locks[number].unlink()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most_held == 1, rounds
+    assert refused <= {errno.EEXIST}
+    for node in nodes:
+        sync(node.path)
+    eventually(lambda: not os.path.lexists(locks[0]), "the removal of the other node is heard of")
+    for _ in range(10):
+        assert link_errno(sources[0], locks[0]) == 0
+        locks[0].unlink()
 
 
 def test_linked_names_have_two_links_and_are_two_files(nodes: tuple[Lake, Lake]) -> None:

@@ -2,15 +2,17 @@
 
 Programs publish a version of a table by linking a finished file to its name, and rely on EEXIST. So the bytes are first
 stored once more, at the new name's own key, by a conditional request (`If-None-Match`); only then a commit says what
-the name is. This node sends the bytes of a small file; the store copies those of a larger one. The two names are two
-files: a write to one does not change the other (ADR 0147). Until one of them changes they show one inode number,
-because programs that link compare the numbers.
+the name is. The object of a removed file is claimed first, and then replaced (`KeyClaims`, ADR 0188). This node sends
+the bytes of a small file; the store copies those of a larger one. The two names are two files: a write to one does not
+change the other (ADR 0147). Until one of them changes they show one inode number, because programs that link compare
+the numbers.
 
 What always holds (*one winner*): of all nodes that link one name, only one succeeds, and the sources of the others are
 unchanged (``--hard-links local`` allows stores on which that holds for one node only). Every version that write-back
 acknowledged before is in the store before the new name is. Link counts are kept in memory, for LINKED_MAX files of this
 daemon. Trio thread only. A crash before the request leaves nothing, or an unfinished upload, which `gc` aborts; a crash
-after it leaves the name, as a listing shows.
+after it leaves the name, as a listing shows. If the object replaced a removed file's with the same bytes, a listing
+hides it, and it is deleted when that would have been.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import FileError, LakeError, Overtaken, PreconditionFailed, Superseded
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstone
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.meta.tree_events import TreeEvents
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
@@ -45,6 +46,8 @@ SENT_BYTES_MAX = 8 << 20
 """Files up to this size are sent from memory; the store copies larger ones."""
 ATTEMPTS_MAX = 4
 """Requests for one name. Another one follows if the object at the key is a removed file's, or changed meanwhile."""
+CLAIM_PAUSES_S = 0.1, 0.2, 0.4, 0.8, 1.5
+"""Pauses in which another node may delete the removed file's object, or store its own, for which it has the claim."""
 LINKED_MAX = 1024
 
 
@@ -139,13 +142,6 @@ def _identity(entry: Entry) -> tuple[object, ...]:
     return entry.size, entry.mtime_ns, entry.mode, entry.uid, entry.gid, entry.etag, entry.place, entry.offset
 
 
-def _may_be_again(removed: Tombstone, there: ObjectMeta) -> bool:
-    """Return whether the object may have been put after the removal of a version with the same bytes: another version
-    was removed since, and the store's date is not older than the removal."""
-    gone = removed.when_gone(there.etag)
-    return gone > 0 and there.etag != removed.etag and there.mtime_ns + SAME_VERSION_NS > gone
-
-
 @contextmanager
 def _never_eexist() -> Iterator[None]:
     """Turn EEXIST about the source, or a file stored before it, into EBUSY: in link(2) it concerns the new name."""
@@ -174,6 +170,7 @@ class Links:
         """``mode`` as `MountConfig.hard_links`; ``current`` as in `LinkCounts`."""
         self._mode, self._ns, self._drafts, self._io, self._writer = mode, namespace, drafts, io, writer
         self._writeback, self._reader, self._client = writeback, reader, drafts.services.client
+        self._claims = writer.claims
         self.counts = LinkCounts(namespace.tree, namespace.events, drafts.files, current)
 
     async def link(self, source: Entry, parent: int, name: bytes) -> Entry:
@@ -203,8 +200,7 @@ class Links:
             if self._ns.tree.child(parent, name) is not None:
                 raise FileError(errno.EEXIST)
             path = self._ns.checked_path(parent, name)  # the directory may have been renamed
-            meta, entry = await self._take(file, path)
-            await self._writer.record_link(path, entry, meta, self._client)
+            await self._take(file, path)
         except FileError as error:
             if error.errno == errno.EEXIST:  # the caller will read the file that has the name
                 with suppress(LakeError):
@@ -222,9 +218,10 @@ class Links:
 
     # -- taking the key
 
-    async def _take(self, file: OpenFile, path: str) -> tuple[ObjectMeta, Entry]:
-        """Store the file's bytes once more, as the object at ``path``. Returns that object, and the entry whose
-        attributes the name gets. Raises FileError: EEXIST, EBUSY, EPERM. Raises LakeError."""
+    async def _take(self, file: OpenFile, path: str) -> None:
+        """Store the file's bytes once more, as the object at ``path``, and record that. Until then a removed file's
+        deletion stays queued: it deletes the same bytes if this node dies. Raises FileError: EEXIST, EBUSY, EPERM.
+        Raises LakeError."""
         extent, entry = file.extent, file.entry
         if extent is None:
             raise FileError(errno.EPERM, f"{file.key} is not in the store")
@@ -236,15 +233,20 @@ class Links:
         target = DraftTarget(path, file.describe, if_absent=has_condition)
         async with self._writer.keeping(path):
             for _ in range(ATTEMPTS_MAX):
+                described = {**metadata, **self._claims.describe()}
                 try:
                     if body is None:
-                        return await self._copy_in_parts(extent, target, metadata), entry
-                    return await self._client.put(path, body, metadata=metadata, version=target), entry
+                        meta = await self._copy_in_parts(extent, target, described)
+                    else:
+                        meta = await self._client.put(path, body, metadata=described, version=target)
                 except Superseded as error:
                     raise FileError(errno.EEXIST) from error
                 except (PreconditionFailed, Overtaken):
-                    await self._expect_removed(target, extent, body)
-        raise FileError(errno.EBUSY, f"{path} is changed all the time")
+                    await self._expect_removed(target, extent, body, metadata[DRAFT_METADATA])
+                    continue
+                await self._writer.record_link(path, entry, meta, self._client)
+                return
+            raise FileError(errno.EBUSY, f"{path} is changed all the time")
 
     async def _read_small(self, extent: Extent) -> bytes | None:
         """Return the bytes of a file that is sent from memory; None for one that the store copies. Raises
@@ -279,23 +281,31 @@ class Links:
                 with trio.move_on_after(ABORT_S_MAX, shield=True):
                     await client.abort_multipart(key, upload_id)
 
-    async def _expect_removed(self, target: DraftTarget, extent: Extent, body: bytes | None) -> None:
+    async def _expect_removed(self, target: DraftTarget, extent: Extent, body: bytes | None, token: str) -> None:
         """Set the condition of the next request, after one found an object at the key. If that is a removed file's, the
-        next request replaces this version of it only. Raises FileError: EEXIST if it is another file's, EBUSY if the
-        store has no condition that distinguishes the versions."""
-        there = await self._client.find(target.key)
-        await self._io.poll()
-        removed = self._ns.tree.tombstones.get(target.key.encode())
-        if there is None:
-            target.if_absent, target.expected = True, None
-            return
-        if removed is None or not removed.hides(there.etag, there.mtime_ns):
-            raise FileError(errno.EEXIST)
+        next request replaces this version of it only, which is claimed for ``token``. Raises FileError: EEXIST if it is
+        another file's, EBUSY if nothing distinguishes the versions, or if the node that has the claim stores nothing.
+        Raises LakeError."""
         able = self._client.capabilities
-        has_match = able.complete_if_match if body is None else able.put_if_match
-        if not has_match or self._has_same_etag(there, extent, body) or _may_be_again(removed, there):
-            raise FileError(errno.EBUSY, f"the object of the file that was removed still lies at {target.key}")
-        target.if_absent, target.expected = False, there.etag
+        for pause_s in CLAIM_PAUSES_S:
+            there = await self._client.find(target.key)
+            await self._io.poll()
+            if there is None:
+                target.if_absent, target.expected = True, None
+                return
+            if not self._claims.is_removed(there):
+                raise FileError(errno.EEXIST)
+            is_equal = self._has_same_etag(there, extent, body)
+            has_match = able.complete_if_match if body is None else able.put_if_match
+            if (is_equal and not able.metadata) or self._claims.may_be_again(there):
+                raise FileError(errno.EBUSY, f"the object of the file that was removed still lies at {target.key}")
+            is_conditional = has_match and not is_equal
+            may_be_free = not is_conditional and self._claims.may_be_deleted(there)
+            if not may_be_free and await self._claims.claim(there, token):
+                target.if_absent, target.expected = False, there.etag
+                return
+            await trio.sleep(pause_s)
+        raise FileError(errno.EBUSY, f"another node is about to delete the object at {target.key}, or to store its own")
 
     def _has_same_etag(self, there: ObjectMeta, extent: Extent, body: bytes | None) -> bool:
         """Return whether the new object may have the same ETag: then a condition on it could hold for two nodes."""

@@ -30,7 +30,7 @@ import trio
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.objects.key_claims import KeyClaims
 from lakefs_fuse.commits.path_tree import is_hiding
 from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.config import MountConfig
@@ -116,7 +116,7 @@ class ObjectWriter:
         self,
         namespace: Namespace,
         committer: Committer,
-        deletions: DeletionQueue,
+        claims: KeyClaims,
         renamed: RenamedObjects,
         packer: Packer,
         files: FileTable,
@@ -124,9 +124,9 @@ class ObjectWriter:
         poll: Callable[[], Awaitable[object]],
     ) -> None:
         """``poll`` applies what other nodes have committed."""
-        self._ns, self._committer, self._deletions = namespace, committer, deletions
+        self._ns, self._committer, self._deletions = namespace, committer, claims.deletions
         self._renamed, self._packer, self._files = renamed, packer, files
-        self.keeping = deletions.keeping
+        self.keeping, self.claims = claims.deletions.keeping, claims
         self._rules, self._shown, self._poll = Rules.of(config), attributes.shown(config), poll
         self._storing_plain = 0
         """Number of files that are being stored as plain objects: a file that closes meanwhile is not alone."""
@@ -180,7 +180,7 @@ class ObjectWriter:
         refusals, there = 0, None  # refusals of a key at which a HEAD found nothing
         for _ in range(OVERTAKEN_MAX):
             try:
-                sent = await self._send_plain(draft, plan, removed, there)
+                sent = await self._send_plain(draft, plan, removed, there, is_exclusive=is_exclusive)
                 self._unrecorded[draft] = Unrecorded(before, sent)
                 return self._retire(before, await self._describe_plain(file, draft, sent))
             except Overtaken as error:
@@ -198,7 +198,7 @@ class ObjectWriter:
             there = await draft.uploader.client.find(plan.key)
             if there is not None:
                 refusals = 0
-                if is_exclusive and self._is_hidden_object(there):
+                if is_exclusive and self.claims.is_removed(there):
                     draft.target.if_absent = False
             elif refusals >= REFUSALS_MIN:
                 self._files.refuse_key(plan.key)
@@ -234,16 +234,11 @@ class ObjectWriter:
         if not plan.if_absent:
             return False
         there = await draft.uploader.client.find(plan.key)
-        return there is None or self._is_hidden_object(there)
-
-    def _is_hidden_object(self, there: ObjectMeta) -> bool:
-        """Return whether an object counts as removed from its key."""
-        removed = self._ns.tree.tombstones.get(there.key.encode())
-        return removed is not None and removed.hides(there.etag, there.mtime_ns)
+        return there is None or self.claims.is_removed(there)
 
     def _is_name_taken(self, draft: Draft, there: ObjectMeta | None) -> bool:
         """Return whether the object that a HEAD found at the key of the file belongs to another client."""
-        return there is not None and not is_own_object(draft, there) and not self._is_hidden_object(there)
+        return there is not None and not is_own_object(draft, there) and not self.claims.is_removed(there)
 
     def _is_of_another_node(self, file: OpenFile) -> bool:
         """Return whether another node has the name of a file that was created with O_EXCL: a commit named it there, and
@@ -346,7 +341,7 @@ class ObjectWriter:
         taken = {path for path, (file, _) in exclusive.items() if self._is_of_another_node(file)}
         _, draft = next(iter(exclusive.values()))
         found = await draft.uploader.client.find_each(exclusive.keys())
-        return taken.union(meta.key for meta in found if not self._is_hidden_object(meta))
+        return taken.union(meta.key for meta in found if not self.claims.is_removed(meta))
 
     async def store_pack(
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
@@ -387,8 +382,9 @@ class ObjectWriter:
     # -- as a plain object
 
     async def _send_plain(
-        self, draft: Draft, plan: PublishPlan, removed: Tombstone | None, there: ObjectMeta | None
-    ) -> PlainObject:
+        self, draft: Draft, plan: PublishPlan, removed: Tombstone | None, there: ObjectMeta | None, *,
+        is_exclusive: bool,
+    ) -> PlainObject:  # fmt: skip
         """Send the version. ``removed`` is what was gone at the path when it was planned, ``there`` what a HEAD had
         found at the key before. Raises LakeError."""
         key, removed = plan.key, None if draft.target.unsure else removed
@@ -399,7 +395,12 @@ class ObjectWriter:
                     await self._renamed.free(key)
                 if plan.commits_first:
                     await self._committer.flush()
-                return PlainObject(await publish(draft), plan, removed, there)
+                claim = None
+                is_exclusive = is_exclusive and not draft.sequence  # no program has been told that it won
+                if is_exclusive and plan.expected and not plan.path:
+                    claim = partial(self.claims.claim_expected, key, plan.expected, draft.id, there)
+                describe = self.claims.describe if is_exclusive else dict
+                return PlainObject(await publish(draft, claim, describe), plan, removed, there)
         finally:
             self._storing_plain -= 1
 
