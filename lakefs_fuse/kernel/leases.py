@@ -94,6 +94,7 @@ class Leases:
         """Begin to lease names of directories to the library, which creates files in them."""
         self._library = library
         self._fs.events.mirrored_name_added.append(self._add_name)
+        self._fs.events.mirrored_name_removed.append(library.lakefs_remove_name)
         self._fs.events.mirror_dropped.append(library.lakefs_revoke_names)
 
     def revoke_all_names(self) -> None:

@@ -148,6 +148,51 @@ def test_files_that_were_just_written_are_used_without_python(make_lake: LakeMak
     assert sum(spent.values()) <= 3, spent
 
 
+@pytest.mark.parametrize("frees", ["unlink", "replace"])
+def test_name_that_is_free_again_is_made_without_python(lake: Lake, frees: str) -> None:
+    """As programs make it that save by a temporary name, and rsync, whose names are hidden."""
+    temporary, saved, count = lake.path / "d" / ".saved.Ab12Cd", lake.path / "d" / "saved", FILES // 4
+    before = in_python(lake)
+    for number in range(count):
+        temporary.write_bytes(noise(300, number))
+        if frees == "replace":
+            temporary.replace(saved)
+            assert saved.read_bytes() == noise(300, number)
+        else:
+            assert temporary.read_bytes() == noise(300, number)
+            temporary.unlink()
+        assert not temporary.exists()
+    after = in_python(lake)
+    spent = {kind: after[kind] - before[kind] for kind in ("create", "write", "flush", "release", "getattr")}
+    assert spent == dict.fromkeys(spent, 0)
+    assert after["lookup"] - before["lookup"] <= count, "the name that is replaced"
+    flush(lake)
+    lake.remount()
+    assert os.listdir(lake.path / "d").count(".saved.Ab12Cd") == 0
+    assert saved.exists() is (frees == "replace")
+
+
+def test_new_file_that_is_truncated_when_it_is_open_needs_no_python(lake: Lake) -> None:
+    """As split makes its files."""
+    directory, count = lake.path / "d", FILES // 4
+    before = in_python(lake)
+    for number in range(count):
+        fd = os.open(directory / f"x{number}", os.O_WRONLY | os.O_CREAT, 0o640)
+        os.ftruncate(fd, 0)
+        os.write(fd, noise(300, number))
+        os.close(fd)
+    after = in_python(lake)
+    assert {kind: after[kind] - before[kind] for kind in KINDS} == dict.fromkeys(KINDS, 0)
+    fd = os.open(directory / "longer", os.O_RDWR | os.O_CREAT, 0o640)
+    os.write(fd, b"12345")
+    os.ftruncate(fd, 3)
+    os.ftruncate(fd, 6)
+    os.close(fd)
+    assert (directory / "longer").read_bytes() == b"123\0\0\0"
+    for number in range(count):
+        assert (directory / f"x{number}").read_bytes() == noise(300, number)
+
+
 def test_directory_that_exists_is_made_again_without_python(lake: Lake) -> None:
     """As `makedirs` does before each file: the kernel looks the name up each time."""
     directory = lake.path / "d" / "below"

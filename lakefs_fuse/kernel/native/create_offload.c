@@ -170,9 +170,9 @@ static int may_create(uint64_t parent, const char *name, uint32_t flags, uint32_
 {
 	const struct name_lease *lease = lakefs_name_lease_lacking(parent, name);
 
-	return lease && (flags & O_EXCL ? lease->takes_exclusive : !!(flags & O_TRUNC)) &&
-	       !(mode & (S_ISUID | S_ISGID)) && !(flags & O_APPEND) && (flags & O_ACCMODE) != O_RDONLY &&
-	       inode_next < inode_end && used < FILES && !lakefs_is_name_table_full();
+	return lease && (!(flags & O_EXCL) || lease->takes_exclusive) && !(mode & (S_ISUID | S_ISGID)) &&
+	       !(flags & O_APPEND) && (flags & O_ACCMODE) != O_RDONLY && inode_next < inode_end && used < FILES &&
+	       !lakefs_is_name_table_full();
 }
 
 static int may_write(uint64_t inode, uint64_t offset, uint64_t bytes)
@@ -198,14 +198,17 @@ static int is_chosen(const struct created *file, uint32_t valid, int64_t mtime_n
 	       (file->is_mtime_chosen && mtime_ns == file->mtime_ns);
 }
 
-/* Return whether SETATTR needs no Python. A chosen mtime stays until another is chosen; Python handles later writes. */
-static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_ns)
+/* Return whether SETATTR needs no Python. A chosen mtime stays until another is chosen; Python handles later writes.
+ * Setting the size that the file has changes nothing: programs that open a file without O_TRUNC truncate it so. */
+static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_ns, uint64_t size)
 {
-	const uint32_t known =
-		ATTRIBUTES | FATTR_ATIME | FATTR_CTIME | FATTR_FH | FATTR_LOCKOWNER | FATTR_KILL_SUIDGID;
+	const uint32_t known = ATTRIBUTES | FATTR_ATIME | FATTR_CTIME | FATTR_FH | FATTR_LOCKOWNER |
+			       FATTR_KILL_SUIDGID | FATTR_SIZE;
 	struct created *file = received(inode);
 
-	if (!file || !(valid & ATTRIBUTES) || (valid & ~known) || (valid & FATTR_ATIME && !(valid & FATTR_MTIME)))
+	if (!file || !(valid & (ATTRIBUTES | FATTR_SIZE)) || (valid & ~known))
+		return 0;
+	if ((valid & FATTR_ATIME && !(valid & FATTR_MTIME)) || (valid & FATTR_SIZE && size != file->size))
 		return 0;
 	if ((valid & FATTR_MODE) && (mode & (S_ISUID | S_ISGID)))
 		return 0;
@@ -245,7 +248,7 @@ int lakefs_offload_answers(const struct fuse_in_header *head, const void *body, 
 		       may_write(head->nodeid, writing->offset, writing->size);
 	case FUSE_SETATTR:
 		return may_set(head->nodeid, setting->valid, setting->mode,
-			       ns_of((int64_t)setting->mtime, setting->mtimensec));
+			       ns_of((int64_t)setting->mtime, setting->mtimensec), setting->size);
 	case FUSE_GETATTR:
 		return !!received(head->nodeid);
 	case FUSE_FLUSH:
@@ -351,7 +354,7 @@ static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attribute
 	struct created *file = received(inode);
 	uint32_t valid = (uint32_t)to_set;
 
-	if (!file || !may_set(inode, valid, attributes->st_mode, mtime_ns)) {
+	if (!file || !may_set(inode, valid, attributes->st_mode, mtime_ns, (uint64_t)attributes->st_size)) {
 		next.setattr(request, inode, attributes, to_set, info);
 		return;
 	}

@@ -93,6 +93,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "forget_directories": (None, ()),
     "lease_names": (ctypes.c_int, (_inode, _time_ns, _time_ns, ctypes.c_uint32, ctypes.c_int)),
     "add_names": (ctypes.c_int, (_inode, ctypes.c_char_p, ctypes.c_size_t)),
+    "remove_name": (None, (_inode, ctypes.c_char_p)),
     "revoke_names": (None, (_inode,)),
     "revoke_all_names": (None, ()),
     "set_receiver": (None, (ctypes.c_void_p,)),
