@@ -64,8 +64,8 @@ class Leases:
             self._know(file.current, attributes)
 
     def lease_attributes(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """Lease the attributes that GETATTR returned: of a directory for as long as they are valid, of a file for as
-        long as opens of it are leased."""
+        """Lease the attributes that GETATTR or SETATTR returned: of a directory for as long as they are valid, of a
+        file for as long as opens of it are leased."""
         if entry.is_dir:
             hooks.cache_attributes(attributes, attributes.attr_timeout)
             return

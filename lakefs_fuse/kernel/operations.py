@@ -263,7 +263,9 @@ class Operations(pyfuse3.Operations):
             entry = await self.fs.setattr(inode, change, fh)
         finally:
             hooks.forget_attributes(inode)  # a GETATTR may have been answered meanwhile
-        return self._attributes(entry, self.fs.attribute_fresh_s(entry))
+        attributes = self._attributes(entry, self.fs.attribute_fresh_s(entry))
+        self._leases.lease_attributes(entry, attributes)
+        return attributes
 
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
         return await (self._getxattr(inode, name) if name else self._copy_file_range(hooks.copy_request()))

@@ -172,6 +172,25 @@ def test_name_that_is_free_again_is_made_without_python(lake: Lake, frees: str) 
     assert saved.exists() is (frees == "replace")
 
 
+def test_files_that_rsync_receives_need_python_for_attributes_and_renames_alone(lake: Lake) -> None:
+    directory, count = lake.path / "d", FILES // 4
+    before = in_python(lake)
+    for number in range(count):
+        temporary = directory / f".f{number}.Ab12Cd"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.write(fd, noise(300, number))
+        os.close(fd)
+        os.utime(temporary, ns=(10**18, 10**18 + number))
+        temporary.chmod(0o644)
+        temporary.replace(directory / f"f{number}")
+    after = in_python(lake)
+    spent = {kind: count - before[kind] for kind, count in after.items() if count != before[kind]}
+    assert spent == {"setattr": 2 * count, "rename": count}
+    for number in range(count):
+        found = (directory / f"f{number}").stat()
+        assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode)) == (10**18 + number, 0o644)
+
+
 def test_new_file_that_is_truncated_when_it_is_open_needs_no_python(lake: Lake) -> None:
     """As split makes its files."""
     directory, count = lake.path / "d", FILES // 4
