@@ -441,7 +441,7 @@ class Operations(pyfuse3.Operations):
                 return True
         if handle.file.is_untouched:
             path = os.path.join(self.config.mountpoint, handle.file.key)
-            if hooks.is_executing(closer) or hooks.holds(hooks.process_of(closer), path):
+            if hooks.keeps_open(closer, path):
                 return True
         handle.closed_by_opener = True
         return False

@@ -191,6 +191,57 @@ def test_files_that_rsync_receives_need_python_for_attributes_and_renames_alone(
         assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode)) == (10**18 + number, 0o644)
 
 
+def test_files_of_shell_redirections_need_no_python(lake: Lake) -> None:
+    """A shell duplicates the descriptor and closes the first one before anything is written."""
+    directory, count = lake.path / "d", 10
+    before = in_python(lake)
+    script = (
+        f"for i in $(seq {count}); do echo line $i > f$i; done; for i in $(seq {count}); do expr $i + 1 > g$i; done"
+    )
+    subprocess.run(["bash", "-c", script], cwd=directory, check=True)
+    after = in_python(lake)
+    spent = {kind: after[kind] - before[kind] for kind in KINDS if after[kind] != before[kind]}
+    assert spent == {}
+    for number in range(1, count + 1):
+        assert (directory / f"f{number}").read_text() == f"line {number}\n"
+        assert (directory / f"g{number}").read_text() == f"{number + 1}\n"
+
+
+@pytest.mark.parametrize("how", ["held elsewhere", "another of its name", "alone"])
+def test_empty_file_is_acknowledged_by_the_last_close_of_its_process(lake: Lake, how: str) -> None:
+    directory, held = lake.path / "d", [-1]
+    (directory / "below").mkdir()
+    fd = os.open(directory / "empty", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    if how == "held elsewhere":
+        held = [os.dup(fd)]
+    elif how == "another of its name":
+        held = [os.open(directory / "below" / "empty", os.O_WRONLY | os.O_CREAT)]
+    before = accepted(lake)
+    os.close(fd)
+    if how == "held elsewhere":
+        assert accepted(lake) == before
+        os.close(held.pop())
+    assert accepted(lake) == before + 1
+    for other in held:
+        if other >= 0:
+            os.close(other)
+
+
+def test_empty_file_that_execve_closes_is_acknowledged(lake: Lake) -> None:
+    before = accepted(lake)
+    script = "import os; os.open('empty', os.O_WRONLY | os.O_CREAT); os.execv('/bin/true', ['true'])"
+    subprocess.run([sys.executable, "-c", script], cwd=lake.path / "d", check=True, timeout=SOON_S)
+    eventually(lambda: accepted(lake) == before + 1, "the last close publishes it", SOON_S)
+    assert (lake.path / "d" / "empty").read_bytes() == b""
+
+
+def accepted(lake: Lake) -> int:
+    """How many closes were acknowledged."""
+    of_writeback = lake.stats()["writeback"]
+    assert isinstance(of_writeback, dict)
+    return int(of_writeback["accepted"])
+
+
 def test_new_file_that_is_truncated_when_it_is_open_needs_no_python(lake: Lake) -> None:
     """As split makes its files."""
     directory, count = lake.path / "d", FILES // 4

@@ -5,13 +5,14 @@
  * FILE_BYTES_MAX. The first close, or an earlier request that depends on the file, hands the file over to Python: the
  * library calls `receive`, which gets each file with `lakefs_next_file` and stores it as if it had been created and
  * written at that moment. FLUSH waits until Python calls `lakefs_answer_close`. From then on Python owns the file, and
- * the library has only its handle, which it releases without entering Python.
+ * the library has only its handle, which it releases without entering Python. The close of a descriptor that a shell
+ * has duplicated, before anything was written, is no first close: the library asks `keeps_open`, and keeps the file.
  *
  * Invariants. "Absent": no file is created here under a name that Python has, or may have. "In order": Python gets a
  * file before any request that could tell the difference. "No promise": a file that only this library has was not
  * acknowledged, so a crash loses no acknowledged file.
  *
- * `receive` is called with the GIL; nothing else here needs the GIL.
+ * `receive` and `keeps_open` are called with the GIL; nothing else here needs the GIL.
  */
 #include "native.h"
 
@@ -58,6 +59,7 @@ struct created {
 	int64_t changed_ns; /* when a program set attributes */
 	int64_t mtime_ns;   /* chosen by a program */
 	int is_mtime_chosen, is_exclusive;
+	int is_kept_open; /* the FLUSH that is handled next has no effect */
 	uint32_t mode, uid, gid, pid;
 	uint32_t size, room;
 	char *data;
@@ -86,6 +88,7 @@ static unsigned receiving;
 static int some_due;
 static uint64_t inode_next, inode_end;
 static void (*receive)(void);
+static int (*keeps_open)(uint64_t parent, const char *name, uint32_t pid);
 static struct fuse_lowlevel_ops next;
 
 /* -- files */
@@ -392,6 +395,12 @@ static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *i
 {
 	struct created *file = received(inode);
 
+	if (file && file->is_kept_open) {
+		file->is_kept_open = 0;
+		lakefs_count(FUSE_FLUSH);
+		libfuse.reply_err(request, 0);
+		return;
+	}
 	if (!may_close(inode, libfuse.req_ctx(request)->pid)) {
 		next.flush(request, inode, info);
 		return;
@@ -460,6 +469,16 @@ void lakefs_hand_over_closed(void)
 	some_due = 0;
 }
 
+/* Return whether the process that created a file, and closes it without having written, has it open elsewhere. */
+static int is_kept_open(const struct fuse_in_header *head)
+{
+	struct created *file = received(head->nodeid);
+
+	if (file && !file->size && file->pid == head->pid && keeps_open)
+		file->is_kept_open = keeps_open(file->parent, file->name, file->pid);
+	return file && file->is_kept_open;
+}
+
 void lakefs_hand_over_before(const struct fuse_in_header *head)
 {
 	if (!used)
@@ -483,6 +502,10 @@ void lakefs_hand_over_before(const struct fuse_in_header *head)
 	case FUSE_LISTXATTR:
 		make_due(head->nodeid, 0, 0);
 		break;
+	case FUSE_FLUSH:
+		if (is_kept_open(head))
+			break;
+		/* fall through */
 	default:
 		make_due(head->nodeid, 0, 1);
 	}
@@ -594,9 +617,11 @@ int lakefs_answer_close(uint64_t inode, int error)
 	return 1;
 }
 
-void lakefs_set_receiver(void (*callback)(void))
+/* Set what is called to hand over files, and to ask whether a process keeps a file open that it closes. */
+void lakefs_set_receiver(void (*receive_files)(void), int (*is_open)(uint64_t, const char *, uint32_t))
 {
-	receive = callback;
+	receive = receive_files;
+	keeps_open = is_open;
 }
 
 /* Reserve inodes for files created here. Those of the last call that are left are never used. */
