@@ -195,9 +195,7 @@ def test_files_of_shell_redirections_need_no_python(lake: Lake) -> None:
     """A shell duplicates the descriptor and closes the first one before anything is written."""
     directory, count = lake.path / "d", 10
     before = in_python(lake)
-    script = (
-        f"for i in $(seq {count}); do echo line $i > f$i; done; for i in $(seq {count}); do expr $i + 1 > g$i; done"
-    )
+    script = f"for i in $(seq {count}); do echo line $i > f$i; expr $i + 1 > g$i; : > e$i; touch t$i; done"
     subprocess.run(["bash", "-c", script], cwd=directory, check=True)
     after = in_python(lake)
     spent = {kind: after[kind] - before[kind] for kind in KINDS if after[kind] != before[kind]}
@@ -205,6 +203,10 @@ def test_files_of_shell_redirections_need_no_python(lake: Lake) -> None:
     for number in range(1, count + 1):
         assert (directory / f"f{number}").read_text() == f"line {number}\n"
         assert (directory / f"g{number}").read_text() == f"{number + 1}\n"
+        assert (directory / f"e{number}").read_bytes() == (directory / f"t{number}").read_bytes() == b""
+    lake.kill()
+    lake.mount()
+    assert {f"{kind}{number}" for kind in "efgt" for number in range(1, count + 1)} <= set(os.listdir(directory))
 
 
 @pytest.mark.parametrize("how", ["held elsewhere", "another of its name", "alone"])

@@ -59,7 +59,7 @@ struct created {
 	int64_t changed_ns; /* when a program set attributes */
 	int64_t mtime_ns;   /* chosen by a program */
 	int is_mtime_chosen, is_exclusive;
-	int is_kept_open; /* the FLUSH that is handled next has no effect */
+	int is_kept_open, is_last_close; /* what the FLUSH that is handled next is, if the file has no bytes */
 	uint32_t mode, uid, gid, pid;
 	uint32_t size, room;
 	char *data;
@@ -205,7 +205,7 @@ static int is_chosen(const struct created *file, uint32_t valid, int64_t mtime_n
  * Setting the size that the file has changes nothing: programs that open a file without O_TRUNC truncate it so. */
 static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_ns, uint64_t size)
 {
-	const uint32_t known = ATTRIBUTES | FATTR_ATIME | FATTR_CTIME | FATTR_FH | FATTR_LOCKOWNER |
+	const uint32_t known = ATTRIBUTES | FATTR_ATIME | FATTR_ATIME_NOW | FATTR_CTIME | FATTR_FH | FATTR_LOCKOWNER |
 			       FATTR_KILL_SUIDGID | FATTR_SIZE;
 	struct created *file = received(inode);
 
@@ -220,12 +220,12 @@ static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_
 	return !(valid & FATTR_MTIME) || !file->is_mtime_chosen || is_chosen(file, valid, mtime_ns);
 }
 
-/* Return whether the thread that created a file closes it, and it has bytes: that close is meant to publish it. */
+/* Return whether the thread that created a file closes it, and that close is meant to publish it. */
 static int may_close(uint64_t inode, uint32_t pid)
 {
 	struct created *file = received(inode);
 
-	return file && file->size && file->pid == pid;
+	return file && (file->size || file->is_last_close) && file->pid == pid;
 }
 
 static int may_release(uint64_t inode, uint64_t handle)
@@ -469,14 +469,17 @@ void lakefs_hand_over_closed(void)
 	some_due = 0;
 }
 
-/* Return whether the process that created a file, and closes it without having written, has it open elsewhere. */
-static int is_kept_open(const struct fuse_in_header *head)
+/* Find out whether the thread that created a file, and closes it without having written, has it open elsewhere. Return 0
+ * if that is not the case of this FLUSH. */
+static int examine_close(const struct fuse_in_header *head)
 {
 	struct created *file = received(head->nodeid);
 
-	if (file && !file->size && file->pid == head->pid && keeps_open)
-		file->is_kept_open = keeps_open(file->parent, file->name, file->pid);
-	return file && file->is_kept_open;
+	if (!file || file->size || file->pid != head->pid || !keeps_open)
+		return 0;
+	file->is_kept_open = keeps_open(file->parent, file->name, file->pid);
+	file->is_last_close = !file->is_kept_open;
+	return 1;
 }
 
 void lakefs_hand_over_before(const struct fuse_in_header *head)
@@ -503,7 +506,7 @@ void lakefs_hand_over_before(const struct fuse_in_header *head)
 		make_due(head->nodeid, 0, 0);
 		break;
 	case FUSE_FLUSH:
-		if (is_kept_open(head))
+		if (examine_close(head))
 			break;
 		/* fall through */
 	default:
