@@ -244,6 +244,21 @@ def accepted(lake: Lake) -> int:
     return int(of_writeback["accepted"])
 
 
+def test_second_epoch_over_files_needs_no_python(lake: Lake) -> None:
+    """Of a fresh mount: the kernel requests the attributes of a file after each open of it but the first."""
+    paths = [lake.path / "d" / f"f{number}" for number in range(FILES // 4)]
+    for number, path in enumerate(paths):
+        path.write_bytes(noise(300, number))
+    flush(lake)
+    lake.remount(*OPTIONS)
+    for repeated in (False, True):
+        before, by_library = in_python(lake), answered(lake)["getattr"]
+        for number, path in enumerate(paths):
+            assert path.read_bytes() == noise(300, number)
+        spent = {kind: count - before[kind] for kind, count in in_python(lake).items() if count != before[kind]}
+        assert not repeated or (spent == {} and answered(lake)["getattr"] - by_library >= len(paths))
+
+
 def test_new_file_that_is_truncated_when_it_is_open_needs_no_python(lake: Lake) -> None:
     """As split makes its files."""
     directory, count = lake.path / "d", FILES // 4
