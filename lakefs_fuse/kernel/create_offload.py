@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, IntFlag, auto
@@ -89,6 +90,8 @@ class CreateOffload:
     def __init__(self, fs: Filesystem, leases: Leases) -> None:
         self._fs, self._leases = fs, leases
         self._callback = ctypes.CFUNCTYPE(None)(self._receive)
+        asks = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint32)
+        self._keeps_open_callback = asks(self._keeps_open)
         self._library: ctypes.PyDLL | None = None
 
     def begin(self) -> None:
@@ -98,7 +101,7 @@ class CreateOffload:
         if library is None or not hooks.active() or self._fs.config.read_only:
             return
         self._library = library
-        library.lakefs_set_receiver(self._callback)
+        library.lakefs_set_receiver(self._callback, self._keeps_open_callback)
         self._reserve_inodes(library)
         self._leases.lease_names_from(library)
         self._fs.events.names_requested.append(self._receive_all)
@@ -109,8 +112,16 @@ class CreateOffload:
         if self._library is not None:
             self._receive_all()
             self._leases.revoke_all_names()
-            self._library.lakefs_set_receiver(None)
+            self._library.lakefs_set_receiver(None, None)
             self._library = None
+
+    def _keeps_open(self, parent: int, name: bytes, closer: int) -> int:
+        """Return whether a thread closes one of several descriptors of an empty file that it created."""
+        try:
+            key = self._fs.namespace.prefix(parent) + name.decode()
+            return hooks.keeps_open(closer, os.path.join(self._fs.config.mountpoint, key))
+        except LakeError:
+            return 0  # its directory is gone
 
     def _receive_all(self) -> None:
         """Store all files of the library, also those not closed yet."""

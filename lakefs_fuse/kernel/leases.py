@@ -47,9 +47,14 @@ class Leases:
     # -- opens and attributes
 
     def lease_open(self, inode: int, handle: int) -> None:
-        """Lease further opens for reading of a file that was opened for reading."""
+        """Lease further opens for reading of a file that was opened for reading, and its attributes, which the kernel
+        requests after each open but the first."""
         if handle & READING:
-            hooks.lease_open(inode, self._fs.open_leases.allowed_s(self._fs.handle(handle).file))
+            file = self._fs.handle(handle).file
+            for_s = self._fs.open_leases.allowed_s(file)
+            hooks.lease_open(inode, for_s)
+            if for_s > 0 and not file.writers:
+                self._know_file(file, for_s)
 
     def lease_closed(self, inode: int) -> None:
         """Lease opens and attributes of a file that its writer has just closed: many programs use next what they
@@ -58,14 +63,18 @@ class Leases:
         for_s = 0.0 if file is None else self._fs.open_leases.allowed_s(file)
         if file is not None and for_s > 0:
             hooks.lease_open(inode, for_s)
-            attributes = attributes_of(file.current, self._fs, for_s)
-            attributes.st_blocks = -(-self._fs.data_bytes(file.current) // SECTOR_BYTES)
-            attributes.st_nlink *= self._fs.link_count(inode)
-            self._know(file.current, attributes)
+            self._know_file(file, for_s)
+
+    def _know_file(self, file: OpenFile, for_s: float) -> None:
+        entry = file.current
+        attributes = attributes_of(entry, self._fs, for_s)
+        attributes.st_blocks = -(-self._fs.data_bytes(entry) // SECTOR_BYTES)
+        attributes.st_nlink *= self._fs.link_count(entry.inode)
+        self._know(entry, attributes)
 
     def lease_attributes(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """Lease the attributes that GETATTR returned: of a directory for as long as they are valid, of a file for as
-        long as opens of it are leased."""
+        """Lease the attributes that GETATTR or SETATTR returned: of a directory for as long as they are valid, of a
+        file for as long as opens of it are leased."""
         if entry.is_dir:
             hooks.cache_attributes(attributes, attributes.attr_timeout)
             return
@@ -94,6 +103,7 @@ class Leases:
         """Begin to lease names of directories to the library, which creates files in them."""
         self._library = library
         self._fs.events.mirrored_name_added.append(self._add_name)
+        self._fs.events.mirrored_name_removed.append(library.lakefs_remove_name)
         self._fs.events.mirror_dropped.append(library.lakefs_revoke_names)
 
     def revoke_all_names(self) -> None:

@@ -263,7 +263,9 @@ class Operations(pyfuse3.Operations):
             entry = await self.fs.setattr(inode, change, fh)
         finally:
             hooks.forget_attributes(inode)  # a GETATTR may have been answered meanwhile
-        return self._attributes(entry, self.fs.attribute_fresh_s(entry))
+        attributes = self._attributes(entry, self.fs.attribute_fresh_s(entry))
+        self._leases.lease_attributes(entry, attributes)
+        return attributes
 
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
         return await (self._getxattr(inode, name) if name else self._copy_file_range(hooks.copy_request()))
@@ -439,7 +441,7 @@ class Operations(pyfuse3.Operations):
                 return True
         if handle.file.is_untouched:
             path = os.path.join(self.config.mountpoint, handle.file.key)
-            if hooks.is_executing(closer) or hooks.holds(hooks.process_of(closer), path):
+            if hooks.keeps_open(closer, path):
                 return True
         handle.closed_by_opener = True
         return False

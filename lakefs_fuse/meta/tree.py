@@ -501,6 +501,15 @@ class Tree:
         batch.rows[_name_key(entry)] = None
         batch.rows[schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)] = None
         batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = None
+        if entry.parent in self.mirrored:
+            batch.committed.append(partial(self._end_mirrored_name, entry.parent, entry.name))
+
+    def _end_mirrored_name(self, directory: int, name: bytes) -> None:
+        """A committed batch removed a name, and may have given it to another entry."""
+        key = schema.NAME + NUMBER.pack(directory) + name
+        if directory in self.mirrored and self.database.get_many([key, key + b"/"]) == [None, None]:
+            for listener in self._events.mirrored_name_removed:
+                listener(directory, name)
 
     def update(self, batch: Batch, entry: Entry) -> None:
         """Write an entry's attributes; name, parent, cookie and inode must be unchanged."""

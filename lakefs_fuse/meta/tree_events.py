@@ -23,6 +23,8 @@ class TreeEvents:
     """A directory must be listed again; called before that is committed."""
     mirrored_name_added: list[Callable[[int, bytes], object]] = field(default_factory=list)
     """A name was added to a directory of `Tree.mirrored`."""
+    mirrored_name_removed: list[Callable[[int, bytes], object]] = field(default_factory=list)
+    """A name was removed from a directory of `Tree.mirrored`; called after that is committed."""
     mirror_dropped: list[Callable[[int], object]] = field(default_factory=list)
     """A directory has left `Tree.mirrored`: its names are uncertain."""
     names_requested: list[Callable[[], object]] = field(default_factory=list)

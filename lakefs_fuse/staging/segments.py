@@ -4,14 +4,16 @@ What always holds: an entry is its head (`HEAD`), the file's bytes and then its 
 be read even where the journal is lost; before a write is acknowledged its bytes are synced, here or beside the journal
 record, from which `rewrite` restores them after a power cut, but not a lost record in the segment; `restore` refuses a
 place without a head, so that no hole of a segment is read as a file's bytes; a segment is deleted with its last
-reference. The journal has the references: after a crash, segments that no record names are deleted; if the journal was
-lost, only those that could be read to their end. One group is written at a time. The segment that is being written and
-the most recently read ones are open, at most `OPEN_MAX`. Trio thread only, except `Group.write`.
+reference, after the journal is synced. The journal has the references: after a crash, segments that no record names are
+deleted; if the journal was lost, only those that could be read to their end. One group is written at a time. The
+segment that is being written and the most recently read ones are open, at most `OPEN_MAX`. Trio thread only, except
+`Group.write`.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from typing import TypeVar
 
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.local_disk import pread_all, pwrite_all
+from lakefs_fuse.errors import CacheError
 
 PREFIX = "segment-"
 MAGIC = b"LFS1"
@@ -33,6 +36,7 @@ SEGMENT_BYTES = 64 << 20
 SEARCH_BYTES = 64 << 10
 """Size of each read in the search for the next head: the most that is skipped if the disk cannot read it."""
 OPEN_MAX = 16
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -48,8 +52,9 @@ class Spot:
 class Segments:
     """All segments of a staging directory."""
 
-    def __init__(self, directory: Path, disk: Disk) -> None:
-        self._directory, self._disk = directory, disk
+    def __init__(self, directory: Path, disk: Disk, sync_journal: Callable[[], None] = lambda: None) -> None:
+        """``sync_journal`` makes what was journaled survive a power cut; it raises CacheError."""
+        self.directory, self.disk, self._sync_journal = directory, disk, sync_journal
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._references: Counter[str] = Counter()
         self._rewritten: set[str] = set()
@@ -67,8 +72,8 @@ class Segments:
         full, self._current = self._current, ""
         if full and not self._references[full]:
             self._delete(full)
-        name = self._disk.temporary_name(PREFIX)
-        path = self._directory / name
+        name = self.disk.temporary_name(PREFIX)
+        path = self.directory / name
         self._descriptors[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._current, self._size = name, 0
         self._close_idle()
@@ -76,7 +81,7 @@ class Segments:
     def _descriptor(self, name: str, flags: int = 0) -> int:
         """Descriptor of a referenced segment, which is opened if it was closed. Raises OSError."""
         if name not in self._descriptors:
-            self._descriptors[name] = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+            self._descriptors[name] = os.open(self.directory / name, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         self._descriptors.move_to_end(name)
         self._close_idle()
         return self._descriptors[name]
@@ -89,7 +94,7 @@ class Segments:
 
     def sync(self, descriptor: int) -> None:
         """In a worker thread. Raises OSError."""
-        self._disk.sync_data(descriptor)
+        self.disk.sync_data(descriptor)
 
     def keep(self, segment: str, size: int, count: int) -> None:
         """A group was written: this many entries are referenced, until `release` of each."""
@@ -134,7 +139,7 @@ class Segments:
             return b""
         data = pread_all(self._descriptor(spot.segment), length, spot.offset + offset)
         if len(data) < length:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self._directory / spot.segment))
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.directory / spot.segment))
         return data
 
     def release(self, spot: Spot) -> None:
@@ -144,13 +149,19 @@ class Segments:
             self._delete(spot.segment)
 
     def _delete(self, segment: str) -> None:
+        """Delete a segment without references. If the journal cannot be synced, the next mount deletes it."""
+        del self._references[segment]
+        try:
+            self._sync_journal()
+        except CacheError as error:
+            log.error("%s is left to the next mount: %s", segment, error)
+            return
         with suppress(OSError):
             self._descriptor(segment)  # opened, so that `close_removed` below frees its blocks
-        del self._references[segment]
-        (self._directory / segment).unlink(missing_ok=True)
+        (self.directory / segment).unlink(missing_ok=True)
         descriptor = self._descriptors.pop(segment, None)
         if descriptor is not None:
-            self._disk.close_removed(descriptor)
+            self.disk.close_removed(descriptor)
 
     def close(self) -> None:
         """Delete unreferenced segments; the others are for the next mount."""
@@ -165,7 +176,7 @@ class Segments:
 
     def paths(self) -> list[Path]:
         """All that are in the directory."""
-        with os.scandir(self._directory) as entries:
+        with os.scandir(self.directory) as entries:
             return [Path(entry.path) for entry in entries if entry.name.startswith(PREFIX)]
 
     def unreferenced(self) -> list[Path]:

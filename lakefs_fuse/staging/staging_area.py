@@ -31,7 +31,6 @@ from typing import Protocol
 
 import trio
 
-from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.local_disk import is_out_of_room, pread_all, punch_hole, pwrite_all
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
@@ -129,8 +128,7 @@ class Staging:
 
     def __init__(
         self,
-        directory: Path,
-        disk: Disk,
+        segments: Segments,
         threads: Threads,
         *,
         bytes_max: int,
@@ -139,11 +137,10 @@ class Staging:
         evict: Callable[[int], object] = lambda _: None,
         wait_s_max: float = 3600.0,
     ) -> None:
-        """``evict(bytes)`` makes the block cache free space on the same disk; it is called in a worker thread."""
-        self.directory = directory
-        self.disk, self.threads = disk, threads
-        self.segments = Segments(directory, disk)
-        self.descriptors = DescriptorPool(disk.descriptors_max)
+        """Files are in the directory of the segments. ``evict(bytes)`` makes the block cache free space on the same
+        disk; it is called in a worker thread."""
+        self.segments, self.directory, self.disk, self.threads = segments, segments.directory, segments.disk, threads
+        self.descriptors = DescriptorPool(self.disk.descriptors_max)
         self.files_in_memory = 0
         self.write_outs = trio.CapacityLimiter(WRITE_OUTS_MAX)
         self.bytes_max = bytes_max

@@ -34,6 +34,7 @@ from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics, ReadMetrics
 from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.segments import Segments
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -155,8 +156,7 @@ class Ground:
     def services(self, reader: BlockReader) -> Uploader:
         config, save = self.config, Journal(self.database).save
         staging = Staging(
-            Path(config.cache_dir).absolute() / "staging",
-            self.node.disk,
+            Segments(Path(config.cache_dir).absolute() / "staging", self.node.disk, self.database.sync),
             self.node.threads,
             bytes_max=config.staging_bytes_max,
             free_bytes_min=config.free_bytes_min,

@@ -64,7 +64,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
 
 
 def staging_in(directory: Path, disk: SlowDisk) -> Staging:
-    return Staging(directory, disk, WorkerThreads(), bytes_max=1 << 30, free_bytes_min=100, metrics=UploadMetrics())
+    return Staging(
+        Segments(directory, disk), WorkerThreads(), bytes_max=1 << 30, free_bytes_min=100, metrics=UploadMetrics()
+    )
 
 
 def staged(staging: Staging, size: int) -> StagedFile:

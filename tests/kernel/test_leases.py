@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +11,7 @@ import pytest
 
 from lakefs_fuse.kernel import leases
 from lakefs_fuse.kernel.leases import CREATED_BEFORE, NAMES_FOR_EACH, Leases
+from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.vfs.ops import create
 from tests.memory_store import MemoryStore
 from tests.vfs.writing_back import writing_back
@@ -20,6 +22,7 @@ class _Library:
 
     def __init__(self) -> None:
         self.leased: list[int] = []
+        self.removed: list[bytes] = []
 
     def lakefs_lease_names(self, directory: int, *_: int) -> int:
         self.leased.append(directory)
@@ -27,6 +30,9 @@ class _Library:
 
     def lakefs_add_names(self, directory: int, names: bytes, length: int) -> int:
         return 1
+
+    def lakefs_remove_name(self, directory: int, name: bytes) -> None:
+        self.removed.append(name)
 
     def lakefs_revoke_names(self, directory: int) -> None:
         self.leased.remove(directory)
@@ -84,3 +90,75 @@ async def test_lease_is_renewed_with_each_file(tmp_path: Path) -> None:
             granted.count_created(file)
         assert library.leased == [file.entry.parent] * (10 - CREATED_BEFORE + 1)
         await m.close(handle)
+
+
+async def test_names_are_removed_from_a_lease_unless_another_entry_has_them(tmp_path: Path) -> None:
+    async with writing_back(MemoryStore(), tmp_path / "cache") as m:
+        library, granted = _Library(), Leases(m.fs)
+        granted.lease_names_from(cast("ctypes.PyDLL", library))
+        directory = await m.mkdir("d")
+        granted.lease_new_directory(directory, "d")
+        assert library.leased == [directory.inode]
+        for name in ("kept", "new", "gone"):
+            await m.write(f"d/{name}", b"x")
+        await m.unlink("d/gone")
+        await m.rename("d/new", "d/kept")
+        await m.rename("d/kept", "elsewhere")
+        await m.mkdir("d/kept")
+        assert library.removed == [b"gone", b"new", b"kept"]
+
+
+class _Names:
+    """Names of directories, as the C library knows them."""
+
+    def __init__(self, library: ctypes.PyDLL, directories: range) -> None:
+        self._library, self._lacking = library, library.lakefs_name_lease_lacking
+        self._lacking.restype, self._lacking.argtypes = ctypes.c_void_p, (ctypes.c_uint64, ctypes.c_char_p)
+        for directory in directories:
+            assert library.lakefs_lease_names(directory, 10**12, 10**9, 255, 1)
+
+    def add(self, directory: int, name: bytes) -> None:
+        assert self._library.lakefs_add_names(directory, name + b"\0", len(name) + 1)
+
+    def remove(self, directory: int, name: bytes) -> None:
+        self._library.lakefs_remove_name(directory, name)
+
+    def __contains__(self, place: tuple[int, bytes]) -> bool:
+        return not self._lacking(*place)
+
+
+def test_removed_names_leave_all_others_in_the_table() -> None:
+    """A third of the table is in use, so that many names are not in their first slot."""
+    library = hooks.library()
+    if library is None:
+        pytest.skip("the C library is not loaded")
+    directories, rng = range(1 << 40, (1 << 40) + 4), random.Random(1)
+    library.lakefs_revoke_all_names()
+    try:
+        names, there = _Names(library, directories), set[tuple[int, bytes]]()
+        for number in range(100_000):
+            place = (rng.choice(directories), b"name-%d" % (number % 50_000))
+            names.add(*place)
+            there.add(place)
+        for place in rng.sample(sorted(there), len(there) * 3 // 4):
+            names.remove(*place)
+            there.remove(place)
+        for directory in directories:
+            found = {number for number in range(50_000) if (directory, b"name-%d" % number) in names}
+            assert found == {int(name[5:]) for parent, name in there if parent == directory}
+    finally:
+        library.lakefs_revoke_all_names()
+
+
+@pytest.mark.parametrize("name", [b".lakefs", b".lakefs-directory", b".", b"..", b"a\\b", b"a\nb", b""])
+def test_reserved_and_unusual_names_are_left_to_python(name: bytes) -> None:
+    library = hooks.library()
+    if library is None:
+        pytest.skip("the C library is not loaded")
+    library.lakefs_revoke_all_names()
+    try:
+        names = _Names(library, range(1 << 40, (1 << 40) + 1))
+        assert (1 << 40, b".hidden") not in names
+        assert (1 << 40, name) in names, "which means that it is not certainly absent"
+    finally:
+        library.lakefs_revoke_all_names()

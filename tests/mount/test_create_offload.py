@@ -148,6 +148,138 @@ def test_files_that_were_just_written_are_used_without_python(make_lake: LakeMak
     assert sum(spent.values()) <= 3, spent
 
 
+@pytest.mark.parametrize("frees", ["unlink", "replace"])
+def test_name_that_is_free_again_is_made_without_python(lake: Lake, frees: str) -> None:
+    """As programs make it that save by a temporary name, and rsync, whose names are hidden."""
+    temporary, saved, count = lake.path / "d" / ".saved.Ab12Cd", lake.path / "d" / "saved", FILES // 4
+    before = in_python(lake)
+    for number in range(count):
+        temporary.write_bytes(noise(300, number))
+        if frees == "replace":
+            temporary.replace(saved)
+            assert saved.read_bytes() == noise(300, number)
+        else:
+            assert temporary.read_bytes() == noise(300, number)
+            temporary.unlink()
+        assert not temporary.exists()
+    after = in_python(lake)
+    spent = {kind: after[kind] - before[kind] for kind in ("create", "write", "flush", "release", "getattr")}
+    assert spent == dict.fromkeys(spent, 0)
+    assert after["lookup"] - before["lookup"] <= count, "the name that is replaced"
+    flush(lake)
+    lake.remount()
+    assert os.listdir(lake.path / "d").count(".saved.Ab12Cd") == 0
+    assert saved.exists() is (frees == "replace")
+
+
+def test_files_that_rsync_receives_need_python_for_attributes_and_renames_alone(lake: Lake) -> None:
+    directory, count = lake.path / "d", FILES // 4
+    before = in_python(lake)
+    for number in range(count):
+        temporary = directory / f".f{number}.Ab12Cd"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.write(fd, noise(300, number))
+        os.close(fd)
+        os.utime(temporary, ns=(10**18, 10**18 + number))
+        temporary.chmod(0o644)
+        temporary.replace(directory / f"f{number}")
+    after = in_python(lake)
+    spent = {kind: count - before[kind] for kind, count in after.items() if count != before[kind]}
+    assert spent == {"setattr": 2 * count, "rename": count}
+    for number in range(count):
+        found = (directory / f"f{number}").stat()
+        assert (found.st_mtime_ns, stat.S_IMODE(found.st_mode)) == (10**18 + number, 0o644)
+
+
+def test_files_of_shell_redirections_need_no_python(lake: Lake) -> None:
+    """A shell duplicates the descriptor and closes the first one before anything is written."""
+    directory, count = lake.path / "d", 10
+    before = in_python(lake)
+    script = f"for i in $(seq {count}); do echo line $i > f$i; expr $i + 1 > g$i; : > e$i; touch t$i; done"
+    subprocess.run(["bash", "-c", script], cwd=directory, check=True)
+    after = in_python(lake)
+    spent = {kind: after[kind] - before[kind] for kind in KINDS if after[kind] != before[kind]}
+    assert spent == {}
+    for number in range(1, count + 1):
+        assert (directory / f"f{number}").read_text() == f"line {number}\n"
+        assert (directory / f"g{number}").read_text() == f"{number + 1}\n"
+        assert (directory / f"e{number}").read_bytes() == (directory / f"t{number}").read_bytes() == b""
+    lake.kill()
+    lake.mount()
+    assert {f"{kind}{number}" for kind in "efgt" for number in range(1, count + 1)} <= set(os.listdir(directory))
+
+
+@pytest.mark.parametrize("how", ["held elsewhere", "another of its name", "alone"])
+def test_empty_file_is_acknowledged_by_the_last_close_of_its_process(lake: Lake, how: str) -> None:
+    directory, held = lake.path / "d", [-1]
+    (directory / "below").mkdir()
+    fd = os.open(directory / "empty", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    if how == "held elsewhere":
+        held = [os.dup(fd)]
+    elif how == "another of its name":
+        held = [os.open(directory / "below" / "empty", os.O_WRONLY | os.O_CREAT)]
+    before = accepted(lake)
+    os.close(fd)
+    if how == "held elsewhere":
+        assert accepted(lake) == before
+        os.close(held.pop())
+    assert accepted(lake) == before + 1
+    for other in held:
+        if other >= 0:
+            os.close(other)
+
+
+def test_empty_file_that_execve_closes_is_acknowledged(lake: Lake) -> None:
+    before = accepted(lake)
+    script = "import os; os.open('empty', os.O_WRONLY | os.O_CREAT); os.execv('/bin/true', ['true'])"
+    subprocess.run([sys.executable, "-c", script], cwd=lake.path / "d", check=True, timeout=SOON_S)
+    eventually(lambda: accepted(lake) == before + 1, "the last close publishes it", SOON_S)
+    assert (lake.path / "d" / "empty").read_bytes() == b""
+
+
+def accepted(lake: Lake) -> int:
+    """How many closes were acknowledged."""
+    of_writeback = lake.stats()["writeback"]
+    assert isinstance(of_writeback, dict)
+    return int(of_writeback["accepted"])
+
+
+def test_second_epoch_over_files_needs_no_python(lake: Lake) -> None:
+    """Of a fresh mount: the kernel requests the attributes of a file after each open of it but the first."""
+    paths = [lake.path / "d" / f"f{number}" for number in range(FILES // 4)]
+    for number, path in enumerate(paths):
+        path.write_bytes(noise(300, number))
+    flush(lake)
+    lake.remount(*OPTIONS)
+    for repeated in (False, True):
+        before, by_library = in_python(lake), answered(lake)["getattr"]
+        for number, path in enumerate(paths):
+            assert path.read_bytes() == noise(300, number)
+        spent = {kind: count - before[kind] for kind, count in in_python(lake).items() if count != before[kind]}
+        assert not repeated or (spent == {} and answered(lake)["getattr"] - by_library >= len(paths))
+
+
+def test_new_file_that_is_truncated_when_it_is_open_needs_no_python(lake: Lake) -> None:
+    """As split makes its files."""
+    directory, count = lake.path / "d", FILES // 4
+    before = in_python(lake)
+    for number in range(count):
+        fd = os.open(directory / f"x{number}", os.O_WRONLY | os.O_CREAT, 0o640)
+        os.ftruncate(fd, 0)
+        os.write(fd, noise(300, number))
+        os.close(fd)
+    after = in_python(lake)
+    assert {kind: after[kind] - before[kind] for kind in KINDS} == dict.fromkeys(KINDS, 0)
+    fd = os.open(directory / "longer", os.O_RDWR | os.O_CREAT, 0o640)
+    os.write(fd, b"12345")
+    os.ftruncate(fd, 3)
+    os.ftruncate(fd, 6)
+    os.close(fd)
+    assert (directory / "longer").read_bytes() == b"123\0\0\0"
+    for number in range(count):
+        assert (directory / f"x{number}").read_bytes() == noise(300, number)
+
+
 def test_directory_that_exists_is_made_again_without_python(lake: Lake) -> None:
     """As `makedirs` does before each file: the kernel looks the name up each time."""
     directory = lake.path / "d" / "below"

@@ -19,10 +19,8 @@ from tests.fakes import FakeDisk
 
 
 def staging_in(directory: Path, files_open_max: int) -> Staging:
-    return Staging(
-        directory, FakeDisk(descriptors_max=files_open_max), WorkerThreads(), bytes_max=1 << 30, free_bytes_min=0,
-        metrics=UploadMetrics(),
-    )  # fmt: skip
+    segments = Segments(directory, FakeDisk(descriptors_max=files_open_max))
+    return Staging(segments, WorkerThreads(), bytes_max=1 << 30, free_bytes_min=0, metrics=UploadMetrics())
 
 
 def descriptors() -> int:

@@ -13,6 +13,7 @@ import trio.testing
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import CacheError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.staging.segments import Segments
 from lakefs_fuse.staging.staging_area import IN_FLIGHT_BYTES, KEY_XATTR, UPLOAD_XATTR, Staging
 from tests.fakes import FakeDisk
 
@@ -37,7 +38,7 @@ class Stager:
 
 def make(directory: Path, bytes_max: int = 1000, free: int = 1 << 40, **more: object) -> Staging:
     return Staging(
-        directory, FakeDisk(room=free), WorkerThreads(), bytes_max=bytes_max, free_bytes_min=100,
+        Segments(directory, FakeDisk(room=free)), WorkerThreads(), bytes_max=bytes_max, free_bytes_min=100,
         metrics=UploadMetrics(), **more,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -122,8 +123,8 @@ async def test_many_at_once_stay_within_the_bound(tmp_path: Path) -> None:
             return next(room, 1 << 40)  # the first of them have to wait for the disk, in a thread
 
     staging = Staging(
-        tmp_path, SlowlyFreedDisk(), WorkerThreads(), bytes_max=1000, free_bytes_min=100, metrics=UploadMetrics(),
-        evict=lambda _: None,
+        Segments(tmp_path, SlowlyFreedDisk()), WorkerThreads(), bytes_max=1000, free_bytes_min=100,
+        metrics=UploadMetrics(), evict=lambda _: None,
     )  # fmt: skip
     refused = 0
 
@@ -151,7 +152,12 @@ async def test_the_cache_makes_room_on_the_disk(tmp_path: Path) -> None:
         disk.room = 50 + short
 
     staging = Staging(
-        tmp_path, disk, WorkerThreads(), bytes_max=1 << 30, free_bytes_min=100, metrics=UploadMetrics(), evict=evict
+        Segments(tmp_path, disk),
+        WorkerThreads(),
+        bytes_max=1 << 30,
+        free_bytes_min=100,
+        metrics=UploadMetrics(),
+        evict=evict,
     )
     await staging.reserve(10)
     assert asked == [100 + IN_FLIGHT_BYTES + 10 - 50]
@@ -208,7 +214,11 @@ async def test_what_it_says_of_itself(tmp_path: Path) -> None:
 
 async def test_a_disk_that_cannot_even_be_asked(tmp_path: Path) -> None:
     staging = Staging(
-        tmp_path / "gone", FakeDisk(), WorkerThreads(), bytes_max=1000, free_bytes_min=0, metrics=UploadMetrics()
+        Segments(tmp_path / "gone", FakeDisk()),
+        WorkerThreads(),
+        bytes_max=1000,
+        free_bytes_min=0,
+        metrics=UploadMetrics(),
     )
     with pytest.raises(CacheError, match="the staging disk fails"):
         await staging.reserve(1)

@@ -17,6 +17,7 @@ from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode
 from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.segments import Segments
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Capabilities
@@ -111,7 +112,11 @@ async def bench(
     staging_dir = directory / "staging"
     staging_dir.mkdir(exist_ok=True)
     staging = Staging(
-        staging_dir, FakeDisk(), WorkerThreads(), bytes_max=staging_bytes_max, free_bytes_min=0, metrics=metrics
+        Segments(staging_dir, FakeDisk()),
+        WorkerThreads(),
+        bytes_max=staging_bytes_max,
+        free_bytes_min=0,
+        metrics=metrics,
     )
     saved: dict[str, DraftRecord] = {}
     synced: dict[str, DraftRecord] = {}

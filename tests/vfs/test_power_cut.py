@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -15,8 +16,9 @@ from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Journal
+from lakefs_fuse.staging import segments
 from lakefs_fuse.staging.segments import PREFIX
-from lakefs_fuse.vfs.writeback import publisher
+from lakefs_fuse.vfs.writeback import group_commit, publisher
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.memory_store import MemoryStore, Request, When
 from tests.upload.drafting import noise
@@ -66,17 +68,22 @@ class Syncs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of_log = self.of_bytes = 0
-        sync, sync_data = Database.sync, LocalDisk.sync_data
+        sync, commit, sync_data = Database.sync, Database.commit, LocalDisk.sync_data
 
         def synced(database: Database) -> None:
             self.of_log += 1
             sync(database)
+
+        def committed(database: Database, batch: Batch, *, sync: bool = False) -> None:
+            self.of_log += sync
+            commit(database, batch, sync=sync)
 
         def synced_data(disk: LocalDisk, fd: int) -> None:
             self.of_bytes += 1
             sync_data(disk, fd)
 
         monkeypatch.setattr(Database, "sync", synced)
+        monkeypatch.setattr(Database, "commit", committed)
         monkeypatch.setattr(LocalDisk, "sync_data", synced_data)
 
     def since(self) -> tuple[int, int]:
@@ -211,6 +218,64 @@ async def test_closing_a_small_file_under_writeback_syncs_once(tmp_path: Path, m
         assert syncs.since() == (1, 0)
         await m.write("large", noise(2, LOGGED_BYTES_MAX + 1))
         assert syncs.since() == (1, 1)
+
+
+async def test_changes_of_acknowledged_small_files_are_synced_with_the_next_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removed, replaced by a rename, and with other attributes: as rsync, git and shutil.copytree leave files."""
+    store, logs = MemoryStore(), SyncedLogs(monkeypatch, tmp_path / "cache")
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache", pack="auto", delay_s=NEVER_S) as m:
+        for name in ("kept", "removed", "replaced", "new", "open"):
+            await m.write(name, noise(len(name), LOGGED_BYTES_MAX + 1))
+        handle = await m.open("open", os.O_RDWR)
+        syncs, mtime_ns = Syncs(monkeypatch), (await m.getattr("kept")).mtime_ns
+        await m.setattr("kept", mode=0o600, mtime_ns=10**18)
+        await m.unlink("removed")
+        await m.rename("new", "replaced")
+        await m.unlink("open")
+        assert syncs.since() == (0, 0)
+        logs.cut(tmp_path / "before")
+        await m.write("last", b"x")
+        logs.cut(tmp_path / "after")
+        await m.close(handle)
+    outage.away = False
+    async with writing_back(store, tmp_path / "before", pack="auto", delay_s=NEVER_S) as m:
+        assert await m.names() == ["kept", "new", "open", "removed", "replaced"]
+        assert (await m.getattr("kept")).mtime_ns == mtime_ns
+        assert await m.read("removed") == noise(7, LOGGED_BYTES_MAX + 1)
+    async with writing_back(store, tmp_path / "after", pack="auto", delay_s=NEVER_S) as m:
+        kept, replaced = noise(4, LOGGED_BYTES_MAX + 1), noise(3, LOGGED_BYTES_MAX + 1)
+        assert await m.tree() == {"kept": kept, "last": b"x", "replaced": replaced}
+        changed = await m.getattr("kept")
+        assert (changed.mtime_ns, changed.mode) == (10**18, 0o600)
+        assert {item.path for item in m.fs.unfinished()} == {"kept", "last", "replaced"}
+
+
+async def test_segment_of_a_removed_file_is_deleted_once_its_removal_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, logs = MemoryStore(), SyncedLogs(monkeypatch, tmp_path / "cache")
+    outage = Outage(store)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", LOGGED_BYTES_MAX)
+    async with writing_back(store, tmp_path / "cache", pack="auto", delay_s=NEVER_S) as m:
+        await m.write("removed", noise(1, LOGGED_BYTES_MAX + 1))
+        await m.unlink("removed")
+        await until(lambda: not told(m)["files"])
+        full = segments_of(tmp_path / "cache")
+
+        def cut(name: str) -> None:
+            if name == "accept.synced":
+                logs.cut(tmp_path / "after")
+
+        monkeypatch.setattr(group_commit, "reached", cut)
+        await m.write("next", b"x")
+    assert len(full) == 1 and not (tmp_path / "after" / "staging" / full[0].name).exists()
+    outage.away = False
+    async with writing_back(store, tmp_path / "after", pack="auto", delay_s=NEVER_S) as m:
+        assert await m.names() == []
+        assert "removed" not in caplog.text
 
 
 @pytest.mark.parametrize("how", ["missing", "empty", "zeros", "there"])

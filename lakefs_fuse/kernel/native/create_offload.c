@@ -5,13 +5,14 @@
  * FILE_BYTES_MAX. The first close, or an earlier request that depends on the file, hands the file over to Python: the
  * library calls `receive`, which gets each file with `lakefs_next_file` and stores it as if it had been created and
  * written at that moment. FLUSH waits until Python calls `lakefs_answer_close`. From then on Python owns the file, and
- * the library has only its handle, which it releases without entering Python.
+ * the library has only its handle, which it releases without entering Python. The close of a descriptor that a shell
+ * has duplicated, before anything was written, is no first close: the library asks `keeps_open`, and keeps the file.
  *
  * Invariants. "Absent": no file is created here under a name that Python has, or may have. "In order": Python gets a
  * file before any request that could tell the difference. "No promise": a file that only this library has was not
  * acknowledged, so a crash loses no acknowledged file.
  *
- * `receive` is called with the GIL; nothing else here needs the GIL.
+ * `receive` and `keeps_open` are called with the GIL; nothing else here needs the GIL.
  */
 #include "native.h"
 
@@ -58,6 +59,7 @@ struct created {
 	int64_t changed_ns; /* when a program set attributes */
 	int64_t mtime_ns;   /* chosen by a program */
 	int is_mtime_chosen, is_exclusive;
+	int is_kept_open, is_last_close; /* what the FLUSH that is handled next is, if the file has no bytes */
 	uint32_t mode, uid, gid, pid;
 	uint32_t size, room;
 	char *data;
@@ -86,6 +88,7 @@ static unsigned receiving;
 static int some_due;
 static uint64_t inode_next, inode_end;
 static void (*receive)(void);
+static int (*keeps_open)(uint64_t parent, const char *name, uint32_t pid);
 static struct fuse_lowlevel_ops next;
 
 /* -- files */
@@ -170,9 +173,9 @@ static int may_create(uint64_t parent, const char *name, uint32_t flags, uint32_
 {
 	const struct name_lease *lease = lakefs_name_lease_lacking(parent, name);
 
-	return lease && (flags & O_EXCL ? lease->takes_exclusive : !!(flags & O_TRUNC)) &&
-	       !(mode & (S_ISUID | S_ISGID)) && !(flags & O_APPEND) && (flags & O_ACCMODE) != O_RDONLY &&
-	       inode_next < inode_end && used < FILES && !lakefs_is_name_table_full();
+	return lease && (!(flags & O_EXCL) || lease->takes_exclusive) && !(mode & (S_ISUID | S_ISGID)) &&
+	       !(flags & O_APPEND) && (flags & O_ACCMODE) != O_RDONLY && inode_next < inode_end && used < FILES &&
+	       !lakefs_is_name_table_full();
 }
 
 static int may_write(uint64_t inode, uint64_t offset, uint64_t bytes)
@@ -198,14 +201,17 @@ static int is_chosen(const struct created *file, uint32_t valid, int64_t mtime_n
 	       (file->is_mtime_chosen && mtime_ns == file->mtime_ns);
 }
 
-/* Return whether SETATTR needs no Python. A chosen mtime stays until another is chosen; Python handles later writes. */
-static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_ns)
+/* Return whether SETATTR needs no Python. A chosen mtime stays until another is chosen; Python handles later writes.
+ * Setting the size that the file has changes nothing: programs that open a file without O_TRUNC truncate it so. */
+static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_ns, uint64_t size)
 {
-	const uint32_t known =
-		ATTRIBUTES | FATTR_ATIME | FATTR_CTIME | FATTR_FH | FATTR_LOCKOWNER | FATTR_KILL_SUIDGID;
+	const uint32_t known = ATTRIBUTES | FATTR_ATIME | FATTR_ATIME_NOW | FATTR_CTIME | FATTR_FH | FATTR_LOCKOWNER |
+			       FATTR_KILL_SUIDGID | FATTR_SIZE;
 	struct created *file = received(inode);
 
-	if (!file || !(valid & ATTRIBUTES) || (valid & ~known) || (valid & FATTR_ATIME && !(valid & FATTR_MTIME)))
+	if (!file || !(valid & (ATTRIBUTES | FATTR_SIZE)) || (valid & ~known))
+		return 0;
+	if ((valid & FATTR_ATIME && !(valid & FATTR_MTIME)) || (valid & FATTR_SIZE && size != file->size))
 		return 0;
 	if ((valid & FATTR_MODE) && (mode & (S_ISUID | S_ISGID)))
 		return 0;
@@ -214,12 +220,12 @@ static int may_set(uint64_t inode, uint32_t valid, uint32_t mode, int64_t mtime_
 	return !(valid & FATTR_MTIME) || !file->is_mtime_chosen || is_chosen(file, valid, mtime_ns);
 }
 
-/* Return whether the thread that created a file closes it, and it has bytes: that close is meant to publish it. */
+/* Return whether the thread that created a file closes it, and that close is meant to publish it. */
 static int may_close(uint64_t inode, uint32_t pid)
 {
 	struct created *file = received(inode);
 
-	return file && file->size && file->pid == pid;
+	return file && (file->size || file->is_last_close) && file->pid == pid;
 }
 
 static int may_release(uint64_t inode, uint64_t handle)
@@ -245,7 +251,7 @@ int lakefs_offload_answers(const struct fuse_in_header *head, const void *body, 
 		       may_write(head->nodeid, writing->offset, writing->size);
 	case FUSE_SETATTR:
 		return may_set(head->nodeid, setting->valid, setting->mode,
-			       ns_of((int64_t)setting->mtime, setting->mtimensec));
+			       ns_of((int64_t)setting->mtime, setting->mtimensec), setting->size);
 	case FUSE_GETATTR:
 		return !!received(head->nodeid);
 	case FUSE_FLUSH:
@@ -351,7 +357,7 @@ static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attribute
 	struct created *file = received(inode);
 	uint32_t valid = (uint32_t)to_set;
 
-	if (!file || !may_set(inode, valid, attributes->st_mode, mtime_ns)) {
+	if (!file || !may_set(inode, valid, attributes->st_mode, mtime_ns, (uint64_t)attributes->st_size)) {
 		next.setattr(request, inode, attributes, to_set, info);
 		return;
 	}
@@ -389,6 +395,12 @@ static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *i
 {
 	struct created *file = received(inode);
 
+	if (file && file->is_kept_open) {
+		file->is_kept_open = 0;
+		lakefs_count(FUSE_FLUSH);
+		libfuse.reply_err(request, 0);
+		return;
+	}
 	if (!may_close(inode, libfuse.req_ctx(request)->pid)) {
 		next.flush(request, inode, info);
 		return;
@@ -457,6 +469,19 @@ void lakefs_hand_over_closed(void)
 	some_due = 0;
 }
 
+/* Find out whether the thread that created a file, and closes it without having written, has it open elsewhere. Return 0
+ * if that is not the case of this FLUSH. */
+static int examine_close(const struct fuse_in_header *head)
+{
+	struct created *file = received(head->nodeid);
+
+	if (!file || file->size || file->pid != head->pid || !keeps_open)
+		return 0;
+	file->is_kept_open = keeps_open(file->parent, file->name, file->pid);
+	file->is_last_close = !file->is_kept_open;
+	return 1;
+}
+
 void lakefs_hand_over_before(const struct fuse_in_header *head)
 {
 	if (!used)
@@ -480,6 +505,10 @@ void lakefs_hand_over_before(const struct fuse_in_header *head)
 	case FUSE_LISTXATTR:
 		make_due(head->nodeid, 0, 0);
 		break;
+	case FUSE_FLUSH:
+		if (examine_close(head))
+			break;
+		/* fall through */
 	default:
 		make_due(head->nodeid, 0, 1);
 	}
@@ -591,9 +620,11 @@ int lakefs_answer_close(uint64_t inode, int error)
 	return 1;
 }
 
-void lakefs_set_receiver(void (*callback)(void))
+/* Set what is called to hand over files, and to ask whether a process keeps a file open that it closes. */
+void lakefs_set_receiver(void (*receive_files)(void), int (*is_open)(uint64_t, const char *, uint32_t))
 {
-	receive = callback;
+	receive = receive_files;
+	keeps_open = is_open;
 }
 
 /* Reserve inodes for files created here. Those of the last call that are left are never used. */

@@ -53,6 +53,8 @@ PF_EXITING, SIGNAL_BITS = 0x4, 0x7F
 """Masks for the flags and the exit code in /proc/PID/stat."""
 STAT_FLAGS, STAT_EXIT_CODE = 6, 49
 """Indexes of the flags and the exit code in /proc/PID/stat, counted from the field after the name."""
+READ_BYTES = 4096
+"""Size of a read of /proc/PID/status, which is shorter unless the process has many groups."""
 
 
 class CopyRequest(ctypes.Structure):
@@ -93,9 +95,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "forget_directories": (None, ()),
     "lease_names": (ctypes.c_int, (_inode, _time_ns, _time_ns, ctypes.c_uint32, ctypes.c_int)),
     "add_names": (ctypes.c_int, (_inode, ctypes.c_char_p, ctypes.c_size_t)),
+    "remove_name": (None, (_inode, ctypes.c_char_p)),
     "revoke_names": (None, (_inode,)),
     "revoke_all_names": (None, ()),
-    "set_receiver": (None, (ctypes.c_void_p,)),
+    "set_receiver": (None, (ctypes.c_void_p, ctypes.c_void_p)),
     "hand_over_all": (None, ()),
     "next_file": (ctypes.c_int, (ctypes.c_void_p,)),
     "answer_close": (ctypes.c_int, (_inode, ctypes.c_int)),
@@ -330,14 +333,7 @@ def answered() -> dict[str, int]:
 
 def process_of(thread: int) -> int:
     """Return the process that a thread belongs to; 0 if the thread has ended, or /proc does not say."""
-    try:
-        with open(f"/proc/{thread}/status", "rb") as status:
-            for line in status:
-                if line.startswith(b"Tgid:"):
-                    return int(line[5:])
-    except (OSError, ValueError):
-        pass
-    return 0
+    return _process_of(_status_of(thread))
 
 
 def is_executing(thread: int) -> bool:
@@ -347,11 +343,42 @@ def is_executing(thread: int) -> bool:
     space has any code (VmExe is 0). Reading /proc/PID/fd, /proc/PID/stat and more waits for that lock, hence for the
     reply to the FLUSH of such a close: if the daemon reads them before it replies, the mount hangs. /proc/PID/status
     takes no lock."""
+    return _is_executing(_status_of(thread))
+
+
+def keeps_open(thread: int, path: str) -> bool:
+    """Return whether the process of a thread that closes a descriptor has, or may have, another one for the file at
+    ``path``."""
+    status = _status_of(thread)
+    return _is_executing(status) or holds(_process_of(status), path)
+
+
+def _status_of(thread: int) -> bytes:
+    """Return /proc/PID/status of a thread; empty if it has ended. Without a file object, which takes four times as
+    long: closes wait for it."""
     try:
-        with open(f"/proc/{thread}/status", "rb") as status:
-            return any(line.split() == [b"VmExe:", b"0", b"kB"] for line in status)
+        descriptor = os.open(f"/proc/{thread}/status", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return False
+        return b""
+    try:
+        return b"".join(iter(lambda: os.read(descriptor, READ_BYTES), b""))
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def _field_of(status: bytes, name: bytes) -> bytes:
+    return status.partition(b"\n" + name + b":")[2].partition(b"\n")[0]
+
+
+def _process_of(status: bytes) -> int:
+    field = _field_of(status, b"Tgid").strip()
+    return int(field) if field.isdigit() else 0
+
+
+def _is_executing(status: bytes) -> bool:
+    return _field_of(status, b"VmExe").split() == [b"0", b"kB"]
 
 
 def killed_by(thread: int) -> int:

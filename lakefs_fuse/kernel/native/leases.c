@@ -9,14 +9,17 @@
  *
  * Lease on the names of a directory: this library knows every name that Python has, or may have, in the directory, so
  * any other name is absent and may be created. It keeps hashes of the names. If an absent name has the hash of a known
- * one, the request is passed to Python, as for every name that is not certainly absent. Hashes are kept until the names
- * of all directories are revoked.
+ * one, the request is passed to Python, as for every name that is not certainly absent. The hash of a removed name is
+ * removed; if another name had the same (2^-64 for two names), a file of that name is created as its next version.
+ * Hashes of a directory whose names are revoked are kept until those of all are.
  */
 #include "native.h"
 
 #define OPEN_SLOTS (1U << 16)
 #define DIRECTORIES 256
 #define NAME_SLOTS (1U << 18)
+/* What reserved names begin with (product.py). */
+#define RESERVED ".lakefs"
 
 static struct open_lease opens[OPEN_SLOTS];
 static uint64_t attributes_round = 1; /* attributes of earlier rounds are forgotten */
@@ -126,9 +129,14 @@ static uint64_t hash_of(uint64_t seed, const char *name, size_t bytes)
 	return hash ? hash : 1; /* 0 marks a free slot */
 }
 
+static uint32_t home_of(uint64_t hash)
+{
+	return (uint32_t)(hash >> 40) % NAME_SLOTS;
+}
+
 static uint64_t *place_of(uint64_t hash)
 {
-	uint32_t at = (uint32_t)(hash >> 40) % NAME_SLOTS;
+	uint32_t at = home_of(hash);
 
 	while (names[at] && names[at] != hash)
 		at = (at + 1) % NAME_SLOTS;
@@ -141,6 +149,20 @@ void lakefs_add_name(const struct name_lease *lease, const char *name, size_t by
 
 	names_used += !*place;
 	*place = hash;
+}
+
+/* Free a slot. Hashes after it, up to the next free slot, move back if they are still found from their home then. */
+static void free_place(uint64_t *place)
+{
+	uint32_t hole = (uint32_t)(place - names), at = hole;
+
+	while (names[at = (at + 1) % NAME_SLOTS])
+		if ((at - home_of(names[at])) % NAME_SLOTS >= (at - hole) % NAME_SLOTS) {
+			names[hole] = names[at];
+			hole = at;
+		}
+	names[hole] = 0;
+	names_used--;
 }
 
 int lakefs_is_name_table_full(void)
@@ -161,7 +183,7 @@ static int is_plain(const char *name, size_t bytes_max)
 {
 	size_t bytes;
 
-	if (*name == '.')
+	if (!strncmp(name, RESERVED, strlen(RESERVED)) || !strcmp(name, ".") || !strcmp(name, ".."))
 		return 0;
 	for (bytes = 0; name[bytes]; bytes++)
 		if (name[bytes] < ' ' || name[bytes] > '~' || name[bytes] == '\\' || bytes >= bytes_max)
@@ -259,6 +281,16 @@ int lakefs_add_names(uint64_t directory, const char *more, size_t bytes)
 	for (; lease && more < end && !lakefs_is_name_table_full(); more += strlen(more) + 1)
 		lakefs_add_name(lease, more, strlen(more));
 	return lease && !lakefs_is_name_table_full();
+}
+
+/* Remove a name of a directory, which it no longer has. */
+void lakefs_remove_name(uint64_t directory, const char *name)
+{
+	struct name_lease *lease = lakefs_name_lease(directory);
+	uint64_t *place = lease ? place_of(hash_of(lease->seed, name, strlen(name))) : NULL;
+
+	if (place && *place)
+		free_place(place);
 }
 
 /* Revoke the lease on the names of a directory. Their hashes stay until `lakefs_revoke_all_names` drops all. */

@@ -191,7 +191,7 @@ class Attributes:
         try:
             draft = self._drafts.draft(file)
             if draft.sequence:
-                draft.save(sync=True)
+                draft.save()
         except BaseException:
             file.entry = before
             raise

@@ -97,7 +97,7 @@ class Unlinker:
             file.draft.unlink()
             with _in_effect(file.key):
                 if file.handles:
-                    file.draft.save(sync=True)
+                    file.draft.save()
                 else:
                     await self._drafts.discard(file)
         self._files.forget_if_idle(file)
@@ -150,8 +150,8 @@ class Unlinker:
         since = min(draft.sequence for draft in gone)
         with _in_effect(file.key):
             self._committer.withhold(file.key, since, self._writeback.sequence, newest)
-        with _in_effect(file.key):
-            self._db.commit(batch, sync=True)
+        with _in_effect(file.key):  # synced before a staging file is deleted; `Segments` does that for its own
+            self._db.commit(batch, sync=any(draft.file.spot is None for draft in gone))
         file.behind.clear()
         for draft in gone:
             if draft is not file.draft or not file.handles:
