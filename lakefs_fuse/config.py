@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -212,6 +213,10 @@ class DatasetName(msgspec.Struct, frozen=True):
         return f"{self.name}@{self.version}" if self.version else self.name
 
 
+QUICK_READ_TIMEOUT_S_MIN = 5.0
+"""A store under load may take seconds for a LIST, so a shorter ``--retry-timeout`` does not shorten an attempt."""
+
+
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach the store."""
 
@@ -224,7 +229,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     ca_bundle: str | None = None
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 20.0
-    """Time after which a stalled response counts as a lost connection."""
+    """Time after which a stalled response to an upload, copy or completion counts as a lost connection."""
     retry_timeout_s: float = 60.0
     """Time for which a failing request is retried before its error is returned."""
     requests_max: int = 32
@@ -237,6 +242,13 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Encryption of what is stored: ``s3``, ``kms`` or ``kms:KEY-ID``; empty leaves it to the bucket."""
     storage_class: str = ""
     """Of the files that are stored; empty leaves it to the store."""
+
+    @property
+    def quick_read_timeout_s(self) -> float:
+        """As ``read_timeout_s``, for all other requests: a whole number of attempts takes ``retry_timeout_s`` if the
+        store is silent, so that the last attempt does not end long after it."""
+        attempts = max(1, math.ceil(self.retry_timeout_s / self.read_timeout_s))
+        return min(self.read_timeout_s, max(QUICK_READ_TIMEOUT_S_MIN, self.retry_timeout_s / attempts))
 
     @property
     def meant(self) -> tuple[str, str, str]:

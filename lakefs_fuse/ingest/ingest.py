@@ -379,8 +379,8 @@ def open_source(name: str, clock: Clock, threads: Threads) -> Source:
 
 
 def printable(name: str) -> str:
-    """A name as text for users; bytes that are not UTF-8 are escaped."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")[:300]
+    """A name as the protocol carries it, without escapes: the terminal makes those, also of backslashes."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")[:300]
 
 
 def _named(operation: Operation) -> tuple[str, bool]:

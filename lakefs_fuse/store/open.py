@@ -98,8 +98,9 @@ def _nearest(place: StoreConfig, names_of: Callable[[StoreConfig], set[str]]) ->
 
 def require_root(store: ObjectStore, place: StoreConfig, node: Node) -> None:
     """Raise MountError if the directory at which `open_store` opened ``store`` is not a lake but is inside one: a
-    writable mount would begin a second lake there, without the packed files of the first. One LIST where there is a
-    lake; else one more for each level. Raises StoreError, too."""
+    writable mount would begin a second lake there, without the packed files of the first. A lake record is enough for
+    either, because a mount of that lake may pack files at any time. One LIST where there are commits; else one more for
+    each level. Raises StoreError, too."""
     try:
         if retry_unavailable(lambda: _is_lake(place, store), node.clock):
             return
@@ -107,10 +108,12 @@ def require_root(store: ObjectStore, place: StoreConfig, node: Node) -> None:
         return  # the mount reports which permission is missing
     is_local = place.source.scheme == "file"
     found = search_lake(place, node) if is_local else _search_bucket(cast("S3Store", store), place, node)
-    if found.exists and found.path:
+    if found.is_recorded and found.path:
+        root = found.store.source
+        unused = "" if found.exists else f"; if no mount uses {root}, delete its {RESERVED_PREFIX}{RECORD} instead"
         raise MountError(
-            f"{place.source} is the directory {found.path} of the lake {found.store.source}: mount that, or this "
-            "directory alone with --immutable"
+            f"{place.source} is the directory {found.path} of the lake {root}: mount that, or this directory alone "
+            f"with --immutable{unused}"
         )
 
 

@@ -104,6 +104,30 @@ def test_directory_of_a_lake_cannot_be_mounted_as_one(
         places.require_root(store, beside, node)
 
 
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_require_root_below_a_lake_without_commits_refuses_and_names_its_record(
+    tmp_path: Path, moto: Server, new_bucket: Callable[[Server], str], kind: str
+) -> None:
+    """Its first mount may pack files at any time, which a second lake would not show."""
+    node, bucket = Node.of_this_machine(), new_bucket(moto)
+    (tmp_path / "lake" / "a").mkdir(parents=True)
+    root, below = (
+        (file_config(tmp_path / "lake"), file_config(tmp_path / "lake" / "a"))
+        if kind == "file"
+        else (s3_config(moto, f"{bucket}/lake"), s3_config(moto, f"{bucket}/lake/a"))
+    )
+    with closing(open_store(root, node)) as store:
+        store.put(KEY, b"x")
+        places.require_root(store, root, node)
+    with closing(open_store(below, node)) as store:
+        with pytest.raises(
+            MountError, match=r"directory a of the lake .*; if no mount uses .*, delete its .lakefs/lake"
+        ):
+            places.require_root(store, below, node)
+        store.put(KEY, b"x")
+        places.require_root(store, below, node)  # a lake of its own that is there already
+
+
 def test_lake_in_which_nothing_is_committed_is_found_by_its_record(
     moto: Server, new_bucket: Callable[[Server], str]
 ) -> None:

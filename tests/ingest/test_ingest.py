@@ -412,7 +412,7 @@ async def test_what_cannot_be_in_a_lake_is_named_and_the_rest_done(local: Lake, 
         ".lakefs: .lakefs is reserved",
         ".lakefs/commits/x: .lakefs is reserved",
         ".lakefs-directory: .lakefs-directory is reserved",
-        "bad\\xff: names in a lake are UTF-8, left out with all below it",
+        "bad\N{REPLACEMENT CHARACTER}: names in a lake are UTF-8, left out with all below it",
         "link: its target is not UTF-8",
         "keys hold at most 1024 bytes",
     ):

@@ -397,6 +397,26 @@ def test_upload_waits_for_a_server_that_takes_its_body_slowly_as_for_an_answer()
     assert connections == 1
 
 
+@pytest.mark.parametrize(
+    ("retry_timeout_s", "expected_s"), [(1, 5), (10, 10), (20, 20), (21, 10.5), (30, 15), (60, 20), (3600, 20)]
+)
+def test_quick_read_timeout_divides_the_retry_timeout(retry_timeout_s: float, expected_s: float) -> None:
+    """A store that is silent then holds a request as long as the user chose: its last attempt ends with that time."""
+    source = Source.parse("s3://bucket/lake")
+    assert StoreConfig(source=source, retry_timeout_s=retry_timeout_s).quick_read_timeout_s == expected_s
+
+
+def test_silent_store_holds_only_uploads_and_copies_longer_than_the_retry_timeout(
+    silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lakefs_fuse.config.QUICK_READ_TIMEOUT_S_MIN", 0.1)
+    with opened(config_of(silent, read_timeout_s=2.0, retry_timeout_s=0.2)) as store:
+        for operation, is_quick in (("get", True), ("list", True), ("put", True), ("part", False), ("complete", False)):
+            began_s = time.monotonic()
+            assert isinstance(failure_of(operation, store), Unavailable)
+            assert (time.monotonic() - began_s < 1.5) is is_quick, operation
+
+
 def test_upload_to_a_store_that_drops_packets_ends_with_the_connect_timeout() -> None:
     """The queue of the listener is full, so the kernel drops each SYN."""
     with contextlib.ExitStack() as stack:

@@ -18,6 +18,7 @@ from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.store import client
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.ops import handles
@@ -1014,6 +1015,31 @@ async def test_what_is_known_counts_on_while_the_store_is_away(tmp_path: Path) -
             assert caught.value.errno == errno.EIO
         store.hook = lambda request, when: None
         assert await m.names() == ["d", "file", "new", "unknown"]
+
+
+async def test_lookup_of_a_known_name_in_an_unlisted_directory_is_answered_while_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that opens files by path may list no directory above them, and reads bytes that are cached."""
+    store, clock = MemoryStore(), Clock()
+    store.give("data/train/file", b"x")
+    async with lake(store, tmp_path, clock=clock) as m:
+        assert await m.read("data/train/file") == b"x"
+        clock.advance(TTL_S + 1)
+        store.hook = Failures(lambda request: True, Unavailable("away"), count=1_000_000)
+        assert await m.read("data/train/file") == b"x"
+        monkeypatch.setattr(client, "AWAY_S_MIN", 0.0)
+        asked = len(store.requests)
+        assert await m.read("data/train/file") == b"x"
+        assert store.requests[asked:] == []
+        for name in (b"other", b"data/other", b"data/train/other"):
+            with pytest.raises(LakeError) as caught:
+                await m.lookup(name.decode())
+            assert caught.value.errno == errno.EIO
+        store.take("data/train/file")
+        store.hook = lambda request, when: None
+        await m.poll()  # a response: the store is back
+        assert await m.lookup("data/train/file") is None
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ CACHE_CONNECT_S_MAX = 0.5
 """A proxy of a cluster cache must be near to be useful."""
 DIRECTORY_BUCKET = "--x-s3"
 """How names of directory buckets end. They take sessions in place of signatures, and list in no order."""
-UPLOADING_OPERATIONS = ("PutObject", "UploadPart")
-"""Requests with large bodies."""
+SLOW_OPERATIONS = ("PutObject", "UploadPart", "UploadPartCopy", "CopyObject", "CompleteMultipartUpload")
+"""Requests with large bodies, and those for which the store reads or joins large objects before it responds."""
 SOCKET_OPTIONS = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 PAYER_HEADER = "x-amz-request-payer"
 CREDENTIAL_TTL = timedelta(minutes=5, seconds=REREAD_S)
@@ -239,7 +239,7 @@ def _register_handlers(client: Boto3Client, config: StoreConfig) -> None:
 def _session_of_requests(context: SSLContext, config: StoreConfig, verified: Mapping[str, Any]) -> HttpSession:
     return HttpSession(
         context,
-        timeout=(config.connect_timeout_s, config.read_timeout_s),
+        timeout=(config.connect_timeout_s, config.quick_read_timeout_s),
         socket_options=SOCKET_OPTIONS,
         **verified,
     )
@@ -267,8 +267,8 @@ def _syn_retries(connect_timeout_s: float) -> int:
 
 def _send(access: S3Access, request: AWSPreparedRequest, event_name: str, **_: object) -> AWSResponse:
     """Send a request of the client, in place of the client's own session."""
-    is_upload = event_name.rpartition(".")[2] in UPLOADING_OPERATIONS
-    return (access.uploads if is_upload else access.requests).send(request)
+    is_slow = event_name.rpartition(".")[2] in SLOW_OPERATIONS
+    return (access.uploads if is_slow else access.requests).send(request)
 
 
 def _addressing(config: StoreConfig) -> dict[str, str]:

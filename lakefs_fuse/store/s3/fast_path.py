@@ -58,7 +58,7 @@ class S3FastPath:
     def __init__(self, access: S3Access, clock: Clock, *, timeout: timedelta = REQUEST_TIMEOUT) -> None:
         self._clock, self._access = clock, access
         self._credentials_error: Exception | None = None
-        read_timeout = timedelta(seconds=access.config.read_timeout_s)
+        read_timeout = timedelta(seconds=access.config.quick_read_timeout_s)
         options: dict[str, Any] = {
             "allow_http": not access.encrypted,
             "connect_timeout": timedelta(seconds=access.config.connect_timeout_s),

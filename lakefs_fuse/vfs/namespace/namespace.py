@@ -319,8 +319,8 @@ class Namespace:
             return None, self._ttl_ns / NS
         if is_reserved(directory, component) or len(name) > NAME_BYTES_MAX:
             return None, self._ttl_ns / NS
+        entry = None if ask else self.tree.child(directory, name)
         if not ask:
-            entry = self.tree.child(directory, name)
             if entry is not None and not entry.flags & Flag.DIRECTORY and self._keep(entry):
                 return entry, self._ttl_ns / NS
             fresh_s = self.answer_fresh_s(directory, name, within_ttl=within_ttl)
@@ -347,15 +347,13 @@ class Namespace:
                     await self._list_again(directory)
                     return self.tree.child(directory, name), self.answer_fresh_s(directory, name)
                 if flight is None and not self._client.is_away and self._subtrees.is_shared(self._place(directory)):
-                    await self.list_directory(directory, within_ttl=True)
+                    with self._counting_on(directory, entry):
+                        await self.list_directory(directory, within_ttl=True)
                     return self.tree.child(directory, name), self.answer_fresh_s(directory, name)
                 self._consider_background_listing(directory, name)
-        if not self._counts_on(directory):
-            try:
+        if not self._counts_on(directory) and (entry is None or not self._client.is_away):
+            with self._counting_on(directory, entry):
                 await self._ask_for_name(directory, name, component)
-            except AWAY:
-                if self.tree.listing(directory) is None:
-                    raise
         entry = self.tree.child(directory, name)
         if ask and entry is not None and self._absent.discard(directory, name):
             self.announce_name(directory, name)
@@ -377,15 +375,21 @@ class Namespace:
         known = self.tree.child(directory, name)
         if known is None and self.answer_fresh_s(directory, name) > 0 and not self._counts_on(directory):
             prefix = self.prefix(directory)
-            try:
+            meta = None
+            with self._counting_on(directory):
                 meta = await self._client.find(self.checked_key(prefix, name.decode()))
-            except AWAY:
-                if self.tree.listing(directory) is None:
-                    raise
-                return self.tree.child(directory, name)
             if (meta is None or self._is_removed(meta)) and not self._is_moved(directory, prefix):
                 return self.tree.child(directory, name)
         return (await self.lookup(directory, name, ask=True))[0]
+
+    @contextmanager
+    def _counting_on(self, directory: int, entry: Entry | None = None) -> Iterator[None]:
+        """Suppress AWAY if an old listing counts then, or the known ``entry`` of a directory that was never listed."""
+        try:
+            yield
+        except AWAY:
+            if entry is None and self.tree.listing(directory) is None:
+                raise
 
     def _counts_on(self, directory: int) -> bool:
         """Return whether an old listing counts because the store is away. A LIST in the background keeps trying
