@@ -126,8 +126,9 @@ class DeletionQueue:
             self.add(batch, each)
         self._db.commit(batch)
 
-    def note_stored(self, key: str, etag: str) -> None:
-        """Remember in memory that this node stored a plain object at the key of a file, for STORED_MAX keys."""
+    def note_stored(self, key: str, etag: str, *, is_adopted: bool = False) -> None:
+        """Remember in memory that this node stored a plain object at the key of a file, for STORED_MAX keys.
+        ``is_adopted``: it belongs to a file of another name, and replaced nothing."""
         self.stored_count += 1
         self._stored.pop(key, None)
         self._stored[key] = etag
@@ -136,6 +137,8 @@ class DeletionQueue:
             oldest = next(iter(self._stored))
             del self._stored[oldest]
             self._adopted.discard(oldest)
+        if is_adopted:
+            self.note_adopted(key, etag)
 
     def note_adopted(self, key: str, etag: str) -> None:
         """Record that this version, which this node stored, belongs to a file of another name: it replaced nothing."""

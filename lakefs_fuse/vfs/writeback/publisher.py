@@ -395,11 +395,10 @@ class ObjectWriter:
                     await self._renamed.free(key)
                 if plan.commits_first:
                     await self._committer.flush()
-                claim = None
-                is_exclusive = is_exclusive and not draft.sequence  # no program has been told that it won
-                if is_exclusive and plan.expected and not plan.path:
+                claim, wins = None, is_exclusive and not draft.sequence  # no program has been told that it won
+                if wins and plan.expected and not plan.path:
                     claim = partial(self.claims.claim_expected, key, plan.expected, draft.id, there)
-                describe = self.claims.describe if is_exclusive else dict
+                describe = self.claims.describe if wins else dict
                 return PlainObject(await publish(draft, claim, describe), plan, removed, there)
         finally:
             self._storing_plain -= 1
@@ -471,9 +470,7 @@ class ObjectWriter:
         return Remove(path, hides=etag, dated_s=dated_s) if etag else None
 
     def _note_stored(self, path: str, key: str, etag: str) -> None:
-        self._deletions.note_stored(key, etag)
-        if key != path:
-            self._deletions.note_adopted(key, etag)
+        self._deletions.note_stored(key, etag, is_adopted=key != path)
         if self._ns.tree.objects.plain:
             self._renamed.stored(path, key, etag)
 
