@@ -612,3 +612,27 @@ async def test_object_stored_after_a_removal_that_waits_is_found_after_a_crash(
         assert await m.read("file") == expected
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert (await other.names(), await other.read("file")) == (["file"], expected)
+
+
+async def test_acknowledged_file_keeps_its_name_while_the_store_is_asked_before_it_is_removed(tmp_path: Path) -> None:
+    """A listing that ended meanwhile took the name away, with its attributes, and the removal may yet fail."""
+    store, clock = MemoryStore(), Clock()
+    async with writing_back(store, tmp_path / "cache", clock=clock, delay_s=NEVER_S) as m:
+        Outage(store)
+        await m.mkdir("d")
+        await m.write("d/file", b"acknowledged")
+        await m.set_xattr("d/file", "user.a", b"1")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    pause = Pause(lambda request: (request.what, request.key) == ("head", "d/file"))
+    store.hook = pause
+    async with writing_back(store, dead, clock=clock, delay_s=NEVER_S) as m:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.unlink, "d/file")
+            await reached(pause.reached)
+            clock.advance(2 * TTL_S)
+            try:
+                assert await m.names("d") == ["file"]
+                assert await m.xattrs("d/file") == {"user.a": b"1"}
+            finally:
+                pause.resume()
+        assert await m.names("d") == []

@@ -33,12 +33,11 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.vfs.change_events import ChangeEvents
-from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
+from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.key_mapping import extent_of
 from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 
-DIRTY = OpenState.WRITING, OpenState.ACKNOWLEDGED
 STORING = DraftState.PUBLISHING, DraftState.PUBLISHED
 KNOWN_MAX = 1000
 """A listing looks at all of them."""
@@ -137,12 +136,12 @@ class FileTable:
         """The entry is, or a directory holds, a file whose newest bytes are not in the store."""
         if not entry.is_dir:
             file = self._files.get(entry.inode)
-            return file is not None and file.state in DIRTY
+            return file is not None and file.is_dirty
         passed = set[int]()  # directories that are not at or below the entry
         return any(
             self._is_at_or_below(file.entry.parent, entry.inode, passed)
             for file in self._files.values()
-            if file.entry.parent not in passed and file.state in DIRTY
+            if file.entry.parent not in passed and file.is_dirty
         )
 
     def _is_at_or_below(self, inode: int, directory: int, passed: set[int]) -> bool:

@@ -56,6 +56,7 @@ class OpenState(StrEnum):
     """Its name was removed, or is being removed: it is not published, whether it has a draft or not."""
 
 
+DIRTY = OpenState.WRITING, OpenState.ACKNOWLEDGED
 TRANSITIONS = {
     OpenState.CLEAN: {OpenState.WRITING, OpenState.ACKNOWLEDGED, OpenState.UNLINKED},
     OpenState.WRITING: {OpenState.CLEAN, OpenState.ACKNOWLEDGED, OpenState.UNLINKED},
@@ -132,6 +133,11 @@ class OpenFile:
     def is_being_unlinked(self) -> bool:
         """Return whether a task that holds ``publishing`` is removing its name, which may still fail."""
         return self.unlinked and self.publishing.locked()
+
+    @property
+    def is_dirty(self) -> bool:
+        """Return whether its newest bytes are not in the store, and its name is not removed yet."""
+        return (self._state_of_draft() if self.is_being_unlinked else self.state) in DIRTY
 
     def count_written(self, offset: int, length: int) -> None:
         """Extend the prefix by written bytes if they follow it."""

@@ -33,8 +33,8 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.meta.schema import PATH
 from lakefs_fuse.sync.steps import finish_paced
-from lakefs_fuse.vfs.files.file_table import DIRTY, FileTable
-from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import DIRTY, OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import RowSnapshot
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
