@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 
@@ -134,14 +135,21 @@ class FileTable:
 
     def is_dirty(self, entry: Entry) -> bool:
         """The entry is, or a directory holds, a file whose newest bytes are not in the store."""
+        return self._has(entry, attrgetter("is_dirty"))
+
+    def keeps_name(self, entry: Entry) -> bool:
+        """As `is_dirty`; files whose names are being removed are included."""
+        return self._has(entry, attrgetter("keeps_name"))
+
+    def _has(self, entry: Entry, holds: Callable[[OpenFile], bool]) -> bool:
         if not entry.is_dir:
             file = self._files.get(entry.inode)
-            return file is not None and file.is_dirty
+            return file is not None and holds(file)
         passed = set[int]()  # directories that are not at or below the entry
         return any(
             self._is_at_or_below(file.entry.parent, entry.inode, passed)
             for file in self._files.values()
-            if file.entry.parent not in passed and file.is_dirty
+            if file.entry.parent not in passed and holds(file)
         )
 
     def _is_at_or_below(self, inode: int, directory: int, passed: set[int]) -> bool:

@@ -136,7 +136,12 @@ class OpenFile:
 
     @property
     def is_dirty(self) -> bool:
-        """Return whether its newest bytes are not in the store, and its name is not removed yet."""
+        """Return whether its newest bytes are not in the store, and its name is not being removed."""
+        return self.state in DIRTY
+
+    @property
+    def keeps_name(self) -> bool:
+        """Return whether a LIST without its object says nothing: it is dirty, or is until its name is removed."""
         return (self._state_of_draft() if self.is_being_unlinked else self.state) in DIRTY
 
     def count_written(self, offset: int, length: int) -> None:

@@ -110,7 +110,7 @@ class Namespace:
         self._client, self._metrics, self._nursery = client, metrics, nursery
         self._ttl_ns = int(config.metadata_ttl_s * NS)
         self._clock_ns = self.now_ns = clock.wall_ns
-        self._keep = files.is_dirty
+        self._keep = files.keeps_name
         self._flights: dict[int, Flight] = {}
         self._watched: dict[int, list[Flight]] = {}
         self._answers: dict[tuple[int, bytes], int] = {}
