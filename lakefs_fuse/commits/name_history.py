@@ -644,7 +644,7 @@ class OrderedRules:
 
         Return None if the row says all, if too many names move, or if the history cannot begin."""
         path, row = step.operation.path, step.before
-        if is_carried:
+        if is_carried and (row is None or row.stamp != self._stamp):  # else the record has said what the name is
             if len(self._record.operations) > MOVED_MAX:
                 return None
             row = self._before.get(path)

@@ -961,6 +961,24 @@ def test_the_second_of_two_files_that_one_commit_renames_to_a_name_replaces_the_
         assert not n.shown()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_attributes_set_after_a_rename_in_the_same_commit_leave_the_file(tmp_path: Path, count: int) -> None:
+    """The history of the new name begins with what the commit has put there, not with what was there before."""
+    with node(tmp_path) as n:
+        n.commit(1, put("a", 5))
+        renamed = n.rename("a", "b")
+        (place,) = (each for each in renamed.operations if isinstance(each, Put))
+        modes = [
+            SetAttr("b", place.object, place.offset, place.size, "", 0o600 + number, 0, 0, 0) for number in range(count)
+        ]
+        n.commit(2, change=msgspec.structs.replace(renamed, operations=[*renamed.operations, *modes]))
+        assert n.found("b").mode == 0o600 + count - 1
+        n.commit(4, Remove("c"), writer="0000000b")
+        late = SetAttr("b", THIS, place.offset, place.size, "", 0o755, 0, 0, 0)
+        n.commit(1.5, late, writer="0000000b")  # of another version, and late: the history of the name decides
+        assert n.found("b").mode == 0o600 + count - 1
+
+
 def test_two_things_that_are_renamed_to_one_name_in_one_commit_leave_one_row(tmp_path: Path) -> None:
     """The second replaced the first there: nothing comes into sight when it goes."""
 
