@@ -17,7 +17,7 @@ from enum import Enum, IntFlag, auto
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.kernel.leases import Leases
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.ops.create import Received
@@ -49,7 +49,7 @@ class FileState(Enum):
     HELD = auto()
     """Python owns the handle; a FLUSH that waited got an error."""
     REFUSED = auto()
-    """Python refused the file; a FLUSH that waited got an error."""
+    """Python refused the file; a FLUSH that waited got an error, and later requests of the handle get it."""
 
 
 SUCCESSORS = {
@@ -167,7 +167,7 @@ class CreateOffload:
             for each, file in zip(received, files, strict=True):
                 if isinstance(file, LakeError):
                     log.warning("the bytes of a new file are lost, and its writer gets the error: %s", file)
-                    self._refuse(each, file.errno)
+                    self._refuse(each, file)
                 elif each.state is FileState.OPEN:
                     each.transition(FileState.HELD)
                     self._fs.hold(file, HANDLE_CREATED | each.content.inode, each.content.opener)
@@ -178,7 +178,7 @@ class CreateOffload:
         finally:
             for each in pending:
                 if each.state in SUCCESSORS:
-                    self._refuse(each, errno.EIO)
+                    self._refuse(each, FileError(errno.EIO))
 
     def _closer_of(self, file: ReceivedFile) -> Callable[[LakeError | None], None]:
         """Return the function that replies to the FLUSH of a file with the result of closing it."""
@@ -196,10 +196,12 @@ class CreateOffload:
 
         return answer
 
-    def _refuse(self, file: ReceivedFile, code: int) -> None:
-        """Refuse a file: a FLUSH that waits gets the error, and the kernel drops the name and attributes."""
+    def _refuse(self, file: ReceivedFile, error: LakeError) -> None:
+        """Refuse a file: a FLUSH that waits and later requests of its handle get the error, and the kernel drops the
+        name and attributes."""
         file.transition(FileState.REFUSED)
-        self._answer_close(file.content.inode, code)
+        self._fs.hold_refused(HANDLE_CREATED | file.content.inode, error)
+        self._answer_close(file.content.inode, error.errno)
         self._fs.events.announce_name(file.content.parent, file.content.name)
 
     def _hold(self, inode: int, opener: int) -> None:

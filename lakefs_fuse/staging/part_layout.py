@@ -131,6 +131,15 @@ class PageMap:
         bits = self._bits[part]
         return self._layout.range(part)[0] + ((bits & -bits).bit_length() - 1) * PAGE_BYTES
 
+    def last(self) -> int | None:
+        """Where the last local page begins; None without any."""
+        part = max((part for part, bits in self._bits.items() if bits), default=None)
+        if part is None:
+            return None
+        begin, stop = self._layout.range(part)
+        bits = self._bits[part]
+        return stop - PAGE_BYTES if bits == FULL else begin + (bits.bit_length() - 1) * PAGE_BYTES
+
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
         """[start, end) cut where it changes between local and not: (from, to, local), in order."""
         at, state = start, None

@@ -117,9 +117,10 @@ class Segments:
         self._rewritten.clear()
 
     def restore(self, spot: Spot) -> None:
-        """Record that the journal references this place. Raises OSError; FileNotFoundError if there is no entry: the
-        segment is missing, or was until `rewrite` created it for other files."""
-        if not _has_head(self._descriptor(spot.segment), spot):
+        """Record that the journal references this place. Raises OSError; FileNotFoundError if there is no whole entry:
+        the segment is missing or cut off, or was missing until `rewrite` created it for other files."""
+        descriptor = self._descriptor(spot.segment)
+        if not _has_head(descriptor, spot) or os.fstat(descriptor).st_size < spot.offset + spot.length:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{spot.segment} at {spot.offset}")
         self.add_reference(spot)
 

@@ -20,8 +20,8 @@ from lakefs_fuse.upload.uploader import Uploader
 
 def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -> Draft:
     """Restore a draft. Raises StagingFull or CacheError if the staging file is missing or cannot be opened, and
-    CacheError if this version does not know the record's part layout. A damaged record may raise any other exception.
-    After each of them nothing has changed."""
+    CacheError if bytes of an acknowledged file are missing at its end, or if this version does not know the record's
+    part layout. A damaged record may raise any other exception. After each of them nothing has changed."""
     layout = _layout_of(record, uploader.layout.variants())
     base = None
     if record.base is not None:
@@ -45,7 +45,7 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
             staged_bytes = os.stat(staging.path(record.id)).st_size
             file = StagedFile(staging, record.id, record.key, has_file=True)
     except FileNotFoundError as error:
-        raise CacheError(f"the staged bytes of {record.key} are missing on this node: abort {record.id}") from error
+        raise CacheError(f"the staged bytes of {record.key} are missing on this node") from error
     except OSError as error:
         raise staging.translate(error) from error
     draft = Draft(uploader, record.id, target, base=base, file=file, layout=layout)
@@ -53,10 +53,24 @@ def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -
         record = msgspec.structs.replace(record, state=DraftState.PUBLISHING)
     try:
         draft.load(record, staged_bytes)
+        if record.sequence and record.spot is None:
+            _check_end(draft, staged_bytes)
     except Exception:
         draft.close(unlink=False, leave=True)
         raise
     return draft
+
+
+def _check_end(draft: Draft, staged_bytes: int) -> None:
+    """Check that the staging file of an acknowledged draft reaches its last staged page: one that was cut off later,
+    by damage, would be read as zeros. Raises CacheError. The file may end inside that page, because a draft is extended
+    without writing to it."""
+    last = draft.pages.last()
+    if last is not None and staged_bytes <= last:
+        path = draft.uploader.staging.path(draft.id)
+        raise CacheError(
+            f"{path} is damaged: it ends after {staged_bytes} bytes, before byte {last} of {draft.target.key}"
+        )
 
 
 def _layout_of(record: DraftRecord, variants: list[PartLayout]) -> PartLayout:

@@ -55,6 +55,7 @@ class Filesystem:
         self.stat, self.setattr = attributes.stat, attributes.setattr
         self.attribute_fresh_s = attributes.attribute_fresh_s
         self.open, self.create, self.hold = handles.open, handles.create, handles.hold
+        self.hold_refused = handles.hold_refused
         self.handle, self.is_handle = handles.handle, handles.is_handle
         self.read, self.write = handles.read, handles.write
         self.copy_range = handles.copy_range

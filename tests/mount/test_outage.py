@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -373,6 +373,50 @@ def test_the_staging_disk_fills(make_lake: LakeMaker, faults: tuple[Server, Faul
     assert lake.outside.read("accepted") == noise(4 * MIB, 2)
     assert lake.outside.read("f") == noise(4 * MIB, 4)
     assert "ok       cache.room" in lake.cli("doctor", "--no-throughput", str(lake.path)).stdout
+
+
+@pytest.mark.long  # kernel/test_create_offload.py shows it
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+def test_every_request_of_a_new_file_says_that_the_disk_is_full(
+    make_lake: LakeMaker, small_disk: Disk, durability: str
+) -> None:
+    lake = make_lake("file", "--durability", durability, "--staging-timeout", "1s")
+    lake.cache_dir = small_disk.path / "cache"
+    lake.mount(*small_disk.options)
+    (lake.path / "d").mkdir()
+    (lake.path / "d" / "first").write_bytes(b"x")
+    time.sleep(1)
+    with (small_disk.path / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4 << 10))
+    for number in range(6):
+        failed = save(lake.path / "d" / f"f{number}", syncs=bool(number % 2))
+        assert errno.ENOSPC in failed
+        assert failed <= {0, errno.ENOSPC}
+
+
+def save(path: Path, *, syncs: bool) -> set[int]:
+    """Save a new file, as a program that goes on after an error. Return the errnos of its calls; 0 if one succeeds."""
+    failed = set[int]()
+
+    def call(what: Callable[[], object]) -> None:
+        try:
+            what()
+            failed.add(0)
+        except OSError as error:
+            assert error.errno
+            failed.add(error.errno)
+
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    except OSError as error:
+        assert error.errno
+        return {error.errno}
+    call(partial(os.write, fd, bytes(5000)))
+    if syncs:
+        call(partial(os.fsync, fd))
+    call(partial(os.close, fd))
+    return failed
 
 
 def fill_with_names(lake: Lake, disk: Path) -> Path:

@@ -56,6 +56,7 @@ class PageMapMachine(RuleBasedStateMachine):
     @invariant()
     def first(self) -> None:
         assert self.map.first() == (min(self.local) * PAGE_BYTES if self.local else None)
+        assert self.map.last() == (max(self.local) * PAGE_BYTES if self.local else None)
 
     @rule(between=ranges)
     def covers(self, between: list[int]) -> None:

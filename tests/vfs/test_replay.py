@@ -35,6 +35,7 @@ from lakefs_fuse.vfs.writeback import group_commit as accepting
 from lakefs_fuse.vfs.writeback import publisher as newest
 from lakefs_fuse.vfs.writeback import queue as writeback
 from lakefs_fuse.vfs.writeback import replay
+from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.fakes import open_database
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
@@ -1145,9 +1146,57 @@ async def test_staged_bytes_that_are_gone_are_told_and_the_rest_comes_back(
     async with writing_back(store, dead) as m:
         assert await m.read("kept") == b"kept"
         assert "lost was acknowledged, and cannot be brought back" in caplog.text
+        assert draft_id not in caplog.text, "there is nothing to abort"
+        assert [item for item in m.fs.unfinished() if item.path == "lost"] == []
         await m.fs.make_durable()
         assert store.data("kept") == b"kept"
         assert "lost" not in store.objects
+
+
+@pytest.mark.parametrize("size", [LARGE, LOGGED_BYTES_MAX + 1])
+@pytest.mark.parametrize("left", [0, 1, 2])
+async def test_acknowledged_file_whose_staged_bytes_were_cut_off_is_an_orphan_and_never_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int, left: int
+) -> None:
+    """Its missing bytes would be read, and stored, as zeros. ``left``: quarters of its bytes."""
+    store = MemoryStore()
+    Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("kept", b"kept")
+        await m.write("lost", noise(1, size))
+        lost = [item.id for item in m.fs.unfinished() if item.path == "lost"]
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    (file,) = (dead / "staging").glob(lost[0] if size == LARGE else "segment-*")
+    os.truncate(file, file.stat().st_size - size + left * size // 4)
+    store.hook = lambda _request, _when: None
+    async with writing_back(store, dead) as m:
+        assert "lost was acknowledged, and cannot be brought back" in caplog.text
+        assert [item.state for item in m.fs.unfinished() if item.path == "lost"] == ["orphan"]
+        with pytest.raises(LakeError, match=r"damaged|missing"):
+            await m.fs.finish_orphan(lost[0])
+        await m.fs.make_durable("kept")
+        assert await m.tree() == {"kept": b"kept"}
+        await m.fs.abort_orphan(lost[0])
+        assert m.fs.unfinished() == []
+    assert store.data("kept") == b"kept"
+    assert "lost" not in store.objects
+
+
+async def test_acknowledged_file_that_was_extended_without_a_write_comes_back(tmp_path: Path) -> None:
+    """Its staging file ends before its size."""
+    store = MemoryStore()
+    Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise(1, PART + 10))
+        await m.setattr("file", size=2 * PART)
+        await m.close(handle)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    store.hook = lambda _request, _when: None
+    async with writing_back(store, dead) as m:
+        assert await m.read("file") == noise(1, PART + 10) + bytes(PART - 10)
+        await nothing_is_left(store, m)
+    assert store.data("file") == noise(1, PART + 10) + bytes(PART - 10)
 
 
 async def test_record_with_values_that_make_no_draft_costs_its_own_file(

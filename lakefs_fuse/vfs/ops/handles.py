@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.checkpoints.names import is_checkpoint_file
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import ReadMetrics
 from lakefs_fuse.staging.draft_record import DraftState
@@ -58,6 +58,7 @@ class Handles:
         self.new_files, self.open_leases = new_files, OpenLeases(files, namespace, io, attributes.entry, reads_of)
         self._open_publisher = open_publisher
         self._handles: dict[int, Handle] = {}
+        self._refused: dict[int, LakeError] = {}
         self._handle_next = 1
 
     def _new_handle(self, file: OpenFile, writable: bool, opener: int, flags: int) -> int:
@@ -69,10 +70,12 @@ class Handles:
         return number
 
     def handle(self, number: int) -> Handle:
+        """Return a handle. Raises FileError: the one of `hold_refused`, or EBADF."""
         try:
             return self._handles[number]
         except KeyError:
-            raise FileError(errno.EBADF) from None
+            refused = self._refused.get(number)
+            raise FileError(refused.errno, str(refused)) if refused else FileError(errno.EBADF) from None
 
     async def open(self, inode: int, flags: int, opener: int = 0, *, kills_privileges: bool = False) -> int:
         """Open a file; return a handle, pinned to the version that the name has now. Raises FileError(ESTALE) if the
@@ -130,6 +133,12 @@ class Handles:
     def hold(self, file: OpenFile, number: int, opener: int, *, closed_by_opener: bool = False) -> None:
         """Register a writer's handle that the C library issued. The file counts it already."""
         self._handles[number] = Handle(file, True, Readahead(), self._reads_of(file.key), opener, closed_by_opener)
+
+    def hold_refused(self, number: int, error: LakeError) -> None:
+        """Register a handle that the C library issued for a file that was refused. Its requests raise the error until
+        its RELEASE, which the kernel sends for every handle, as a program looks for the reason in the result of each.
+        """
+        self._refused[number] = error
 
     def is_handle(self, number: int) -> bool:
         return number in self._handles
@@ -239,6 +248,7 @@ class Handles:
     async def release(self, number: int) -> None:
         if number & LEASED:
             await self.open_leases.release(number)
+        self._refused.pop(number, None)
         handle = self._handles.pop(number, None)
         if handle is not None:
             file = handle.file
