@@ -216,10 +216,33 @@ class Applier:
                 self._run(merged([said], "", time), ObjectRef(), time, own=True)
         self._restamp(names, time)
 
-    def restamp_superseded(self, operations: Sequence[Operation], stamp: int, time: int) -> None:
-        """As `restamp`, for operations that no commit will contain, because a newer one replaced the files. What they
-        said of attributes stays with the versions before."""
-        self._restamp([(_row_path(each), stamp) for each in operations], time)
+    def leave_out(self, operations: Sequence[tuple[Operation, int]], batch: Batch, time: int = 0) -> None:
+        """Take operations on files that no commit will contain out of the histories of their names.
+
+        They are in effect here under the given stamps, and a newer change supersedes them: no other node will ever hear
+        of them. The rows stay until that change is applied. With ``time``, the names get that stamp in place of the
+        given ones, at once; otherwise ``batch`` holds what changes."""
+        stamps: dict[str, set[int]] = {}
+        for operation, stamp in operations:
+            stamps.setdefault(operation.path, set()).add(stamp)
+        self.paths.forget_paths()
+        raw = [path.encode(*schema.PATH) for path in stamps]
+        rows, tombstones = self.paths.find_many(raw), self._tree.tombstones.get_many(raw)
+        changed: dict[str, History] = {}
+        histories = self._histories.get_many(stamps)
+        for path, row, tombstone, history in zip(stamps, rows, tombstones, histories, strict=True):
+            if history is None and row is not None and row.stamp in stamps[path] and tombstone is None:
+                history = self._histories.begun_with(path, row)
+            if history is not None:
+                facts = [fact for fact in history.facts if fact.stamp not in stamps[path]]
+                changed[path] = msgspec.structs.replace(history, facts=facts)
+        if not time:
+            self._histories.write(batch, changed)
+            return
+        at_once = Batch()
+        self._histories.write(at_once, changed)
+        self._db.commit_volatile(at_once)
+        self._restamp([(_row_path(operation), stamp) for operation, stamp in operations], time)
 
     def replaced_since(self, change: Change, own: Collection[int]) -> set[str]:
         """Return the paths of which other nodes have committed newer versions since the journaled change was made, and

@@ -64,7 +64,17 @@ from lakefs_fuse.commits.file_rules import Step
 from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import LATE_NS, WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import STORED_MAX, Mkdir, ObjectRef, Put, Record, Remove, SetAttr, refuse_unreadable
+from lakefs_fuse.commits.record import (
+    STORED_MAX,
+    Mkdir,
+    ObjectRef,
+    Operation,
+    Put,
+    Record,
+    Remove,
+    SetAttr,
+    refuse_unreadable,
+)
 from lakefs_fuse.commits.withdrawal import Hear, Withdrawal
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
@@ -439,6 +449,7 @@ class Committer:
 
         Otherwise the held changes would bring back stale locations. With ``time``, what the removed operations said
         gets that stamp in place of its pending one, which would count over the changes of the next daemon."""
+        left_out: list[tuple[Operation, int]] = []
         for sequence in passed:
             change = self.journal.changes.get(sequence)
             if change is None:
@@ -446,11 +457,12 @@ class Committer:
             gone = [each for each in change.operations if each.path in paths and not is_of_directory(each)]
             if not gone:
                 continue
+            left_out += ((each, PENDING | sequence) for each in gone)
             kept = [each for each in change.operations if each not in gone]
             moves = [pair for pair in change.moves if not paths.intersection(pair)]
-            if time:
-                self._applier.restamp_superseded(gone, PENDING | sequence, time)
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves))
+        if left_out:
+            self._applier.leave_out(left_out, batch, time)
 
     def read_again(self, since: int) -> None:
         """Have the next poll apply commits from this time on again. Raises CacheError."""

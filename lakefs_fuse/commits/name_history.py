@@ -456,6 +456,11 @@ class Histories:
         listed = None if row is None or row.is_local else self._base_of(row)
         return History([Fact(stamp, stamp, put, [ObjectRef()])], listed=listed, absent=buried.unlisted)
 
+    def begun_with(self, path: str, entry: Entry) -> History | None:
+        """Return the history of a file that `is_begun` and has no tombstone; None for any other."""
+        first = self.begun_by(path, entry)
+        return None if first is None else History([first], mark=mark_of(entry, None))
+
     def begun_by(self, path: str, entry: Entry) -> Fact | None:
         """Return the fact that made a file that `is_begun`; None for any other."""
         if not is_begun(entry):

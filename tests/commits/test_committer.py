@@ -900,6 +900,38 @@ async def test_change_ahead_of_held_ones_that_the_disk_refuses_leaves_these_as_t
         assert await seen_by_others(site) == a.shown()
 
 
+@pytest.mark.parametrize("is_journaled", [True, False])
+@pytest.mark.parametrize("was_contested", [True, False])
+async def test_operation_superseded_in_a_held_change_shows_nothing_when_a_commit_of_before_comes_late(
+    tmp_path: Path, was_contested: bool, is_journaled: bool
+) -> None:
+    """The newer version was stored before another node removed it, and is committed after that."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        if was_contested:
+            for target in ("one", "two"):
+                a.enqueue(link("f", target))
+                await a.committer.flush()
+            a.enqueue(Remove("f"))
+            await a.committer.flush()
+            await b.poller.poll()
+            site.clock.seconds = 1
+        a.acknowledged.durable_up_to = 0
+        a.committer.enqueue(Change(operations=[link("f", "held")], after=1))
+        site.clock.seconds = 2
+        b.enqueue(Remove("f", hides="e"))
+        await b.committer.flush()
+        site.clock.seconds = 4
+        newer = Change(operations=[Put("f", OWN, 0, 1, 0o644, 0, 0, 0, "e")], ahead=is_journaled)
+        if is_journaled:
+            a.committer.enqueue(newer)
+            await a.committer.flush()
+        else:
+            await a.committer.commit(newer)
+        await a.poller.poll()
+        assert a.shown() == await seen_by_others(site) == {}
+
+
 async def test_attributes_set_again_behind_what_is_held(tmp_path: Path) -> None:
     """The first are sent without the second, which are newer here all the while."""
     site = Site(tmp_path)

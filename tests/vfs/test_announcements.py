@@ -578,6 +578,37 @@ async def test_object_announced_in_a_directory_while_it_is_renamed_here_is_seen(
         assert await mover.tree() == {"d": None, "e": None, "d/file": b"bytes"}
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("how", ["its directory moves", "it moves", "it is removed"])
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_object_announced_under_the_name_of_a_file_written_here_is_seen_once_that_is_gone(
+    tmp_path: Path, how: str, is_new: bool, is_listed: bool
+) -> None:
+    """The listing of the directory shows the object, but its name there is that of the file."""
+    store = MemoryStore()
+    async with three_nodes(store, tmp_path, "d") as (writer, mover, _):
+        if not is_new:
+            await writer.write("d/file", b"first")
+            await announce(writer, mover)
+        handle = await mover.create("d/file")
+        await mover.fs.write(handle, 0, b"written")
+        await writer.write("d/file", b"bytes")
+        await announce(writer, mover)
+        if is_listed:
+            assert await mover.names("d") == ["file"]
+        if how == "it is removed":
+            await mover.unlink("d/file")
+            elsewhere: dict[str, object] = {}
+        elif how == "it moves":
+            await mover.rename("d/file", "e")
+            elsewhere = {"e": b"written"}
+        else:
+            await mover.rename("d", "e")
+            elsewhere = {"e": None, "e/file": b"written"}
+        await mover.close(handle)
+        assert await mover.tree() == {"d": None, "d/file": b"bytes"} | elsewhere
+
+
 async def test_object_announced_in_a_directory_while_it_is_made_again_here_is_seen(tmp_path: Path) -> None:
     """The node that stores it has not heard that the directory was removed. The LIST that finds the name free began
     before, so a directory that was just made is not known to be empty."""

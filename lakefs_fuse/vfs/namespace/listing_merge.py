@@ -177,6 +177,8 @@ class DirectoryMerge:
         self._was_listed = tree.listing(directory) is not None
         self.differences: set[bytes] = set()
         """Names that this LIST shows differently from the last one, DIFFERENCES_MAX at most."""
+        self.kept: set[bytes] = set()
+        """Names of files that are being written here, where this LIST shows another object."""
         self.changed_ns = 0
         """When a name was last added or removed since an earlier LIST, as far as that is known; 0 if none was."""
         self.first_cookie = tree.database.inode_next
@@ -621,6 +623,7 @@ class DirectoryMerge:
 
     def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
         if self._keep(entry):
+            self.kept.add(entry.name)
             return
         is_outside = _is_outside(entry)
         fresh = Entry(

@@ -3,9 +3,11 @@
 What always holds (*an outdated listing says so*): the listing row of a directory with outdated names is dated 0, so
 that a new daemon lists the directory again; the age of the listing for its other names is kept in memory. If the disk
 refuses that date, memory counts all the same, but a new daemon then relies on the row. Once the store was asked for
-each outdated name, the row gets its date back. Names in directories that were never listed are not kept, because no
-listing counts there. Paths of directories are kept in any case, the last DIRECTORIES_MAX: an announced object stays at
-its key when the directory moves away or is removed, and the listing of one that comes there says nothing of it.
+each outdated name, the row gets its date back. A name stays outdated while a file that is being written here stands in
+for the object that the store shows: that is seen once the file has another name, or none. Names in directories that
+were never listed are not kept, because no listing counts there. Paths of directories are kept in any case, the last
+DIRECTORIES_MAX: an announced object stays at its key when the directory moves away or is removed, and the listing of
+one that comes there says nothing of it.
 
 Trio thread only; what is here changes between two awaits. A crash leaves the rows.
 """
@@ -116,6 +118,11 @@ class OutdatedNames:
         """Return the outdated names of a directory, and when it was listed; (), 0 if all names are, or none is."""
         outdated = self.directories.get(directory)
         return ((), 0) if outdated is None else (outdated.names, outdated.listed_ns)
+
+    def among(self, directory: int, names: set[bytes]) -> set[bytes]:
+        """Return those of some names in a directory that are outdated."""
+        outdated, _ = self.of(directory)
+        return names if b"" in outdated else {name for name in names if name in outdated}
 
     def listed_ns(self, directory: int, name: bytes) -> int:
         """Return when an outdated directory was listed; 0 for a name that is outdated."""
