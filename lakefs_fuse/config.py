@@ -229,7 +229,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     ca_bundle: str | None = None
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 20.0
-    """Time after which a stalled response to an upload, copy or completion counts as a lost connection."""
+    """Time after which a stalled response to a large upload, a copy or a completion counts as a lost connection."""
     retry_timeout_s: float = 60.0
     """Time for which a failing request is retried before its error is returned."""
     requests_max: int = 32

@@ -190,7 +190,7 @@ class Unannounced:
         """Return the paths that one commit announces."""
         return list(islice(self._waiting, STORED_MAX))
 
-    def begin(self, paths: Iterable[str]) -> None:
+    def begin(self, paths: Sequence[str]) -> None:
         """Remove paths that are about to be sent; one that is stored again from now on is announced again."""
         for path in paths:
             self._waiting.pop(path, None)
@@ -198,7 +198,7 @@ class Unannounced:
         if not self._waiting:
             self.announced_s = trio.current_time()
 
-    def end(self, paths: Iterable[str], *, is_announced: bool) -> None:
+    def end(self, paths: Sequence[str], *, is_announced: bool) -> None:
         """Count paths as announced, or put back those of which other nodes may not have heard."""
         self._sent -= Counter(paths)
         if not is_announced:
