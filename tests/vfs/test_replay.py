@@ -39,7 +39,7 @@ from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.fakes import open_database
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import Clock, Lake, entries_of, lake, permissions
+from tests.vfs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
 from tests.vfs.writeback_model import Line
 from tests.vfs.writing_back import LARGE, NEVER_S, PART, Outage, die, rewrite, state, stored, told, until, writing_back
 
@@ -786,6 +786,43 @@ async def test_a_rename_just_before(tmp_path: Path) -> None:
         assert await m.tree() == {"model": noise(1, LARGE), "later": b"late"}
         await nothing_is_left(store, m)
     assert await others_see(store, tmp_path) == {"model": noise(1, LARGE), "later": b"late"}
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_a_rename_of_a_file_whose_stored_object_was_not_recorded_over_one_that_another_node_removes(
+    tmp_path: Path, size: int
+) -> None:
+    """The object is under the old name, and there is none under the new one."""
+    store, clock = MemoryStore(), Clock()
+    async with writing_back(store, tmp_path / "cache", clock=clock) as m:
+        await m.write("new", b"replaced")
+        await m.fs.make_durable()
+        await m.sync()
+        is_away = False
+
+        def lose_answer(request: Request, when: When) -> None:
+            nonlocal is_away
+            is_away |= when == "after" and request.key == "old" and request.what in ("put", "complete_multipart")
+            if is_away:
+                raise Unavailable("no answer")
+
+        store.hook = lose_answer
+        await m.write("old", noise(1, size))
+        await until(lambda: is_away)
+        await m.rename("old", "new")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    store.hook = lambda _request, _when: None
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        await other.unlink("new")
+        await other.sync()
+    if "new" in store.objects:  # deleted since
+        store.take("new")
+    async with writing_back(store, dead, clock=clock) as m:
+        assert await m.tree() == {"new": noise(1, size)}
+        await nothing_is_left(store, m)
+        assert (told(m)["conflicts"], await m.tree()) == (0, {"new": noise(1, size)})
+    clock.advance(2 * TTL_S)
+    assert await others_see(store, tmp_path) == {"new": noise(1, size)}
 
 
 async def test_replay_of_a_file_renamed_over_a_packed_one_leaves_out_the_older_object_that_this_hides(

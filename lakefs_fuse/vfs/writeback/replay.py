@@ -167,10 +167,9 @@ class Replay:
         meta = await self.stored_versions.published(record)
         there = await self.stored_versions.visible(record, self._ours)
         if meta is not None:
-            is_newest = there.etag == meta.etag or (
-                there.etag == record.replaces and (bool(there.etag) or path_of(record) != record.key)
-            )
-            is_newest = is_newest and not self._is_told_and_removed(item.file, meta)
+            # what it replaces may be gone from its new name; if its own object is hidden under its key, it is older
+            is_there = there.etag in (meta.etag, record.replaces) if there.etag else path_of(record) != record.key
+            is_newest = is_there and not self._is_told_and_removed(item.file, meta)
             tell = partial(self._tell_object, item, meta, is_newest)
             return await self._end(item, meta.etag, tell, lambda now: now.etag == meta.etag)
         if self._is_gone(item):
