@@ -44,7 +44,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import PENDING, Entry
+from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
@@ -202,19 +202,23 @@ class Applier:
             application.run()
 
     def restamp(self, pending: Sequence[tuple[Change, int]], time: int) -> None:
-        """Give what `apply_pending` applied the time of the commit that contains it.
+        """Give what `apply_pending` applied the time of the commit that contains it, attributes too.
 
-        ``pending`` are the changes with their stamps. What has got another stamp since keeps that."""
-        names: list[tuple[bytes, int]] = []
-        for change, stamp in pending:
-            attributes = [operation for operation in change.operations if isinstance(operation, SetAttr)]
-            names += ((_row_path(operation), stamp) for operation in change.operations)
-            if attributes:
-                self._restamp(names, time)  # otherwise the attributes would not count beside pending stamps
-                names = []
-                said = msgspec.structs.replace(change, operations=attributes, moves=[])
-                self._run(merged([said], "", time), ObjectRef(), time, own=True)
+        ``pending`` are the changes with their stamps. What has got another stamp since keeps that, and files that are
+        gone or have other attributes since are as they are."""
+        names = [(_row_path(operation), stamp) for change, stamp in pending for operation in change.operations]
         self._restamp(names, time)
+        if said := [each for change, _ in pending for each in change.operations if isinstance(each, SetAttr)]:
+            self._date_attributes(said, time)
+
+    def _date_attributes(self, said: Sequence[SetAttr], time: int) -> None:
+        batch, dated = Batch(), []
+        for operation, row in zip(said, self.paths.find_many([_row_path(each) for each in said]), strict=True):
+            if row is not None and _has_attributes(row, operation):
+                dated.append(msgspec.structs.replace(row, ctime_ns=time))
+                self._tree.update(batch, dated[-1])
+        self._db.commit_volatile(batch)
+        self.paths.watcher.updated(dated)
 
     def leave_out(self, operations: Sequence[tuple[Operation, int]], batch: Batch, time: int = 0) -> None:
         """Take operations on files that no commit will contain out of the histories of their names.
@@ -299,7 +303,7 @@ class Applier:
         left = [each for each in original.record.operations if id(each) not in numbers]
         self._restamp([(_row_path(each), original.record.time) for each in kept], time)
         self._restamp([(_row_path(each), original.record.time) for each in left], original.made_ns)
-        attributed = [operation.path.encode() for operation in kept if isinstance(operation, SetAttr)]
+        attributed = [_row_path(operation) for operation in kept if isinstance(operation, SetAttr)]
         batch = Batch()
         for entry in self.paths.find_many(attributed):
             if entry is not None and entry.ctime_ns > time:  # otherwise no node's later attributes would count here
@@ -350,3 +354,9 @@ def _row_path(operation: Operation) -> bytes:
     """Return the path of a name's tombstone; that of a directory ends in a slash."""
     is_directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
     return operation.path.encode() + (b"/" if is_directory else b"")
+
+
+def _has_attributes(row: Entry, said: SetAttr) -> bool:
+    """Return whether the row of a file has the attributes that a commit gives to it."""
+    now = (row.mode, row.uid, row.gid, row.mtime_ns, row.size)
+    return bool(row.flags & Flag.ATTRIBUTED) and now == (said.mode, said.uid, said.gid, said.mtime_ns, said.size)

@@ -310,15 +310,6 @@ class Committer:
             )  # fmt: skip
         return done
 
-    def set_attributes_again(self) -> None:
-        """Apply journaled changes of attributes again, because commits that were applied again undid them. Raises
-        CacheError."""
-        for sequence, change in self.journal.changes.items():
-            said = [each for each in change.operations if isinstance(each, SetAttr)]
-            if said:
-                again = replace(change, operations=said, moves=[])
-                self._applier.apply_pending(again, PENDING | sequence)
-
     @property
     def bundles_written(self) -> int:
         """As `CommitLog.bundles_written`."""

@@ -226,13 +226,11 @@ class Commits:
         await self.poller.poll()
         if not self._is_read_only and await self.committer.redate_before():
             await self.poller.poll()
-        self.committer.set_attributes_again()
 
     async def read_again(self) -> None:
         """Apply every commit again, so that names that others had covered come back. Raises LakeError."""
         self.applier.commits.forget_all()
         await self.poller.poll()
-        self.committer.set_attributes_again()
 
 
 class Assembly:

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections.abc import Awaitable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -823,6 +823,29 @@ async def test_a_rename_of_a_file_whose_stored_object_was_not_recorded_over_one_
         assert (told(m)["conflicts"], await m.tree()) == (0, {"new": noise(1, size)})
     clock.advance(2 * TTL_S)
     assert await others_see(store, tmp_path) == {"new": noise(1, size)}
+
+
+async def test_a_directory_renamed_just_before_with_a_file_changed_twice_leaves_no_old_name(tmp_path: Path) -> None:
+    """Its attributes were set, which is in no commit yet, and its bytes were replaced."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+    with suppress(ExceptionGroup):  # of the dead one, whose changes the store refuses
+        async with writing_back(store, tmp_path / "cache") as m:
+            await m.mkdir("old")
+            await m.write("old/file", b"first")
+            await m.fs.make_durable()
+            await m.sync()
+            await m.setattr("old/file", mtime_ns=NS)
+            await rewrite(m, "old/file", b"second")
+            await m.rename("old", "new")
+            outage.away = True
+            dead = die(tmp_path / "cache", tmp_path / "dead")
+    outage.away = False
+    async with writing_back(store, dead) as m:
+        assert await m.tree() == {"new": None, "new/file": b"second"}
+        await nothing_is_left(store, m)
+        assert await m.tree() == {"new": None, "new/file": b"second"}
+    assert await others_see(store, tmp_path) == {"new": None, "new/file": b"second"}
 
 
 async def test_replay_of_a_file_renamed_over_a_packed_one_leaves_out_the_older_object_that_this_hides(
