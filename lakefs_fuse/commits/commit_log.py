@@ -48,7 +48,7 @@ from lakefs_fuse.commits.pack_budget import PACK_BYTES_MIN, PackBudget
 from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record, encode_checked, newest_read
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import DamagedCommit, Unavailable, Unsupported
-from lakefs_fuse.store.client import Pages, StoreClient
+from lakefs_fuse.store.client import NewKey, Pages, StoreClient
 from lakefs_fuse.store.protocol import Body, Buffer, ObjectMeta, length_of
 
 TAIL_BYTES = 256 << 10
@@ -161,10 +161,13 @@ class CommitLog:
         return await self.threads.run(build, members, encoded)
 
     async def put(self, key: str, body: Body) -> ObjectMeta:
-        """Store an archive as the commit of this key. Raises StoreError kinds."""
+        """Store an archive as the commit of this key. Raises StoreError kinds.
+
+        After an attempt without an answer the store is asked, and the commit is not sent over itself: where ETags are
+        not made of the bytes, names that other nodes have read in it would have another version."""
         began_s = trio.current_time()
         try:
-            meta = await self._client.put(key, body)
+            meta = await self._client.put(key, body, version=NewKey())
         except Unavailable:
             self.budget.record_failure(length_of(body))
             raise

@@ -39,6 +39,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -128,6 +129,18 @@ class VersionTarget(Protocol):
     """Another version at the key is refused, not replaced."""
     unsure: tuple[str, str, float] | None
     """Key and token of a version that may have been stored, and when the first attempt began."""
+
+
+@dataclass(slots=True)
+class NewKey:
+    """A `VersionTarget` at a key that nothing was stored under before. With ``if_absent`` every store checks that, if
+    need be with a HEAD before the PUT."""
+
+    if_absent: bool = False
+    replaces: str = ""
+    expected: str | None = ""
+    removed: str = ""
+    unsure: tuple[str, str, float] | None = None
 
 
 class Transport(Protocol):

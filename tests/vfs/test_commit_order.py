@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.commits.record import COMMITS
-from lakefs_fuse.errors import AccessDenied
-from tests.memory_store import Failures, MemoryStore
-from tests.vfs.lakes import TTL_S, Clock, two_lakes
+from lakefs_fuse.errors import AccessDenied, Unavailable
+from lakefs_fuse.store.protocol import Capabilities
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.upload.drafting import reached
+from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
+
+RETRY_S = 20.0
 
 
 def a_table() -> MemoryStore:
@@ -107,3 +113,32 @@ async def test_new_object_whose_name_ends_as_a_marker_costs_a_poll(tmp_path: Pat
         before = len(store.requests)
         assert "1.lakefs-directory" in await two.names("versions")
         assert polls(store, before) == 1
+
+
+@pytest.mark.parametrize("has_preconditions", [True, False])
+async def test_a_commit_whose_response_is_lost_is_not_sent_over_itself(tmp_path: Path, has_preconditions: bool) -> None:
+    """Its object would have another ETag where ETags are not made of the bytes, and a node that has read it already
+    could not read the files in it any more."""
+    able = Capabilities(name="memory", put_if_absent=has_preconditions, put_if_match=has_preconditions)
+    store, clock = MemoryStore(able), Clock()
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="always", retry_timeout_s=RETRY_S) as one,
+        lake(store, tmp_path / "two", clock=clock) as two,
+    ):
+        lost, again = threading.Event(), Pause(lambda request: lost.is_set() and request.what in ("head", "put"))
+
+        def lose_response(request: Request, when: When) -> None:
+            again(request, when)
+            if when == "after" and request.what == "put" and not lost.is_set():
+                lost.set()
+                raise Unavailable("the response was lost")
+
+        store.hook = lose_response
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.write, "file", b"packed")
+            await reached(again.reached)
+            await two.poll()
+            again.resume()
+        await one.sync()
+        assert sum(request.what == "put" for request in store.requests) == 1
+        assert await two.read("file") == b"packed"

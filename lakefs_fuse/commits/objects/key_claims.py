@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import xxhash
 
@@ -32,7 +31,7 @@ from lakefs_fuse.errors import CacheError, FileError, Overtaken, PreconditionFai
 from lakefs_fuse.meta.entry import PENDING
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstones
-from lakefs_fuse.store.client import SINCE_METADATA, TOKEN_METADATA, StoreClient, token_of
+from lakefs_fuse.store.client import SINCE_METADATA, TOKEN_METADATA, NewKey, StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 
 NS = 1_000_000_000
@@ -41,17 +40,6 @@ CLAIM_S_MIN = 300.0
 DUE_NS = 5 * NS
 """How long before its deletion a version of another node's file may be gone: clocks differ."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Claim:
-    """See `store.client.VersionTarget`."""
-
-    replaces: str = ""
-    expected: str | None = None
-    removed: str = ""
-    if_absent: bool = True
-    unsure: tuple[str, str, float] | None = None
 
 
 class KeyClaims:
@@ -122,7 +110,7 @@ class KeyClaims:
         version = f"{there.key}\0{there.etag}\0{there.mtime_ns}\0{token_of(there)}"
         key = OBJECTS + xxhash.xxh3_128_hexdigest(version.encode("utf-8", "surrogatepass"))
         try:
-            claim = await self._client.put(key, b"", metadata={TOKEN_METADATA: token}, version=_Claim())
+            claim = await self._client.put(key, b"", metadata={TOKEN_METADATA: token}, version=NewKey(if_absent=True))
         except PreconditionFailed:
             return False
         now_ns = self._clock.wall_ns()
