@@ -410,7 +410,7 @@ async def test_publish_whose_upload_was_renamed_and_replaced_begins_anew_elsewhe
         with pytest.raises(Superseded):
             await b.publish(draft)
         assert b.store.data("file") == b"theirs"
-        assert not draft.upload_intent_ns
+        assert not draft.upload.intent_ns
         draft.retarget(DraftTarget("renamed", b.describe))
         await b.publish(draft)
         assert b.store.data("renamed") == data

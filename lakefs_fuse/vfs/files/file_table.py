@@ -300,7 +300,7 @@ class FileTable:
             for each in renamed
             if (draft := each.draft) is not None
             and draft.target.key != each.key
-            and (draft.upload_intent_ns or draft.state in STORING)
+            and (draft.upload.intent_ns or draft.state in STORING)
         }
 
     # -- what commits change
@@ -384,7 +384,7 @@ class FileTable:
             if draft is None:
                 continue
             is_late = not is_answered and may_be_stored(draft)
-            if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING or is_late:
+            if draft.upload.intent_ns or draft.state is DraftState.PUBLISHING or is_late:
                 draft.target.path, stays = key, True
                 self._renamed.add(each.entry.inode)
             else:

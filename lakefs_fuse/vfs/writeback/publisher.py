@@ -270,7 +270,7 @@ class ObjectWriter:
             await wait_upload_begun(draft)
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
-        target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
+        target, path, has_upload = draft.target, file.key, bool(draft.upload.intent_ns)
         if there is None and draft.parts.bytes_dropped and target.key != path and not target.key.startswith(OBJECTS):
             found = await draft.uploader.client.find(target.key)  # because no precondition guards its completion
             if found is None or not is_own_object(draft, found):  # an attempt whose answer was lost
@@ -565,7 +565,7 @@ class ObjectWriter:
 
         async def is_replaced_at_earlier_name() -> bool:
             """Return whether the upload began under an earlier name that others have stored since."""
-            if not is_renamed_since(draft.target.key if draft.upload_intent_ns else "", path):
+            if not is_renamed_since(draft.target.key if draft.upload.intent_ns else "", path):
                 return False
             found = await client.find(draft.target.key)
             is_known = found is None or is_own_object(draft, found) or found.etag in self._gone_at(draft.target)
@@ -588,7 +588,7 @@ class ObjectWriter:
         draft.target.if_absent = False  # a removed object may still be there
         there = self._ns.at(path)
         async with self._deletions.keeping(key):
-            used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
+            used = self._ns.tree.objects.used(key) if draft.upload.intent_ns else None
             if used is not None and (there is None or there.place != used.number):
                 await self._renamed.free(key)
             published = await publish(draft, confirm)
