@@ -14,7 +14,9 @@ over      set         empty  it became the object, or was aborted as the version
 What always holds:
 
 * (*one upload*) at most one request to begin the upload is in progress, and none is sent while it is open;
-* (*journaled intent*) the synced journal record names the intent before the request is sent.
+* (*journaled intent*) the synced journal record names the intent before the request is sent;
+* (*shared attempt*) tasks that wait while one of them begins the upload share its result, also the error that the store
+  is unavailable: otherwise a `close()` would wait for a retry timeout after another, one for each part.
 
 Trio tasks only; `Draft` and `publish` call it. After a crash the journal record, or an attribute of the staging file,
 names the upload. One whose response was lost has no parts, and is left to `gc`.
@@ -25,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.store.protocol import FileSlice, PartRef
@@ -46,17 +49,26 @@ class MultipartUpload:
         self.has_failed_part = False
         """Whether a request for a part failed, so that the store may have a part that is not known here."""
         self._beginning = SharedLock()
+        self._failures, self._failure = 0, ""
+        """Attempts to begin it that found the store unavailable, and the error of the last one."""
 
     async def begin(self, describe: Callable[[], tuple[str, dict[str, str]]], save: Callable[[], object]) -> str:
         """The id of the upload, which is begun if it is not open. ``describe`` returns the key and the metadata of the
         object that it becomes, and ``save`` journals the draft, synced. Raises LakeError."""
+        failures = self._failures
         async with self._beginning:
             if self.id:
                 return self.id
+            if self._failures > failures:
+                raise Unavailable(self._failure)
             self.intent_ns = self._uploader.clock.wall_ns()
             self.key, self.metadata = describe()
             save()
-            self.id = await self._uploader.client.create_multipart(self.key, metadata=self.metadata)
+            try:
+                self.id = await self._uploader.client.create_multipart(self.key, metadata=self.metadata)
+            except Unavailable as error:
+                self._failures, self._failure = self._failures + 1, str(error)
+                raise
             self._uploader.staging.record_upload(self._file.fd, self.id)
             save()
             return self.id

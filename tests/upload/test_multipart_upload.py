@@ -1,0 +1,91 @@
+"""The multipart upload of a draft: how it begins, and what its requests and their failures leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from lakefs_fuse.errors import AccessDenied, LakeError, Unavailable
+from tests.memory_store import Failures, Pause, Request, When
+from tests.upload.drafting import PART, Bench, bench, noise, reached
+
+PARTS = 8
+
+
+def is_create(request: Request) -> bool:
+    return request.what == "create_multipart"
+
+
+def refuse_creation(b: Bench, error: Exception) -> Pause:
+    """The store answers each CreateMultipartUpload with ``error``, the first one when the pause is resumed."""
+    pause, failures = Pause(is_create), Failures(is_create, error, count=1_000_000)
+
+    def hook(request: Request, when: When) -> None:
+        pause(request, when)
+        failures(request, when)
+
+    b.store.hook = hook
+    return pause
+
+
+def allow_creation(b: Bench) -> None:
+    b.store.hook = lambda _request, _when: None
+
+
+@pytest.mark.parametrize(("error", "requests"), [(Unavailable("away"), 1), (AccessDenied("no"), PARTS)])
+async def test_begin_by_waiting_tasks_sends_one_request_to_an_unavailable_store(
+    tmp_path: Path, error: LakeError, requests: int
+) -> None:
+    async with bench(tmp_path, retry_timeout_s=0) as b:
+        draft, errors = b.draft(), list[str]()
+        pause = refuse_creation(b, error)
+
+        async def begin() -> None:
+            with pytest.raises(type(error)) as caught:
+                await draft.begin_upload()
+            errors.append(str(caught.value))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(PARTS):
+                nursery.start_soon(begin)
+            await reached(pause.reached)
+            pause.resume()
+        assert (b.store.count("create_multipart"), len(errors)) == (requests, PARTS)
+        assert len(set(errors)) == 1
+        assert b.saved[draft.id].upload_intent_ns > 0
+
+        allow_creation(b)
+        upload_id = await draft.begin_upload()
+        assert upload_id == await draft.begin_upload() == b.saved[draft.id].upload_id
+        assert b.store.count("create_multipart") == requests + 1
+        await draft.discard()
+        assert not b.store.uploads
+
+
+async def test_publish_with_waiting_parts_sends_one_more_request_to_an_unavailable_store(tmp_path: Path) -> None:
+    """Each request may wait for a whole retry timeout, and the caller of close() with it."""
+    data = noise(1, PARTS * PART)
+    async with bench(tmp_path, retry_timeout_s=0, slots=PARTS) as b:
+        draft = b.draft()
+        pause = refuse_creation(b, Unavailable("away"))
+        await draft.write(0, data)
+        await reached(pause.reached)
+        assert draft.uploading == PARTS
+
+        async def close() -> None:
+            with pytest.raises(Unavailable):
+                await b.publish(draft)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(close)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            pause.resume()
+        assert b.store.count("create_multipart") == 2
+
+        allow_creation(b)
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        draft.close(unlink=True)
