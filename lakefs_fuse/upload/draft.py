@@ -644,8 +644,13 @@ class Draft:
             self.parts.withdraw(index)
             self._end_sending()
             self.uploader.staging.notify()
-        if self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
+        if self._sends_in_background:
             self.start_if_complete(index)
+
+    @property
+    def _sends_in_background(self) -> bool:
+        """Whether parts are sent before `publish` asks for them."""
+        return self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED)
 
     async def _upload_patiently(self, index: int) -> None:
         """Send the part with its present bytes, and retry while the store is away. `publish` does not wait for that,
@@ -653,15 +658,14 @@ class Draft:
         backoff = Backoff(RETRY_S_FIRST, RETRY_S_MAX)
         while True:
             try:
-                await self.upload_part(index)
-                self.delayed = None
+                await self.upload_part(index, in_background=True)
                 return
             except Unavailable as error:
                 self.delayed = error
                 self.parts.transition(index, PartState.QUEUED)
             with trio.move_on_after(backoff.next_s()):
                 await self._hurry.wait()
-            if self.state not in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
+            if not self._sends_in_background:
                 return
             self.uploader.slots.ready()
 
@@ -712,11 +716,16 @@ class Draft:
         while self.uploading:
             await self._idle.wait()
 
-    async def upload_part(self, index: int) -> None:
+    async def upload_part(self, index: int, *, in_background: bool = False) -> None:
         """Send one part as it is now; its slot was announced (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY if
-        it was written to during the request. Raises LakeError; then the part is DIRTY."""
+        it was written to during the request. Raises LakeError; then the part is DIRTY.
+
+        A part that is sent ``in_background`` is left to `publish` if others wait for the store, since `publish` waits
+        for all of these: for one retry timeout after the other if there are more parts than slots."""
         async with self.uploader.slots.slot(announced=True):
             if self.state is DraftState.DISCARDED:
+                return
+            if in_background and self.delayed is not None and not self._sends_in_background:
                 return
             part = self.parts[index]
             start, end = self.layout.range(index)
@@ -730,6 +739,7 @@ class Draft:
                     hashes = await self.uploader.staging.threads.run(
                         hash_blocks, self.file.fd, start, start + length, self.size
                     )
+        self.delayed = None
         self.uploader.metrics.parts += 1
         self.uploader.metrics.parts_repeated += repeated
         if upload_id != self.upload.id:  # which was replaced by one at another key in the meantime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import trio
 import trio.testing
 
 from lakefs_fuse.errors import AccessDenied, LakeError, Unavailable
+from lakefs_fuse.upload.draft import Draft
 from tests.memory_store import Failures, Pause, Request, When
 from tests.upload.drafting import PART, Bench, bench, noise, reached
 
@@ -19,9 +21,13 @@ def is_create(request: Request) -> bool:
     return request.what == "create_multipart"
 
 
-def refuse_creation(b: Bench, error: Exception) -> Pause:
-    """The store answers each CreateMultipartUpload with ``error``, the first one when the pause is resumed."""
-    pause, failures = Pause(is_create), Failures(is_create, error, count=1_000_000)
+def is_part(request: Request) -> bool:
+    return request.what == "upload_part"
+
+
+def refuse(b: Bench, matches: Callable[[Request], bool], error: Exception) -> Pause:
+    """The store answers each request that matches with ``error``, the first ones when the pause is resumed."""
+    pause, failures = Pause(matches), Failures(matches, error, count=1_000_000)
 
     def hook(request: Request, when: When) -> None:
         pause(request, when)
@@ -31,8 +37,21 @@ def refuse_creation(b: Bench, error: Exception) -> Pause:
     return pause
 
 
-def allow_creation(b: Bench) -> None:
+def allow_requests(b: Bench) -> None:
     b.store.hook = lambda _request, _when: None
+
+
+async def fail_to_publish(b: Bench, draft: Draft, pause: Pause) -> None:
+    """Publish while requests wait, which fail then."""
+
+    async def publish() -> None:
+        with pytest.raises(Unavailable):
+            await b.publish(draft)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(publish)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        pause.resume()
 
 
 @pytest.mark.parametrize(("error", "requests"), [(Unavailable("away"), 1), (AccessDenied("no"), PARTS)])
@@ -41,7 +60,7 @@ async def test_begin_by_waiting_tasks_sends_one_request_to_an_unavailable_store(
 ) -> None:
     async with bench(tmp_path, retry_timeout_s=0) as b:
         draft, errors = b.draft(), list[str]()
-        pause = refuse_creation(b, error)
+        pause = refuse(b, is_create, error)
 
         async def begin() -> None:
             with pytest.raises(type(error)) as caught:
@@ -57,7 +76,7 @@ async def test_begin_by_waiting_tasks_sends_one_request_to_an_unavailable_store(
         assert len(set(errors)) == 1
         assert b.saved[draft.id].upload_intent_ns > 0
 
-        allow_creation(b)
+        allow_requests(b)
         upload_id = await draft.begin_upload()
         assert upload_id == await draft.begin_upload() == b.saved[draft.id].upload_id
         assert b.store.count("create_multipart") == requests + 1
@@ -65,27 +84,39 @@ async def test_begin_by_waiting_tasks_sends_one_request_to_an_unavailable_store(
         assert not b.store.uploads
 
 
-async def test_publish_with_waiting_parts_sends_one_more_request_to_an_unavailable_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [PARTS, 2])
+async def test_publish_with_waiting_parts_sends_one_more_request_to_an_unavailable_store(
+    tmp_path: Path, slots: int
+) -> None:
     """Each request may wait for a whole retry timeout, and the caller of close() with it."""
     data = noise(1, PARTS * PART)
-    async with bench(tmp_path, retry_timeout_s=0, slots=PARTS) as b:
+    async with bench(tmp_path, retry_timeout_s=0, slots=slots) as b:
         draft = b.draft()
-        pause = refuse_creation(b, Unavailable("away"))
+        pause = refuse(b, is_create, Unavailable("away"))
         await draft.write(0, data)
         await reached(pause.reached)
         assert draft.uploading == PARTS
-
-        async def close() -> None:
-            with pytest.raises(Unavailable):
-                await b.publish(draft)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(close)
-            await trio.testing.wait_all_tasks_blocked(0.01)
-            pause.resume()
+        await fail_to_publish(b, draft, pause)
         assert b.store.count("create_multipart") == 2
 
-        allow_creation(b)
+        allow_requests(b)
         await b.publish(draft)
         assert b.store.data("file") == data
+        draft.close(unlink=True)
+
+
+async def test_publish_with_parts_that_wait_for_slots_sends_no_others_to_an_unavailable_store(tmp_path: Path) -> None:
+    """The upload is open, and then the store is unavailable: the parts in both slots fail, then those of `publish`."""
+    data = noise(2, PARTS * PART)
+    async with bench(tmp_path, retry_timeout_s=0, slots=2) as b:
+        draft, pause = b.draft(), refuse(b, is_part, Unavailable("away"))
+        await draft.write(0, data)
+        await reached(pause.reached)
+        await fail_to_publish(b, draft, pause)
+        assert b.store.count("upload_part") <= 4
+
+        allow_requests(b)
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.count("create_multipart") == 1
         draft.close(unlink=True)
