@@ -320,7 +320,7 @@ class Recovery:
             return False
         path, dated_s = path_of(record), meta.mtime_ns // NS
         is_newest = (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag)
-        if is_newest and not self._writer.was_seen_and_removed(path, meta, dated_s, None):
+        if is_newest and not self._writer.removed.was_seen_and_removed(path, meta, dated_s, None):
             self._writer.announce_object(path, meta, dated_s)
         return True
 
