@@ -98,7 +98,7 @@ class Handles:
         file = self.files.acquire(entry, writer=writable)
         try:
             if writable or flags & os.O_TRUNC:
-                self._ns.check_paths([file.key])
+                self._ns.keys.check_paths([file.key])
             if flags & os.O_TRUNC and file.current.size:
                 await self._io.truncate(file, 0)
                 file.written(self._clock.wall_ns())
@@ -117,7 +117,7 @@ class Handles:
         since the kernel's LOOKUP. The kernel then looks it up again, and checks whether the caller may open it."""
         above = self._attributes.writable_directory(parent)
         gid = self._attributes.gid_in(above, gid)
-        key = self._ns.checked_path(parent, name)
+        key = self._ns.keys.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
         await self.new_files.wait_room(key)
         if exclusive and self.new_files.asks_store(key):
@@ -126,7 +126,7 @@ class Handles:
             known, _ = await self._ns.lookup(parent, name)
         if known is not None:
             raise FileError(errno.EEXIST if exclusive else errno.ESTALE)
-        key = self._ns.checked_path(parent, name)  # another node may have renamed the directory meanwhile
+        key = self._ns.keys.checked_path(parent, name)  # another node may have renamed the directory meanwhile
         file = self.new_files.make(parent, name, key, mode, uid, gid, exclusive=exclusive)
         return self._new_handle(file, True, opener, flags), file.entry
 

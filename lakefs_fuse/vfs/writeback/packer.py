@@ -160,7 +160,7 @@ class Packer:
         for number, (file, draft) in enumerate(files, 1):
             waiting = Waiting(file, draft, b"", False)
             try:
-                self._ns.check_paths([file.key])
+                self._ns.keys.check_paths([file.key])
                 if draft.base is not None:
                     await draft.fill(0, draft.size)
                 waiting.data = await draft.file.read(0, draft.size)
@@ -319,7 +319,7 @@ class Packer:
             file, entry = waiting.file, waiting.entry
             if file.unlinked:
                 continue
-            self._ns.check_paths([file.key])
+            self._ns.keys.check_paths([file.key])
             waiting.path = file.key
             hides = self._ns.own_etag(file.key, entry.parent)
             xattrs = self._ns.tree.xattrs(entry.inode)
@@ -343,7 +343,7 @@ class Packer:
             if row is None or self._ns.extent(row) != waiting.draft.packed:
                 continue
             try:
-                self._ns.check_paths([path])
+                self._ns.keys.check_paths([path])
             except FileError as error:
                 log.error("other nodes see %s under its earlier name %s: %s", path, waiting.path, error)
                 continue

@@ -165,7 +165,7 @@ class ObjectWriter:
                 await self.commit_location(path)
         if draft in self._unrecorded:
             return await self._resume(file, draft)
-        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.path_bytes_max:
+        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.keys.path_bytes_max:
             refuse_path(file, draft)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy, is_exclusive = self._rules.pack_for(file.key), draft.target.if_absent
@@ -407,8 +407,8 @@ class ObjectWriter:
 
     async def _describe_plain(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
         """Journal the change without which others do not find the object. Raises LakeError; it can be tried again."""
-        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.path_bytes_max:  # its directory was renamed
-            self._ns.check_paths([file.key])
+        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.keys.path_bytes_max:  # its directory was renamed
+            self._ns.keys.check_paths([file.key])
         published = plain.published
         key = published.meta.key  # a rename that began before the draft may have moved it since the plan
         is_at_another_name = key != file.key and not key.startswith(OBJECTS)
