@@ -329,7 +329,7 @@ class Packer:
                     hides=hides, xattrs=xattrs,
                 )
             )  # fmt: skip
-            doomed += superseded_at(file.key, hides, is_reserved=self._committer.journal.reserves(file.key))
+            doomed += superseded_at(file.key, hides, is_reserved=file.key in self._committer.journal.reserved)
         return Change(operations=operations, doomed=doomed)
 
     def _move_along(self, batch: list[Waiting]) -> None:
@@ -350,6 +350,6 @@ class Packer:
             hides = self._ns.own_etag(path)
             builder.put(path, row, hides=hides)
             builder.remove(waiting.path, row)
-            doomed += superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
+            doomed += superseded_at(path, hides, is_reserved=path in self._committer.journal.reserved)
         if builder.operations:
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))

@@ -503,7 +503,7 @@ class ObjectWriter:
             builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             hide_object(builder, self._ns.tree, key, entry.etag)
-        doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path)) if key != path else []
+        doomed = superseded_at(path, hides, is_reserved=path in self._committer.journal.reserved) if key != path else []
         change = msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True)
         self._committer.enqueue(change, volatile=volatile)
 
