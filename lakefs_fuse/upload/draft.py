@@ -689,7 +689,7 @@ class Draft:
     def count_staged(self) -> None:
         """Reserve space for the staged bytes of a restored draft. Called once."""
         self._staged_bytes = self.pages.pages * PAGE_BYTES
-        self.uploader.staging.bytes_used += self._staged_bytes
+        self.uploader.staging.count_staged(self._staged_bytes)
 
     async def pause(self) -> None:
         """Stop uploads, until the next change. There is no writer."""
