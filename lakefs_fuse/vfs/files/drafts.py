@@ -134,7 +134,7 @@ class Drafts:
         file.begin(draft)
 
     def _prepare(self, file: OpenFile, draft: Draft) -> None:
-        self.files.aim(file, draft.id, draft.target)
+        self.files.aim(file.key, draft.id, draft.target)
         deferred, unlinked = self._writeback.is_for(file.key), self.files.is_nameless(file)
         draft.begin(self._writeback.sequence, deferred=deferred, unlinked=unlinked)
 

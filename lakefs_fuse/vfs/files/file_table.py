@@ -255,10 +255,10 @@ class FileTable:
             for listener in self.events.redated_file_closed:
                 listener(row)
 
-    def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
-        """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,
-        there that belong to another name."""
-        target.key, target.path = choose_key(file.key, draft_id, is_taken=self.is_key_taken(file.key))
+    def aim(self, path: str, draft_id: str, target: DraftTarget) -> None:
+        """Choose the key of a draft whose upload has not begun: that of the file's path, unless other bytes are, or
+        will be, there that belong to another name."""
+        target.key, target.path = choose_key(path, draft_id, is_taken=self.is_key_taken(path))
 
     def is_key_taken(self, key: str) -> bool:
         """Bytes that belong to another name are, or will be, at the key, or other nodes still look for them there, or
@@ -388,7 +388,7 @@ class FileTable:
                 draft.target.path, stays = key, True
                 self._renamed.add(each.entry.inode)
             else:
-                self.aim(each, draft.id, draft.target)
+                self.aim(each.key, draft.id, draft.target)
             drafts.append(draft)
         for draft in drafts:
             self._journal.put(batch, draft.id, encode(draft.prepare_record()))

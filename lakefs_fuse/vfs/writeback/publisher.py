@@ -69,7 +69,6 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
     VersionFacts,
-    choose_key,
     is_renamed_since,
     needs_commit,
     plan_publish,
@@ -310,7 +309,7 @@ class ObjectWriter:
         if plan.leaves_key:
             log.info("%s cannot have the key where its upload began, and is sent again to another", path)
             await give_up_upload(draft, path)
-            self._files.aim(file, draft.id, target)
+            self._files.aim(file.key, draft.id, target)
             return await self._plan(file, draft, policy, alone=alone)
         if plan.key != target.key:
             await self._leave_late_object(draft)
@@ -535,8 +534,7 @@ class ObjectWriter:
 
         if await is_replaced_at_earlier_name():
             await give_up_upload(draft, path)
-            is_taken = self._files.is_key_taken(path)
-            draft.target.key, draft.target.path = choose_key(path, draft.id, is_taken=is_taken)
+            self._files.aim(path, draft.id, draft.target)
         key = draft.target.key
         draft.target.if_absent = False  # a removed object may still be there
         there = self._ns.at(path)
