@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -42,18 +40,17 @@ from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
-from lakefs_fuse.store.client import TOKEN_METADATA, token_of
+from lakefs_fuse.store.client import token_of
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock
 from lakefs_fuse.sync.wakeup import Wakeup
+from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.multipart_upload import MultipartUpload
 from lakefs_fuse.upload.parts import Part, Parts, PartState, PartUses
 from lakefs_fuse.upload.spilled_parts import Spills
 from lakefs_fuse.upload.uploader import Uploader, describe_history
 
-DRAFT_METADATA = TOKEN_METADATA
-"""A token is the id of an object's draft, and after a dot the number of its change, if any."""
 FILL_BYTES_MAX = 4 << 20
 SPILL_BYTES_MIN = 1 << 20
 """A part with fewer staged bytes is not worth a request."""
@@ -66,30 +63,6 @@ log = logging.getLogger(__name__)
 
 class DraftEnded(Exception):
     """The draft was published or discarded while the caller waited for it: the file has another version now."""
-
-
-Describe = Callable[[], tuple[dict[str, str], dict[str, str]]]
-
-
-@dataclass(slots=True)
-class DraftTarget:
-    """The target of a draft. ``describe`` returns the object's present metadata: for a PUT, and for the beginning of a
-    multipart upload."""
-
-    key: str
-    describe: Describe
-    replaces: str = ""
-    copied_from: str = ""
-    """Key of the object elsewhere with the bytes of the replaced version, if any. A relocation copies it to ``key``."""
-    expected: str | None = None
-    """See `store.client.VersionTarget`; each attempt to publish sets it again."""
-    removed: str = ""
-    """See `store.client.VersionTarget`; set with ``expected``."""
-    if_absent: bool = False
-    path: str = ""
-    """The path of the file in the lake, if that is not ``key``."""
-    unsure: tuple[str, str, float] | None = None
-    """About this daemon's attempts: see `store.client.VersionTarget`."""
 
 
 class Draft:

@@ -41,7 +41,8 @@ from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.client import REPLACES_METADATA, token_of
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import DRAFT_METADATA
 from lakefs_fuse.upload.parts import STORED, PartState
 from lakefs_fuse.upload.uploader import Uploader, describe_history
 

@@ -24,7 +24,7 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
+from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.parts import PartState
 from lakefs_fuse.upload.restore import restore_draft
 from tests.memory_store import START_NS, Failures, Pause, Request, When

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.staging.staging_area import MEMORY_BYTES_MAX, StagedFile
-from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
+from lakefs_fuse.upload.draft import Draft, DraftEnded
+from lakefs_fuse.upload.draft_target import DraftTarget
 from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable

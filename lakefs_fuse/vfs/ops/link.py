@@ -33,7 +33,7 @@ from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.meta.tree_events import TreeEvents
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 from lakefs_fuse.store.server_copy import ABORT_S_MAX, COPY_PART_BYTES
-from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
+from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile

@@ -46,7 +46,8 @@ from lakefs_fuse.path_rules import PackPolicy, Rules
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import DraftTarget
 from lakefs_fuse.upload.publish import (
     Published,
     find_late_object,
