@@ -77,7 +77,7 @@ class Handles:
             refused = self._refused.get(number)
             raise FileError(refused.errno, str(refused)) if refused else FileError(errno.EBADF) from None
 
-    async def open(self, inode: int, flags: int, opener: int = 0, *, kills_privileges: bool = False) -> int:
+    async def open(self, inode: int, flags: int, opener: int = 0) -> int:
         """Open a file; return a handle, pinned to the version that the name has now. Raises FileError(ESTALE) if the
         name no longer leads to this inode; the kernel then looks the name up again."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
@@ -93,8 +93,6 @@ class Handles:
             entry = now
         if writable or flags & os.O_TRUNC:
             entry = await self._attributes.getattr(inode)  # the next version keeps what this one's metadata says
-        if kills_privileges:
-            entry = await self._attributes.kill_privileges(entry)
         file = self.files.acquire(entry, writer=writable)
         try:
             if writable or flags & os.O_TRUNC:
