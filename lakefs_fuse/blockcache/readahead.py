@@ -69,10 +69,9 @@ class _Earlier(NamedTuple):
 class Readahead:
     """``plan`` is called with every read, before or after it is served, in any order within the slack."""
 
-    __slots__ = ("_earlier", "_issued_to", "_run", "_window", "_window_max", "local", "starved")
+    __slots__ = ("_earlier", "_issued_to", "_run", "_window", "local", "starved")
 
-    def __init__(self, window_bytes_max: int = WINDOW_BYTES_MAX) -> None:
-        self._window_max = max(window_bytes_max, BLOCK_BYTES)
+    def __init__(self) -> None:
         self._window = BLOCK_BYTES
         self.local = False
         """Whether the last plan was on the cache disk already."""
@@ -119,7 +118,7 @@ class Readahead:
         if run.begin >= BLOCK_BYTES:
             window = min(window, max(BLOCK_BYTES, (end - run.begin) // UNKNOWN_RUN_SHARE))
         if run_end < size and 2 * earlier.shorter_bytes > earlier.longer_bytes:
-            window = max(window, min(run_end - end, self._window_max))
+            window = max(window, min(run_end - end, WINDOW_BYTES_MAX))
         if run.reads < 2 or self._issued_to - end >= window // 2:
             return None
         start = max(self._issued_to, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
@@ -129,7 +128,7 @@ class Readahead:
             return None
         self._issued_to = stop
         self.starved = False
-        self._window = min(window * 2, self._window_max)
+        self._window = min(window * 2, WINDOW_BYTES_MAX)
         return start, stop
 
     def _expected_end(self, end: int, size: int) -> int:

@@ -51,8 +51,8 @@ class ChangeJournal:
         self.newest_after = 0
         """The newest number of an acknowledged version that a change waits for; 0 if none does."""
         self._reserving: dict[int, list[str]] = {}
-        self._reserved: dict[str, int] = {}
-        """Reserved keys, each with the number of the newest change that reserves it."""
+        self.reserved: dict[str, int] = {}
+        """Reserved keys, for readers, each with the number of the newest change that reserves it."""
 
     def load(self) -> None:
         """Read what the last daemon left. Call it once."""
@@ -90,10 +90,6 @@ class ChangeJournal:
     def operations(self) -> int:
         return sum(len(change.operations) for change in self.changes.values())
 
-    def reserves(self, key: str) -> bool:
-        """Return whether a change reserves the key: see *reserved keys* in the module's head."""
-        return key in self._reserved
-
     # -- changing
 
     def append(self, change: Change, batch: Batch, *, volatile: bool = False) -> int:
@@ -119,7 +115,7 @@ class ChangeJournal:
         self._set(sequence, change)
         if keys := change.leaving():
             self._reserving[sequence] = keys
-            self._reserved |= dict.fromkeys(keys, sequence)
+            self.reserved |= dict.fromkeys(keys, sequence)
 
     def replace(self, batch: Batch, sequence: int, change: Change) -> None:
         """Put a change in the place of the one with that number, once ``batch`` is committed."""
@@ -150,8 +146,8 @@ class ChangeJournal:
             self.changes.pop(sequence, None)
             self.mentioned.pop(sequence, None)
             for key in self._reserving.pop(sequence, ()):
-                if self._reserved.get(key) == sequence:
-                    del self._reserved[key]
+                if self.reserved.get(key) == sequence:
+                    del self.reserved[key]
         self.newest_after = max((change.after for change in self.changes.values()), default=0)
 
     def waive_deletions(self, batch: Batch, key: str, etags: Collection[str]) -> None:

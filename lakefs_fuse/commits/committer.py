@@ -565,7 +565,7 @@ class Committer:
         await self.reconcile()
         wanted = self.journal.newest
         while next(self._each_sendable(), (wanted + 1, None))[0] <= wanted:
-            await self._commit(None, ())
+            await self.commit(None)
 
     async def flush_announcements(self) -> None:
         """Announce every plain object that was stored before the call. Raises LakeError."""
@@ -592,29 +592,19 @@ class Committer:
 
     async def commit(
         self,
-        change: Change | Callable[[], Change] | Callable[[], Awaitable[Change]],
+        change: Change | Callable[[], Change] | Callable[[], Awaitable[Change]] | None,
         members: Sequence[Member] = (),
         *,
         before_put: BeforeSending | None = None,
         in_steps: bool = False,
     ) -> Committed:
-        """Commit a change, with the bytes of ``members`` in the same object.
+        """Commit a change, with the bytes of ``members`` in the same object. None: the oldest changes of the journal.
 
         If ``change`` is a function, it is called when its turn has come, and what it raises is raised. ``before_put``
         gets the commit's key before anything is sent. With ``in_steps`` that function raises the barrier before the
         names of its change, and the caller lowers it after the call. Raises LakeError; then nothing of the change is in
         effect, or (if the store did not answer) all of it may appear later.
         """
-        return await self._commit(change, members, before_put, in_steps=in_steps)
-
-    async def _commit(
-        self,
-        change: Change | Callable[[], Change] | Callable[[], Awaitable[Change]] | None,
-        members: Sequence[Member],
-        before_put: BeforeSending | None = None,
-        *,
-        in_steps: bool = False,
-    ) -> Committed:
         async with self._lock:
             try:
                 await self._redate_if_behind()

@@ -176,7 +176,7 @@ def supervisor_of(mountpoint: str, owner: int) -> Process | None:
     return None
 
 
-def cache_lock_holder(directory: Path, locks: Path = LOCKS) -> tuple[int, str] | None:
+def cache_lock_holder(directory: Path) -> tuple[int, str] | None:
     """The pid of the daemon that holds a cache directory, and its mountpoint, empty if unknown.
 
     Reads /proc/locks, because trying the lock would hold it for a moment; that leaves out other PID namespaces.
@@ -184,7 +184,7 @@ def cache_lock_holder(directory: Path, locks: Path = LOCKS) -> tuple[int, str] |
     path = directory / "lock"
     try:
         found = path.stat()
-        lines = locks.read_text().splitlines()
+        lines = LOCKS.read_text().splitlines()
         text = os.fsdecode(path.read_bytes()[:4096])
     except OSError:
         return None

@@ -351,8 +351,7 @@ class Ingest:
     # -- reports
 
     def _report_refused(self) -> None:
-        refused, self._packer.refused = self._packer.refused, []
-        for each in refused:
+        for each in self._packer.pop_refused():
             if each.special:
                 self.done.special += 1
                 continue

@@ -203,7 +203,12 @@ class Packer:
         self._pack: Pack | None = None
         self._packs = 0
         self.refused: list[Refused] = []
-        """The caller removes them after each `fill`."""
+        """The caller pops them after each `fill`."""
+
+    def pop_refused(self) -> list[Refused]:
+        """Remove and return what was refused since the last call."""
+        refused, self.refused = self.refused, []
+        return refused
 
     def close(self) -> None:
         if self._pack is not None:

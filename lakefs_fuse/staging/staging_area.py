@@ -231,6 +231,10 @@ class Staging:
         self._room.set()
         self._room = trio.Event()
 
+    def count_staged(self, count: int) -> None:
+        """Record ``count`` bytes that are staged already, whether there is space for them or not."""
+        self.bytes_used += count
+
     def release(self, count: int) -> None:
         """Record that ``count`` staged bytes were released."""
         self.bytes_used -= count

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import trio
@@ -41,17 +40,17 @@ from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
-from lakefs_fuse.store.client import TOKEN_METADATA, token_of
+from lakefs_fuse.store.client import token_of
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock
 from lakefs_fuse.sync.wakeup import Wakeup
+from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
+from lakefs_fuse.upload.multipart_upload import MultipartUpload
 from lakefs_fuse.upload.parts import Part, Parts, PartState, PartUses
 from lakefs_fuse.upload.spilled_parts import Spills
 from lakefs_fuse.upload.uploader import Uploader, describe_history
 
-DRAFT_METADATA = TOKEN_METADATA
-"""A token is the id of an object's draft, and after a dot the number of its change, if any."""
 FILL_BYTES_MAX = 4 << 20
 SPILL_BYTES_MIN = 1 << 20
 """A part with fewer staged bytes is not worth a request."""
@@ -64,30 +63,6 @@ log = logging.getLogger(__name__)
 
 class DraftEnded(Exception):
     """The draft was published or discarded while the caller waited for it: the file has another version now."""
-
-
-Describe = Callable[[], tuple[dict[str, str], dict[str, str]]]
-
-
-@dataclass(slots=True)
-class DraftTarget:
-    """The target of a draft. ``describe`` returns the object's present metadata: for a PUT, and for the beginning of a
-    multipart upload."""
-
-    key: str
-    describe: Describe
-    replaces: str = ""
-    copied_from: str = ""
-    """Key of the object elsewhere with the bytes of the replaced version, if any. A relocation copies it to ``key``."""
-    expected: str | None = None
-    """See `store.client.VersionTarget`; each attempt to publish sets it again."""
-    removed: str = ""
-    """See `store.client.VersionTarget`; set with ``expected``."""
-    if_absent: bool = False
-    path: str = ""
-    """The path of the file in the lake, if that is not ``key``."""
-    unsure: tuple[str, str, float] | None = None
-    """About this daemon's attempts: see `store.client.VersionTarget`."""
 
 
 class Draft:
@@ -122,11 +97,6 @@ class Draft:
         self.created_ns = uploader.clock.wall_ns()
         self.pages, self.spills, self.parts = PageMap(self.layout), Spills(self.layout), Parts(self.layout)
         self.hashes: dict[int, int] = {}
-        self.upload_id = ""
-        self.upload_intent_ns = 0
-        self.upload_metadata: dict[str, str] = {}
-        self.upload_failed = False
-        self._beginning_upload = SharedLock()
         self.token = draft_id
         self.commit = ""
         self.packed: Extent | None = None
@@ -151,7 +121,7 @@ class Draft:
         self._closing = False
         if file is None:
             file = StagedFile.create(uploader.staging, draft_id, target.key)
-        self.file = file
+        self.file, self.upload = file, MultipartUpload(uploader, file, self.parts)
         uploader.staging.register(self)
 
     # -- room in staging
@@ -412,7 +382,7 @@ class Draft:
         async with self.gate:
             self._check_alive()
             is_next = start == self.size == self.base_limit and (not start or self.base == source)
-            if not is_next or self.upload_intent_ns or self.spills.used or self.refused.ranges:
+            if not is_next or self.upload.intent_ns or self.spills.used or self.refused.ranges:
                 return False
             self._begin_change()
             self.base, self.base_limit, self.size, self.copies = source, end, end, True
@@ -530,7 +500,7 @@ class Draft:
         if self.deferred:
             self._write_out_complete(touched)
         if self.size > layout.single_bytes_max and not self.deferred:
-            for index in touched if self.upload_intent_ns else range(touched.stop):
+            for index in touched if self.upload.intent_ns else range(touched.stop):
                 self.start_if_complete(index)
 
     def start_if_complete(self, index: int) -> None:
@@ -647,8 +617,13 @@ class Draft:
             self.parts.withdraw(index)
             self._end_sending()
             self.uploader.staging.notify()
-        if self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
+        if self._sends_in_background:
             self.start_if_complete(index)
+
+    @property
+    def _sends_in_background(self) -> bool:
+        """Whether parts are sent before `publish` asks for them."""
+        return self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED)
 
     async def _upload_patiently(self, index: int) -> None:
         """Send the part with its present bytes, and retry while the store is away. `publish` does not wait for that,
@@ -656,15 +631,14 @@ class Draft:
         backoff = Backoff(RETRY_S_FIRST, RETRY_S_MAX)
         while True:
             try:
-                await self.upload_part(index)
-                self.delayed = None
+                await self.upload_part(index, in_background=True)
                 return
             except Unavailable as error:
                 self.delayed = error
                 self.parts.transition(index, PartState.QUEUED)
             with trio.move_on_after(backoff.next_s()):
                 await self._hurry.wait()
-            if self.state not in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
+            if not self._sends_in_background:
                 return
             self.uploader.slots.ready()
 
@@ -683,12 +657,12 @@ class Draft:
     @property
     def is_unknown_to_store(self) -> bool:
         """Whether the draft is acknowledged, and no byte of it was ever sent."""
-        return self.state is DraftState.ACKNOWLEDGED and not (self.upload_intent_ns or self.uploading or self.recheck)
+        return self.state is DraftState.ACKNOWLEDGED and not (self.upload.intent_ns or self.uploading or self.recheck)
 
     def count_staged(self) -> None:
         """Reserve space for the staged bytes of a restored draft. Called once."""
         self._staged_bytes = self.pages.pages * PAGE_BYTES
-        self.uploader.staging.bytes_used += self._staged_bytes
+        self.uploader.staging.count_staged(self._staged_bytes)
 
     async def pause(self) -> None:
         """Stop uploads, until the next change. There is no writer."""
@@ -715,33 +689,33 @@ class Draft:
         while self.uploading:
             await self._idle.wait()
 
-    async def upload_part(self, index: int) -> None:
+    async def upload_part(self, index: int, *, in_background: bool = False) -> None:
         """Send one part as it is now; its slot was announced (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY if
-        it was written to during the request. Raises LakeError; then the part is DIRTY."""
+        it was written to during the request. Raises LakeError; then the part is DIRTY.
+
+        A part that is sent ``in_background`` is left to `publish` if others wait for the store, since `publish` waits
+        for all of these: for one retry timeout after the other if there are more parts than slots."""
         async with self.uploader.slots.slot(announced=True):
             if self.state is DraftState.DISCARDED:
+                return
+            if in_background and self.delayed is not None and not self._sends_in_background:
                 return
             part = self.parts[index]
             start, end = self.layout.range(index)
             length, repeated = min(end, self.size) - start, bool(part.etag)
             if length <= 0:
                 return
-            self.parts.transition(index, PartState.UPLOADING)
-            try:
+            with self.upload.sending(index):
                 upload_id = await self.begin_upload()
                 with self.file.held():
-                    body = FileSlice(self.file.fd, start, length)
-                    ref = await self.uploader.client.upload_part(self.target.key, upload_id, index + 1, body)
+                    ref = await self.upload.send(index, start, length)
                     hashes = await self.uploader.staging.threads.run(
                         hash_blocks, self.file.fd, start, start + length, self.size
                     )
-            except BaseException:
-                self.parts.transition(index, PartState.DIRTY)
-                self.upload_failed = True
-                raise
+        self.delayed = None
         self.uploader.metrics.parts += 1
         self.uploader.metrics.parts_repeated += repeated
-        if upload_id != self.upload_id:  # which was replaced by one at another key in the meantime
+        if upload_id != self.upload.id:  # which was replaced by one at another key in the meantime
             self.parts.transition(index, PartState.DIRTY)
             return
         self.parts.end_upload(index, ref, length)
@@ -757,32 +731,22 @@ class Draft:
         self.parts.end_upload(index, ref, length)
         self.save()
 
-    async def begin_upload(self) -> str:
-        """The id of the multipart upload, which is begun if there is none. The journal has the intent before the
-        request is sent. An upload whose response is lost has no parts, and is left to `gc`. Raises LakeError."""
-        async with self._beginning_upload:
-            if not self.upload_id:
-                self.upload_intent_ns = self.uploader.clock.wall_ns()
-                history = describe_history(self.uploader, self.target.key, self.target.replaces)
-                self.upload_metadata = {**self.target.describe()[1], DRAFT_METADATA: self.token, **history}
-                self.save(sync=True)
-                self.upload_id = await self.uploader.client.create_multipart(
-                    self.target.key, metadata=self.upload_metadata
-                )
-                self.uploader.staging.record_upload(self.file.fd, self.upload_id)
-                self.save(sync=True)
-            return self.upload_id
+    @property
+    def upload_intent_ns(self) -> int:
+        """Time when the multipart upload was requested; 0: there is none."""
+        return self.upload.intent_ns
 
-    async def abort_upload(self) -> None:
-        """Abort the multipart upload, if there is one. Raises LakeError."""
-        if self.upload_id:
-            await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
+    async def begin_upload(self) -> str:
+        """The id of the multipart upload, which is begun if it is not open. Raises LakeError."""
+        return await self.upload.begin(self._describe_upload, partial(self.save, sync=True))
+
+    def _describe_upload(self) -> tuple[str, dict[str, str]]:
+        history = describe_history(self.uploader, self.target.key, self.target.replaces)
+        return self.target.key, {**self.target.describe()[1], DRAFT_METADATA: self.token, **history}
 
     def forget_upload(self, *, is_base: bool = False) -> None:
-        """Record that the upload no longer exists in the store: staged parts can be sent again, reading dropped ones
-        fails, unless the upload became the base. Raises CacheError."""
-        self.upload_id, self.upload_intent_ns, self.upload_failed = "", 0, False
-        self.parts.forget_upload(is_base=is_base)
+        """Journal that the upload no longer exists in the store: see `MultipartUpload.forget`. Raises CacheError."""
+        self.upload.forget(is_base=is_base)
         self.save(sync=True)
 
     # -- states and places
@@ -840,12 +804,6 @@ class Draft:
         self.uploader.metrics.failures += not isinstance(error, Overtaken | KeyConflict)
         return self.error
 
-    def end_upload(self, *, in_one_piece: bool) -> None:
-        """Record that the upload became the object, or (``in_one_piece``) was aborted in favour of a PUT."""
-        self.upload_id = ""
-        if in_one_piece:
-            self.upload_intent_ns, self.parts = 0, Parts(self.layout)
-
     async def reconcile(self, older: ObjectMeta | None) -> None:
         """Take over the result of a failed attempt before changed bytes are published. ``older`` is the object that the
         attempt made: the draft replaces it, and it has the bytes of dropped parts. Without it, or if the upload with
@@ -853,20 +811,20 @@ class Draft:
         LakeError.
         """
         dropped_end = self.parts.dropped_end
-        began_with = self.upload_metadata.get(DRAFT_METADATA, self.token)
+        began_with = self.upload.metadata.get(DRAFT_METADATA, self.token)
         if older is not None:
             self.target.if_absent, self.target.replaces = False, older.etag
             goes_on = dropped_end > 0 and not (token_of(older) == began_with and dropped_end <= older.size)
-            if self.upload_id and not goes_on:
-                await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
+            if not goes_on:
+                await self.upload.abort()
             is_base = dropped_end > 0 and not goes_on
             if self.base is not None or is_base:
                 self.base = Extent.whole(Version(self.target.key, older.etag, older.size))
                 limit = min(self.base_limit, older.size)
                 self.base_limit = max(limit, dropped_end) if is_base else limit
-            if not goes_on and (self.upload_id or is_base):
+            if not goes_on and (self.upload.id or is_base):
                 self.forget_upload(is_base=is_base)
-        if self.upload_id:
+        if self.upload.id:
             self.token = began_with
         self.recheck = False
 
@@ -893,9 +851,9 @@ class Draft:
             copied_from=target.copied_from,
             if_absent=target.if_absent,
             path=target.path,
-            upload_id=self.upload_id,
-            upload_intent_ns=self.upload_intent_ns,
-            upload_metadata=self.upload_metadata,
+            upload_id=self.upload.id,
+            upload_intent_ns=self.upload.intent_ns,
+            upload_metadata=self.upload.metadata,
             changes=self.changes,
             token=self.token,
             unlinked=self.unlinked,
@@ -910,7 +868,7 @@ class Draft:
             segment_bytes=spot.length if spot else 0,
             part_bytes_max=self.layout.part_bytes_max,
             # No part is in the store before an upload began.
-            parts=self.parts.records() if self.upload_intent_ns or self.parts.bytes_dropped else [],
+            parts=self.parts.records() if self.upload.intent_ns or self.parts.bytes_dropped else [],
             pages=self.pages.dump(),
             error=str(self.error) if self.error else "",
             spilled=self.spills.used,
@@ -944,8 +902,7 @@ class Draft:
         """
         self.state, self.created_ns = record.state, record.created_ns
         self.size, self.base_limit = record.size, record.base_limit
-        self.upload_id, self.upload_intent_ns = record.upload_id, record.upload_intent_ns
-        self.upload_metadata = record.upload_metadata
+        self.upload.load(record)
         self.token, self.changes, self.recheck = record.token, record.changes, True
         self.sequence, self.began, self.commit = record.sequence, record.began, record.commit
         self.stands_for = record.stands_for
@@ -956,8 +913,7 @@ class Draft:
         if writing and self.base is None:
             self.size = max(self.size, staged_bytes)
         self._journaled_end, count = self.size, layout.count(self.size)
-        kept = (part for part in record.parts if not (part.staged and writing) and part.index < count)
-        self.parts = Parts(layout, kept)
+        self.parts.load(part for part in record.parts if not (part.staged and writing) and part.index < count)
         if writing and self.base is None:
             for index in range(layout.count(self.size)):
                 if self.parts.is_dropped(index):
@@ -977,7 +933,7 @@ class Draft:
         await self.wait_idle()
         self.error = None
         try:
-            await self.abort_upload()
+            await self.upload.abort()
             await self.delete_spills()
         except LakeError as error:
             self.error = error

@@ -75,12 +75,16 @@ class Part(msgspec.Struct):
 class Parts(dict[int, Part]):
     """Parts by index from 0, created on first use. Only this class changes a part."""
 
-    def __init__(self, layout: PartLayout, records: Iterable[UploadedPart] = ()) -> None:
-        """``records`` are what the journal has of the parts."""
+    def __init__(self, layout: PartLayout) -> None:
         super().__init__()
         self._layout = layout
         self.bytes_dropped = 0
         """Bytes of DROPPED parts."""
+
+    def load(self, records: Iterable[UploadedPart]) -> None:
+        """Replace all parts by what the journal has of them."""
+        self.clear()
+        self.bytes_dropped = 0
         for record in records:
             self[record.index] = Part(PartState.CLEAN, record.etag, record.length)
             if not record.staged:

@@ -41,7 +41,8 @@ from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.client import REPLACES_METADATA, token_of
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import DRAFT_METADATA
 from lakefs_fuse.upload.parts import STORED, PartState
 from lakefs_fuse.upload.uploader import Uploader, describe_history
 
@@ -150,7 +151,7 @@ async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mappin
         raise await _yield_key(draft) from error
     log.warning("%s; the version of this node counts as the one before", error)
     await _abort_unneeded_upload(draft)
-    draft.end_upload(in_one_piece=False)
+    draft.upload.end(in_one_piece=False)
     now_ns = draft.uploader.clock.wall_ns()
     return ObjectMeta(draft.target.key, draft.size, draft.token, now_ns), draft.target.describe()[0]
 
@@ -177,7 +178,7 @@ async def find_own_object(draft: Draft) -> ObjectMeta | None:
 
 async def wait_upload_begun(draft: Draft) -> None:
     """Wait until an upload of the draft has begun, after which it is in no pack, or none is about to begin."""
-    while draft.uploading and not draft.upload_intent_ns:
+    while draft.uploading and not draft.upload.intent_ns:
         with trio.move_on_after(UPLOAD_CHECK_S):
             await draft.wait_idle()
 
@@ -223,16 +224,16 @@ async def _put(
         except PreconditionFailed as error:
             raise await _yield_key(draft) from error
     note_stored(draft.uploader, target.key, meta.etag, metadata)
-    if draft.upload_id or draft.upload_intent_ns:
+    if draft.upload.id or draft.upload.intent_ns:
         await _abort_unneeded_upload(draft)
-        draft.end_upload(in_one_piece=True)
+        draft.upload.end(in_one_piece=True)
     return meta, described, hashes
 
 
 async def _abort_unneeded_upload(draft: Draft) -> None:
     """Abort the upload. The version is stored without it, so an error of the store is ignored."""
     try:
-        await draft.abort_upload()
+        await draft.upload.abort()
     except LakeError as error:
         log.warning("the multipart upload of %s is left to `gc`: %s", draft.target.key, error)
 
@@ -262,7 +263,7 @@ async def give_up_upload(draft: Draft, path: str) -> None:
             f"and this version of {path} cannot be stored at another key, because some of its parts are only in its "
             "upload; move those objects away, then try again: `lakefs-fuse flush`, or `lakefs-fuse orphans --finish`",
         )
-    await draft.abort_upload()
+    await draft.upload.abort()
     draft.forget_upload()
 
 
@@ -270,10 +271,10 @@ async def _leave_key(draft: Draft) -> None:
     """Whether to leave the key: it belongs to another file, or its object is another version, and the upload cannot be
     completed elsewhere. A renamed file is then sent again under its next name. If some bytes are only in the upload,
     the key stays."""
-    if not draft.upload_intent_ns or draft.parts.bytes_dropped:
+    if not draft.upload.intent_ns or draft.parts.bytes_dropped:
         return
     try:
-        await draft.abort_upload()
+        await draft.upload.abort()
     except LakeError as error:
         log.warning("the multipart upload of %s could not be aborted, and is not used: %s", draft.target.key, error)
         return
@@ -284,8 +285,8 @@ async def _complete(
     draft: Draft, append: Append | None, confirm: Confirm | None
 ) -> tuple[ObjectMeta, Mapping[str, str]]:
     draft.save()
-    if draft.upload_id and not draft.uploader.client.capabilities.parts_replaceable and _has_stale_parts(draft):
-        await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
+    if draft.upload.id and not draft.uploader.client.capabilities.parts_replaceable and _has_stale_parts(draft):
+        await draft.upload.abort()
         draft.forget_upload()
     try:
         meta = await _send_and_complete(draft, append, confirm)
@@ -295,9 +296,9 @@ async def _complete(
             meta = await _send_and_complete(draft, append, confirm)
         except NotFound as error:
             raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
-    note_stored(draft.uploader, meta.key, meta.etag, draft.upload_metadata)
-    began = {name: value for name, value in draft.upload_metadata.items() if name not in ORIGIN}
-    draft.end_upload(in_one_piece=False)
+    note_stored(draft.uploader, meta.key, meta.etag, draft.upload.metadata)
+    began = {name: value for name, value in draft.upload.metadata.items() if name not in ORIGIN}
+    draft.upload.end(in_one_piece=False)
     return meta, began
 
 
@@ -335,7 +336,7 @@ async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confi
     await for_each(unsent, send, 2 * draft.uploader.slots.slots)
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     if append is not None:
-        refs += await _send_append(draft, upload_id, append)
+        refs += await _send_append(draft, append)
     if confirm is not None:
         await confirm()
     with draft.uses.using(0, draft.size):  # no part is dropped any more: see the next lines
@@ -362,7 +363,7 @@ class Append(msgspec.Struct, frozen=True):
 def _find_append(draft: Draft) -> Append | None:
     """The plan for a file that changed only after its first 5 MiB; None if parts of the layout are as good, or are
     already being sent because the new bytes fill one."""
-    if draft.base is None or draft.spills.used or draft.upload_intent_ns:
+    if draft.base is None or draft.spills.used or draft.upload.intent_ns:
         return None
     capabilities, layout = draft.uploader.client.capabilities, draft.layout
     if not (capabilities.part_copy and capabilities.parts_replaceable) or capabilities.keeps_holes:
@@ -380,8 +381,8 @@ def _find_append(draft: Draft) -> Append | None:
     return Append(index, (start, copied), tuple(piece for piece in sent if piece[0] < piece[1]))
 
 
-async def _send_append(draft: Draft, upload_id: str, append: Append) -> list[PartRef]:
-    uploader, key, base = draft.uploader, draft.target.key, draft.base
+async def _send_append(draft: Draft, append: Append) -> list[PartRef]:
+    uploader, base = draft.uploader, draft.base
     assert base is not None
     refs: dict[int, PartRef] = {}
 
@@ -392,15 +393,13 @@ async def _send_append(draft: Draft, upload_id: str, append: Append) -> list[Par
                 source = base.version.key, base.offset + start, base.version.etag
                 ref = None
                 with suppress(PreconditionFailed):  # it was replaced: the cache may have it
-                    ref = await _copy_part(draft, number, source, end - start)
+                    ref = await _copy_part(draft, number - 1, source, end - start)
                 if ref is not None:
                     refs[number] = ref
                     uploader.metrics.parts_copied += 1
                     return
                 await _fill(draft, start, end)
-            with draft.file.held():
-                body = FileSlice(draft.file.fd, start, end - start)
-                refs[number] = await uploader.client.upload_part(key, upload_id, number, body)
+            refs[number] = await draft.upload.send(number - 1, start, end - start)
             uploader.metrics.parts += 1
 
     await _fill(draft, append.copied[1], draft.size)
@@ -413,14 +412,14 @@ def _has_stale_parts(draft: Draft) -> bool:
     """Whether the upload has a part that no longer belongs to the file, or may have one whose response was lost."""
     count = draft.layout.count(draft.size)
     stale = (part.etag and (part.state not in STORED or index >= count) for index, part in draft.parts.items())
-    return draft.upload_failed or any(stale)
+    return draft.upload.has_failed_part or any(stale)
 
 
 def _is_sparse(draft: Draft) -> bool:
     """Whether the store keeps holes, and the draft is hardly more: one PUT is as fast as that of a small file, where
     each of 10,000 parts would be synced, and journaled with those before it."""
     staged = draft.pages.pages * PAGE_BYTES + draft.base_limit
-    is_begun = draft.upload_intent_ns or draft.spills.used
+    is_begun = draft.upload.intent_ns or draft.spills.used
     keeps_holes = draft.uploader.client.capabilities.keeps_holes
     return keeps_holes and not is_begun and staged <= draft.layout.single_bytes_max
 
@@ -464,15 +463,14 @@ async def _copy_zeros(draft: Draft, index: int, start: int, end: int) -> None:
 async def _zeros_copied(draft: Draft, index: int, length: int) -> PartRef:
     start, end = draft.layout.range(index)
     source = await draft.uploader.zeros.ensure(end - start)
-    client, key = draft.uploader.client, draft.target.key
-    return await client.upload_part_copy(key, draft.upload_id, index + 1, source, 0, length)
+    return await draft.upload.copy(index, (source, 0, None), length)
 
 
 async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> None:
     source = None if draft.pages.count(start, end) else _copy_source(draft, start, end)
     if source is not None and (end - start >= PART_BYTES_MIN or end >= draft.size):
         async with draft.uploader.slots.slot():
-            ref = await _copy_part(draft, index + 1, source, end - start)
+            ref = await _copy_part(draft, index, source, end - start)
         if ref is not None:
             draft.copied_part(index, ref, end - start)
             return
@@ -481,18 +479,15 @@ async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> 
     await draft.upload_part(index)
 
 
-async def _copy_part(draft: Draft, number: int, source: tuple[str, int, str], length: int) -> PartRef | None:
+async def _copy_part(draft: Draft, index: int, source: tuple[str, int, str], length: int) -> PartRef | None:
     """Have the store copy a part of the upload from an object (key, offset, ETag). None if that was removed: the cache
     may have it. Raises LakeError: NotFound if the upload no longer exists, PreconditionFailed if the object was
     replaced."""
-    key, offset, etag = source
-    client = draft.uploader.client
     try:
-        return await client.upload_part_copy(
-            draft.target.key, draft.upload_id, number, key, offset, offset + length, etag=etag
-        )
+        return await draft.upload.copy(index, source, length)
     except NotFound:
-        there = await client.find(key)
+        key, _, etag = source
+        there = await draft.uploader.client.find(key)
         if there is not None and there.etag == etag:
             raise
         return None

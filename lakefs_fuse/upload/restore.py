@@ -14,7 +14,8 @@ from lakefs_fuse.errors import CacheError
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.part_layout import PAGE_BYTES, PartLayout
 from lakefs_fuse.staging.staging_area import StagedFile
-from lakefs_fuse.upload.draft import Describe, Draft, DraftTarget
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import Describe, DraftTarget
 from lakefs_fuse.upload.uploader import Uploader
 
 

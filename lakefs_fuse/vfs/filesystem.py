@@ -81,7 +81,7 @@ class Filesystem:
         self._attributes.directory(parent)
         entry, fresh_s = await self._ns.lookup(parent, name)
         if entry is None:
-            self._ns.check_length(parent, name)
+            self._ns.keys.check_length(parent, name)
         if entry is not None and self.config.attributes == "objects":
             return await self.getattr(entry.inode), fresh_s
         return (self.entry(entry.inode) if entry else None), fresh_s

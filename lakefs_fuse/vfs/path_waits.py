@@ -117,7 +117,7 @@ class PathWaits:
             entry = self._ns.tree.child(inode, name)
             fresh_s = self._fresh_s(inode, name)
             if entry is None:
-                self._ns.checked_path(inode, name)
+                self._ns.keys.checked_path(inode, name)
                 return Doubt((inode, name), fresh_s, "it does not exist", is_absent=True)
             if not fresh_s and not self._files.is_dirty(entry):
                 return Doubt((inode, name), 0.0, "the store has not told yet whether it exists")

@@ -286,7 +286,7 @@ class Assembly:
         )  # fmt: skip
         self._reader, self._group_commit = reader, group_commit
         self.filesystem = self._filesystem(services, publisher)
-        events.key_reservations.append(committer.journal.reserves)
+        events.key_reservations.append(committer.journal.reserved.__contains__)
         if not config.read_only:
             foreign_objects = ForeignObjects(
                 namespace, ground.client, committer, self.deletions, ground.nursery, self.poller.poll

@@ -37,7 +37,7 @@ from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, Fetched, FileSlice, ObjectMeta, ObjectStore
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.store import S3Store
-from lakefs_fuse.upload.draft import DraftTarget
+from lakefs_fuse.upload.draft_target import DraftTarget
 from tests.fakes import FakeClock, store_client
 from tests.faults import Faults
 from tests.memory_store import MemoryStore, Request, When

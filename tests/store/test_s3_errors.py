@@ -40,7 +40,7 @@ from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.protocol import Capabilities, PartRef
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.store import S3Store
-from lakefs_fuse.upload.draft import DraftTarget
+from lakefs_fuse.upload.draft_target import DraftTarget
 from tests import servers
 from tests.fakes import store_client
 from tests.forward_proxy import make_certificate

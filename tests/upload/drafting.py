@@ -21,7 +21,8 @@ from lakefs_fuse.staging.segments import Segments
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Capabilities
-from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
 from lakefs_fuse.upload.uploader import Uploader
 from tests.fakes import FakeDisk, clock_of, store_client

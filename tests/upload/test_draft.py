@@ -74,7 +74,7 @@ async def test_part_of_an_upload_that_is_left_meanwhile_is_sent_again(tmp_path: 
         draft = b.draft()
         await draft.write(0, data)
         await reached(pause.reached)
-        await draft.abort_upload()
+        await draft.upload.abort()
         draft.forget_upload()
         pause.resume()
         await b.idle(draft)

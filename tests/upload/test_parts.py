@@ -52,7 +52,8 @@ def test_bytes_dropped_follows_dropped_parts_over_the_journal() -> None:
     parts = parts_in(PartState.UPLOADING)
     parts.end_upload(1, REF, PART)
     parts.transition(1, PartState.DROPPED)
-    again = Parts(PartLayout(SPANS), parts.records())
+    again = Parts(PartLayout(SPANS))
+    again.load(parts.records())
     assert parts.bytes_dropped == again.bytes_dropped == PART
     assert again.is_dropped(1)
     again.cut(PART)

@@ -24,7 +24,7 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
+from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.parts import PartState
 from lakefs_fuse.upload.restore import restore_draft
 from tests.memory_store import START_NS, Failures, Pause, Request, When
@@ -410,7 +410,7 @@ async def test_publish_whose_upload_was_renamed_and_replaced_begins_anew_elsewhe
         with pytest.raises(Superseded):
             await b.publish(draft)
         assert b.store.data("file") == b"theirs"
-        assert not draft.upload_intent_ns
+        assert not draft.upload.intent_ns
         draft.retarget(DraftTarget("renamed", b.describe))
         await b.publish(draft)
         assert b.store.data("renamed") == data

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lakefs_fuse.config import Source
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.product import PLACEHOLDER
+from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace.key_mapping import (
     KEY_BYTES_MAX,
     Hidden,
-    checked_key,
+    KeyLimits,
     checked_name,
     is_reserved,
     path_of_key,
@@ -94,8 +96,36 @@ def test_what_is_accepted_is_shown(name: bytes) -> None:
 
 
 def test_keys_that_are_too_long() -> None:
-    assert checked_key("a/" * 500, "x" * 24) == "a/" * 500 + "x" * 24
-    for prefix, component, source in (("a/" * 500, "x" * 25, 0), ("a/" * 500, "é" * 13, 0), ("", "x", KEY_BYTES_MAX)):
+    assert key_limits().checked_key("a/" * 500, "x" * 24) == "a/" * 500 + "x" * 24
+    at_end = "p" * (KEY_BYTES_MAX - 1) + "/"
+    for prefix, component, source in (("a/" * 500, "x" * 25, ""), ("a/" * 500, "é" * 13, ""), ("", "x", at_end)):
         with pytest.raises(FileError) as caught:
-            checked_key(prefix, component, source)
+            key_limits(source).checked_key(prefix, component)
         assert caught.value.errno == errno.ENAMETOOLONG
+
+
+def test_key_limits_leave_room_for_the_prefix_of_the_source() -> None:
+    limits = key_limits("lake/")
+    assert limits.name_bytes_max(ROOT_INODE) == limits.path_bytes_max == KEY_BYTES_MAX - len("lake/")
+    assert limits.name_bytes_max(ROOT_INODE + 1) == KEY_BYTES_MAX - len("lake/directory/")
+    limits.check_paths(["x" * limits.path_bytes_max])
+    with pytest.raises(FileError) as caught:
+        limits.check_paths(["short", "x" * limits.path_bytes_max + "x"])
+    assert caught.value.errno == errno.ENAMETOOLONG
+
+
+def test_key_limits_refuse_characters_that_the_store_would_change() -> None:
+    assert key_limits().checked_path(ROOT_INODE + 1, b"a?b") == "directory/a?b"
+    assert key_limits().takes_plain_names
+    limits = key_limits(characters_refused="?")
+    assert not limits.takes_plain_names
+    with pytest.raises(FileError) as caught:
+        limits.checked_path(ROOT_INODE + 1, b"a?b")
+    assert caught.value.errno == errno.EINVAL
+
+
+def key_limits(source_prefix: str = "", *, characters_refused: str = "") -> KeyLimits:
+    """The limits of a store; the root directory, and one more, have prefixes."""
+    capabilities = Capabilities(name="store", characters_refused=characters_refused)
+    source = Source("s3", "bucket", source_prefix)
+    return KeyLimits(lambda directory: "" if directory == ROOT_INODE else "directory/", capabilities, source)

@@ -26,7 +26,8 @@ from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.segments import HEAD, MAGIC, PREFIX
 from lakefs_fuse.staging.staging_area import KEY_XATTR
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.upload.draft import Describe, Draft
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import Describe
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.writeback import replay

@@ -781,7 +781,7 @@ async def test_copy_of_an_acknowledged_version_is_sent_to_the_name_that_its_file
     monkeypatch.setattr(drafts_module, "COPY_STEP_BYTES", PART)
 
     def noted(drafts: Drafts, file: OpenFile, draft: Draft) -> None:
-        intents.append(draft.upload_intent_ns)
+        intents.append(draft.upload.intent_ns)
         begin(drafts, file, draft)
 
     async with writing_back(store, tmp_path) as m:

@@ -27,7 +27,8 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.store.protocol import ObjectStore
-from lakefs_fuse.upload.draft import Describe, Draft
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import Describe
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.ops import rename as renaming

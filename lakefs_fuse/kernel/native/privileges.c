@@ -2,8 +2,8 @@
  * FUSE_HANDLE_KILLPRIV_V2: the daemon, not the kernel, drops suid and sgid of a file that is written or truncated.
  *
  * A kernel that drops them itself requests security.capability before every write(2). With the feature the kernel
- * requests it once for each file, and a flag of WRITE, SETATTR and CREATE says that the caller lacks CAP_FSETID. OPEN
- * never carries the flag, because O_TRUNC arrives as SETATTR (`init` of dispatch.c).
+ * requests it once for each file, and a flag of WRITE and SETATTR says that the caller lacks CAP_FSETID. OPEN never
+ * carries the flag, because O_TRUNC arrives as SETATTR (`init` of dispatch.c), and CREATE opens no file that exists.
  *
  * libfuse before 3.17 does not know the feature, and does not pass on the flags. libfuse of every version therefore
  * reads requests through `read_request`, which records the flag of each, and writes replies through `write_answer`,
@@ -33,8 +33,6 @@ static int carries_flag(const struct fuse_in_header *head)
 		return !!(((const struct fuse_write_in *)body)->write_flags & FUSE_WRITE_KILL_SUIDGID);
 	case FUSE_SETATTR:
 		return !!(((const struct fuse_setattr_in *)body)->valid & FATTR_KILL_SUIDGID);
-	case FUSE_CREATE:
-		return !!(((const struct fuse_create_in *)body)->open_flags & FUSE_OPEN_KILL_SUIDGID);
 	default:
 		return 0;
 	}

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.staging.staging_area import MEMORY_BYTES_MAX, StagedFile
-from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
+from lakefs_fuse.upload.draft import Draft, DraftEnded
+from lakefs_fuse.upload.draft_target import DraftTarget
 from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
@@ -134,7 +135,7 @@ class Drafts:
         file.begin(draft)
 
     def _prepare(self, file: OpenFile, draft: Draft) -> None:
-        self.files.aim(file, draft.id, draft.target)
+        self.files.aim(file.key, draft.id, draft.target)
         deferred, unlinked = self._writeback.is_for(file.key), self.files.is_nameless(file)
         draft.begin(self._writeback.sequence, deferred=deferred, unlinked=unlinked)
 

@@ -31,7 +31,8 @@ from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.staging.part_layout import PAGE_BYTES
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import DraftTarget
 from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -255,10 +256,10 @@ class FileTable:
             for listener in self.events.redated_file_closed:
                 listener(row)
 
-    def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
-        """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,
-        there that belong to another name."""
-        target.key, target.path = choose_key(file.key, draft_id, is_taken=self.is_key_taken(file.key))
+    def aim(self, path: str, draft_id: str, target: DraftTarget) -> None:
+        """Choose the key of a draft whose upload has not begun: that of the file's path, unless other bytes are, or
+        will be, there that belong to another name."""
+        target.key, target.path = choose_key(path, draft_id, is_taken=self.is_key_taken(path))
 
     def is_key_taken(self, key: str) -> bool:
         """Bytes that belong to another name are, or will be, at the key, or other nodes still look for them there, or
@@ -300,7 +301,7 @@ class FileTable:
             for each in renamed
             if (draft := each.draft) is not None
             and draft.target.key != each.key
-            and (draft.upload_intent_ns or draft.state in STORING)
+            and (draft.upload.intent_ns or draft.state in STORING)
         }
 
     # -- what commits change
@@ -384,11 +385,11 @@ class FileTable:
             if draft is None:
                 continue
             is_late = not is_answered and may_be_stored(draft)
-            if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING or is_late:
+            if draft.upload.intent_ns or draft.state is DraftState.PUBLISHING or is_late:
                 draft.target.path, stays = key, True
                 self._renamed.add(each.entry.inode)
             else:
-                self.aim(each, draft.id, draft.target)
+                self.aim(each.key, draft.id, draft.target)
             drafts.append(draft)
         for draft in drafts:
             self._journal.put(batch, draft.id, encode(draft.prepare_record()))

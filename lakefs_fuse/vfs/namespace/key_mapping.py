@@ -4,13 +4,17 @@ A key is shown if each of its components is a file name: not empty, not ``.`` or
 bytes. A key that breaks the rule stays in the store, is not shown, and is counted by reason; if both ``a`` and
 ``a/…`` exist the directory is shown and the object ``a`` is counted. A trailing slash makes a key the marker of a
 directory, as does `PLACEHOLDER` inside it (for stores that do not list markers). `extent_of` goes one step further:
-from an entry to the bytes that its row names. Nothing here has state.
+from an entry to the bytes that its row names.
+
+`KeyLimits` checks names, paths and keys before anything is written under them: what this store, and every node, can
+hold. Nothing else here has state.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
@@ -20,9 +24,11 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
+from lakefs_fuse.store.protocol import Capabilities
 
 NAME_BYTES_MAX = 255
 KEY_BYTES_MAX = 1024
+log = logging.getLogger(__name__)
 
 
 class Hidden(StrEnum):
@@ -79,12 +85,78 @@ def checked_name(parent: int, name: bytes) -> str:
     return component
 
 
-def checked_key(prefix: str, component: str, source_prefix_bytes: int = 0) -> str:
-    """Return the key of a name below a prefix. Raises FileError(ENAMETOOLONG) if it is too long for any store."""
-    key = prefix + component
-    if source_prefix_bytes + len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
-        raise FileError(errno.ENAMETOOLONG, f"keys hold at most {KEY_BYTES_MAX} bytes")
-    return key
+class KeyLimits:
+    """The names and paths that can be stored, in a store and below the prefix of a mount."""
+
+    def __init__(self, prefix_of: Callable[[int], str], capabilities: Capabilities, source: Source) -> None:
+        """``prefix_of`` returns the prefix of the keys in a directory: see `Tree.prefix`."""
+        self._prefix_of, self._capabilities = prefix_of, capabilities
+        self.path_bytes_max = KEY_BYTES_MAX - len(source.prefix.encode())
+        """Maximum length of a path, so that its key is not too long. No node could read a commit with a longer one."""
+        self._has_reported = False
+
+    def checked_key(self, prefix: str, component: str) -> str:
+        """Return the key of a name below a prefix. Raises FileError(ENAMETOOLONG) if it is too long for any store."""
+        key = prefix + component
+        if len(key.encode("utf-8", "surrogatepass")) > self.path_bytes_max:
+            self.report_long(key)
+            raise FileError(errno.ENAMETOOLONG, f"keys hold at most {KEY_BYTES_MAX} bytes")
+        return key
+
+    def checked_path(self, directory: int, name: bytes) -> str:
+        """Return the path, which is also the key, of a new name. Raises FileError: ENAMETOOLONG if the key with its
+        prefix is too long; EILSEQ; EPERM for a reserved name; EINVAL if this store would change a character of it, so
+        that no file is written that cannot be stored."""
+        component = checked_name(directory, name)
+        refused = self._capabilities.characters_refused
+        if any(character in component for character in refused):
+            raise FileError(errno.EINVAL, f"this store cannot hold names with any of {refused!r}")
+        return self.checked_key(self._prefix_of(directory), component)
+
+    def check_paths(self, paths: Iterable[str]) -> None:
+        """Check that other nodes can read these paths. Raises FileError(ENAMETOOLONG) if one is too long."""
+        for path in paths:
+            self.checked_key("", path)
+
+    def check_length(self, directory: int, name: bytes) -> None:
+        """Check the length of a name, and of its key in this directory. Raises FileError(ENAMETOOLONG)."""
+        if len(name) > NAME_BYTES_MAX:
+            raise FileError(errno.ENAMETOOLONG)
+        try:
+            component = name.decode()
+        except UnicodeDecodeError:
+            return
+        self.checked_key(self._prefix_of(directory), component)
+
+    def name_bytes_max(self, directory: int) -> int:
+        """Return the maximum length of a name in the directory, in bytes, so that its key is not too long."""
+        return max(0, self.path_bytes_max - len(self._prefix_of(directory).encode("utf-8", "surrogatepass")))
+
+    @property
+    def takes_plain_names(self) -> bool:
+        """Return whether this store can hold every name of printable ASCII without backslashes."""
+        refused = self._capabilities.characters_refused
+        return not any(" " <= each <= "~" and each not in "\\/" for each in refused)
+
+    def marker_keys(self, path: str) -> list[str]:
+        """Return the keys of objects that may mark the directory at a path; the last is the one that this store
+        lists."""
+        lists_markers = self._capabilities.lists_markers
+        return [path + "/"] if lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
+
+    def report_long(self, key: str) -> None:
+        """Log once for a mount that a key is too long; programs get the errno each time."""
+        if not self._has_reported:
+            self._has_reported = True
+            log.warning(
+                "keys hold at most %d bytes, the lake's prefix included; longer names cannot be made, changed or "
+                "removed here, which is said once: %.60s…", KEY_BYTES_MAX, key,
+            )  # fmt: skip
+
+
+def is_long(key: str) -> bool:
+    """Return whether a key is too long for any store."""
+    return len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX
 
 
 def extent_of(tree: Tree, entry: Entry, key: str = "") -> Extent | None:

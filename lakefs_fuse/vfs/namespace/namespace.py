@@ -36,7 +36,6 @@ from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.schema import PATH
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
-from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import StoreClient, is_copy
 from lakefs_fuse.store.parallel_list import KEYS_MAX, ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
@@ -46,12 +45,11 @@ from lakefs_fuse.vfs.files.file_table import FileTable, renew_inode
 from lakefs_fuse.vfs.namespace.absent_names import Absences, AbsentNames
 from lakefs_fuse.vfs.namespace.commit_order import ANNOUNCED_NS, OrderedLists
 from lakefs_fuse.vfs.namespace.key_mapping import (
-    KEY_BYTES_MAX,
     NAME_BYTES_MAX,
     Hidden,
-    checked_key,
-    checked_name,
+    KeyLimits,
     extent_of,
+    is_long,
     is_reserved,
     path_of_key,
 )
@@ -101,6 +99,8 @@ class Namespace:
         self.idleness = Idleness(config.metadata_ttl_s)
         self.announce_name = self.events.announce_name
         self.prefix, self.key, self.path_of = tree.prefix, tree.key, tree.path_of
+        self.keys = KeyLimits(tree.prefix, client.capabilities, config.store.source)
+        self.name_bytes_max = self.keys.name_bytes_max
         self.extent = partial(extent_of, tree)
         self.events.listing_dropped.append(self._mark_listings_stale)
         self.events.redated_file_closed.append(self._renew_redated)
@@ -126,49 +126,7 @@ class Namespace:
         """When a LIST last showed a new object; other objects may have been stored before that one."""
         self._lists = OrderedLists(client, self.events, self._note_new_object)
         self._subtrees = SubtreeListings(self._lists, self._clock_ns, self._looks.first_ns, self.events.unlisted_keys)
-        self._source_prefix_bytes = len(config.store.source.prefix.encode())
-        self.path_bytes_max = KEY_BYTES_MAX - self._source_prefix_bytes
-        """Maximum length of a path, so that its key is not too long. No node could read a commit with a longer one."""
-        self._told_of_long = False
         self.touch(ROOT_INODE)
-
-    # -- keys
-
-    def checked_key(self, prefix: str, component: str) -> str:
-        """Return the key of a name below a prefix. Raises FileError(ENAMETOOLONG) if it is too long for any store."""
-        try:
-            return checked_key(prefix, component, self._source_prefix_bytes)
-        except FileError:
-            self._tell_of_long(prefix + component)
-            raise
-
-    def checked_path(self, directory: int, name: bytes) -> str:
-        """Return the path, which is also the key, of a new name. Raises FileError: ENAMETOOLONG if the key with its
-        prefix is too long; EILSEQ; EPERM for a reserved name; EINVAL if this store would change a character of it, so
-        that no file is written that cannot be stored."""
-        component = checked_name(directory, name)
-        refused = self._client.capabilities.characters_refused
-        if any(character in component for character in refused):
-            raise FileError(errno.EINVAL, f"this store cannot hold names with any of {refused!r}")
-        return self.checked_key(self.prefix(directory), component)
-
-    @property
-    def takes_plain_names(self) -> bool:
-        """Return whether this store can hold every name of printable ASCII without backslashes."""
-        refused = self._client.capabilities.characters_refused
-        return not any(" " <= each <= "~" and each not in "\\/" for each in refused)
-
-    def check_paths(self, paths: Iterable[str]) -> None:
-        """Check that other nodes can read these paths. Raises FileError(ENAMETOOLONG) if one is too long."""
-        for path in paths:
-            if len(path.encode("utf-8", "surrogatepass")) > self.path_bytes_max:
-                self.checked_key("", path)
-
-    def marker_keys(self, path: str) -> list[str]:
-        """Return the keys of objects that may mark the directory at a path; the last is the one that this store
-        lists."""
-        lists_markers = self._client.capabilities.lists_markers
-        return [path + "/"] if lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
 
     async def check_empty(self, entry: Entry) -> None:
         """Check that a directory is empty. Raises LakeError; FileError(ENOTEMPTY) if it has names, or keys that cannot
@@ -188,29 +146,6 @@ class Namespace:
         While the store is away, announcements do not count."""
         listing = self.tree.listing(directory)
         return listing is not None and (self._whole_ns(directory, listing) > 0 or self._counts_on(directory))
-
-    def check_length(self, directory: int, name: bytes) -> None:
-        """Check the length of a name, and of its key in this directory. Raises FileError(ENAMETOOLONG)."""
-        if len(name) > NAME_BYTES_MAX:
-            raise FileError(errno.ENAMETOOLONG)
-        try:
-            component = name.decode()
-        except UnicodeDecodeError:
-            return
-        self.checked_key(self.prefix(directory), component)
-
-    def name_bytes_max(self, directory: int) -> int:
-        """Return the maximum length of a name in the directory, in bytes, so that its key is not too long."""
-        return max(0, self.path_bytes_max - len(self.prefix(directory).encode("utf-8", "surrogatepass")))
-
-    def _tell_of_long(self, key: str) -> None:
-        """Log once for a mount that a key is too long; programs get the errno each time."""
-        if not self._told_of_long:
-            self._told_of_long = True
-            log.warning(
-                "keys hold at most %d bytes, the lake's prefix included; longer names cannot be made, changed or "
-                "removed here, which is said once: %.60s…", KEY_BYTES_MAX, key,
-            )  # fmt: skip
 
     def directory(self, path: str) -> int | None:
         """Return the inode of a directory by its path; None if it is not known."""
@@ -362,10 +297,10 @@ class Namespace:
     async def ensure_absent(self, directory: int, name: bytes) -> str:
         """Check that a name is absent, and return its path after that: the directory may have been renamed meanwhile.
         Raises LakeError; FileError(EEXIST), and those of `checked_path`."""
-        self.checked_path(directory, name)
+        self.keys.checked_path(directory, name)
         if (await self.lookup(directory, name))[0] is not None:
             raise FileError(errno.EEXIST)
-        return self.checked_path(directory, name)
+        return self.keys.checked_path(directory, name)
 
     async def lookup_in_store(self, directory: int, name: bytes) -> Entry | None:
         """Return the entry of a name as the store has it now, by one request that begins after the call.
@@ -377,7 +312,7 @@ class Namespace:
             prefix = self.prefix(directory)
             meta = None
             with self._counting_on(directory):
-                meta = await self._client.find(self.checked_key(prefix, name.decode()))
+                meta = await self._client.find(self.keys.checked_key(prefix, name.decode()))
             if (meta is None or self._is_removed(meta)) and not self._is_moved(directory, prefix):
                 return self.tree.child(directory, name)
         return (await self.lookup(directory, name, ask=True))[0]
@@ -491,7 +426,7 @@ class Namespace:
         prefix = self.prefix(directory)
         asked_ns = self._clock_ns()
         flight = Flight(asked_ns)
-        key = self.checked_key(prefix, component)
+        key = self.keys.checked_key(prefix, component)
         self._subtrees.directory_asked(directory)
         with self._watching(directory, flight):
             page = await self._lists.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
@@ -637,15 +572,15 @@ class Namespace:
 
     async def _list_below(self, directory: int, prefix: str, flight: Flight, flat: FlatListing | None) -> bool:
         """List a directory once, and merge it. Returns False if it was renamed meanwhile. Raises LakeError."""
-        is_deep = _is_long(prefix + "x" * NAME_BYTES_MAX)
+        is_deep = is_long(prefix + "x" * NAME_BYTES_MAX)
         merge = flight.merge = self._merge(directory, flight)
 
         def take(page: ListPage) -> None:
             if self._is_moved(directory, prefix):
                 return
             merge.apply(read_page(page, directory, prefix))
-            if is_deep and (long := next((each.key for each in page.objects if _is_long(each.key)), None)):
-                self._tell_of_long(long)
+            if is_deep and (long := next((each.key for each in page.objects if is_long(each.key)), None)):
+                self.keys.report_long(long)
             flight.told()
 
         if flat is not None:
@@ -994,7 +929,3 @@ class Namespace:
             "listing": described(self._flights, self._path_of, self._clock_ns()),
             "rocksdb": self._db.statistics(),
         }
-
-
-def _is_long(key: str) -> bool:
-    return len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX

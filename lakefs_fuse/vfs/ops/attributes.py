@@ -120,7 +120,10 @@ class Attributes:
 
     async def _learn(self, inode: int, entry: Entry) -> None:
         extent = None if entry.is_dir else self._ns.extent(entry)
-        key = self._ns.marker_keys(self._ns.key(entry).removesuffix("/"))[-1] if extent is None else extent.version.key
+        if extent is None:
+            key = self._ns.keys.marker_keys(self._ns.key(entry).removesuffix("/"))[-1]
+        else:
+            key = extent.version.key
         try:
             meta: ObjectMeta | None = await self._client.head(key)
         except NotFound:
@@ -164,7 +167,7 @@ class Attributes:
         file = self._files.acquire(entry, writer=False)
         try:
             if change.size is not None:
-                self._ns.check_paths([file.key])
+                self._ns.keys.check_paths([file.key])
                 await self._io.truncate(file, change.size)
                 file.written(self._clock.wall_ns())
             changed = self._changed(file.entry, change)

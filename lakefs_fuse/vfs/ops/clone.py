@@ -87,7 +87,7 @@ class Clones:
         if source is None:
             raise FileError(errno.ENOENT, f"{self._shown(source_path)} does not exist")
         parent = await self._directory(above)
-        self._ns.checked_path(parent, name.encode())
+        self._ns.keys.checked_path(parent, name.encode())
         await self._check_target(source, parent, name.encode(), force=force)
         if source.is_dir:
             await self._preparation.list_below(source_path, source)

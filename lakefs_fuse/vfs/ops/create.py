@@ -199,7 +199,7 @@ class NewFiles:
             return error
 
     def _take(self, batch: Batch, received: Received) -> OpenFile:
-        key = self._ns.checked_key(self._ns.prefix(received.parent), received.name.decode())
+        key = self._ns.keys.checked_key(self._ns.prefix(received.parent), received.name.decode())
         known = self._ns.tree.child(received.parent, received.name)
         file = self._take_new(batch, key, received) if known is None else self._take_over(known, key, received)
         file.written(received.written_ns)
@@ -281,7 +281,7 @@ class NewFiles:
         path. Under the lease the C library answers for absent names, and creates files, without asking. 0 if that is
         not possible, as in a setgid directory, or while names that are absent may have been stored since the
         listing."""
-        if not self._writeback.is_for(path) or not self._ns.takes_plain_names:
+        if not self._writeback.is_for(path) or not self._ns.keys.takes_plain_names:
             return 0.0
         if self._writeback.publishes_open_files:  # the answer to CREATE must then say whether I/O is direct
             return 0.0
@@ -300,4 +300,4 @@ class NewFiles:
 
     def name_bytes_max(self, directory: int) -> int:
         """As `Namespace.name_bytes_max`."""
-        return self._ns.name_bytes_max(directory)
+        return self._ns.keys.name_bytes_max(directory)

@@ -57,7 +57,7 @@ class Directories:
 
     async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
         path = await self._ns.ensure_absent(parent, name)
-        self._ns.checked_key(path + "/", PLACEHOLDER)
+        self._ns.keys.checked_key(path + "/", PLACEHOLDER)
         builder = ChangeBuilder(self._ns.tree)
         builder.operations.append(Mkdir(path, mode & PERMISSIONS, uid, gid, self._clock.wall_ns()))
         self._names.enqueue_all(builder)
@@ -89,7 +89,7 @@ class Directories:
         self._names.keep_parent(builder, entry)
         builder.operations.append(Remove(path, directory=True))
         # The marker is deleted even if it was not listed: some stores keep showing the prefix of a removed directory.
-        self._names.enqueue_all(builder, [Deletion(key, "") for key in self._ns.marker_keys(path)])
+        self._names.enqueue_all(builder, [Deletion(key, "") for key in self._ns.keys.marker_keys(path)])
         self._unlinker.forget_name(entry)
         self._ns.touch(parent)
 

@@ -77,7 +77,7 @@ class Handles:
             refused = self._refused.get(number)
             raise FileError(refused.errno, str(refused)) if refused else FileError(errno.EBADF) from None
 
-    async def open(self, inode: int, flags: int, opener: int = 0, *, kills_privileges: bool = False) -> int:
+    async def open(self, inode: int, flags: int, opener: int = 0) -> int:
         """Open a file; return a handle, pinned to the version that the name has now. Raises FileError(ESTALE) if the
         name no longer leads to this inode; the kernel then looks the name up again."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
@@ -93,12 +93,10 @@ class Handles:
             entry = now
         if writable or flags & os.O_TRUNC:
             entry = await self._attributes.getattr(inode)  # the next version keeps what this one's metadata says
-        if kills_privileges:
-            entry = await self._attributes.kill_privileges(entry)
         file = self.files.acquire(entry, writer=writable)
         try:
             if writable or flags & os.O_TRUNC:
-                self._ns.check_paths([file.key])
+                self._ns.keys.check_paths([file.key])
             if flags & os.O_TRUNC and file.current.size:
                 await self._io.truncate(file, 0)
                 file.written(self._clock.wall_ns())
@@ -117,7 +115,7 @@ class Handles:
         since the kernel's LOOKUP. The kernel then looks it up again, and checks whether the caller may open it."""
         above = self._attributes.writable_directory(parent)
         gid = self._attributes.gid_in(above, gid)
-        key = self._ns.checked_path(parent, name)
+        key = self._ns.keys.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
         await self.new_files.wait_room(key)
         if exclusive and self.new_files.asks_store(key):
@@ -126,7 +124,7 @@ class Handles:
             known, _ = await self._ns.lookup(parent, name)
         if known is not None:
             raise FileError(errno.EEXIST if exclusive else errno.ESTALE)
-        key = self._ns.checked_path(parent, name)  # another node may have renamed the directory meanwhile
+        key = self._ns.keys.checked_path(parent, name)  # another node may have renamed the directory meanwhile
         file = self.new_files.make(parent, name, key, mode, uid, gid, exclusive=exclusive)
         return self._new_handle(file, True, opener, flags), file.entry
 

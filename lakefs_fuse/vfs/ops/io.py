@@ -259,7 +259,7 @@ class FileIO:
         """Discard the draft unless another call has changed the file since it had this entry."""
         async with file.publishing, draft.gate:
             is_changed = file.entry is not entry or draft.sequence or draft.pages.pages or draft.refused.ranges
-            if file.draft is not draft or is_changed or draft.upload_intent_ns:
+            if file.draft is not draft or is_changed or draft.upload.intent_ns:
                 return
             await self._discard(file)
 

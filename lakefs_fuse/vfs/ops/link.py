@@ -33,7 +33,7 @@ from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.meta.tree_events import TreeEvents
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 from lakefs_fuse.store.server_copy import ABORT_S_MAX, COPY_PART_BYTES
-from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
+from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -177,7 +177,7 @@ class Links:
         """Give a file another name; return the entry of that name. Raises FileError: EPERM if the store has no
         condition that refuses a taken name, links are refused, or the source is no regular file; EEXIST; EBUSY if the
         key has, or had, bytes of other names, or another client has the source's name. Raises LakeError."""
-        self._ns.checked_path(parent, name)
+        self._ns.keys.checked_path(parent, name)
         if source.flags & (Flag.DIRECTORY | Flag.SYMLINK) or self._mode == "refuse":
             raise FileError(errno.EPERM)
         if (await self._ns.lookup(parent, name))[0] is not None and await self._ns.lookup_in_store(parent, name):
@@ -199,7 +199,7 @@ class Links:
             await self._io.poll()  # the name may be a packed file, whose key is free
             if self._ns.tree.child(parent, name) is not None:
                 raise FileError(errno.EEXIST)
-            path = self._ns.checked_path(parent, name)  # the directory may have been renamed
+            path = self._ns.keys.checked_path(parent, name)  # the directory may have been renamed
             await self._take(file, path)
         except FileError as error:
             if error.errno == errno.EEXIST:  # the caller will read the file that has the name

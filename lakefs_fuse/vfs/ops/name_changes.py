@@ -44,7 +44,7 @@ class NameChanges:
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
         """Journal a change, in one write with ``batch``, and apply it here. Raises CacheError, and
         FileError(ENAMETOOLONG) for a path that no other node would read."""
-        self._ns.check_paths([each.path for each in change.operations])
+        self._ns.keys.check_paths([each.path for each in change.operations])
         if len(self._writeback):
             shown = [each.path for each in change.operations if not isinstance(each, Mkdir | SetAttr)]
             if any(self._writeback.is_for(path) for path in shown):

@@ -125,7 +125,7 @@ class Renames:
         rename(2), and LakeError. Then nothing was renamed; if the store did not answer, all of it may appear later."""
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
             raise FileError(errno.EINVAL)
-        self._ns.checked_path(parent_new, name_new)
+        self._ns.keys.checked_path(parent_new, name_new)
         if self._preparation.renamed.adopting:
             await self._preparation.renamed.wait_adopted()
         source, _ = await self._ns.lookup(parent_old, name_old)
@@ -407,7 +407,7 @@ class Renames:
         facts = yield from self._read_facts(ends, names_max)
         change = yield from planner(facts, names_max)
         for at in range(0, len(change.operations), names_max):
-            self._ns.check_paths([each.path for each in change.operations[at : at + names_max]])
+            self._ns.keys.check_paths([each.path for each in change.operations[at : at + names_max]])
             yield
         return change
 

@@ -72,7 +72,7 @@ class ExtendedAttributes:
         item = self._writeback.item_of(draft)
         if file.is_incomplete or (draft.state is DraftState.FAILED and (item is None or item.is_refused)):
             return FileState.FAILED
-        begun = draft.sequence and (draft.upload_intent_ns or (item is not None and item.is_attempted))
+        begun = draft.sequence and (draft.upload.intent_ns or (item is not None and item.is_attempted))
         on_its_way = begun or draft.uploading or draft.state is DraftState.PUBLISHING
         return FileState.UPLOADING if on_its_way else FileState.DIRTY
 

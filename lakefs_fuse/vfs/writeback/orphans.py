@@ -147,7 +147,7 @@ class Recovery:
             self._db.end_loss()
         for draft_id in self.orphans:
             self._room[draft_id] = self._staged(draft_id)
-        self._services.staging.bytes_used += sum(self._room.values())
+        self._services.staging.count_staged(sum(self._room.values()))
 
     def _with_mark(self, record: DraftRecord) -> DraftRecord:
         """Return the record with all bytes refused if the staging file is marked as incomplete.
@@ -168,7 +168,7 @@ class Recovery:
         """Add a file of this daemon that has no open handles and cannot be published as it is."""
         self.orphans[record.id] = record
         self._room[record.id] = self._staged(record.id)
-        self._services.staging.bytes_used += self._room[record.id]
+        self._services.staging.count_staged(self._room[record.id])
 
     def incomplete_below(self, path: str) -> list[DraftRecord]:
         """Return the orphans with refused writes at or below ``path``; empty means the whole lake."""
@@ -320,7 +320,7 @@ class Recovery:
             return False
         path, dated_s = path_of(record), meta.mtime_ns // NS
         is_newest = (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag)
-        if is_newest and not self._writer.was_seen_and_removed(path, meta, dated_s, None):
+        if is_newest and not self._writer.removed.was_seen_and_removed(path, meta, dated_s, None):
             self._writer.announce_object(path, meta, dated_s)
         return True
 

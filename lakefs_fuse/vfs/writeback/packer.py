@@ -160,7 +160,7 @@ class Packer:
         for number, (file, draft) in enumerate(files, 1):
             waiting = Waiting(file, draft, b"", False)
             try:
-                self._ns.check_paths([file.key])
+                self._ns.keys.check_paths([file.key])
                 if draft.base is not None:
                     await draft.fill(0, draft.size)
                 waiting.data = await draft.file.read(0, draft.size)
@@ -319,7 +319,7 @@ class Packer:
             file, entry = waiting.file, waiting.entry
             if file.unlinked:
                 continue
-            self._ns.check_paths([file.key])
+            self._ns.keys.check_paths([file.key])
             waiting.path = file.key
             hides = self._ns.own_etag(file.key, entry.parent)
             xattrs = self._ns.tree.xattrs(entry.inode)
@@ -329,7 +329,7 @@ class Packer:
                     hides=hides, xattrs=xattrs,
                 )
             )  # fmt: skip
-            doomed += superseded_at(file.key, hides, is_reserved=self._committer.journal.reserves(file.key))
+            doomed += superseded_at(file.key, hides, is_reserved=file.key in self._committer.journal.reserved)
         return Change(operations=operations, doomed=doomed)
 
     def _move_along(self, batch: list[Waiting]) -> None:
@@ -343,13 +343,13 @@ class Packer:
             if row is None or self._ns.extent(row) != waiting.draft.packed:
                 continue
             try:
-                self._ns.check_paths([path])
+                self._ns.keys.check_paths([path])
             except FileError as error:
                 log.error("other nodes see %s under its earlier name %s: %s", path, waiting.path, error)
                 continue
             hides = self._ns.own_etag(path)
             builder.put(path, row, hides=hides)
             builder.remove(waiting.path, row)
-            doomed += superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
+            doomed += superseded_at(path, hides, is_reserved=path in self._committer.journal.reserved)
         if builder.operations:
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))

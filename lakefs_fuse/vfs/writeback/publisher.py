@@ -41,12 +41,13 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
-from lakefs_fuse.meta.tombstones import NS, Tombstone, bury
+from lakefs_fuse.meta.tombstones import NS, Tombstone
 from lakefs_fuse.path_rules import PackPolicy, Rules
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import DraftTarget
 from lakefs_fuse.upload.publish import (
     Published,
     find_late_object,
@@ -69,13 +70,13 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
     VersionFacts,
-    choose_key,
     is_renamed_since,
     needs_commit,
     plan_publish,
     superseded_at,
 )
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.removed_versions import KnownAt, RemovedVersions
 from lakefs_fuse.vfs.writeback.stored_version import PlainObject, Publication, StoredVersion, Unrecorded
 
 COPY_BYTES_MAX = 64 << 20
@@ -127,6 +128,7 @@ class ObjectWriter:
         self._ns, self._committer, self._deletions = namespace, committer, claims.deletions
         self._renamed, self._packer, self._files = renamed, packer, files
         self.keeping, self.claims = claims.deletions.keeping, claims
+        self.removed = RemovedVersions(namespace, claims.deletions)
         self._rules, self._shown, self._poll = Rules.of(config), attributes.shown(config), poll
         self._storing_plain = 0
         """Number of files that are being stored as plain objects: a file that closes meanwhile is not alone."""
@@ -163,24 +165,24 @@ class ObjectWriter:
                 await self.commit_location(path)
         if draft in self._unrecorded:
             return await self._resume(file, draft)
-        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.path_bytes_max:
+        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.keys.path_bytes_max:
             refuse_path(file, draft)
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy, is_exclusive = self._rules.pack_for(file.key), draft.target.if_absent
         if is_exclusive and self._is_packed_by_another(file, draft):
             raise await refuse_name(draft)
         alone = alone or draft.copies or (is_exclusive and self._is_of_another_node(file))
-        plan, removed = await self._plan(file, draft, policy, alone=alone, is_synced=is_synced)
+        plan, known = await self._plan(file, draft, policy, alone=alone, is_synced=is_synced)
         if plan.form is not Form.PLAIN:
             plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
                 self._end_pack(draft, before)
                 return await self._resume(file, draft)
-            plan, removed = await self._plan(file, draft, policy, alone=True)
+            plan, known = await self._plan(file, draft, policy, alone=True)
         refusals, there = 0, None  # refusals of a key at which a HEAD found nothing
         for _ in range(OVERTAKEN_MAX):
             try:
-                sent = await self._send_plain(draft, plan, removed, there, is_exclusive=is_exclusive)
+                sent = await self._send_plain(draft, plan, known, there, is_exclusive=is_exclusive)
                 self._unrecorded[draft] = Unrecorded(before, sent)
                 return self._retire(before, await self._describe_plain(file, draft, sent))
             except Overtaken as error:
@@ -206,7 +208,7 @@ class ObjectWriter:
             if is_exclusive and plan.key == file.key and self._is_name_taken(draft, there):
                 raise await refuse_name(draft)
             etag = "" if there is None else there.etag
-            plan, removed = await self._plan(file, draft, policy, alone=True, there=etag)
+            plan, known = await self._plan(file, draft, policy, alone=True, there=etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
 
     async def _resume(self, file: OpenFile, draft: Draft) -> StoredVersion:
@@ -263,14 +265,14 @@ class ObjectWriter:
         alone: bool,
         is_synced: bool = False,
         there: str | None = None,
-    ) -> tuple[PublishPlan, Tombstone | None]:
+    ) -> tuple[PublishPlan, KnownAt]:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag that a HEAD
-        has just found at the key, empty for none. Returns also what `_gone` returns of the path. Raises LakeError."""
+        has just found at the key, empty for none. Returns also what was known of the path. Raises LakeError."""
         if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
             await wait_upload_begun(draft)
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
-        target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
+        target, path, has_upload = draft.target, file.key, bool(draft.upload.intent_ns)
         if there is None and draft.parts.bytes_dropped and target.key != path and not target.key.startswith(OBJECTS):
             found = await draft.uploader.client.find(target.key)  # because no precondition guards its completion
             if found is None or not is_own_object(draft, found):  # an attempt whose answer was lost
@@ -302,18 +304,18 @@ class ObjectWriter:
                 is_removal_journaled=is_synced and self._committer.removes(path),
                 is_key_refused=has_upload and self._files.is_key_refused(target.key),
                 is_key_of_another=has_upload and self._is_of_another(file, target.key),
-                gone_at_key=self._gone_at(target) if has_upload else (),
+                gone_at_key=self.removed.etags(target.key) if has_upload else (),
             )
         )
         if plan.leaves_key:
             log.info("%s cannot have the key where its upload began, and is sent again to another", path)
             await give_up_upload(draft, path)
-            self._files.aim(file, draft.id, target)
+            self._files.aim(file.key, draft.id, target)
             return await self._plan(file, draft, policy, alone=alone)
         if plan.key != target.key:
             await self._leave_late_object(draft)
         target.key, target.path, target.if_absent, target.expected = plan.key, plan.path, plan.if_absent, plan.expected
-        return plan, _gone(removed, row)
+        return plan, KnownAt(removed, row)
 
     async def _leave_late_object(self, draft: Draft) -> None:
         """Hide and delete the object that an attempt without answer stored of the draft at its earlier key: the file
@@ -382,12 +384,12 @@ class ObjectWriter:
     # -- as a plain object
 
     async def _send_plain(
-        self, draft: Draft, plan: PublishPlan, removed: Tombstone | None, there: ObjectMeta | None, *,
+        self, draft: Draft, plan: PublishPlan, known: KnownAt, there: ObjectMeta | None, *,
         is_exclusive: bool,
     ) -> PlainObject:  # fmt: skip
-        """Send the version. ``removed`` is what was gone at the path when it was planned, ``there`` what a HEAD had
+        """Send the version. ``known`` is what was known of the path when it was planned, ``there`` what a HEAD had
         found at the key before. Raises LakeError."""
-        key, removed = plan.key, None if draft.target.unsure else removed
+        key, before = plan.key, None if draft.target.unsure else known
         self._storing_plain += 1
         try:
             async with self._deletions.keeping(key):
@@ -399,14 +401,14 @@ class ObjectWriter:
                 if wins and plan.expected and not plan.path:
                     claim = partial(self.claims.claim_expected, key, plan.expected, draft.id, there)
                 describe = self.claims.describe if wins else dict
-                return PlainObject(await publish(draft, claim, describe), plan, removed, there)
+                return PlainObject(await publish(draft, claim, describe), plan, before, there)
         finally:
             self._storing_plain -= 1
 
     async def _describe_plain(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
         """Journal the change without which others do not find the object. Raises LakeError; it can be tried again."""
-        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.path_bytes_max:  # its directory was renamed
-            self._ns.check_paths([file.key])
+        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.keys.path_bytes_max:  # its directory was renamed
+            self._ns.keys.check_paths([file.key])
         published = plain.published
         key = published.meta.key  # a rename that began before the draft may have moved it since the plan
         is_at_another_name = key != file.key and not key.startswith(OBJECTS)
@@ -418,7 +420,7 @@ class ObjectWriter:
         may_be_hidden = published.is_back or bool(replaced)  # the writer of that may have replaced the same bytes
         row, dated_s = self._ns.tree.entry(file.entry.inode), 0
         if has_tombstone or may_be_hidden or file.entry.place or (row is not None and row.place):
-            dated_s = await self._find_date(draft.uploader.client, published.meta, may_be_hidden=may_be_hidden)
+            dated_s = await self.removed.find_date(draft.uploader.client, published.meta, may_be_hidden=may_be_hidden)
             row = self._ns.tree.entry(file.entry.inode)
         path, meta = file.key, published.meta
         if not published.is_superseded:
@@ -435,13 +437,13 @@ class ObjectWriter:
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = commits or is_again or published.is_back or bool(replaced)
         commits, unannounced = commits and not file.unlinked and not published.is_superseded, ""
-        if commits and self.was_seen_and_removed(path, meta, dated_s, plain.removed):
+        if commits and self.removed.was_seen_and_removed(path, meta, dated_s, plain.before):
             commits = False
             if row is not None and is_hiding(row, meta.etag):
                 self.leave_to_others(row)
                 row = None
         elif commits:  # journaled, so that it is sent even if this fails
-            dated_s, before = self._date_again(meta, dated_s), self._removal(path, replaced, plain.there)
+            dated_s, before = self.removed.date_again(meta, dated_s), self.removed.removal(path, replaced, plain.there)
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=before)
             if key != path or replaced:  # or the next writer does not hear of what this has replaced
                 self._untold[path] = self._committer.journal.newest
@@ -459,15 +461,8 @@ class ObjectWriter:
     def _replaced_untold(self, path: str, draft: Draft, plan: PublishPlan, meta: ObjectMeta) -> str:
         """Return the ETag of the object replaced at a path if no commit has told of it here; empty otherwise."""
         replaced = plan.expected or ""
-        is_known = replaced in (meta.etag, draft.target.replaces) or self._tombstone(path).when_gone(replaced) > 0
-        return "" if meta.key != path or is_known else replaced
-
-    def _removal(self, path: str, etag: str, there: ObjectMeta | None) -> Remove | None:
-        """Return the removal of a replaced object of which no commit has told; None without an ETag. If a commit had
-        hidden the same bytes before, it has the date of the object that a HEAD found ``there``."""
-        is_again = there is not None and there.etag == etag and self._is_hidden(path, etag)
-        dated_s = there.mtime_ns // NS if there is not None and is_again else 0
-        return Remove(path, hides=etag, dated_s=dated_s) if etag else None
+        is_own = meta.key != path or replaced in (meta.etag, draft.target.replaces)
+        return "" if is_own or self.removed.tombstone(path).when_gone(replaced) > 0 else replaced
 
     def _note_stored(self, path: str, key: str, etag: str) -> None:
         self._deletions.note_stored(key, etag, is_adopted=key != path)
@@ -480,13 +475,6 @@ class ObjectWriter:
         is_plain = there is not None and there.is_plain and bool(there.etag)
         return there is not None and is_plain and there.inode != file.entry.inode and not self._ns.is_removed(there)
 
-    def _gone_at(self, target: DraftTarget) -> tuple[str, ...]:
-        """Return `VersionFacts.gone_at_key`."""
-        used, removed = self._ns.tree.objects.used(target.key), self._tombstone(target.key)
-        doomed, before = self._deletions.superseded_etag(target.key), "" if used is None else used.etag
-        known = dict.fromkeys([before, doomed, removed.etag, *(etag for etag, _ in removed.all_gone)])
-        return tuple(etag for etag in known if etag)
-
     def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None) -> str:
         """Return `VersionFacts.own_etag`: without O_EXCL the ETag that the file replaces, or that was removed last.
         With O_EXCL the object there counts if it was removed, and not if it is another node's file."""
@@ -494,45 +482,9 @@ class ObjectWriter:
             return "" if self._is_of_another_node(file) else self._ns.own_etag(file.key, file.entry.parent)
         return target.replaces or ("" if removed is None else removed.etag)
 
-    def _tombstone(self, path: str) -> Tombstone:
-        return self._ns.tree.tombstones.get(path.encode()) or Tombstone(0)
-
     def _has_tombstone(self, path: str) -> bool:
         """Return whether a commit removed or hid a plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
-
-    def was_seen_and_removed(self, path: str, meta: ObjectMeta, dated_s: int, before: Tombstone | None) -> bool:
-        """Return whether another node removed or replaced the object before its writer, which had lost the answer to
-        its PUT, knew that it was stored. ``dated_s`` is the store's date of it, 0 if unknown. ``before`` is what
-        `_gone` returned before the PUT: removals of equal bytes that it has came first, whatever their dates, which
-        are of other clocks."""
-        gone = _when_gone(_gone(self._tombstone(path), self._ns.at(path)), meta.etag) if meta.key == path else 0
-        known = _when_gone(before, meta.etag)
-        return dated_s > 0 and (dated_s + 1) * NS < gone < PENDING and known != gone and known < PENDING
-
-    async def _find_date(self, client: StoreClient, meta: ObjectMeta, *, may_be_hidden: bool = False) -> int:
-        """Return the store's date, in seconds, of bytes that were removed or replaced before and are there again: the
-        answer to a PUT may have this machine's. Returns 0 if no commit known here hides or names the bytes, unless one
-        ``may_be_hidden``; and if the store does not answer."""
-        was_there = self._is_hidden(meta.key, meta.etag) or self._tombstone(meta.key).when_told(meta.etag) > 0
-        if not (may_be_hidden or was_there):
-            return 0
-        try:
-            there = await client.find(meta.key)
-        except LakeError:
-            return 0
-        return there.mtime_ns // NS if there is not None and there.etag == meta.etag else 0
-
-    def _date_again(self, meta: ObjectMeta, dated_s: int) -> int:
-        """Return the date for the commit: later than that of any removed version with these bytes known here."""
-        return max(dated_s, self._tombstone(meta.key).when_dated(meta.etag) + 1) if dated_s else 0
-
-    def _is_hidden(self, path: str, etag: str) -> bool:
-        """Return whether a commit says that the name does not refer to the plain object with this ETag. If a listing no
-        longer showed that object, an unknown commit may say so."""
-        there, tombstone = self._ns.at(path), self._tombstone(path)
-        is_covered = there is not None and bool(there.place) and there.etag == etag
-        return is_covered or bool(tombstone.when_gone(etag)) or tombstone.unlisted[0] == etag
 
     def _enqueue_location(
         self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0,
@@ -545,13 +497,13 @@ class ObjectWriter:
         if replaced is not None:
             builder.operations.append(replaced)
         hides = self._ns.own_etag(path)
-        if key == path and (is_again or dated_s or self._is_hidden(path, entry.etag)):
+        if key == path and (is_again or dated_s or self.removed.is_hidden(path, entry.etag)):
             builder.put_again(path, entry, dated_s, when_named(self._ns.tree, path, entry.etag))
         else:
             builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             hide_object(builder, self._ns.tree, key, entry.etag)
-        doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path)) if key != path else []
+        doomed = superseded_at(path, hides, is_reserved=path in self._committer.journal.reserved) if key != path else []
         change = msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True)
         self._committer.enqueue(change, volatile=volatile)
 
@@ -565,10 +517,11 @@ class ObjectWriter:
 
         async def is_replaced_at_earlier_name() -> bool:
             """Return whether the upload began under an earlier name that others have stored since."""
-            if not is_renamed_since(draft.target.key if draft.upload_intent_ns else "", path):
+            if not is_renamed_since(draft.target.key if draft.upload.intent_ns else "", path):
                 return False
-            found = await client.find(draft.target.key)
-            is_known = found is None or is_own_object(draft, found) or found.etag in self._gone_at(draft.target)
+            target = draft.target
+            found = await client.find(target.key)
+            is_known = found is None or is_own_object(draft, found) or found.etag in self.removed.etags(target.key)
             return not is_known
 
         async def confirm() -> None:
@@ -582,13 +535,12 @@ class ObjectWriter:
 
         if await is_replaced_at_earlier_name():
             await give_up_upload(draft, path)
-            is_taken = self._files.is_key_taken(path)
-            draft.target.key, draft.target.path = choose_key(path, draft.id, is_taken=is_taken)
+            self._files.aim(path, draft.id, draft.target)
         key = draft.target.key
         draft.target.if_absent = False  # a removed object may still be there
         there = self._ns.at(path)
         async with self._deletions.keeping(key):
-            used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
+            used = self._ns.tree.objects.used(key) if draft.upload.intent_ns else None
             if used is not None and (there is None or there.place != used.number):
                 await self._renamed.free(key)
             published = await publish(draft, confirm)
@@ -596,14 +548,14 @@ class ObjectWriter:
             return
         self._note_stored(path, key, published.meta.etag)
         described = msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0])
-        self.announce_object(path, described, await self._find_date(client, described))
+        self.announce_object(path, described, await self.removed.find_date(client, described))
         await self._committer.flush()
 
     def announce_object(self, path: str, meta: ObjectMeta, dated_s: int, before: Entry | None = None) -> str:
         """Make this object the version of the name, with the attributes in its metadata. ``dated_s`` is the store's
         date of it, 0 if unknown; ``before`` is the row before it got the object's ETag, by default the present one.
         Returns the path if it is to be announced, empty if a commit names it. Raises CacheError."""
-        there, tombstone = self._ns.at(path), self._tombstone(path)
+        there, tombstone = self._ns.at(path), self.removed.tombstone(path)
         if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_removed(meta.etag):
             return ""  # another node saw it, and removed it
         inode = there.inode if there is not None else 0  # it keeps the extended attributes of this inode
@@ -629,11 +581,11 @@ class ObjectWriter:
         """Record a link: a copy of the bytes of ``source`` that this node has stored as the plain object at ``path``,
         where nothing was. It has the attributes of ``source``. While the disk is full, that is recorded in memory,
         because the name is taken for all nodes. Raises CacheError."""
-        dated_s = await self._find_date(client, meta) if self._has_tombstone(path) else 0
+        dated_s = await self.removed.find_date(client, meta) if self._has_tombstone(path) else 0
         self._note_stored(path, path, meta.etag)
         flags = (source.flags & (Flag.XATTRS | Flag.MTIME_KEPT)) | Flag.ATTRIBUTES_KNOWN
         entry = msgspec.structs.replace(source, flags=flags, etag=meta.etag, size=meta.size, stamp=0, place=0, offset=0)
-        self._enqueue_location(path, entry, path, dated_s=self._date_again(meta, dated_s), volatile=True)
+        self._enqueue_location(path, entry, path, dated_s=self.removed.date_again(meta, dated_s), volatile=True)
 
     # -- what is left behind
 
@@ -667,16 +619,6 @@ class ObjectWriter:
         for late in late_attributes:
             builder.set_attributes(late.path, late.entry, late.xattrs)
         self._committer.enqueue(builder.change(), batch)
-
-
-def _gone(removed: Tombstone | None, there: Entry | None) -> Tombstone | None:
-    """Return the tombstone of a path with the plain object that the file there hides."""
-    is_over = there is not None and bool(there.etag) and is_hiding(there, there.etag)
-    return bury(removed, etag=there.etag, at=there.stamp) if there is not None and is_over else removed
-
-
-def _when_gone(tombstone: Tombstone | None, etag: str) -> int:
-    return 0 if tombstone is None else tombstone.when_gone(etag)
 
 
 def _is_told(there: Entry, meta: ObjectMeta, dated_s: int) -> bool:

@@ -474,7 +474,7 @@ class WriteBack:
         if item.is_contested:
             return False
         policy = self._rules.pack_for(item.file.key)
-        return is_packable(policy, draft.size, has_upload=bool(draft.upload_intent_ns or draft.uploading))
+        return is_packable(policy, draft.size, has_upload=bool(draft.upload.intent_ns or draft.uploading))
 
     def may_stay_plain(self, item: AcknowledgedVersion) -> bool:
         """Return whether the version is stored as a plain object if no other joins it in a pack."""

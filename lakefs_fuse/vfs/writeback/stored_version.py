@@ -13,12 +13,12 @@ import msgspec
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.object_table import ObjectRow
-from lakefs_fuse.meta.tombstones import Tombstone
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.publish import Published
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.publish_plan import PublishPlan
+from lakefs_fuse.vfs.writeback.removed_versions import KnownAt
 
 
 class StoredVersion(msgspec.Struct, frozen=True):
@@ -46,8 +46,8 @@ class PlainObject(msgspec.Struct, frozen=True):
 
     published: Published
     plan: PublishPlan
-    removed: Tombstone | None
-    """What was gone at the path."""
+    before: KnownAt | None
+    """What was known of the path; None if an earlier attempt may have stored the version before."""
     there: ObjectMeta | None
     """What a look had shown at the key."""
 
