@@ -731,11 +731,6 @@ class Draft:
         self.parts.end_upload(index, ref, length)
         self.save()
 
-    @property
-    def upload_intent_ns(self) -> int:
-        """Time when the multipart upload was requested; 0: there is none."""
-        return self.upload.intent_ns
-
     async def begin_upload(self) -> str:
         """The id of the multipart upload, which is begun if it is not open. Raises LakeError."""
         return await self.upload.begin(self._describe_upload, partial(self.save, sync=True))

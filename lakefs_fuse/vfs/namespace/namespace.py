@@ -100,7 +100,6 @@ class Namespace:
         self.announce_name = self.events.announce_name
         self.prefix, self.key, self.path_of = tree.prefix, tree.key, tree.path_of
         self.keys = KeyLimits(tree.prefix, client.capabilities, config.store.source)
-        self.name_bytes_max = self.keys.name_bytes_max
         self.extent = partial(extent_of, tree)
         self.events.listing_dropped.append(self._mark_listings_stale)
         self.events.redated_file_closed.append(self._renew_redated)

@@ -299,5 +299,5 @@ class NewFiles:
         return names
 
     def name_bytes_max(self, directory: int) -> int:
-        """As `Namespace.name_bytes_max`."""
+        """As `KeyLimits.name_bytes_max`."""
         return self._ns.keys.name_bytes_max(directory)

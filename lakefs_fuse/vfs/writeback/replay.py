@@ -312,7 +312,7 @@ class Replay:
 
         Returns whether they got it: not if the file has been renamed or removed meanwhile."""
         file, draft = item.file, item.draft
-        if draft.upload_intent_ns:
+        if draft.upload.intent_ns:
             await give_up_upload(draft, file.key)
         async with file.publishing:
             if file.key != key or file.owner_of(draft) is None or file.unlinked:
@@ -323,7 +323,7 @@ class Replay:
     def _rename(self, file: OpenFile, draft: Draft) -> None:
         suffix = f".conflict-{draft.id[:CONFLICT_CHARACTERS]}"
         parent = file.entry.parent
-        room = min(NAME_BYTES_MAX, self._ns.name_bytes_max(parent)) - len(suffix)
+        room = min(NAME_BYTES_MAX, self._ns.keys.name_bytes_max(parent)) - len(suffix)
         kept = file.entry.name[: max(0, room)].decode(errors="ignore")  # cut between characters
         old, name = file.key, (kept + suffix).encode()
         row = self._ns.tree.entry(file.entry.inode)
