@@ -1,8 +1,8 @@
 """Daemons that are killed: one process after the other, on the same cache directories and lake.
 
-The lake is a local directory behind a store that answers slowly. A process has one node or several, which die together;
-each looks at what the others change. Each user has a node, and records in a diary what was acknowledged before the next
-operation; the next life reads there what the lake must hold.
+The lake is a local directory behind a store that answers slowly, and in some lakes loses requests and responses. A
+process has one node or several, which die together; each looks at what the others change. Each user has a node, and
+records in a diary what was acknowledged before the next operation; the next life reads there what the lake must hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import trio
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.store import client
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
@@ -34,6 +35,8 @@ from tests.vfs.lakes import Clock, Lake, Missing, lake
 from tests.vfs.writing_back import told
 
 LAKE = "lake"
+RETRY_S = 20.0
+TRACEBACK_PARTS = 60
 PAUSES_S = (0.0, 0.0, 0.001, 0.01, 0.05)
 REQUESTS = frozenset({
     "get", "head", "put", "copy", "list_page", "delete", "delete_many", "create_multipart", "upload_part",
@@ -51,6 +54,7 @@ class Life(msgspec.Struct, frozen=True):
     nodes: int
     delay_s: float
     slow_s: float
+    lost: float
     pack: str
     delete_after_s: float
     last: bool
@@ -69,10 +73,11 @@ class Running(Clock):
 
 
 class Slow:
-    """A store that takes up to ``slow_s`` before and after each request."""
+    """A store that takes up to ``slow_s`` before and after each request. The share ``lost`` of the requests does not
+    arrive, and as many responses do not."""
 
-    def __init__(self, store: ObjectStore, rng: random.Random, slow_s: float) -> None:
-        self._store, self._rng, self._slow_s = store, rng, slow_s
+    def __init__(self, store: ObjectStore, rng: random.Random, slow_s: float, lost: float) -> None:
+        self._store, self._rng, self._slow_s, self._lost = store, rng, slow_s, lost
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._store, name)
@@ -80,13 +85,18 @@ class Slow:
 
     def _slowly(self, call: Callable[..., object]) -> Callable[..., object]:
         def slow(*args: object, **kwargs: object) -> object:
-            time.sleep(self._rng.random() * self._slow_s)
+            self._travel()
             try:
                 return call(*args, **kwargs)
             finally:
-                time.sleep(self._rng.random() * self._slow_s)
+                self._travel()
 
         return slow
+
+    def _travel(self) -> None:
+        time.sleep(self._rng.random() * self._slow_s)
+        if self._rng.random() < self._lost:
+            raise Unavailable("lost")
 
 
 class Diary:
@@ -115,10 +125,11 @@ def names(life: Life) -> list[str]:
 
 def live(life: Life, pipe: Connection) -> None:
     """In a process of its own: sends "ready", or what is wrong as a list of lines. Ends when it is killed."""
+    client.BACKOFF_S_FIRST, client.BACKOFF_S_MAX = 0.002, 0.05
     try:
         wrong = trio.run(_live, life, pipe)
     except BaseException as error:
-        wrong = traceback.format_exception(error)[-5:]
+        wrong = traceback.format_exception(error)[-TRACEBACK_PARTS:]
     pipe.send(wrong)
 
 
@@ -126,7 +137,7 @@ async def _live(life: Life, pipe: Connection) -> list[str]:
     config = StoreConfig(source=Source.parse(f"file://{life.root}/{LAKE}"))
     directory = open_store(config, Node.of_this_machine())
     capabilities = probe(directory, random.Random(1), SystemClock())
-    store: Any = Slow(directory, random.Random(life.seed), life.slow_s)
+    store: Any = Slow(directory, random.Random(f"{life.seed}/{life.number}"), life.slow_s, life.lost)
     users = [
         User(name, random.Random(f"{life.seed}/{name}/{life.number}"), certain, pending)
         for name, (certain, pending) in zip(names(life), life.models, strict=True)
@@ -135,8 +146,9 @@ async def _live(life: Life, pipe: Connection) -> list[str]:
         mounts = [
             await stack.enter_async_context(lake(
                 store, Path(life.root) / f"node{number}", clock=Running(), capabilities=capabilities,
-                retry_timeout_s=0.0, durability="writeback", writeback_delay_s=life.delay_s, pack=life.pack,
-                orphans="abort", delete_after_s=life.delete_after_s,
+                retry_timeout_s=RETRY_S if life.lost else 0.0, durability="writeback",
+                writeback_delay_s=life.delay_s, pack=life.pack, orphans="abort",
+                delete_after_s=life.delete_after_s,
             ))
             for number in range(life.nodes)
         ]  # fmt: skip

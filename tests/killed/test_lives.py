@@ -34,7 +34,8 @@ def lake_of(root: Path, seed: int) -> Life:
     return Life(
         root=str(root), seed=seed, number=0, models=[({}, None)] * rng.choice([1, 2, 3]), nodes=rng.choice([1, 2, 2]),
         delay_s=rng.choice([0.0, 0.005, 0.03]), slow_s=rng.choice([0.001, 0.005, 0.02]),
-        pack=rng.choice(["never", "always", "auto"]), delete_after_s=rng.choice([0.0, 0.05]), last=False,
+        lost=rng.choice([0.0, 0.02, 0.1, 0.3]), pack=rng.choice(["never", "always", "auto"]),
+        delete_after_s=rng.choice([0.0, 0.05]), last=False,
     )  # fmt: skip
 
 
@@ -73,5 +74,5 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, number: int) -> None:
 
 
 def report(seed: int, life: Life, said: list[str], wrong: list[str]) -> str:
-    options = f"{life.nodes=} {life.pack=} {life.delay_s=} {life.slow_s=} {life.delete_after_s=}"
+    options = f"{life.nodes=} {life.pack=} {life.delay_s=} {life.slow_s=} {life.lost=} {life.delete_after_s=}"
     return "\n".join([f"LAKEFS_TEST_SEED={seed} LAKEFS_TEST_LIVES=1, {options}", *wrong, *said[-60:]])
