@@ -122,10 +122,8 @@ class Draft:
         self.created_ns = uploader.clock.wall_ns()
         self.pages, self.spills, self.parts = PageMap(self.layout), Spills(self.layout), Parts(self.layout)
         self.hashes: dict[int, int] = {}
-        self.upload_id = ""
-        self.upload_intent_ns = 0
+        self.upload_id, self.upload_intent_ns, self.upload_failed = "", 0, False
         self.upload_metadata: dict[str, str] = {}
-        self.upload_failed = False
         self._beginning_upload = SharedLock()
         self.token = draft_id
         self.commit = ""
@@ -647,7 +645,7 @@ class Draft:
             self.parts.withdraw(index)
             self._end_sending()
             self.uploader.staging.notify()
-        if self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
+        if self.state.sends_early:
             self.start_if_complete(index)
 
     async def _upload_patiently(self, index: int) -> None:
@@ -664,7 +662,7 @@ class Draft:
                 self.parts.transition(index, PartState.QUEUED)
             with trio.move_on_after(backoff.next_s()):
                 await self._hurry.wait()
-            if self.state not in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
+            if not self.state.sends_early:
                 return
             self.uploader.slots.ready()
 
@@ -759,8 +757,11 @@ class Draft:
 
     async def begin_upload(self) -> str:
         """The id of the multipart upload, which is begun if there is none. The journal has the intent before the
-        request is sent. An upload whose response is lost has no parts, and is left to `gc`. Raises LakeError."""
+        request is sent. An upload whose response is lost has no parts, and is left to `gc`. Raises LakeError. While
+        `stop_uploads` waits, the error of a part that failed counts for all that follow; `publish` sends them."""
         async with self._beginning_upload:
+            if self.delayed and self.uploading and not self.state.sends_early:
+                raise self.delayed
             if not self.upload_id:
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
                 history = describe_history(self.uploader, self.target.key, self.target.replaces)

@@ -82,6 +82,43 @@ async def test_publish_after_a_short_read_of_staging_stores_every_byte(
     assert shortened
 
 
+@pytest.mark.parametrize("refused", ["create_multipart", "upload_part"])
+async def test_publish_while_the_store_is_away_waits_for_one_attempt_of_the_parts_in_the_background(
+    tmp_path: Path, refused: str
+) -> None:
+    """Else each part that waits for a slot, or for the upload to begin, has an attempt of its own, as long as
+    `--retry-timeout`, before `close()` fails."""
+    data = noise(1, 30 * PART)
+    async with bench(tmp_path, slots=2, retry_timeout_s=0) as b:
+        draft = b.draft()
+        pause, attempts = Pause(what(refused)), list[Request]()
+
+        def away(request: Request, when: When) -> None:
+            if request.what == refused:
+                attempts.append(request)
+                pause(request, when)
+                raise Unavailable("no answer")
+
+        b.store.hook = away
+        await draft.write(0, data)
+        await reached(pause.reached)
+        async with trio.open_nursery() as nursery:
+
+            async def close() -> None:
+                with pytest.raises(Unavailable):
+                    await b.publish(draft)
+
+            nursery.start_soon(close)
+            while draft.state is not DraftState.PUBLISHING:
+                await trio.sleep(0.001)
+            pause.resume()
+        assert len(attempts) <= 6  # two slots before the close, and its own attempt
+        b.store.hook = lambda *_: None
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        draft.close(unlink=True)
+
+
 def lost_completion(request: Request, when: When) -> None:
     """The store completes the upload, and then does not answer."""
     if (request.what, when) == ("complete_multipart", "after") or request.what == "head":
