@@ -48,7 +48,7 @@ from lakefs_fuse.sync.shared_lock import SharedLock
 from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.parts import Part, Parts, PartState, PartUses
 from lakefs_fuse.upload.spilled_parts import Spills
-from lakefs_fuse.upload.uploader import Uploader, describe_history
+from lakefs_fuse.upload.uploader import Outage, Uploader, describe_history
 
 DRAFT_METADATA = TOKEN_METADATA
 """A token is the id of an object's draft, and after a dot the number of its change, if any."""
@@ -135,8 +135,7 @@ class Draft:
         self.sequence = self.began = self.stands_for = self.saves = 0
         self.deferred = deferred
         """Whether parts are sent only when the draft is acknowledged or staging is half full."""
-        self.delayed: Unavailable | KeyConflict | None = None
-        """The error because of which parts wait for their next attempt."""
+        self.outage = Outage(self.hurry)
         self._hurry = Wakeup()
         self.uploading = 0
         self.gate = SharedLock()
@@ -633,7 +632,7 @@ class Draft:
         try:
             await self._upload_patiently(index)
         except KeyConflict as error:
-            self.delayed = error  # `publish` sends it to another key
+            self.outage.error = error  # `publish` sends it to another key
             return
         except (LakeError, OSError) as error:
             self.error = error if isinstance(error, LakeError) else self.uploader.staging.translate(error)
@@ -655,10 +654,8 @@ class Draft:
         while True:
             try:
                 await self.upload_part(index)
-                self.delayed = None
                 return
-            except Unavailable as error:
-                self.delayed = error
+            except Unavailable:
                 self.parts.transition(index, PartState.QUEUED)
             with trio.move_on_after(backoff.next_s()):
                 await self._hurry.wait()
@@ -726,13 +723,14 @@ class Draft:
                 return
             self.parts.transition(index, PartState.UPLOADING)
             try:
-                upload_id = await self.begin_upload()
-                with self.file.held():
-                    body = FileSlice(self.file.fd, start, length)
-                    ref = await self.uploader.client.upload_part(self.target.key, upload_id, index + 1, body)
-                    hashes = await self.uploader.staging.threads.run(
-                        hash_blocks, self.file.fd, start, start + length, self.size
-                    )
+                with self.outage.asking(self.uploading > 0, self.state.sends_early):
+                    upload_id = await self.begin_upload()
+                    with self.file.held():
+                        body = FileSlice(self.file.fd, start, length)
+                        ref = await self.uploader.client.upload_part(self.target.key, upload_id, index + 1, body)
+                        hashes = await self.uploader.staging.threads.run(
+                            hash_blocks, self.file.fd, start, start + length, self.size
+                        )
             except BaseException:
                 self.parts.transition(index, PartState.DIRTY)
                 self.upload_failed = True
@@ -757,12 +755,11 @@ class Draft:
 
     async def begin_upload(self) -> str:
         """The id of the multipart upload, which is begun if there is none. The journal has the intent before the
-        request is sent. An upload whose response is lost has no parts, and is left to `gc`. Raises LakeError. While
-        `stop_uploads` waits, the error of a part that failed counts for all that follow; `publish` sends them."""
+        request is sent. An upload whose response is lost has no parts, and is left to `gc`. Raises LakeError."""
         async with self._beginning_upload:
-            if self.delayed and self.uploading and not self.state.sends_early:
-                raise self.delayed
             if not self.upload_id:
+                if self.uploading:  # `publish` makes an attempt of its own
+                    self.outage.check()
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
                 history = describe_history(self.uploader, self.target.key, self.target.replaces)
                 self.upload_metadata = {**self.target.describe()[1], DRAFT_METADATA: self.token, **history}

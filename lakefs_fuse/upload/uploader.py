@@ -6,14 +6,15 @@ that there may be some. It may leave an object of zeros, too, or an unfinished u
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 import trio
 
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.errors import KeyConflict, Unavailable
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.part_layout import PartLayout
@@ -75,6 +76,50 @@ def describe_history(uploader: Uploader, key: str, replaces: str) -> dict[str, s
     history = f"{replaces},{before}"
     is_known = etag == replaces and len(history) <= HISTORY_BYTES_MAX
     return {REPLACES_METADATA: history if is_known else replaces}
+
+
+class Outage:
+    """The error of a store that is away, and which part of a file asks it again.
+
+    What always holds: after a part could not be sent, one part at a time asks the store in the background until one is
+    sent, and the others fail with the same error. So the parts of a large file occupy one slot of an outage, not all,
+    and other files are not behind them. None asks once the file is published. Trio thread only.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        """``ended`` is called when a part is sent after others were not."""
+        self._ended = ended
+        self.error: Unavailable | KeyConflict | None = None
+        """The error because of which parts wait for their next attempt."""
+        self._sending = 0
+        self._asker: trio.lowlevel.Task | None = None
+
+    @contextmanager
+    def asking(self, in_background: bool, may_ask: bool) -> Iterator[None]:
+        """Send a part in the block. Raises the known error where that is the task of another part, or of `publish`."""
+        task = trio.lowlevel.current_task()
+        if self.error and in_background:
+            if self._sending or not may_ask:
+                raise self.error.with_traceback(None)
+            self._asker = task
+        self._sending += 1
+        try:
+            yield
+            if self.error:
+                self.error = None
+                self._ended()
+        except Unavailable as error:
+            self.error = error
+            raise
+        finally:
+            self._sending -= 1
+            if self._asker is task:
+                self._asker = None
+
+    def check(self) -> None:
+        """Raise the known error, unless the task of the caller asks the store again."""
+        if self.error and self._asker is not trio.lowlevel.current_task():
+            raise self.error.with_traceback(None)
 
 
 class UploadSlots:
