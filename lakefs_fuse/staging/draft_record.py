@@ -43,6 +43,11 @@ class DraftState(StrEnum):
         """Whether the draft is closed next, which releases its staged bytes."""
         return self in (DraftState.PUBLISHING, DraftState.PUBLISHED, DraftState.DISCARDED)
 
+    @property
+    def sends_early(self) -> bool:
+        """Whether complete parts are sent in the background, before the draft is published."""
+        return self in (DraftState.WRITING, DraftState.ACKNOWLEDGED)
+
 
 TRANSITIONS = {
     DraftState.WRITING: {DraftState.ACKNOWLEDGED, DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},

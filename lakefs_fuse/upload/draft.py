@@ -49,7 +49,7 @@ from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.multipart_upload import MultipartUpload
 from lakefs_fuse.upload.parts import Part, Parts, PartState, PartUses
 from lakefs_fuse.upload.spilled_parts import Spills
-from lakefs_fuse.upload.uploader import Uploader, describe_history
+from lakefs_fuse.upload.uploader import Outage, Uploader, describe_history
 
 FILL_BYTES_MAX = 4 << 20
 SPILL_BYTES_MIN = 1 << 20
@@ -107,8 +107,7 @@ class Draft:
         self.sequence = self.began = self.stands_for = self.saves = 0
         self.deferred = deferred
         """Whether parts are sent only when the draft is acknowledged or staging is half full."""
-        self.delayed: Unavailable | KeyConflict | None = None
-        """The error because of which parts wait for their next attempt."""
+        self.outage = Outage(self.hurry)
         self._hurry = Wakeup()
         self.uploading = 0
         self.gate = SharedLock()
@@ -605,7 +604,7 @@ class Draft:
         try:
             await self._upload_patiently(index)
         except KeyConflict as error:
-            self.delayed = error  # `publish` sends it to another key
+            self.outage.error = error  # `publish` sends it to another key
             return
         except (LakeError, OSError) as error:
             self.error = error if isinstance(error, LakeError) else self.uploader.staging.translate(error)
@@ -617,13 +616,8 @@ class Draft:
             self.parts.withdraw(index)
             self._end_sending()
             self.uploader.staging.notify()
-        if self._sends_in_background:
+        if self.state.sends_early:
             self.start_if_complete(index)
-
-    @property
-    def _sends_in_background(self) -> bool:
-        """Whether parts are sent before `publish` asks for them."""
-        return self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED)
 
     async def _upload_patiently(self, index: int) -> None:
         """Send the part with its present bytes, and retry while the store is away. `publish` does not wait for that,
@@ -633,12 +627,12 @@ class Draft:
             try:
                 await self.upload_part(index, in_background=True)
                 return
-            except Unavailable as error:
-                self.delayed = error
-                self.parts.transition(index, PartState.QUEUED)
+            except Unavailable:
+                if self.parts[index].state is PartState.DIRTY:
+                    self.parts.transition(index, PartState.QUEUED)
             with trio.move_on_after(backoff.next_s()):
                 await self._hurry.wait()
-            if not self._sends_in_background:
+            if not self.state.sends_early:
                 return
             self.uploader.slots.ready()
 
@@ -693,26 +687,25 @@ class Draft:
         """Send one part as it is now; its slot was announced (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY if
         it was written to during the request. Raises LakeError; then the part is DIRTY.
 
-        A part that is sent ``in_background`` is left to `publish` if others wait for the store, since `publish` waits
-        for all of these: for one retry timeout after the other if there are more parts than slots."""
+        A part that is sent ``in_background`` fails while another asks a store that is away, and is left to `publish`
+        once that waits for all of these: each would need a slot for a whole retry timeout."""
         async with self.uploader.slots.slot(announced=True):
             if self.state is DraftState.DISCARDED:
                 return
-            if in_background and self.delayed is not None and not self._sends_in_background:
+            if in_background and self.outage.error is not None and not self.state.sends_early:
                 return
             part = self.parts[index]
             start, end = self.layout.range(index)
             length, repeated = min(end, self.size) - start, bool(part.etag)
             if length <= 0:
                 return
-            with self.upload.sending(index):
+            with self.outage.asking(in_background=in_background), self.upload.sending(index):
                 upload_id = await self.begin_upload()
                 with self.file.held():
                     ref = await self.upload.send(index, start, length)
                     hashes = await self.uploader.staging.threads.run(
                         hash_blocks, self.file.fd, start, start + length, self.size
                     )
-        self.delayed = None
         self.uploader.metrics.parts += 1
         self.uploader.metrics.parts_repeated += repeated
         if upload_id != self.upload.id:  # which was replaced by one at another key in the meantime

@@ -6,14 +6,15 @@ that there may be some. It may leave an object of zeros, too, or an unfinished u
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 import trio
 
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.errors import KeyConflict, Unavailable
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.part_layout import PartLayout
@@ -75,6 +76,40 @@ def describe_history(uploader: Uploader, key: str, replaces: str) -> dict[str, s
     history = f"{replaces},{before}"
     is_known = etag == replaces and len(history) <= HISTORY_BYTES_MAX
     return {REPLACES_METADATA: history if is_known else replaces}
+
+
+class Outage:
+    """The error of a store that is away, as the parts of one file meet it.
+
+    What always holds (*one part asks*): after a part could not be sent, one part at a time asks the store in the
+    background until one is sent; the others fail with the same error, and leave their slots to other files. Trio thread
+    only.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        """``ended`` is called when a part is sent after others were not."""
+        self._ended = ended
+        self.error: Unavailable | KeyConflict | None = None
+        """The error because of which parts wait for their next attempt."""
+        self._sending = 0
+
+    @contextmanager
+    def asking(self, *, in_background: bool) -> Iterator[None]:
+        """Send a part in the block. ``in_background``, raises the known error while another part asks the store."""
+        if in_background and self.error is not None and self._sending:
+            raise self.error.with_traceback(None)
+        self._sending += 1
+        try:
+            yield
+        except Unavailable as error:
+            self.error = error
+            raise
+        else:
+            if self.error is not None:
+                self.error = None
+                self._ended()
+        finally:
+            self._sending -= 1
 
 
 class UploadSlots:

@@ -121,13 +121,14 @@ class Status:
         state = DraftState.FAILED if draft.refused else draft.state
         done = draft.parts.records()
         waits_for = self._writeback.error if self._writeback.item_of(draft) is not None else None
+        error = draft.error or draft.outage.error or waits_for
         return Unfinished(
             id=draft.id,
             path=draft.target.path or draft.target.key,
             bytes=draft.size,
             state=str(DraftState.ACKNOWLEDGED if self._only_waits(draft) else state),
             age_s=(now - draft.created_ns) / NS,
-            error=draft.refused.describe() if draft.refused else str(draft.error or draft.delayed or waits_for or ""),
+            error=draft.refused.describe() if draft.refused else str(error or ""),
             parts_done=len(done),
             bytes_done=sum(part.length for part in done),
             missing=draft.refused.bytes_missing,

@@ -28,7 +28,7 @@ from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.parts import PartState
 from lakefs_fuse.upload.restore import restore_draft
 from tests.memory_store import START_NS, Failures, Pause, Request, When
-from tests.upload.drafting import KIB, PART, Bench, bench, noise, reached
+from tests.upload.drafting import KIB, PART, REACH_S_MAX, Bench, bench, noise, reached
 
 MIB = 1 << 20
 
@@ -80,6 +80,72 @@ async def test_publish_after_a_short_read_of_staging_stores_every_byte(
         assert list(published.hashes) == [block_hash(data[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)]
         draft.close(unlink=True)
     assert shortened
+
+
+@pytest.mark.parametrize("refused", ["create_multipart", "upload_part"])
+async def test_publish_while_the_store_is_away_waits_for_one_attempt_of_the_parts_in_the_background(
+    tmp_path: Path, refused: str
+) -> None:
+    """Else each part that waits for a slot, or for the upload to begin, has an attempt of its own, as long as
+    `--retry-timeout`, before `close()` fails."""
+    data = noise(1, 30 * PART)
+    async with bench(tmp_path, slots=2, retry_timeout_s=0) as b:
+        draft = b.draft()
+        pause, attempts = Pause(what(refused)), list[Request]()
+
+        def away(request: Request, when: When) -> None:
+            if request.what == refused:
+                attempts.append(request)
+                pause(request, when)
+                raise Unavailable("no answer")
+
+        b.store.hook = away
+        await draft.write(0, data)
+        await reached(pause.reached)
+        async with trio.open_nursery() as nursery:
+
+            async def close() -> None:
+                with pytest.raises(Unavailable):
+                    await b.publish(draft)
+
+            nursery.start_soon(close)
+            while draft.state is not DraftState.PUBLISHING:
+                await trio.sleep(0.001)
+            pause.resume()
+        assert len(attempts) <= 6  # two slots before the close, and its own attempt
+        b.store.hook = lambda *_: None
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("refused", ["create_multipart", "upload_part"])
+async def test_parts_of_an_outage_occupy_one_slot_and_another_file_is_stored(tmp_path: Path, refused: str) -> None:
+    """Else `close()` of a small file waits for an attempt of each part of a large one that a program writes."""
+    async with bench(tmp_path, slots=2, retry_timeout_s=0) as b:
+        large, small = b.draft("large"), b.draft("small")
+        attempts, pause = list[Request](), Pause(what(refused))
+
+        def away(request: Request, when: When) -> None:
+            if request.what == refused and request.key == "large":
+                attempts.append(request)
+                if len(attempts) > 4:  # by now the first attempts, which begin before any has failed, have ended
+                    pause(request, when)
+                raise Unavailable("no answer")
+
+        b.store.hook = away
+        await large.write(0, noise(1, 30 * PART))
+        await reached(pause.reached)
+        with trio.fail_after(REACH_S_MAX):
+            await small.write(0, b"small")
+            await b.publish(small)
+        assert len(attempts) == 5
+        pause.resume()
+        b.store.hook = lambda *_: None
+        await b.publish(large)
+        assert b.store.data("large") == noise(1, 30 * PART)
+        large.close(unlink=True)
+        small.close(unlink=True)
 
 
 def lost_completion(request: Request, when: When) -> None:
