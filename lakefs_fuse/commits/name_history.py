@@ -180,15 +180,16 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
     def has_version_since(self, time: int, hides: str, own: Collection[int]) -> bool:
         """Return whether the newest commit of another node after ``time`` gave the name a version that was not known
-        then. The plain object with the ETag ``hides`` was known; ``own`` are times of commits of this node."""
-        later = [
-            fact
-            for fact in self.facts
-            if time < fact.stamp < PENDING and fact.run and fact.stamp not in own and fact.place() is not None
-        ]
-        if not later or isinstance(later[-1].operation, Remove):
+        then. The plain object with the ETag ``hides`` was known; ``own`` are times of commits of this node, of changes
+        before this one: a version of theirs that is later has replaced the other node's."""
+        later = [fact for fact in self.facts if time < fact.stamp < PENDING and fact.place() is not None]
+        others = [fact for fact in later if fact.run and fact.stamp not in own]
+        if not others or isinstance(others[-1].operation, Remove):
             return False
-        newest, said = later[-1], later[-1].operation
+        newest, said = others[-1], others[-1].operation
+        after = (fact for fact in later if fact.stamp > newest.stamp and fact.stamp in own)
+        if any(not isinstance(fact.operation, Remove) for fact in after):
+            return False
         if isinstance(said, Put) and said.object == OWN:
             return said.hides != hides or said.dated_s * NS > time
         return newest.place() not in [fact.place() for fact in self.facts if fact.stamp != newest.stamp]
