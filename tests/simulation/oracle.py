@@ -525,7 +525,7 @@ class Oracle:
         return False
 
     def _may_be_replaced(self, version: Version, shown: bytes | None) -> bool:
-        """A put that knew it has happened, whatever its user was told: it, or what it took along, is there, or a removal
+        """A put that knew it has happened, whatever its user was told: it is there, or what it took along, or a removal
         named it and nothing is."""
         later = [each for each in self.versions[version.path] if version in each.known]
         named = [removal.named for removal in self.removals[version.path] if not removal.is_withdrawn]
