@@ -948,7 +948,8 @@ class Simulation:
             found = frozenset({pending})
         elif data is not None:
             found = self.oracle.matching(old, data)
-            there = {version for version in self.oracle.matching(new, data) if version not in call.versions}
+            left = {version for removal in call.removals if removal.path == new for version in removal.named}
+            there = self.oracle.matching(new, data).difference(call.versions, left)
             if there.difference(*([*version.origins(), *version.moved_to] for version in found)):
                 return  # it was there; what had come from there has gone back, or another's rename has moved it, too
         else:

@@ -520,7 +520,7 @@ class Namespace:
         await self._ask_about_overriding(merge, directory, prefix)
         if self._finds_foreign(merge, directory, flight):
             self._looks.reset(directory)
-        flight.announced |= self._outdated.among(directory, merge.kept)
+        flight.announced |= merge.passed | self._outdated.among(directory, merge.kept)
         await self._look_below_ghosts(merge, directory, prefix)
         self._touch_listed(directory, merge.changed_ns)
         return True
@@ -666,7 +666,7 @@ class Namespace:
             self._looks.reset(directory)
         elif listing.entries > KEYS_MAX or self._subtrees.is_in_large(prefix):
             self._looks.lengthen(directory)
-        flight.announced |= merge.kept if is_first else self._outdated.among(directory, merge.kept)
+        flight.announced |= merge.passed | (merge.kept if is_first else self._outdated.among(directory, merge.kept))
         self._outdated.forget(directory)
         self._outdated.add(directory, *flight.announced)
         if flight.is_stale:
