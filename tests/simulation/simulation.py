@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -790,6 +790,8 @@ class Simulation:
                 self._views.renamed(node.name, call.number, old_path, new_path, closed)
             if begun != ended:
                 self._doubt_move(node, call, (old_path, new_path), ended)
+            if entry.is_dir and op.flags & RENAME_EXCHANGE and self._is_met(call, old_path, new_path):
+                self._doubt_exchange(call, old_path, new_path)
 
     async def _copy(self, node: SimulatedNode, op: plans.Copy, call: _Call) -> None:
         """A put of the bytes that the source has meanwhile: which of them is seen afterwards."""
@@ -881,6 +883,18 @@ class Simulation:
                     else:
                         named = frozenset(self.oracle.versions.get(path, ())) | change.named
                         call.doubtful.add(self._remove(call, node, path, named, is_rename=True))
+
+    def _doubt_exchange(self, call: _Call, *paths: str) -> None:
+        """Another node moves one of two directories that are exchanged: what is below them may be at either path, and
+        an exchange of both by each node brings all of it back."""
+        call.doubtful.update(call.changes)
+        known: tuple[Mapping[str, list[Version]] | Mapping[str, list[Removal]], ...]
+        known = self.oracle.versions, self.oracle.removals
+        for changes in known:
+            for path, some in changes.items():
+                if any(path == each or path.startswith(each + "/") for each in paths):
+                    for change in some:
+                        change.is_certain = False
 
     def _is_met(self, call: _Call, *paths: str) -> bool:
         """Others changed a path, or a directory above it, in this round, or are about to."""
