@@ -34,7 +34,7 @@ KINDS_BY_PROFILE = {
     "copies": {"link": 12, "clone": 12},
     "names": {
         "write": 24, "rename": 6, "rename_directory": 40, "unlink": 5, "read": 3, "mkdir": 9, "rmdir": 2, "symlink": 3,
-        "exchange": 2, "exchange_directories": 6, "rename_free": 3, "rename_link": 3,
+        "chmod": 0, "xattr": 0, "exchange": 2, "exchange_directories": 6, "rename_free": 3, "rename_link": 3,
     },
 }  # fmt: skip
 """Those of a profile that differ."""
