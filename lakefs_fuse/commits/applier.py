@@ -73,10 +73,10 @@ class Applier:
         """Delete histories whose newest fact is older than ``before``, in steps of some ms."""
         return self._histories.forget_before(before)
 
-    def find_without(self, path: str, row: Entry, etags: Set[str]) -> Step | None:
+    def find_without(self, path: str, row: Entry, versions: Set[tuple[str, int, str]]) -> Step | None:
         """Return the result of `OrderedRules.find_without` for a file in the tree."""
         order = OrderedRules(self.paths, Record(writer="", time=0), ObjectRef(), 0, own=True, outdated=NOTHING)
-        return order.find_without(path, row, self._tree.tombstones.get(path.encode(*schema.PATH)), etags)
+        return order.find_without(path, row, self._tree.tombstones.get(path.encode(*schema.PATH)), versions)
 
     def gave_file(self, path: str, time: int) -> bool:
         """Return whether a commit of this time, not long ago, put a file elsewhere at a path."""

@@ -787,9 +787,9 @@ class Committer:
         self._applier.apply(replace(again, moves=[]), this, own=True)
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
-    def find_without(self, path: str, row: Entry, etags: Set[str]) -> Step | None:
+    def find_without(self, path: str, row: Entry, versions: Set[tuple[str, int, str]]) -> Step | None:
         """As `Applier.find_without`."""
-        return self._applier.find_without(path, row, etags)
+        return self._applier.find_without(path, row, versions)
 
     def gave_file(self, path: str, time: int) -> bool:
         """As `Applier.gave_file`."""

@@ -108,6 +108,13 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
         ref = ObjectRef(said.path, said.hides) if said.object == OWN else self.objects[said.object]
         return ref.key == said.path and not said.offset and ref.etag != etag
 
+    def is_put_of(self, versions: Set[tuple[str, int, str]]) -> bool:
+        """Return whether it puts one of these versions, each of which is as `place` returns it."""
+        said = self.operation
+        if isinstance(said, Put) and said.object == OWN:
+            return (said.path, 0, said.hides) in versions
+        return self.place() in versions
+
     def tells_of(self, etags: Set[str]) -> bool:
         """Return whether it puts the plain object at the path, with one of these ETags."""
         said = self.operation
@@ -180,15 +187,16 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
     def has_version_since(self, time: int, hides: str, own: Collection[int]) -> bool:
         """Return whether the newest commit of another node after ``time`` gave the name a version that was not known
-        then. The plain object with the ETag ``hides`` was known; ``own`` are times of commits of this node."""
-        later = [
-            fact
-            for fact in self.facts
-            if time < fact.stamp < PENDING and fact.run and fact.stamp not in own and fact.place() is not None
-        ]
-        if not later or isinstance(later[-1].operation, Remove):
+        then. The plain object with the ETag ``hides`` was known; ``own`` are times of commits of this node, of changes
+        before this one: a version of theirs that is later has replaced the other node's."""
+        later = [fact for fact in self.facts if time < fact.stamp < PENDING and fact.place() is not None]
+        others = [fact for fact in later if fact.run and fact.stamp not in own]
+        if not others or isinstance(others[-1].operation, Remove):
             return False
-        newest, said = later[-1], later[-1].operation
+        newest, said = others[-1], others[-1].operation
+        after = (fact for fact in later if fact.stamp > newest.stamp and fact.stamp in own)
+        if any(not isinstance(fact.operation, Remove) for fact in after):
+            return False
         if isinstance(said, Put) and said.object == OWN:
             return said.hides != hides or said.dated_s * NS > time
         return newest.place() not in [fact.place() for fact in self.facts if fact.stamp != newest.stamp]
@@ -239,9 +247,9 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         is_there = listed is not None and listed.etag != fact.outdated
         return msgspec.structs.replace(self, listed=self.listed if is_there else None, outdated=fact.outdated)
 
-    def without(self, etags: Set[str]) -> History:
-        """Return the history without puts of plain objects with these ETags, and without what a listing showed."""
-        facts = [fact for fact in self.facts if not fact.tells_of(etags)]
+    def without(self, versions: Set[tuple[str, int, str]]) -> History:
+        """Return the history without puts of these versions, and without what a listing showed."""
+        facts = [fact for fact in self.facts if not fact.is_put_of(versions)]
         return msgspec.structs.replace(self, facts=facts, listed=None)
 
     def with_listing(self, listed: Base | None, etag: str, absent: tuple[str, int]) -> History:
@@ -670,18 +678,20 @@ class OrderedRules:
             path = path.rpartition("/")[0]
         return False
 
-    def find_without(self, path: str, row: Entry, buried: Tombstone | None, etags: Set[str]) -> Step | None:
-        """Return what commits make of a name if plain objects with these ETags are left out.
+    def find_without(
+        self, path: str, row: Entry, buried: Tombstone | None, versions: Set[tuple[str, int, str]]
+    ) -> Step | None:
+        """Return what commits make of a name if puts of these versions are left out; each is as in `Fact.place`.
 
         ``row`` is what the name is now. What a listing shows is left out, too. Return None if the name has no history
-        that continues from what the tree holds, or if no fact is left."""
+        that continues from what the tree holds, or if nothing is left."""
         (known,) = self._histories.get_many([path])
         history = None if known is None else self._histories.found(known, row, buried)
-        rest = None if history is None else history.without(etags)
-        if rest is None or not rest.facts:
+        rest = None if history is None else history.without(versions)
+        if history is None or rest is None or not (rest.facts or rest.base):
             return None
         raw = path.encode(*schema.PATH)
-        return self._replayed(Step(rest.facts[0].operation, row.parent, row.name, raw, True, True), rest)
+        return self._replayed(Step(history.facts[0].operation, row.parent, row.name, raw, True, True), rest)
 
     def _replay(self, step: Step, history: History) -> None:
         """Set a step to what the history of its name results in."""

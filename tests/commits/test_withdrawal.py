@@ -262,6 +262,25 @@ async def test_change_that_builds_on_one_sent_before_it_is_not_withdrawn(tmp_pat
     assert await fresh(site) == {}
 
 
+async def test_change_of_a_version_that_replaced_another_nodes_is_not_withdrawn(tmp_path: Path) -> None:
+    """The other node's version is newer than the change, but older than the commit of the version that it is about."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        a.enqueue(link("f", "ours"))
+        a.committer.enqueue(change(link("g", "ours"), Remove("f", by_date=True), after=1))
+        site.clock.seconds = 1
+        await b.committer.commit(change(link("f", "theirs")))
+        site.clock.seconds = 2
+        await a.committer.flush()
+        await a.poller.poll()
+        a.acknowledged.durable_up_to = 1
+        site.clock.seconds = 3
+        await a.committer.flush()
+        await b.poller.poll()
+        assert a.shown() == b.shown() == await fresh(site)
+        assert b.find("f") is None and target(b, "g") == "ours"
+
+
 async def test_withdrawal_that_the_disk_ends_is_completed_by_the_next_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,9 @@ from tests.simulation import plan as plans
 from tests.simulation.directed import make_directed
 from tests.simulation.plan import NodePlan, Plan, Round, Step
 
-PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign", "copies", "directed")
+PROFILES = (
+    "packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign", "copies", "names", "directed",
+)  # fmt: skip
 OPERATIONS = 300
 ROUND_OPERATIONS = 25
 SIZES = (0, 1, 100, 3000, 20_000, 70_000, 300_000)
@@ -22,6 +24,22 @@ FAILPOINTS = (
     "accept.synced", "accept.recorded", "publish.begun", "publish.sent", "publish.noted", "commit.noted", "commit.sent",
     "rename.moved", "discard.begun", "apply.step",
 )  # fmt: skip
+KINDS = {
+    "write": 30, "rename": 16, "rename_directory": 9, "unlink": 9, "read": 10, "list": 3, "mkdir": 3, "rmdir": 2,
+    "symlink": 2, "chmod": 2, "xattr": 2, "truncate": 3, "exchange": 1,
+}  # fmt: skip
+"""Operations, and how often each is done beside the others."""
+KINDS_BY_PROFILE = {
+    "packs": {"admin": 4},
+    "copies": {"link": 12, "clone": 12},
+    "names": {
+        "write": 24, "rename": 6, "rename_directory": 40, "unlink": 5, "read": 3, "mkdir": 9, "rmdir": 2, "symlink": 3,
+        "chmod": 0, "xattr": 0, "exchange": 2, "exchange_directories": 6, "rename_free": 3, "rename_link": 3,
+    },
+}  # fmt: skip
+"""Those of a profile that differ."""
+FEW_DIRECTORIES = (["d0", "d1"], ["d0", "d1", "d1/d1"], ["d0", "d1", "d0/d0", "d1/d1"], ["d0", "d1", "d0/d1", "d1/d0"])
+"""Of the profile ``names``: its nodes rename directories into each other's earlier names."""
 FOREIGN_SHARE = 0.15
 """Of the operations of the profile ``foreign``, those of programs that know nothing of the lake."""
 NODE_OFFSETS_S = (0.0, 0.0, 0.4, -0.9, 20.0, -30.0)
@@ -34,7 +52,7 @@ def make_plan(profile: str, seed: int, *, nodes: int = 3, operations: int = OPER
     return _Maker(profile, seed, nodes).plan(operations)
 
 
-ANNOUNCED_PROFILES = frozenset({"turns", "mixed"})
+ANNOUNCED_PROFILES = frozenset({"turns", "mixed", "names"})
 """Nothing but mounts changes the lake, and none dies: announcements alone make nodes agree."""
 ANNOUNCED_EVERY = 4
 
@@ -48,6 +66,12 @@ class _Maker:
         self.contents: dict[str, list[tuple[int, int]]] = {}
         self.files = [f"f{number}" for number in range(4)]
         self.directories = ["d0", "d1", "d2", "d0/d0", "d1/d1"]
+        self.links = ["l0", "l1"]
+        self.new_directories = [*self.directories, "d3", "d4"]
+        if profile == "names":
+            self.files, self.directories = ["f0", "f1"], self.rng.choice(FEW_DIRECTORIES)
+            self.links = ["l0", "d0/l0", "d1/l0"]
+            self.new_directories = [*self.directories, *self.rng.choice([[], [], ["d2"]])]
         self.there: set[str] = set()
         """Files that are there if every operation succeeds, one after another: most operations choose among them."""
 
@@ -149,12 +173,7 @@ class _Maker:
 
     def operation(self) -> plans.AnyOp:
         rng = self.rng
-        kinds = {
-            "write": 30, "rename": 16, "rename_directory": 9, "unlink": 9, "read": 10, "list": 3, "mkdir": 3,
-            "rmdir": 2, "symlink": 2, "chmod": 2, "xattr": 2, "truncate": 3, "exchange": 1,
-            "admin": 4 if self.profile == "packs" else 0, "link": 12 if self.profile == "copies" else 0,
-            "clone": 12 if self.profile == "copies" else 0,
-        }  # fmt: skip
+        kinds = KINDS | KINDS_BY_PROFILE.get(self.profile, {})
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         match kind:
             case "write":
@@ -165,9 +184,15 @@ class _Maker:
                     self.moved(old, new)
                 return plans.Rename(old=old, new=new, flags=2 if kind == "exchange" else 0)
             case "rename_directory":
-                old, new = rng.choice(self.directories), rng.choice([*self.directories, "d3", "d4"])
+                old, new = rng.choice(self.directories), rng.choice(self.new_directories)
                 self.moved(old, new)
                 return plans.Rename(old=old, new=new)
+            case "exchange_directories":
+                return plans.Rename(old=rng.choice(self.directories), new=rng.choice(self.directories), flags=2)
+            case "rename_free":
+                return plans.Rename(old=self.existing(), new=self.file(), flags=1)
+            case "rename_link":
+                return plans.Rename(old=rng.choice(self.links), new=rng.choice([*self.links, self.file()]))
             case "link" | "clone":
                 old, new = self.existing(), self.file()
                 self.there.add(new)
@@ -186,7 +211,7 @@ class _Maker:
             case "rmdir":
                 return plans.Rmdir(path=rng.choice(self.directories))
             case "symlink":
-                return plans.Symlink(path=f"l{rng.randrange(2)}", target=self.file())
+                return plans.Symlink(path=rng.choice(self.links), target=self.file())
             case "chmod":
                 return plans.Chmod(path=self.existing(), mode=rng.choice([0o600, 0o640]))
             case "xattr":

@@ -366,6 +366,8 @@ class SimulatedNode:
     async def open(self, path: str, flags: int) -> tuple[int, int]:
         """Handle and inode; the name is looked up again where its version was replaced. Raises LakeError."""
         entry = await self.lake.found(path)
+        if entry.is_symlink:
+            raise FileError(errno.ELOOP, path)  # which the kernel follows, so that it opens no symbolic link
         try:
             return await self.lake.fs.open(entry.inode, flags), entry.inode
         except FileError as error:

@@ -525,11 +525,13 @@ class Oracle:
         return False
 
     def _may_be_replaced(self, version: Version, shown: bytes | None) -> bool:
-        """A put that knew it has happened, whatever its user was told: it is there, or a removal named it and nothing
-        is."""
+        """A put that knew it has happened, whatever its user was told: it is there, or what it took along, or a removal
+        named it and nothing is."""
         later = [each for each in self.versions[version.path] if version in each.known]
         named = [removal.named for removal in self.removals[version.path] if not removal.is_withdrawn]
-        return any(each.data == shown or (shown is None and any(each in some for some in named)) for each in later)
+        if shown is None:
+            return any(each in some for each in later for some in named)
+        return any(shown in self._bytes_of(each) for each in later)
 
     def _is_removed_later(self, version: Version) -> bool:
         """The newest commit of its path is a removal by another node, which did not know it and takes all the same what

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,7 +57,9 @@ from tests.simulation.views import Views
 READ_BYTES = 1 << 17
 FILTER_BYTES = 1 << 16
 """Of a node's block cache, which has few blocks; each daemon writes its filter to the disk when it ends."""
-NOT_DONE = frozenset({"ENOENT", "EEXIST", "ENOTEMPTY", "EISDIR", "ENOTDIR", "EINVAL", "EPERM", "EBUSY", "ENAMETOOLONG"})
+NOT_DONE = frozenset(
+    {"ENOENT", "EEXIST", "ENOTEMPTY", "EISDIR", "ENOTDIR", "EINVAL", "EPERM", "EBUSY", "ENAMETOOLONG", "ELOOP"}
+)
 """Errors of an operation that has done nothing."""
 FLUSHES_MAX = 8
 USERS_S_MAX = 3600.0
@@ -531,6 +533,8 @@ class Simulation:
                 return
             if isinstance(op, plans.Write) and op.how == "exclusive":
                 raise FileError(errno.EEXIST, op.path)
+            if entry.is_symlink:
+                raise FileError(errno.ELOOP, op.path)  # which the kernel follows, so that it opens no symbolic link
             async with node.writing(entry.inode):
                 now = await node.lake.lookup(op.path)
                 if now is None or now.inode != entry.inode:
@@ -762,8 +766,14 @@ class Simulation:
             with self._watched(node, old_path, again):
                 await fs.rename(parent, name, target, renamed, op.flags)
             ended = node.path_in(parent, name), node.path_in(target, renamed)
-            if len(moves) == 1:  # what was closed below it meanwhile goes where its directory is now
-                moves = [(old, ended[1] or new_path) for old in dict.fromkeys((old_path, ended[0])) if old is not None]
+            # What was closed below it meanwhile goes where its directory is now.
+            places = [(old_path, ended[0], ended[1] or new_path), (new_path, ended[1], ended[0] or old_path)]
+            moves = [
+                (old, new)
+                for begun_at, ended_at, new in places[: len(moves)]
+                for old in dict.fromkeys((begun_at, ended_at))
+                if old is not None
+            ]
             for old, new in moves:
                 made = [new + path[len(old) :] for path in list(self.oracle.versions) if path.startswith(old + "/")]
                 files = node.below(new) if self._is_directory(node, new) else [new]
@@ -776,10 +786,12 @@ class Simulation:
                     call.doubtful |= {version, removal}
                 if version.origin is not None and not version.origin.is_certain:
                     call.doubtful.add(version)  # it is still being written, or its node died
-            if begun == ended and len(moves) == 1:
+            if begun == ended and not op.flags & RENAME_EXCHANGE:
                 self._views.renamed(node.name, call.number, old_path, new_path, closed)
             if begun != ended:
                 self._doubt_move(node, call, (old_path, new_path), ended)
+            if entry.is_dir and op.flags & RENAME_EXCHANGE and self._is_met(call, old_path, new_path):
+                self._doubt_exchange(call, old_path, new_path)
 
     async def _copy(self, node: SimulatedNode, op: plans.Copy, call: _Call) -> None:
         """A put of the bytes that the source has meanwhile: which of them is seen afterwards."""
@@ -872,6 +884,18 @@ class Simulation:
                         named = frozenset(self.oracle.versions.get(path, ())) | change.named
                         call.doubtful.add(self._remove(call, node, path, named, is_rename=True))
 
+    def _doubt_exchange(self, call: _Call, *paths: str) -> None:
+        """Another node moves one of two directories that are exchanged: what is below them may be at either path, and
+        an exchange of both by each node brings all of it back."""
+        call.doubtful.update(call.changes)
+        known: tuple[Mapping[str, list[Version]] | Mapping[str, list[Removal]], ...]
+        known = self.oracle.versions, self.oracle.removals
+        for changes in known:
+            for path, some in changes.items():
+                if any(path == each or path.startswith(each + "/") for each in paths):
+                    for change in some:
+                        change.is_certain = False
+
     def _is_met(self, call: _Call, *paths: str) -> bool:
         """Others changed a path, or a directory above it, in this round, or are about to."""
         above = {path[:at] for path in paths for at, mark in enumerate(path + "/") if mark == "/"}
@@ -938,7 +962,8 @@ class Simulation:
             found = frozenset({pending})
         elif data is not None:
             found = self.oracle.matching(old, data)
-            there = {version for version in self.oracle.matching(new, data) if version not in call.versions}
+            left = {version for removal in call.removals if removal.path == new for version in removal.named}
+            there = self.oracle.matching(new, data).difference(call.versions, left)
             if there.difference(*([*version.origins(), *version.moved_to] for version in found)):
                 return  # it was there; what had come from there has gone back, or another's rename has moved it, too
         else:

@@ -416,3 +416,23 @@ def test_what_a_rename_took_along_may_be_removed_by_a_machine_that_lost_its_powe
     removed.is_withdrawn = is_refused
     assert bool(oracle.check({})) == is_refused
     assert not oracle.check({"g": b"written"})
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_what_a_rename_took_along_is_replaced_by_what_a_doubtful_rename_took_along_to_its_new_name(
+    is_shown: bool,
+) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"before", "h": b"other"}, ["n0", "n1", "n2"], plain={"f", "h"})
+    (before,), (other,) = oracle.matching("f", b"before"), oracle.matching("h", b"other")
+    for path, version, node in (("f", before, "n0"), ("h", other, "n2")):  # both are written in place meanwhile
+        written = oracle.put(path, b"written to " + path.encode(), node, frozenset({version}))
+        written.is_certain = written.is_plain = True
+    renamed = oracle.remove("f", "n1", frozenset({before}), is_rename=True, operation=1)
+    renamed.is_plain = renamed.is_certain = True
+    moved = oracle.put("g", b"before", "n1", frozenset(), origin=before, operation=1)
+    moved.is_certain = True
+    renamed = oracle.remove("h", "n1", frozenset({other}), is_rename=True, operation=2)
+    renamed.is_plain = renamed.is_certain = True
+    oracle.put("g", b"other", "n1", frozenset({moved}), origin=other, operation=2)
+    assert bool(oracle.check({"g": b"written to h" if is_shown else b"before"})) != is_shown

@@ -26,6 +26,7 @@ SEEDS = [
         ("mixed", sized(1, 8)),
         ("foreign", sized(1, 5)),
         ("copies", sized(0, 8)),
+        ("names", sized(0, 8)),
     )
     for seed in range(seeds)
 ] + [

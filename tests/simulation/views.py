@@ -45,13 +45,15 @@ class Views:
             del self._shown[key]
 
     def closed_below(self, directory: str) -> list[tuple[str, Version]]:
-        """Files that were closed below a directory, and that nobody is replacing, moving or removing now."""
+        """Files that were closed below a directory, and that nobody is replacing, moving or removing now. A symbolic
+        link is in the store with a later commit."""
         return [
             (path, version)
             for path, versions in list(self._oracle.versions.items())
             if path.startswith(directory + "/")
             for version in versions
-            if version.is_certain and version.data != DIRECTORY and self._is_alone(path, version)
+            if version.is_certain and version.data != DIRECTORY and version.data[:3] != b"-> "
+            if self._is_alone(path, version)
         ]
 
     def _is_alone(self, path: str, version: Version) -> bool:

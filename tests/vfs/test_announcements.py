@@ -786,3 +786,57 @@ async def test_first_listing_without_earlier_questions_announces_nothing(tmp_pat
         store.give(f"d/{name}")
     async with lake(store, tmp_path) as m:
         assert await refreshed(m, "d") == []
+
+
+async def test_object_whose_earlier_version_is_removed_during_a_listing_is_seen_before_the_next_one(
+    tmp_path: Path,
+) -> None:
+    """Another node has set attributes of that version, so that it counted as the newer one until it was listed again,
+    and removed it; nobody announces the object to its own writer."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.write("f", b"first")
+        assert await two.names() == await one.names() == ["f"]
+        await two.setattr("f", mode=0o600)
+        await one.write("f", b"second")
+        await two.sync()
+        await one.poll()
+        await two.unlink("f")
+        store.hook = pause = Pause(lambda each: each.what == "list" and each.key == "", when="after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.names)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            store.hook = lambda _request, _when: None
+            await two.sync()
+            await one.poll()
+            pause.resume()
+        assert await one.names() == ["f"] and await one.read("f") == b"second"
+
+
+@pytest.mark.parametrize("path", ["d", "d/sub"])
+async def test_directory_is_gone_in_which_a_file_was_stored_late_that_is_elsewhere_by_now(
+    tmp_path: Path, path: str
+) -> None:
+    """A node lists the object before its writer hears that the directory was renamed, and looks into the directory only
+    when the commit of the writer has said that the object belongs to the new name."""
+    store = MemoryStore()
+    async with three_nodes(store, tmp_path, *dict.fromkeys(["d", path])) as (writer, mover, reader):
+        await writer.write(f"{path}/f", b"first")
+        await announce(writer, mover, reader)
+        assert await mover.names(path) == await reader.names(path) == ["f"]
+        await mover.rename("d", "e")
+        await reader.poll()
+        await writer.write(f"{path}/f", b"second")
+        assert await reader.lookup(path) is not None
+        await announce(writer, mover, reader)
+        await writer.poll()
+        await writer.parts.renamed.wait_adopted()
+        await writer.sync()
+        await mover.poll()
+        await reader.poll()
+        if path != "d":
+            assert await reader.names("d") == ["sub"]
+        assert await reader.names(path) == []
+        assert await reader.lookup(path) is None
+        assert await reader.tree() == await mover.tree() == await writer.tree()
+        assert await reader.names() == ["e"] and await reader.read(f"e{path[1:]}/f") == b"second"

@@ -829,6 +829,55 @@ async def test_version_that_is_packed_while_another_node_renames_its_directory_g
         assert await fresh.tree() == {"e": None, "e/f": b"third!"}
 
 
+@pytest.mark.parametrize("pack_of_other", ["always", "never"])
+@pytest.mark.parametrize("is_exchange", [False, True])
+async def test_version_that_is_packed_while_another_directory_comes_to_its_path_leaves_the_file_there(
+    tmp_path: Path, is_exchange: bool, pack_of_other: str
+) -> None:
+    """The other node's commits are earlier, and the writer hears of them while its own is on its way: this names the
+    version by the path at which another file is now, which is back when the version has gone along."""
+    store, clock = MemoryStore(), Clock()
+    renaming, packing = pause_of_commits(), pause_of_commits()
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="always") as one,
+        lake(store, tmp_path / "two", clock=clock, pack=pack_of_other) as two,
+    ):
+        for directory in ("d", "other"):
+            await two.mkdir(directory)
+            await two.write(f"{directory}/f", directory.encode())
+        await two.sync()
+        await one.poll()
+        assert await one.tree() == await two.tree()
+        if not is_exchange:  # the first of two renames, of which the writer does not hear yet
+            await two.rename("d", "e")
+        moved = "other" if is_exchange else "e"
+        handle = await one.open("d/f", os.O_RDWR | os.O_TRUNC)
+        await one.fs.write(handle, 0, b"second")
+        async with trio.open_nursery() as packer:
+            async with trio.open_nursery() as renamer:
+                store.hook = renaming
+                renamer.start_soon(two.rename, "other", "d", RENAME_EXCHANGE if is_exchange else 0)
+                await reached(renaming.reached)
+                clock.advance(0.1)
+                store.hook = packing
+                packer.start_soon(one.fs.fsync, handle)
+                await reached(packing.reached)
+                renaming.resume()
+            await one.poll()
+            packing.resume()
+        await one.close(handle)
+        expected = {"d": None, "d/f": b"other", moved: None, f"{moved}/f": b"second"}
+        for _ in range(2):
+            await one.sync()
+            await two.sync()
+            await one.poll()
+            await two.poll()
+        assert await one.tree() == expected
+        assert await two.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
 async def test_version_that_is_packed_while_another_node_removes_the_file_does_not_bring_back_the_one_before(
     tmp_path: Path,
 ) -> None:

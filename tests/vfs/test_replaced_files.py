@@ -144,3 +144,29 @@ async def test_file_made_where_an_object_of_parts_was_removed_is_stored_although
         await two.fs.sync_names()
         await one.poll()
         assert await one.read("f") == b"new"
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_file_renamed_over_an_object_of_parts_is_changed_although_the_first_request_is_lost(
+    tmp_path: Path, durability: str
+) -> None:
+    """The bytes of the file are at its earlier key, and it hides the object that another node had put under its name:
+    that is no later version of another client, whenever it is dated."""
+    store = MemoryStore(Capabilities(name="memory", put_if_absent=True, put_if_match=True))
+    parts = store.give("f", b"of a multipart upload")
+    store.objects["f"] = store.data("f"), msgspec.structs.replace(parts, etag=f"{parts.etag}-2")
+    store.give("g", b"first")
+    async with (
+        lake(store, tmp_path / "1", pack="never") as one,
+        lake(store, tmp_path / "2", pack="never", durability=durability) as two,
+    ):
+        assert await two.names() == await one.names() == ["f", "g"]
+        await one.rename("g", "f")
+        await two.poll()
+        store.hook = Failures(lambda request: (request.what, request.key) == ("put", "f"), Unavailable("lost"))
+        await two.write("f", b"second")
+        await two.fs.make_durable()
+        assert await two.names() == ["f"] and await two.read("f") == store.data("f") == b"second"
+        await two.fs.sync_names()
+        await one.poll()
+        assert await one.read("f") == b"second"

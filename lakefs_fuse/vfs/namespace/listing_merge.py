@@ -179,6 +179,9 @@ class DirectoryMerge:
         """Names that this LIST shows differently from the last one, DIFFERENCES_MAX at most."""
         self.kept: set[bytes] = set()
         """Names of files that are being written here, where this LIST shows another object."""
+        self.passed: set[bytes] = set()
+        """Names that a change since this LIST began has removed, where it shows an object that does not count as
+        removed."""
         self.changed_ns = 0
         """When a name was last added or removed since an earlier LIST, as far as that is known; 0 if none was."""
         self.first_cookie = tree.database.inode_next
@@ -472,6 +475,8 @@ class DirectoryMerge:
             if self._earlier is not None:
                 self._earlier.discard(entry.cookie)
         if found.name in self._touched:
+            if entry is None and found.meta is not None and found.meta.key not in self._strays:
+                self.passed |= set() if self._is_removed(found.name, found.meta) else {found.name}
             return
         if found.meta is None:
             self._merge_directory(batch, entry, found.name)

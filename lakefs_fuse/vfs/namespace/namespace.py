@@ -442,6 +442,9 @@ class Namespace:
             return
         if name not in flight.announced:
             self._remember_answer(directory, name, asked_ns)
+            is_outdated = name in self._outdated.of(directory)[0]
+            for above, last in self._outdated.name_if_emptied(directory) if is_outdated else ():
+                self._outdate(above, last)
             self._outdated.discard(directory, name)
         if self.tree.listing(directory) is None and self.tree.child(directory, name) is None:
             self._absent.add(directory, name, self._db.inode_next - 1)
@@ -454,7 +457,7 @@ class Namespace:
         await self._ask_about_overriding(merge, directory, prefix)
         if self._finds_foreign(merge, directory, flight):
             self._looks.reset(directory)
-        flight.announced |= self._outdated.among(directory, merge.kept)
+        flight.announced |= merge.passed | self._outdated.among(directory, merge.kept)
         await self._look_below_ghosts(merge, directory, prefix)
         self._touch_listed(directory, merge.changed_ns)
         return True
@@ -600,9 +603,11 @@ class Namespace:
             self._looks.reset(directory)
         elif listing.entries > KEYS_MAX or self._subtrees.is_in_large(prefix):
             self._looks.lengthen(directory)
-        flight.announced |= merge.kept if is_first else self._outdated.among(directory, merge.kept)
+        flight.announced |= merge.passed | (merge.kept if is_first else self._outdated.among(directory, merge.kept))
         self._outdated.forget(directory)
         self._outdated.add(directory, *flight.announced)
+        for above, name in self._outdated.name_if_emptied(directory) if is_first else ():
+            self._outdate(above, name)
         if flight.is_stale:
             batch = Batch()
             self.tree.forget_listing(batch, directory)
@@ -690,15 +695,9 @@ class Namespace:
 
     def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
         return DirectoryMerge(
-            self.tree,
-            self._metrics,
-            directory,
-            prefix=self.prefix(directory),
-            now_ns=flight.began_ns,
-            touched=flight.touched,
-            keep=self._keep,
-            events=self.events,
-        )
+            self.tree, self._metrics, directory, prefix=self.prefix(directory), now_ns=flight.began_ns,
+            touched=flight.touched, keep=self._keep, events=self.events,
+        )  # fmt: skip
 
     # -- changing
 

@@ -158,6 +158,17 @@ class OutdatedNames:
             del self.directories[directory]
             self._date(directory, outdated.listed_ns)
 
+    def name_if_emptied(self, directory: int) -> Iterator[tuple[int, bytes]]:
+        """Yield a directory, as a name in the one above, if there are only removed names in it, and a listing of that
+        one had shown it by a key that was visible then."""
+        entry = self._tree.entry(directory)
+        if entry is None or entry.stamp or entry.flags & Flag.MARKER or not entry.flags & Flag.LISTED:
+            return
+        if next(self._tree.children(directory), None) is None:
+            above = b"".join(name + b"/" for name in self._tree.path(directory) or ())
+            if next(self._tree.tombstones.below(above), None) is not None:
+                yield entry.parent, entry.name
+
     def forget(self, directory: int) -> None:
         """Record that a directory was listed again, or must be."""
         self.directories.pop(directory, None)

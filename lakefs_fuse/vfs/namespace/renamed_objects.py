@@ -208,7 +208,7 @@ class RenamedObjects:
         entry = self._ns.at(key)
         rows: Rows = self._ns.tree
         if entry is not None and entry.is_plain and entry.etag in etags:
-            said = self._committer.find_without(key, entry, frozenset(etags))
+            said = self._committer.find_without(key, entry, {(key, 0, etag) for etag in etags})
             entry = None if said is None else said.current
             if said is None or entry is None or entry.stamp != time:
                 return None

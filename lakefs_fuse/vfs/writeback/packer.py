@@ -32,7 +32,7 @@ from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, RowSnapshot
 from lakefs_fuse.vfs.writeback.publish_plan import superseded_at
 
 if TYPE_CHECKING:
@@ -335,12 +335,14 @@ class Packer:
     def _move_along(self, batch: list[Waiting]) -> None:
         """Enqueue a change for files that another node's rename moved while the commit was being sent.
 
-        The commit names them by their earlier paths; the change gives these bytes the new names. Raises CacheError."""
+        The commit names them by their earlier paths; the change gives these bytes the new names. If another file had
+        come to an earlier path, which the commit replaced, it is back there. Raises CacheError."""
         builder, doomed = ChangeBuilder(self._ns.tree), list[Deletion]()
         for waiting in batch:
             path = waiting.file.key
             row = self._ns.at(waiting.path) if waiting.path not in ("", path) and not waiting.file.unlinked else None
-            if row is None or self._ns.extent(row) != waiting.draft.packed:
+            packed = waiting.draft.packed
+            if row is None or packed is None or self._ns.extent(row) != packed:
                 continue
             try:
                 self._ns.keys.check_paths([path])
@@ -349,7 +351,31 @@ class Packer:
                 continue
             hides = self._ns.own_etag(path)
             builder.put(path, row, hides=hides)
-            builder.remove(waiting.path, row)
+            if not self._put_back(waiting.path, row, packed):
+                builder.remove(waiting.path, row)
             doomed += superseded_at(path, hides, is_reserved=path in self._committer.journal.reserved)
         if builder.operations:
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
+
+    def _put_back(self, path: str, row: Entry, packed: Extent) -> bool:
+        """Enqueue the file that would be at a path without a member of a pack; return whether there is one.
+
+        ``row`` is the member's. Raises CacheError."""
+        version = packed.version.key, packed.offset, packed.version.etag
+        said = self._committer.find_without(path, row, {version})
+        if said is None or said.current is None:
+            return False
+        before, objects = said.current, self._ns.tree.objects
+        place = objects.get(before.place) if before.place else None
+        rows = RowSnapshot(
+            {} if place is None else {before.place: place},
+            {before.inode: said.target},
+            {before.inode: said.xattrs or {}},
+        )
+        builder = ChangeBuilder(rows)
+        if before.is_plain:
+            builder.put_again(path, before, 0, before.stamp)
+        else:
+            builder.put(path, before, hides=before.etag)
+        self._committer.enqueue(msgspec.structs.replace(builder.change(), ahead=True))
+        return True

@@ -279,7 +279,7 @@ class ObjectWriter:
                 there = "" if found is None else found.etag
         removed, row = self._ns.tree.tombstones.get(path.encode()), self._ns.tree.entry(file.entry.inode)
         used = self._ns.tree.objects.used(target.key) if has_upload else None
-        own_etag = target.removed = self._own_etag(file, target, removed)
+        own_etag = target.removed = self._own_etag(file, target, removed, row)
         plan = plan_publish(
             VersionFacts(
                 path,
@@ -475,12 +475,13 @@ class ObjectWriter:
         is_plain = there is not None and there.is_plain and bool(there.etag)
         return there is not None and is_plain and there.inode != file.entry.inode and not self._ns.is_removed(there)
 
-    def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None) -> str:
-        """Return `VersionFacts.own_etag`: without O_EXCL the ETag that the file replaces, or that was removed last.
-        With O_EXCL the object there counts if it was removed, and not if it is another node's file."""
+    def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None, row: Entry | None) -> str:
+        """Return `VersionFacts.own_etag`: without O_EXCL the ETag that the file replaces or hides, or that was removed
+        last. With O_EXCL the object there counts if it was removed, and not if it is another node's file."""
         if target.if_absent:
             return "" if self._is_of_another_node(file) else self._ns.own_etag(file.key, file.entry.parent)
-        return target.replaces or ("" if removed is None else removed.etag)
+        known = row.etag if row is not None and row.place else target.replaces
+        return known or ("" if removed is None else removed.etag)
 
     def _has_tombstone(self, path: str) -> bool:
         """Return whether a commit removed or hid a plain object at a path."""
