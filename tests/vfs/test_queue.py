@@ -111,6 +111,7 @@ async def test_many_are_accepted_with_few_syncs(tmp_path: Path, monkeypatch: pyt
 
     def counted(self: Database) -> None:
         syncs.append(self)
+        time.sleep(0.01)  # others gather meanwhile, however fast the disk is
         sync(self)
 
     monkeypatch.setattr(Database, "sync", counted)
