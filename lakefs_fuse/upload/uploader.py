@@ -14,7 +14,7 @@ import trio
 
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import KeyConflict, Unavailable
+from lakefs_fuse.errors import KeyConflict, LakeError, Unavailable
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.part_layout import PartLayout
@@ -82,12 +82,12 @@ class Outage:
     """The error of a store that is away, as the parts of one file meet it.
 
     What always holds (*one part asks*): after a part could not be sent, one part at a time asks the store in the
-    background until one is sent; the others fail with the same error, and leave their slots to other files. Trio thread
+    background until it responds; the others fail with the same error, and leave their slots to other files. Trio thread
     only.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
-        """``ended`` is called when a part is sent after others were not."""
+        """``ended`` is called when the store responds again: the parts that wait need not wait any longer."""
         self._ended = ended
         self.error: Unavailable | KeyConflict | None = None
         """The error because of which parts wait for their next attempt."""
@@ -104,12 +104,18 @@ class Outage:
         except Unavailable as error:
             self.error = error
             raise
+        except LakeError:
+            self._end()
+            raise
         else:
-            if self.error is not None:
-                self.error = None
-                self._ended()
+            self._end()
         finally:
             self._sending -= 1
+
+    def _end(self) -> None:
+        if self.error is not None:
+            self.error = None
+            self._ended()
 
 
 class UploadSlots:
