@@ -18,7 +18,7 @@ from tests.killed import lives
 from tests.killed.lives import Life
 from tests.tiers import sized
 
-LAKES = int(os.environ.get("LAKEFS_TEST_LIVES", sized(1, 100)))
+LAKES = int(os.environ.get("LAKEFS_TEST_LIVES", sized(3, 100)))
 SEED = int(os.environ.get("LAKEFS_TEST_SEED", "0")) or random.SystemRandom().getrandbits(32)
 DEATHS = 3
 READY_S_MAX = 60.0
