@@ -26,7 +26,7 @@ def a_table() -> MemoryStore:
 
 
 def polls(store: MemoryStore, since: int) -> int:
-    return sum(each.key.startswith(COMMITS) for each in store.requests[since:])
+    return sum(each.what == "list" and each.key.startswith(COMMITS) for each in store.requests[since:])
 
 
 async def test_rename_is_seen_by_who_sees_what_was_stored_after_it(tmp_path: Path) -> None:

@@ -995,6 +995,7 @@ async def test_file_renamed_while_its_upload_begins_takes_the_place_of_its_own_o
     back = partial(writing_back, store, clock=clock)
     async with back(tmp_path / "one") as one, back(tmp_path / "two") as two:
         await two.write("name", b"before")
+        await two.fs.make_durable()
         await two.sync()
         await one.poll()
         handle = await one.create("a")
