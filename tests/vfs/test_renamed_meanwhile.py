@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -780,6 +781,26 @@ def fail_once_to_journal_a_change_ahead(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Committer, "enqueue", enqueue_or_fail)
 
 
+async def fsync_around(
+    store: MemoryStore, clock: Clock, writer: Lake, handle: int, rename: Callable[[], Awaitable[None]]
+) -> None:
+    """Sync a file while another node renames: that commit is the earlier one, and the writer hears of it while its own
+    is on its way."""
+    renaming, packing = pause_of_commits(), pause_of_commits()
+    async with trio.open_nursery() as packer:
+        async with trio.open_nursery() as renamer:
+            store.hook = renaming
+            renamer.start_soon(rename)
+            await reached(renaming.reached)
+            clock.advance(0.1)
+            store.hook = packing
+            packer.start_soon(writer.fs.fsync, handle)
+            await reached(packing.reached)
+            renaming.resume()
+        await writer.poll()
+        packing.resume()
+
+
 @pytest.mark.parametrize("is_disk_full", [False, True])
 async def test_version_that_is_packed_while_another_node_renames_its_directory_goes_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_disk_full: bool
@@ -790,11 +811,6 @@ async def test_version_that_is_packed_while_another_node_renames_its_directory_g
     if is_disk_full:
         fail_once_to_journal_a_change_ahead(monkeypatch)
     store, clock = MemoryStore(), Clock()
-
-    def is_commit(request: Request) -> bool:
-        return request.what == "put" and request.key.startswith(".lakefs/commits/")
-
-    renaming, packing = Pause(is_commit), Pause(is_commit)
     async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
         await one.mkdir("d")
         await one.write("d/f", b"first")
@@ -802,18 +818,7 @@ async def test_version_that_is_packed_while_another_node_renames_its_directory_g
         await two.poll()
         handle = await one.open("d/f", os.O_RDWR)
         await one.fs.write(handle, 0, b"second")
-        async with trio.open_nursery() as packer:
-            async with trio.open_nursery() as renamer:
-                store.hook = renaming
-                renamer.start_soon(two.rename, "d", "e")
-                await reached(renaming.reached)
-                clock.advance(0.1)
-                store.hook = packing
-                packer.start_soon(one.fs.fsync, handle)
-                await reached(packing.reached)
-                renaming.resume()
-            await one.poll()
-            packing.resume()
+        await fsync_around(store, clock, one, handle, partial(two.rename, "d", "e"))
         assert ("under earlier names, too" in caplog.text) == is_disk_full
         await one.fs.write(handle, 0, b"third!")
         await one.close(handle)
@@ -837,7 +842,6 @@ async def test_version_that_is_packed_while_another_directory_comes_to_its_path_
     """The other node's commits are earlier, and the writer hears of them while its own is on its way: this names the
     version by the path at which another file is now, which is back when the version has gone along."""
     store, clock = MemoryStore(), Clock()
-    renaming, packing = pause_of_commits(), pause_of_commits()
     async with (
         lake(store, tmp_path / "one", clock=clock, pack="always") as one,
         lake(store, tmp_path / "two", clock=clock, pack=pack_of_other) as two,
@@ -853,18 +857,8 @@ async def test_version_that_is_packed_while_another_directory_comes_to_its_path_
         moved = "other" if is_exchange else "e"
         handle = await one.open("d/f", os.O_RDWR | os.O_TRUNC)
         await one.fs.write(handle, 0, b"second")
-        async with trio.open_nursery() as packer:
-            async with trio.open_nursery() as renamer:
-                store.hook = renaming
-                renamer.start_soon(two.rename, "other", "d", RENAME_EXCHANGE if is_exchange else 0)
-                await reached(renaming.reached)
-                clock.advance(0.1)
-                store.hook = packing
-                packer.start_soon(one.fs.fsync, handle)
-                await reached(packing.reached)
-                renaming.resume()
-            await one.poll()
-            packing.resume()
+        rename = partial(two.rename, "other", "d", RENAME_EXCHANGE if is_exchange else 0)
+        await fsync_around(store, clock, one, handle, rename)
         await one.close(handle)
         expected = {"d": None, "d/f": b"other", moved: None, f"{moved}/f": b"second"}
         for _ in range(2):
