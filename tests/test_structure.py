@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, nodes_of, statements, widest_constructor
 
-CLOSE = 28, 56
+CLOSE = 29, 58
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
-bytes to the end (`local_disk.pread_all`), and for what of earlier commits is not settled (`Committer.reconcile`)."""
+bytes to the end (`local_disk.pread_all`), for what of earlier commits is not settled (`Committer.reconcile`), and for a
+draft's target, which methods change whose names say why."""
 RENAME = 38, 257
 """One each for the rule which keys are markers of directories, for the rules of files, apart from the rows that they
 change, and for histories of names; switches also for the clock of `Poller.heard`, for `count_repeated`, which is beside
@@ -50,6 +52,15 @@ def test_source_has_no_more_knots_than_before() -> None:
     assert len(cycles(trees)) <= CYCLES, cycles(trees)
     assert len(assigned_outside(trees)) <= ASSIGNED_OUTSIDE, assigned_outside(trees)
     assert widest_constructor(trees)[0] <= PARAMETERS, widest_constructor(trees)
+
+
+def test_only_its_methods_change_a_draft_target() -> None:
+    """Whether O_EXCL is decided, and what a version replaces, is said by the name of a method. The store client keeps
+    its attempts in a target."""
+    fields = {"key", "describe", "replaces", "copied_from", "expected", "removed", "if_absent", "path"}
+    changes = re.compile(rf"\btarget\.({'|'.join(fields)})\b(, [\w.]+)* = ")
+    found = [path for path in (ROOT / "lakefs_fuse").rglob("*.py") if changes.search(path.read_text())]
+    assert changes.search("draft.target.if_absent = False") and not found
 
 
 def test_mechanisms_that_are_measured_exist_in_the_product() -> None:

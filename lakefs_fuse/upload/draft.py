@@ -757,7 +757,7 @@ class Draft:
         if self.base == before:
             self.base = after
         if self.target.replaces == before.version.etag:
-            self.target.replaces = after.version.etag
+            self.target.update_replaced(after.version.etag)
         self.save()
 
     def supersede(self, place: int) -> None:
@@ -801,7 +801,7 @@ class Draft:
         dropped_end = self.parts.dropped_end
         began_with = self.upload.metadata.get(DRAFT_METADATA, self.token)
         if older is not None:
-            self.target.if_absent, self.target.replaces = False, older.etag
+            self.target.replace(older.etag)
             goes_on = dropped_end > 0 and not (token_of(older) == began_with and dropped_end <= older.size)
             if not goes_on:
                 await self.upload.abort()

@@ -341,7 +341,7 @@ async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confi
         await confirm()
     with draft.uses.using(0, draft.size):  # no part is dropped any more: see the next lines
         if draft.parts.bytes_dropped:
-            draft.target.expected = None  # a failed precondition may end the upload, which alone has these bytes
+            draft.target.expect(None)  # a failed precondition may end the upload, which alone has these bytes
         try:
             return await client.complete_multipart(key, upload_id, refs, version=draft.target, token=draft.token)
         except PreconditionFailed as error:

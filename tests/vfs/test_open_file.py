@@ -11,6 +11,7 @@ import pytest
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_target import DraftTarget
 from lakefs_fuse.vfs.files.open_file import TRANSITIONS, OpenFile, OpenState
 
 CLEAN, WRITING, ACKNOWLEDGED, UNLINKED = OpenState
@@ -18,7 +19,7 @@ EXTENT = Extent(Version("d/f", "etag", 1), 0, 1)
 
 
 def draft(*, sequence: int = 0) -> Draft:
-    target = SimpleNamespace(describe=None, replaces="", if_absent=True)
+    target = DraftTarget("f", lambda: ({}, {}), if_absent=True)
     return cast("Draft", SimpleNamespace(sequence=sequence, target=target, save=lambda: None))
 
 

@@ -259,7 +259,7 @@ class FileTable:
     def aim(self, path: str, draft_id: str, target: DraftTarget) -> None:
         """Choose the key of a draft whose upload has not begun: that of the file's path, unless other bytes are, or
         will be, there that belong to another name."""
-        target.key, target.path = choose_key(path, draft_id, is_taken=self.is_key_taken(path))
+        target.aim(*choose_key(path, draft_id, is_taken=self.is_key_taken(path)))
 
     def is_key_taken(self, key: str) -> bool:
         """Bytes that belong to another name are, or will be, at the key, or other nodes still look for them there, or
@@ -386,7 +386,8 @@ class FileTable:
                 continue
             is_late = not is_answered and may_be_stored(draft)
             if draft.upload.intent_ns or draft.state is DraftState.PUBLISHING or is_late:
-                draft.target.path, stays = key, True
+                draft.target.rename(key)
+                stays = True
                 self._renamed.add(each.entry.inode)
             else:
                 self.aim(each.key, draft.id, draft.target)
@@ -412,8 +413,7 @@ class FileTable:
             each.entry = msgspec.structs.replace(each.entry, place=entry.place, offset=entry.offset)
             each.if_absent = False
             if each.draft is not None:
-                target = each.draft.target
-                target.replaces, target.copied_from, target.if_absent = entry.etag, copied_from, False
+                each.draft.target.replace(entry.etag, copied_from)
 
     def learn_from(self, meta: ObjectMeta) -> None:
         """Keep the metadata that a GET answered, if the object is the plain file at its key: in use, or fetched ahead

@@ -218,7 +218,7 @@ class OpenFile:
         )
         self.extent, self.if_absent = extent, False
         if self.draft is not None:
-            self.draft.target.replaces, self.draft.target.if_absent = extent.version.etag, False
+            self.draft.target.replace(extent.version.etag)
 
     @property
     def is_new(self) -> bool:
@@ -322,7 +322,7 @@ class OpenFile:
         assert self.draft is not None
         earlier = OpenFile(self.entry, self.key, self.extent, if_absent=self.if_absent, publishing=self.publishing)
         earlier.begin(self.draft)
-        self.draft.target.describe = earlier.describe
+        self.draft.target.describe_by(earlier.describe)
         self.behind.append(earlier)
         self.end_draft()
         return earlier
@@ -336,7 +336,7 @@ class OpenFile:
         self.entry, self.extent, self.if_absent = earlier.entry, earlier.extent, earlier.if_absent
         if earlier.draft is not None:
             self.begin(earlier.draft)
-            earlier.draft.target.describe = self.describe
+            earlier.draft.target.describe_by(self.describe)
 
 
 @dataclass(slots=True)

@@ -291,7 +291,7 @@ class Links:
             there = await self._client.find(target.key)
             await self._io.poll()
             if there is None:
-                target.if_absent, target.expected = True, None
+                target.expect_absent()
                 return
             if not self._claims.is_removed(there):
                 raise FileError(errno.EEXIST)
@@ -302,7 +302,8 @@ class Links:
             is_conditional = has_match and not is_equal
             may_be_free = not is_conditional and self._claims.may_be_deleted(there)
             if not may_be_free and await self._claims.claim(there, token):
-                target.if_absent, target.expected = False, there.etag
+                target.allow_replacing()
+                target.expect(there.etag)
                 return
             await trio.sleep(pause_s)
         raise FileError(errno.EBUSY, f"another node is about to delete the object at {target.key}, or to store its own")

@@ -401,7 +401,7 @@ class Recovery:
                 path = path_of(record)
                 if not record.upload_intent_ns:  # perhaps given up at an earlier name
                     is_taken = self._ns.tree.objects.used(path) is not None
-                    draft.target.key, draft.target.path = choose_key(path, record.id, is_taken=is_taken)
+                    draft.target.aim(*choose_key(path, record.id, is_taken=is_taken))
                 await self._writer.finish(draft, path, partial(self._check_replaceable, record))
         except BaseException as error:
             self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)

@@ -153,7 +153,7 @@ class ObjectWriter:
             return await self._store(file, draft, alone=alone, is_synced=is_synced)
         except BaseException as error:
             if is_exclusive and not draft.target.replaces:  # whatever this attempt has concluded
-                draft.target.if_absent = True
+                draft.target.require_absent()
                 if isinstance(error, FileError) and error.errno == errno.EEXIST:
                     file.lose_name()
             raise
@@ -201,7 +201,7 @@ class ObjectWriter:
             if there is not None:
                 refusals = 0
                 if is_exclusive and self.claims.is_removed(there):
-                    draft.target.if_absent = False
+                    draft.target.allow_replacing()
             elif refusals >= REFUSALS_MIN:
                 self._files.refuse_key(plan.key)
             await self._poll()  # after the HEAD, so that a rename of the object found there is in effect
@@ -279,7 +279,7 @@ class ObjectWriter:
                 there = "" if found is None else found.etag
         removed, row = self._ns.tree.tombstones.get(path.encode()), self._ns.tree.entry(file.entry.inode)
         used = self._ns.tree.objects.used(target.key) if has_upload else None
-        own_etag = target.removed = self._own_etag(file, target, removed, row)
+        own_etag = self._own_etag(file, target, removed, row)
         plan = plan_publish(
             VersionFacts(
                 path,
@@ -314,7 +314,7 @@ class ObjectWriter:
             return await self._plan(file, draft, policy, alone=alone)
         if plan.key != target.key:
             await self._leave_late_object(draft)
-        target.key, target.path, target.if_absent, target.expected = plan.key, plan.path, plan.if_absent, plan.expected
+        target.follow(plan.key, plan.path, if_absent=plan.if_absent, expected=plan.expected, removed=own_etag)
         return plan, KnownAt(removed, row)
 
     async def _leave_late_object(self, draft: Draft) -> None:
@@ -532,13 +532,13 @@ class ObjectWriter:
             if await is_replaced_at_earlier_name():
                 raise FileError(errno.EEXIST, f"another client has stored {key} meanwhile; try again")
             if not draft.parts.bytes_dropped:
-                draft.target.expected = "" if found is None else found.etag
+                draft.target.expect("" if found is None else found.etag)
 
         if await is_replaced_at_earlier_name():
             await give_up_upload(draft, path)
             self._files.aim(path, draft.id, draft.target)
         key = draft.target.key
-        draft.target.if_absent = False  # a removed object may still be there
+        draft.target.allow_replacing()  # a removed object may still be there
         there = self._ns.at(path)
         async with self._deletions.keeping(key):
             used = self._ns.tree.objects.used(key) if draft.upload.intent_ns else None

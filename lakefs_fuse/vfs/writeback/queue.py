@@ -338,7 +338,7 @@ class WriteBack:
             if file.draft is not None:
                 file.draft.supersede(item.place)
                 if item.draft.is_unknown_to_store and item.draft.target.if_absent:
-                    file.draft.target.if_absent = True
+                    file.draft.target.require_absent()
             superseded.append(item.draft)
         return superseded
 

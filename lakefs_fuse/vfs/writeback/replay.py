@@ -188,7 +188,7 @@ class Replay:
         batch, row = Batch(), self._ns.tree.entry(file.entry.inode)
         for each in file.versions:
             if each.draft is not None:
-                each.draft.target.replaces = etag
+                each.draft.target.update_replaced(etag)
         self._files.journal_drafts(batch, file)
         if row is not None and row.is_local:
             self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag))
@@ -302,7 +302,7 @@ class Replay:
         batch = Batch()
         for later in [each.draft for each in file.versions if each.draft is not None]:
             if later is not draft:
-                later.target.replaces = etag
+                later.target.update_replaced(etag)
         self._files.journal_drafts(batch, file)
         self._journal.delete(batch, draft.id, unannounced=unannounced)
         self._db.commit(batch)
@@ -350,7 +350,7 @@ class Replay:
                 each.entry = msgspec.structs.replace(anew, parent=mine.parent, cookie=mine.cookie, name=mine.name)
                 each.if_absent = False
                 if each.draft is not None:
-                    each.draft.target.replaces, each.draft.target.if_absent = "", False
+                    each.draft.target.replace("")
             self._files.move(batch, file, path, is_answered=True)  # what the store has is another client's
             self._db.commit(batch, sync=True)
         for each in file.behind:
