@@ -14,7 +14,7 @@ from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, nodes_of, statements, widest_constructor
 
-CLOSE = 29, 58
+CLOSE = 29, 59
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
 bytes to the end (`local_disk.pread_all`), for what of earlier commits is not settled (`Committer.reconcile`), and for a
 draft's target, which methods change whose names say why."""

@@ -13,11 +13,14 @@ from lakefs_fuse.path_rules import PackPolicy
 from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
+    StoredFacts,
+    Telling,
     VersionFacts,
     choose_key,
     is_packable,
     needs_commit,
     plan_publish,
+    plan_telling,
     superseded_at,
 )
 
@@ -191,6 +194,36 @@ def test_needs_commit_where_a_listing_would_lack_something(
 ) -> None:
     entry = Entry(1, 2, b"f", 3, **attributes)
     assert needs_commit(entry, SHOWN, **{"key": "p/f", "path": "p/f", "is_named_by_commit": False, **where}) is expected
+
+
+PLAIN = Entry(1, 2, b"f", 3, etag="e")
+COMMITTED: dict[str, Any] = {"has_tombstone": True}
+TELLINGS: list[tuple[str, dict[str, Any], Telling]] = [
+    ("as a LIST shows it", {}, Telling.ANNOUNCED),
+    ("at another key", {"key": HIDDEN}, Telling.COMMITTED),
+    ("at another key, without a name", {"key": HIDDEN, "is_unlinked": True}, Telling.NONE),
+    ("without a name", {"is_unlinked": True, **COMMITTED}, Telling.ANNOUNCED),
+    ("other attributes", {"entry": Entry(1, 2, b"f", 3, mode=0o755)}, Telling.COMMITTED),
+    ("removed before", COMMITTED, Telling.COMMITTED),
+    ("named before", {"row": Entry(1, 2, b"f", 3, stamp=7)}, Telling.COMMITTED),
+    ("over a file elsewhere", {"row": Entry(1, 2, b"f", 3, flags=Flag.OVERRIDING)}, Telling.COMMITTED),
+    ("the bytes that it replaced", {"row": PLAIN}, Telling.COMMITTED),
+    ("the bytes of a local row", {"row": Entry(1, 2, b"f", 3, etag="e", place=5)}, Telling.ANNOUNCED),
+    ("bytes of an earlier version", {"is_back": True}, Telling.COMMITTED),
+    ("over an untold object", {"replaced": "r"}, Telling.COMMITTED),
+    ("another writer's since", {"is_superseded": True, **COMMITTED}, Telling.NONE),
+    ("removed since", {"was_seen_and_removed": True, **COMMITTED}, Telling.REMOVED),
+    ("removed since, where no commit tells", {"was_seen_and_removed": True}, Telling.ANNOUNCED),
+]
+
+
+@pytest.mark.parametrize(("facts", "expected"), [case[1:] for case in TELLINGS], ids=[case[0] for case in TELLINGS])
+def test_plan_telling_of_each_case_is_the_same_twice(facts: dict[str, Any], expected: Telling) -> None:
+    known: dict[str, Any] = {
+        "path": "p/f", "key": "p/f", "etag": "e", "entry": Entry(1, 2, b"f", 3), "shown": SHOWN, "row": None,
+        "has_tombstone": False, **facts,
+    }  # fmt: skip
+    assert [plan_telling(StoredFacts(**known)) for _ in range(2)] == [expected, expected]
 
 
 def test_superseded_at_a_reserved_key_is_nothing() -> None:

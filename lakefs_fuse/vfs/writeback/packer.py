@@ -118,21 +118,21 @@ class Packer:
     def _bytes_max(self) -> int:
         return self._committer.pack_bytes_max
 
-    def are_others_closing(self, threshold_bytes: int, plain: int) -> bool:
+    def are_others_closing(self, threshold_bytes: int, plain_in_progress: int) -> bool:
         """Return whether other small files are being closed or written, so that one that closes can share a commit.
 
-        ``plain`` is the number of files that are being stored as plain objects."""
-        return bool(self._waiting or self._in_flight or plain) or self._others_write(threshold_bytes)
+        ``plain_in_progress`` is the number of files that are being stored as plain objects."""
+        return bool(self._waiting or self._in_flight or plain_in_progress) or self._others_write(threshold_bytes)
 
     async def submit(
-        self, file: OpenFile, draft: Draft, threshold_bytes: int, plain: int, *, alone_is_plain: bool
+        self, file: OpenFile, draft: Draft, threshold_bytes: int, plain_in_progress: int, *, alone_is_plain: bool
     ) -> bool:
         """Commit a small file together with others.
 
-        Returns False if no other joined and the file must be a plain object. ``plain`` is the number of other files
-        that are being stored as plain objects. The caller holds ``draft.gate``. Raises LakeError.
+        Returns False if no other joined and the file must be a plain object. ``plain_in_progress`` is the number of
+        other files that are being stored as plain objects. The caller holds ``draft.gate``. Raises LakeError.
         """
-        others = len(self._waiting) + self._in_flight + plain
+        others = len(self._waiting) + self._in_flight + plain_in_progress
         await draft.fill(0, draft.size)
         waiting = Waiting(file, draft, await draft.file.read(0, draft.size), alone_is_plain)
         self._waiting.append(waiting)

@@ -1,4 +1,5 @@
-"""Plans the publication of a version: its key, pack or plain object, and what is to be done before and after.
+"""Plans the publication of a version: its key, pack or plain object, and what is to be done before and after
+(`plan_publish`); and once a plain object is stored, how other nodes learn of it (`plan_telling`).
 
 What always holds (*plans are pure*): the functions here read only the facts that they are given, so the same facts give
 the same plan. `ObjectWriter` gathers the facts between two awaits, and executes the plan. Callable from any thread;
@@ -160,6 +161,68 @@ def _needs_commit_beside(facts: VersionFacts) -> bool:
     That is a commit before it if the removal of the object there is journaled, or one after it to say that it replaces
     an object that a pack hides."""
     return facts.is_removal_journaled or bool(facts.place and facts.superseded_etag)
+
+
+class Telling(StrEnum):
+    """How other nodes learn that a plain object is the newest version of a name."""
+
+    NONE = "none"
+    """Not at all: another writer has replaced it, or the file has no name any more."""
+    ANNOUNCED = "announced"
+    """The next commit announces it, and a LIST shows it as it is."""
+    COMMITTED = "committed"
+    """A journaled change, without which a LIST would not show the file as it is, or commits would hide it."""
+    REMOVED = "removed"
+    """Not at all: another node saw it, and removed or replaced it, before its writer heard that it is stored."""
+
+
+class StoredFacts(msgspec.Struct, frozen=True):
+    """A plain object that was just stored, and what this node knows of its name now."""
+
+    path: str
+    key: str
+    etag: str
+    entry: Entry
+    """The file, with the attributes that it has now."""
+    shown: tuple[int, int, int]
+    """The mode, uid and gid of files whose objects have none."""
+    row: Entry | None
+    """Of the file's inode."""
+    has_tombstone: bool
+    """True if commits have removed or hidden a plain object at the path."""
+    replaced: str = ""
+    """ETag of the object replaced at the path, if no commit has told of it here; empty otherwise."""
+    is_back: bool = False
+    """True if an earlier version of the file had these bytes, and other bytes replaced it."""
+    is_superseded: bool = False
+    """True if another writer's version has replaced it already."""
+    is_unlinked: bool = False
+    was_seen_and_removed: bool = False
+    """See `Telling.REMOVED`."""
+
+    @property
+    def is_named(self) -> bool:
+        """Return whether commits have told of the name."""
+        return self.has_tombstone or bool(self.row is not None and (self.row.stamp or self.row.flags & Flag.OVERRIDING))
+
+    @property
+    def is_again(self) -> bool:
+        """Return whether it has the bytes that it replaced."""
+        return self.row is not None and self.row.etag == self.etag and self.row.is_plain
+
+
+def plan_telling(facts: StoredFacts) -> Telling:
+    """Return how other nodes learn of a plain object."""
+    if facts.is_superseded:
+        return Telling.NONE
+    commits = facts.is_again or facts.is_back or bool(facts.replaced)
+    if not commits:
+        commits = needs_commit(
+            facts.entry, facts.shown, key=facts.key, path=facts.path, is_named_by_commit=facts.is_named
+        )
+    if not commits or facts.is_unlinked:
+        return Telling.ANNOUNCED if facts.key == facts.path else Telling.NONE
+    return Telling.REMOVED if facts.was_seen_and_removed else Telling.COMMITTED
 
 
 def needs_commit(entry: Entry, shown: tuple[int, int, int], *, key: str, path: str, is_named_by_commit: bool) -> bool:

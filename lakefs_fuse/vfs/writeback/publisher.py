@@ -69,10 +69,13 @@ from lakefs_fuse.vfs.writeback.packer import Packer, refuse_path
 from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
+    StoredFacts,
+    Telling,
     VersionFacts,
     is_renamed_since,
     needs_commit,
     plan_publish,
+    plan_telling,
     superseded_at,
 )
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
@@ -174,8 +177,8 @@ class ObjectWriter:
         alone = alone or draft.copies or (is_exclusive and self._is_of_another_node(file))
         plan, known = await self._plan(file, draft, policy, alone=alone, is_synced=is_synced)
         if plan.form is not Form.PLAIN:
-            plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
-            if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
+            alone_is_plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
+            if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=alone_is_plain):
                 self._end_pack(draft, before)
                 return await self._resume(file, draft)
             plan, known = await self._plan(file, draft, policy, alone=True)
@@ -184,7 +187,7 @@ class ObjectWriter:
             try:
                 sent = await self._send_plain(draft, plan, known, there, is_exclusive=is_exclusive)
                 self._unrecorded[draft] = Unrecorded(before, sent)
-                return self._retire(before, await self._describe_plain(file, draft, sent))
+                return self._retire(before, await self._tell(file, draft, sent))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
                 refusals += not plan.expected
@@ -223,7 +226,7 @@ class ObjectWriter:
             meta = msgspec.structs.replace(meta, etag=draft.token)
             published = msgspec.structs.replace(plain.published, meta=meta, is_superseded=True)
             plain = msgspec.structs.replace(plain, published=published)
-        return self._retire(unrecorded.before, await self._describe_plain(file, draft, plain))
+        return self._retire(unrecorded.before, await self._tell(file, draft, plain))
 
     def _end_pack(self, draft: Draft, before: ObjectRow | None) -> None:
         """Record in memory that the store has the draft in a pack."""
@@ -405,58 +408,72 @@ class ObjectWriter:
         finally:
             self._storing_plain -= 1
 
-    async def _describe_plain(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
-        """Journal the change without which others do not find the object. Raises LakeError; it can be tried again."""
+    async def _tell(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
+        """Have other nodes learn of a plain object as `plan_telling` says; return what is to be recorded of it here.
+        Raises LakeError; it can be tried again."""
         if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.keys.path_bytes_max:  # its directory was renamed
             self._ns.keys.check_paths([file.key])
-        published = plain.published
-        key = published.meta.key  # a rename that began before the draft may have moved it since the plan
-        is_at_another_name = key != file.key and not key.startswith(OBJECTS)
-        if is_at_another_name and not published.is_superseded and not file.unlinked:
-            with suppress(LakeError):  # otherwise the commit of the location does that
-                await self._renamed.hide(key, [published.meta.etag])
-        replaced = self._replaced_untold(file.key, draft, plain.plan, published.meta)
-        has_tombstone = self._has_tombstone(file.key)
+        published, meta = plain.published, plain.published.meta
+        await self._hide_earlier_name(file, published)
+        replaced = self._replaced_untold(file.key, draft, plain.plan, meta)
         may_be_hidden = published.is_back or bool(replaced)  # the writer of that may have replaced the same bytes
-        row, dated_s = self._ns.tree.entry(file.entry.inode), 0
+        row, has_tombstone, dated_s = self._ns.tree.entry(file.entry.inode), self._has_tombstone(file.key), 0
         if has_tombstone or may_be_hidden or file.entry.place or (row is not None and row.place):
-            dated_s = await self.removed.find_date(draft.uploader.client, published.meta, may_be_hidden=may_be_hidden)
-            row = self._ns.tree.entry(file.entry.inode)
-        path, meta = file.key, published.meta
+            dated_s = await self.removed.find_date(draft.uploader.client, meta, may_be_hidden=may_be_hidden)
+            row, has_tombstone = self._ns.tree.entry(file.entry.inode), self._has_tombstone(file.key)
+        path = file.key
         if not published.is_superseded:
-            self._note_stored(path, key, meta.etag)
+            self._note_stored(path, meta.key, meta.etag)
         now = (_owner(file, draft) or file).entry  # not ``file`` if another version has begun in the meantime
+        facts = StoredFacts(
+            path, meta.key, meta.etag, now, self._shown, row, has_tombstone,
+            replaced=replaced if meta.key == path else "",
+            is_back=published.is_back, is_superseded=published.is_superseded, is_unlinked=file.unlinked,
+            was_seen_and_removed=dated_s > 0 and self.removed.was_seen_and_removed(path, meta, dated_s, plain.before),
+        )  # fmt: skip
+        telling, unannounced = plan_telling(facts), ""
         entry = msgspec.structs.replace(
             now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
             place=0, offset=0,
             stamp=0 if row is None else row.stamp,  # a change pending when the file was opened may be in a commit
         )  # fmt: skip
-        is_named = has_tombstone or bool(row is not None and (row.stamp or row.flags & Flag.OVERRIDING))
-        is_again = row is not None and row.etag == meta.etag and row.is_plain
-        replaced = replaced if key == path else ""
-        commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
-        commits = commits or is_again or published.is_back or bool(replaced)
-        commits, unannounced = commits and not file.unlinked and not published.is_superseded, ""
-        if commits and self.removed.was_seen_and_removed(path, meta, dated_s, plain.before):
-            commits = False
-            if row is not None and is_hiding(row, meta.etag):
-                self.leave_to_others(row)
-                row = None
-        elif commits:  # journaled, so that it is sent even if this fails
-            dated_s, before = self.removed.date_again(meta, dated_s), self.removed.removal(path, replaced, plain.there)
-            self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=before)
-            if key != path or replaced:  # or the next writer does not hear of what this has replaced
-                self._untold[path] = self._committer.journal.newest
+        if telling is Telling.COMMITTED:
+            self._commit_plain(facts, entry, meta, dated_s, plain.there)
             row = self._ns.tree.entry(entry.inode)
             entry = row or entry
-        elif key == path and not published.is_superseded:
+        elif telling is Telling.ANNOUNCED:
             self._committer.announce_stored(path)
             unannounced = path
+        elif telling is Telling.REMOVED and row is not None and is_hiding(row, meta.etag):
+            self.leave_to_others(row)
+            row = None
         of_name = row if published.is_superseded else entry  # the version that the name has, as far as is known
-        is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(of_name or entry)
-        extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
-        needs_sync = commits and is_named
-        return StoredVersion(entry, row, is_removed, extent, published.described, published, needs_sync, unannounced)
+        may_be_removed = row is not None and (has_tombstone or telling is Telling.COMMITTED)
+        return StoredVersion(
+            entry, row, may_be_removed and self._ns.is_removed(of_name or entry),
+            Extent(Version(meta.key, meta.etag, meta.size), 0, meta.size), published.described, published,
+            needs_sync=telling is Telling.COMMITTED and facts.is_named, unannounced=unannounced,
+        )  # fmt: skip
+
+    async def _hide_earlier_name(self, file: OpenFile, published: Published) -> None:
+        """Hide an object at the key of another name: a rename that began before the draft may have moved the file since
+        the plan."""
+        key = published.meta.key
+        is_at_another_name = key != file.key and not key.startswith(OBJECTS)
+        if is_at_another_name and not published.is_superseded and not file.unlinked:
+            with suppress(LakeError):  # otherwise the commit of the location does that
+                await self._renamed.hide(key, [published.meta.etag])
+
+    def _commit_plain(
+        self, facts: StoredFacts, entry: Entry, meta: ObjectMeta, dated_s: int, there: ObjectMeta | None
+    ) -> None:
+        """Journal the change without which other nodes do not find the object, so that it is sent even if this fails.
+        ``there`` is what a HEAD had found at the key before. Raises CacheError."""
+        path = facts.path
+        dated_s, before = self.removed.date_again(meta, dated_s), self.removed.removal(path, facts.replaced, there)
+        self._enqueue_location(path, entry, facts.key, is_again=facts.is_again, dated_s=dated_s, replaced=before)
+        if facts.key != path or facts.replaced:  # or the next writer does not hear of what this has replaced
+            self._untold[path] = self._committer.journal.newest
 
     def _replaced_untold(self, path: str, draft: Draft, plan: PublishPlan, meta: ObjectMeta) -> str:
         """Return the ETag of the object replaced at a path if no commit has told of it here; empty otherwise."""
