@@ -142,7 +142,7 @@ class Renames:
                 await self._check_replaceable(source, target)
         ends = [source, target] if exchange and target is not None else [source]
         await self._preparation.prepare(ends, None if exchange else target)
-        if await self._rename(_Request(source, parent_new, name_new, flags), ends):
+        if await self._rename(_Request(source, parent_new, name_new, flags), ends) is Route.HELD:
             await self._names.flush()
         if self._preparation.renamed.adopting:  # what was stored meanwhile
             await self._preparation.renamed.wait_adopted()
@@ -186,8 +186,8 @@ class Renames:
             raise FileError(errno.EINVAL)  # no entry moves below itself
         return ends
 
-    async def _rename(self, request: _Request, moving: list[Entry]) -> bool:
-        """Carry out a prepared rename of the entries ``moving``; return whether a flush must come before the answer."""
+    async def _rename(self, request: _Request, moving: list[Entry]) -> Route:
+        """Carry out a prepared rename of the entries ``moving``; return by which route it reaches the store."""
         source, exchange = request.source, request.is_exchange
         file = self._files.get(source.inode)
         # A version that is being stored when its file is renamed is stored first, under the old name.
@@ -198,15 +198,12 @@ class Renames:
             self._forget_removed(moving)
             ends = self._read_ends(request)
             opened = None if ends.target is None or exchange else self._files.hold(ends.target.inode)
-            done, is_held = ends, False
+            done, route = ends, Route.LOCAL
 
             async def execute(*_: object) -> None:
-                nonlocal done, is_held
+                nonlocal done, route
                 done = ends if opened is None else self._read_ends(request)  # other tasks ran
-                if ends.source.flags & Flag.LOCAL and not exchange:
-                    self._move_row(done)
-                else:
-                    done, is_held = await self._commit(done, opened)
+                done, route = await self._execute(done, opened)
 
             if opened is not None:
                 await self._unlinker.unlink(opened, execute)
@@ -220,7 +217,7 @@ class Renames:
                 log.error("%s is %s now, which the journal does not say of all files: %s", ends.old, ends.new, error)
             for listener in self._ns.events.path_renamed:
                 listener(ends.old, ends.new)
-        return is_held
+        return route
 
     def _check_names(self, ends: Sequence[Entry]) -> None:
         """Raise FileError(EEXIST) if another client has the name of a file that is being written. The rename would move
@@ -250,47 +247,60 @@ class Renames:
         for row in changed:
             self._files.replaces(row, "")
 
-    # -- what is in the store
-
-    async def _commit(self, ends: _Ends, opened: OpenFile | None) -> tuple[_Ends, bool]:
-        """Commit or journal the rename of entries in the store; return the ends as they were planned, and whether a
-        flush must follow."""
-        source, exchange, now = ends.source, ends.request.is_exchange, ends
+    async def _execute(self, ends: _Ends, opened: OpenFile | None) -> tuple[_Ends, Route]:
+        """Move a row, commit, or journal; return the ends as they were then, and the route. ``opened`` is the file that
+        loses its name, if it is in use. Raises LakeError."""
+        route = route_of(
+            ends.moving,
+            is_writeback=self._writeback.is_for(ends.old) and self._writeback.is_for(ends.new),
+            is_held=bool(self._committer.held_until),
+        )
+        if route is Route.LOCAL:
+            self._move_row(ends)
+            return ends, route
+        is_large = any(self._is_large(end) for end in ends.moving)
+        if is_large and route is not Route.COMMITTED:  # a journaled change is applied in one step
+            await self._names.flush()
+            route = Route.COMMITTED
+        now = ends
 
         def read_ends() -> _Ends:
             nonlocal now
             self._forget_removed(ends.moving)
             now = self._read_ends(ends.request)
-            if now.source.flags & Flag.LOCAL and not source.flags & Flag.LOCAL:
+            if now.source.flags & Flag.LOCAL and not ends.source.flags & Flag.LOCAL:
                 raise FileError(errno.ESTALE)  # it was removed just now: there is nothing to commit
             return now
 
-        def plan() -> Change:
-            return _finish(self._plan(read_ends()))
-
-        is_writeback = self._writeback.is_for(ends.old) and self._writeback.is_for(ends.new)
-        is_held = bool(self._committer.held_until)
-        route = route_of(ends.moving, is_writeback=is_writeback, is_held=is_held)
-        is_large = any(self._is_large(end) for end in ends.moving)
-        if is_large and route is not Route.COMMITTED:  # a journaled change is applied in one step
-            await self._names.flush()
-            route = Route.COMMITTED
         if route is Route.COMMITTED:
-            stored_before = self._deletions.stored_count
-            change = await self._commit_now(read_ends, is_large=is_large)
-            if self._deletions.stored_count != stored_before:
-                self._preparation.renamed.rename_applied(change, self._deletions.stored_since(stored_before))
+            await self._commit(read_ends, is_large=is_large)
         else:
             async with self._committer.quiet():
-                if route is Route.JOURNALED:
-                    self._withhold_older(source, ends.old)
-                    self._names.enqueue(plan(), self._journal_versions(source, ends.new, opened))
-                else:
-                    self._committer.enqueue(plan(), self._journal_versions(source, ends.new, opened))
+                self._journal(read_ends(), route, opened)
         for end in ends.moving:
-            if exchange and end.is_local and (moved := self._ns.tree.entry(end.inode)) is not None:
+            if ends.request.is_exchange and end.is_local and (moved := self._ns.tree.entry(end.inode)) is not None:
                 self._files.replaces(moved, "")
-        return now, route is Route.HELD
+        return now, route
+
+    # -- what is in the store
+
+    async def _commit(self, read_ends: Callable[[], _Ends], *, is_large: bool) -> None:
+        """Commit a rename. Objects that are stored meanwhile at an old key are renamed, too. Raises LakeError, and the
+        errors of ``read_ends``."""
+        stored_before = self._deletions.stored_count
+        change = await self._commit_now(read_ends, is_large=is_large)
+        if self._deletions.stored_count != stored_before:
+            self._preparation.renamed.rename_applied(change, self._deletions.stored_since(stored_before))
+
+    def _journal(self, ends: _Ends, route: Route, opened: OpenFile | None) -> None:
+        """Journal a rename: behind what was acknowledged before it, or (`Route.HELD`) to be sent immediately. Raises
+        CacheError."""
+        change = _finish(self._plan(ends))
+        if route is Route.JOURNALED:
+            self._withhold_older(ends.request.source, ends.old)
+            self._names.enqueue(change, self._journal_versions(ends.source, ends.new, opened))
+        else:
+            self._committer.enqueue(change, self._journal_versions(ends.source, ends.new, opened))
 
     async def _commit_now(
         self, read_ends: Callable[[], _Ends], planner: Planner = plan_in_steps, *, is_large: bool
@@ -383,12 +393,12 @@ class Renames:
             with self._ns.database.recording() as changed:
                 change = await finish_paced(self._plan(ends, NAMES_PER_STEP, planner))
                 ends = read_ends()
-                if not self._are_ours(changed.take(), ends):
+                if not self._concern_rename(changed.take(), ends):
                     return change
         return _finish(self._plan(read_ends(), planner=planner))
 
-    def _are_ours(self, keys: set[bytes], ends: _Ends) -> bool:
-        """Return whether any of these rows belongs to a moving name, or to an object at its old or new path."""
+    def _concern_rename(self, keys: set[bytes], ends: _Ends) -> bool:
+        """Return whether any of these changed rows belongs to a moving name, or to an object at its old or new path."""
         tree, inode, new_name = self._ns.tree, ends.source.inode, (ends.request.parent, ends.request.name)
         moves = [path.encode(*PATH) for path in (ends.old, ends.new)]
         if any(path == move or path.startswith(move + b"/") for path in tree.changed_paths(keys) for move in moves):
