@@ -97,14 +97,18 @@ class Draft:
         self.created_ns = uploader.clock.wall_ns()
         self.pages, self.spills, self.parts = PageMap(self.layout), Spills(self.layout), Parts(self.layout)
         self.hashes: dict[int, int] = {}
-        self.token = draft_id
-        self.commit = ""
-        self.packed: Extent | None = None
-        """The place of its bytes in the pack with which it was published."""
-        self.changes = 0
-        self.recheck = False
+        """Of cache blocks in parts that were sent, by number, while their bytes are unchanged."""
+        self.changes, self.token, self.recheck = 0, draft_id, False
+        """How often it was changed since an attempt to publish it, and the token of its present bytes. ``recheck``: an
+        attempt may have stored earlier bytes, which `reconcile` looks for first."""
+        self.commit, self.packed = "", None  # type: str, Extent | None
+        """The newest commit that was sent with these bytes, and their place in the one with which they were
+        published."""
         self.unlinked = False
-        self.sequence = self.began = self.stands_for = self.saves = 0
+        self.sequence = self.began = self.stands_for = 0
+        """The order of acknowledgement, as in `DraftRecord`."""
+        self.saves = 0
+        """How often its record was saved."""
         self.deferred = deferred
         """Whether parts are sent only when the draft is acknowledged or staging is half full."""
         self.outage = Outage(self.hurry)
