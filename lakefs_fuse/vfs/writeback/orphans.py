@@ -36,7 +36,6 @@ from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATT
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 from lakefs_fuse.vfs.writeback.reconciliation import path_of
@@ -399,9 +398,6 @@ class Recovery:
         try:
             async with draft.gate:
                 path = path_of(record)
-                if not record.upload_intent_ns:  # perhaps given up at an earlier name
-                    is_taken = self._ns.tree.objects.used(path) is not None
-                    draft.target.aim(*choose_key(path, record.id, is_taken=is_taken))
                 await self._writer.finish(draft, path, partial(self._check_replaceable, record))
         except BaseException as error:
             self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)

@@ -553,6 +553,7 @@ class ObjectWriter:
 
         if await is_replaced_at_earlier_name():
             await give_up_upload(draft, path)
+        if not draft.upload.intent_ns:  # perhaps given up at an earlier name, before a crash
             self._files.aim(path, draft.id, draft.target)
         key = draft.target.key
         draft.target.allow_replacing()  # a removed object may still be there
