@@ -90,7 +90,7 @@ class Filesystem:
         """Return when the directory can be read; its first listing may still be in progress (see `more_names`)."""
         self._attributes.directory(inode)
         if self.config.attributes == "objects":
-            if self._ns.fresh_s(inode) <= 0:
+            if self._ns.directory_fresh_s(inode) <= 0:
                 await self._ns.ensure_listed(inode, strictly=False)
             await ask_all(self._ns.tree.children_in_steps(inode), self.getattr)
         else:

@@ -138,7 +138,7 @@ class PathWaits:
     def _fresh_s(self, directory: int, name: bytes) -> float:
         """For how many seconds what is known of a name counts."""
         ends_s = self._answered.get((directory, name), -math.inf) + min(ANSWER_S_MIN, self._refresh_s)
-        fresh_s = self._ns.answer_fresh_s(directory, name, within_ttl=True)
+        fresh_s = self._ns.name_fresh_s(directory, name, within_ttl=True)
         return max(fresh_s, ends_s - trio.current_time(), 0.0)
 
     async def _ask(self, name: Name) -> None:

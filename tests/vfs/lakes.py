@@ -293,11 +293,11 @@ async def two_lakes(
 @contextmanager
 def held_fresh(m: Lake) -> Iterator[None]:
     """What is known counts, whatever its age: the kernel's own cache answers its lookups meanwhile."""
-    m.parts.namespace.answer_fresh_s = lambda directory, name, **_: TTL_S  # type: ignore[method-assign]
+    m.parts.namespace.name_fresh_s = lambda directory, name, **_: TTL_S  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del m.parts.namespace.answer_fresh_s
+        del m.parts.namespace.name_fresh_s
 
 
 @contextmanager

@@ -242,7 +242,7 @@ async def test_object_stored_while_another_node_lists_is_not_overlooked(tmp_path
             await one.write("d/y", b"y")
             await announce(one, two)
             pause.resume()
-        assert two.fs.namespace.fresh_s(d.inode) == 0
+        assert two.fs.namespace.directory_fresh_s(d.inode) == 0
         assert await two.lookup("d/y") is not None
         assert await two.names("d") == ["x", "y"]
 
@@ -317,11 +317,11 @@ async def test_more_names_than_are_kept_outdate_the_directory(tmp_path: Path, mo
         for number in range(3):
             await one.write(f"{number}", b"x")
         await announce(one, two)
-        assert two.fs.namespace.answer_fresh_s(ROOT_INODE, b"other") > 0, "only what is announced is asked for"
+        assert two.fs.namespace.name_fresh_s(ROOT_INODE, b"other") > 0, "only what is announced is asked for"
         for number in range(3, 5):
             await one.write(f"{number}", b"x")
         await announce(one, two)
-        assert two.fs.namespace.answer_fresh_s(ROOT_INODE, b"other") == 0
+        assert two.fs.namespace.name_fresh_s(ROOT_INODE, b"other") == 0
         since = len(store.requests)
         assert [await two.lookup(f"{number}") is not None for number in range(5)] == [True] * 5
         assert asked_since(store, since) == [""], "one LIST of the directory answers for all"
@@ -342,7 +342,7 @@ async def test_more_directories_than_are_kept_outdate_the_one_announced_longest_
         for directory in "abc":
             await one.write(f"{directory}/new", b"x")
             await announce(one, two)
-        assert [two.fs.namespace.answer_fresh_s(inode, b"other") > 0 for inode in inodes] == [False, True, True]
+        assert [two.fs.namespace.name_fresh_s(inode, b"other") > 0 for inode in inodes] == [False, True, True]
         for directory in "abc":
             assert await two.names(directory) == ["f", "new"]
 

@@ -183,9 +183,9 @@ async def test_change_of_names_believes_no_listing_beyond_the_ttl(tmp_path: Path
             clock.advance(TTL_S + 1)
             await lists_of(m, store)
             await m.names("1/empty")
-        while (inode := (await m.found("1/empty")).inode) and m.fs.namespace.fresh_s(inode, within_ttl=True):
+        while (inode := (await m.found("1/empty")).inode) and m.fs.namespace.directory_fresh_s(inode, within_ttl=True):
             clock.advance(TTL_S)
-        assert m.fs.namespace.fresh_s(inode) > 0
+        assert m.fs.namespace.directory_fresh_s(inode) > 0
         store.give("1/empty/of another program", b"x")
         with pytest.raises(FileError) as refused:
             await m.rmdir("1/empty")

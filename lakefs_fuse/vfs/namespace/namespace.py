@@ -161,7 +161,7 @@ class Namespace:
 
     # -- freshness
 
-    def fresh_s(self, directory: int, *, within_ttl: bool = False) -> float:
+    def directory_fresh_s(self, directory: int, *, within_ttl: bool = False) -> float:
         """Return for how many seconds the last listing of a directory still counts, the TTL at most; 0 if the store
         must be asked again. ``within_ttl``: a listing older than the TTL does not count, although its interval is
         longer."""
@@ -170,11 +170,11 @@ class Namespace:
             0.0 if listing is None else self._listed_fresh_s(directory, self._whole_ns(directory, listing), within_ttl)
         )
 
-    def answer_fresh_s(self, directory: int, name: bytes, *, within_ttl: bool = False) -> float:
+    def name_fresh_s(self, directory: int, name: bytes, *, within_ttl: bool = False) -> float:
         """Return for how many seconds the entry of a name still counts, by a listing or by a lookup of the name alone.
-        See `fresh_s`."""
+        See `directory_fresh_s`."""
         listed_ns = self._listed_ns(directory, name)
-        return max(self._listed_fresh_s(directory, listed_ns, within_ttl), self._answer_fresh_s(directory, name))
+        return max(self._listed_fresh_s(directory, listed_ns, within_ttl), self._lookup_fresh_s(directory, name))
 
     def _listed_ns(self, directory: int, name: bytes) -> int:
         """Return when a directory was listed; 0 if that listing does not count for the name."""
@@ -206,24 +206,29 @@ class Namespace:
         return max(0, min(self._ttl_ns, interval_ns - age_ns)) / NS if age_ns >= 0 else 0.0
 
     def listing_fresh_s(self, directory: int) -> float:
-        """Return `fresh_s` of a directory; of its first listing if that is under way and can be read."""
+        """Return for how many seconds what READDIR shows counts: `directory_fresh_s`, or that of the first listing if
+        that is under way and can be read."""
         flight = self._flights.get(directory)
-        return self._flight_fresh_s(flight) if flight is not None and flight.is_readable else self.fresh_s(directory)
+        return (
+            self._flight_fresh_s(flight)
+            if flight is not None and flight.is_readable
+            else self.directory_fresh_s(directory)
+        )
 
     def _flight_fresh_s(self, flight: Flight) -> float:
         return self._fresh_s(flight.began_ns, self._looks.first_ns)
 
-    def _answer_fresh_s(self, directory: int, name: bytes) -> float:
+    def _lookup_fresh_s(self, directory: int, name: bytes) -> float:
         asked_ns = self._answers.get((directory, name))
         return 0.0 if asked_ns is None else self._fresh_s(asked_ns, self._looks.first_ns)
 
     def lease_fresh_s(self, directory: int) -> float:
-        """Return `fresh_s`, but 0 while a name that the listing lacks may have been stored before a new object that was
-        seen since: a lease answers for all absent names."""
+        """Return `directory_fresh_s`, but 0 while a name that the listing lacks may have been stored before a new
+        object that was seen since: a lease answers for all absent names."""
         listing = self.tree.listing(directory)
         if listing is None or (self._has_seen_new and self._whole_ns(directory, listing) < self._new_object_ns):
             return 0.0
-        return self.fresh_s(directory)
+        return self.directory_fresh_s(directory)
 
     def _note_new_object(self) -> None:
         self._new_object_ns = self._clock_ns()
@@ -246,7 +251,7 @@ class Namespace:
         self, directory: int, name: bytes, *, ask: bool = False, within_ttl: bool = False
     ) -> tuple[Entry | None, float]:
         """Return the entry of a name, and for how many seconds that answer counts. ``ask``: the store is asked in any
-        case; ``within_ttl``: see `fresh_s`. Raises LakeError."""
+        case; ``within_ttl``: see `directory_fresh_s`. Raises LakeError."""
         try:
             component = name.decode("utf-8")
         except UnicodeDecodeError:
@@ -255,43 +260,59 @@ class Namespace:
             return None, self._ttl_ns / NS
         entry = None if ask else self.tree.child(directory, name)
         if not ask:
-            if entry is not None and not entry.flags & Flag.DIRECTORY and self._keep(entry):
-                return entry, self._ttl_ns / NS
-            fresh_s = self.answer_fresh_s(directory, name, within_ttl=within_ttl)
-            flight = self._flights.get(directory)
-            if (
-                flight is not None
-                and entry is not None
-                and flight.brought(entry.cookie)
-                and name not in flight.announced
-            ):
-                fresh_s = max(fresh_s, self._flight_fresh_s(flight))
-            is_doubted = entry is None and self._doubts_absence(directory, name)
-            if fresh_s > 0 and not is_doubted and not (entry is not None and entry.flags & Flag.LOCAL):
+            fresh_s = self._known_fresh_s(directory, name, entry, within_ttl=within_ttl)
+            if fresh_s is not None:
                 return entry, fresh_s
-            if entry is not None and entry.is_dir and self._keep(entry):  # late, because it reads all files in use
-                return entry, self._ttl_ns / NS
-            listing = self.tree.listing(directory)
-            if is_doubted and listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
-                with suppress(*AWAY):
-                    await self.list_directory(directory, since_ns=self._new_object_ns)
-                return self.tree.child(directory, name), self.answer_fresh_s(directory, name)
-            if listing is None or not self._are_few_outdated(directory, listing):
-                if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
-                    await self._list_again(directory)
-                    return self.tree.child(directory, name), self.answer_fresh_s(directory, name)
-                if flight is None and not self._client.is_away and self._subtrees.is_shared(self._place(directory)):
-                    with self._counting_on(directory, entry):
-                        await self.list_directory(directory, within_ttl=True)
-                    return self.tree.child(directory, name), self.answer_fresh_s(directory, name)
-                self._consider_background_listing(directory, name)
+            if await self._list_for(directory, name, entry):
+                return self.tree.child(directory, name), self.name_fresh_s(directory, name)
         if not self._counts_on(directory) and (entry is None or not self._client.is_away):
             with self._counting_on(directory, entry):
                 await self._ask_for_name(directory, name, component)
         entry = self.tree.child(directory, name)
         if ask and entry is not None and self._absent.discard(directory, name):
             self.announce_name(directory, name)
-        return entry, self._answer_fresh_s(directory, name)
+        return entry, self._lookup_fresh_s(directory, name)
+
+    def _known_fresh_s(self, directory: int, name: bytes, entry: Entry | None, *, within_ttl: bool) -> float | None:
+        """Return for how many seconds the row of a name, or that there is none, counts; None if the store must be
+        asked."""
+        is_dir = entry is not None and bool(entry.flags & Flag.DIRECTORY)
+        if entry is not None and not is_dir and self._keep(entry):
+            return self._ttl_ns / NS
+        fresh_s = self.name_fresh_s(directory, name, within_ttl=within_ttl)
+        flight = self._flights.get(directory)
+        if flight is not None and entry is not None and flight.brought(entry.cookie) and name not in flight.announced:
+            fresh_s = max(fresh_s, self._flight_fresh_s(flight))
+        is_local = entry is not None and bool(entry.flags & Flag.LOCAL)
+        if fresh_s > 0 and not is_local and not (entry is None and self._doubts_absence(directory, name)):
+            return fresh_s
+        is_kept = entry is not None and is_dir and self._keep(entry)  # late, because it reads all files in use
+        return self._ttl_ns / NS if is_kept else None
+
+    async def _list_for(self, directory: int, name: bytes, entry: Entry | None) -> bool:
+        """List the directory of a name, if that costs no more than asking for the name alone. Return whether that was
+        done, or the store is away. Otherwise a listing in the background is considered. Raises LakeError."""
+        listing = self.tree.listing(directory)
+        is_small = listing is not None and listing.entries <= RELIST_ENTRIES_MAX
+        if is_small and entry is None and self._doubts_absence(directory, name):
+            with suppress(*AWAY):
+                await self.list_directory(directory, since_ns=self._new_object_ns)
+            return True
+        if listing is not None and self._are_few_outdated(directory, listing):
+            return False
+        if is_small:
+            await self._list_again(directory)
+            return True
+        if (
+            directory not in self._flights
+            and not self._client.is_away
+            and self._subtrees.is_shared(self._place(directory))
+        ):
+            with self._counting_on(directory, entry):
+                await self.list_directory(directory, within_ttl=True)
+            return True
+        self._consider_background_listing(directory, name)
+        return False
 
     async def ensure_absent(self, directory: int, name: bytes) -> str:
         """Check that a name is absent, and return its path after that: the directory may have been renamed meanwhile.
@@ -307,7 +328,7 @@ class Namespace:
         That is a HEAD if an answer that still counts says that the name is absent, otherwise a LIST. The HEAD misses a
         directory that another program made since that answer. Raises LakeError."""
         known = self.tree.child(directory, name)
-        if known is None and self.answer_fresh_s(directory, name) > 0 and not self._counts_on(directory):
+        if known is None and self.name_fresh_s(directory, name) > 0 and not self._counts_on(directory):
             prefix = self.prefix(directory)
             meta = None
             with self._counting_on(directory):
@@ -480,19 +501,19 @@ class Namespace:
         """List a directory unless it was listed within the TTL. Returns for how many seconds the listing counts.
 
         Unless ``strictly``, an old listing suffices while the store is away. Raises LakeError."""
-        fresh_s = self.fresh_s(directory, within_ttl=True)
+        fresh_s = self.directory_fresh_s(directory, within_ttl=True)
         if fresh_s > 0:
             return fresh_s
         if strictly or self.tree.listing(directory) is None:
             await self.list_directory(directory, within_ttl=True)
         else:
             await self._update_listing(directory)
-        return self.fresh_s(directory)
+        return self.directory_fresh_s(directory)
 
     async def begin_reading(self, directory: int) -> None:
         """Ensure that a directory is listed, not strictly; a first listing may still be under way on return. Raises
         LakeError."""
-        if self.fresh_s(directory) > 0:
+        if self.directory_fresh_s(directory) > 0:
             return
         if self.tree.listing(directory) is not None:
             await self._update_listing(directory)

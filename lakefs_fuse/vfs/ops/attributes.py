@@ -143,7 +143,7 @@ class Attributes:
         inode = entry.inode
         if inode == ROOT_INODE or self._files.get(inode) is not None or self.is_unlinked(inode):
             return self.config.metadata_ttl_s
-        fresh_s = max(self._ns.listing_fresh_s(entry.parent), self._ns.answer_fresh_s(entry.parent, entry.name))
+        fresh_s = max(self._ns.listing_fresh_s(entry.parent), self._ns.name_fresh_s(entry.parent, entry.name))
         if fresh_s <= 0 and entry.is_dir and self._files.is_dirty(entry):  # as LOOKUP answers
             return self.config.metadata_ttl_s
         return fresh_s

@@ -279,7 +279,7 @@ class OpenLeases:
         is_clean = file.state is OpenState.CLEAN and not file.entry.is_local
         if not (is_clean or file.state is OpenState.ACKNOWLEDGED) or file.is_redated:
             return 0.0
-        return self._ns.answer_fresh_s(file.entry.parent, file.entry.name)
+        return self._ns.name_fresh_s(file.entry.parent, file.entry.name)
 
     async def read(self, handle: int, offset: int, length: int) -> Buffer:
         """Read through a handle opened under a lease. Raises FileError(ESTALE) if the inode is no longer known."""

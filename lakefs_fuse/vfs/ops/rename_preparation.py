@@ -135,7 +135,7 @@ class RenamePreparation:
     async def _unlisted_of(self, directories: Sequence[int]) -> Sequence[int]:
         unlisted = array("Q")
         for number, inode in enumerate(directories, 1):
-            if self._ns.fresh_s(inode, within_ttl=True) <= 0:
+            if self._ns.directory_fresh_s(inode, within_ttl=True) <= 0:
                 unlisted.append(inode)
             if number % DIRECTORIES_PER_STEP == 0:
                 await trio.lowlevel.checkpoint()

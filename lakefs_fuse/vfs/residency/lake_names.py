@@ -45,7 +45,7 @@ class LakeNames:
 
     def _is_listed(self, inode: int) -> bool:
         if self._fresh:
-            return self._ns.fresh_s(inode) > 0
+            return self._ns.directory_fresh_s(inode) > 0
         return self.tree.listing(inode) is not None
 
     async def prepare(self, directory: Entry, refused: Refused | None = None) -> None:
