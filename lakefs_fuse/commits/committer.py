@@ -95,8 +95,8 @@ UNANNOUNCED_MAX = 1 << 16
 the directory."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
 PROMPT_S = 0.02
-"""First pause before sending, in place of ``delay_s``, if hints announce commits at once. Files that close together
-still share an announcement, and a mount that stores one file after the other gets to ``delay_s``."""
+"""First pause before sending, in place of ``delay_s``, if hints make other nodes poll at once. Files that close
+together still share an announcement, and a mount that stores one file after the other gets to ``delay_s``."""
 WITH_PACK_S_MAX = 30.0
 """Maximum time for which changes of directories wait for a pack: as long as the files of a burst do by default."""
 WITH_PACK_OPERATIONS_MAX = OPERATIONS_AT_ONCE // 4
@@ -503,7 +503,7 @@ class Committer:
     async def run(self) -> None:
         """Send journaled changes, once in ``delay_s`` or with a pack, for as long as the mount lives."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
-        gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
+        gathering = Gathering(self._delay_s, PROMPT_S if self._log.has_hints else self._delay_s)
         while True:
             while not (self._has_sendable or self._late or self.journal.unapplied):
                 await self._acknowledged.progressed.wait()
@@ -525,8 +525,8 @@ class Committer:
     def _is_for_pack(self) -> bool:
         """Return whether all sendable changes only make or change directories, and files wait for a pack.
 
-        False if hints announce commits, because other nodes must hear of these changes at once, too."""
-        if self._log.is_announced or not self._acknowledged.has_files_for_pack:
+        False if there are hints, because other nodes must hear of these changes at once, too."""
+        if self._log.has_hints or not self._acknowledged.has_files_for_pack:
             return False
         every = (each for _, change in self._each_sendable() for each in change.operations)
         operations = list(islice(every, WITH_PACK_OPERATIONS_MAX + 1))
@@ -536,7 +536,7 @@ class Committer:
         """Announce stored objects that no commit has announced, once in ``delay_s``, for as long as the mount lives.
         A failure is not worth a warning: other nodes see these objects all the same, only later."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
-        gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
+        gathering = Gathering(self._delay_s, PROMPT_S if self._log.has_hints else self._delay_s)
         while True:
             await self._unannounced.wait()
             pause_s = await gathering.pause()

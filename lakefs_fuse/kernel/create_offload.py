@@ -202,7 +202,7 @@ class CreateOffload:
         file.transition(FileState.REFUSED)
         self._fs.hold_refused(HANDLE_CREATED | file.content.inode, error)
         self._answer_close(file.content.inode, error.errno)
-        self._fs.events.announce_name(file.content.parent, file.content.name)
+        self._fs.events.invalidate_name(file.content.parent, file.content.name)
 
     def _hold(self, inode: int, opener: int) -> None:
         """Take over the handle of a file whose bytes were handed over before."""

@@ -684,12 +684,12 @@ class Draft:
             await self._idle.wait()
 
     async def upload_part(self, index: int, *, in_background: bool = False) -> None:
-        """Send one part as it is now; its slot was announced (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY if
+        """Send one part as it is now; it counts as ready (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY if
         it was written to during the request. Raises LakeError; then the part is DIRTY.
 
         A part that is sent ``in_background`` fails while another asks a store that is away, and is left to `publish`
         once that waits for all of these: each would need a slot for a whole retry timeout."""
-        async with self.uploader.slots.slot(announced=True):
+        async with self.uploader.slots.slot(is_ready=True):
             if self.state is DraftState.DISCARDED:
                 return
             if in_background and self.outage.error is not None and not self.state.sends_early:

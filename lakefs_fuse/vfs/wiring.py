@@ -109,7 +109,7 @@ class FilesWatcher(Watcher):
         self._namespace.changing(parent, name)
 
     def changed(self, parent: int, name: bytes) -> None:
-        self._namespace.announce_name(parent, name)
+        self._namespace.invalidate_name(parent, name)
 
     def updated(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -190,7 +190,7 @@ class Commits:
             self.clock,
             node.threads,
             writer=writer,
-            announce=self.hints.announce if self.hints.is_used else None,
+            publish_hint=self.hints.publish if self.hints.is_used else None,
             budget=PackBudget(ground.config.upload_bytes_s_max, shares_of(ground.config.memory_bytes_max).pack),
             repeats=not ground.config.read_only,
         )
@@ -210,7 +210,7 @@ class Commits:
         )  # fmt: skip
         self.poller = Poller(
             log, self.applier, metrics,
-            refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.announce_commit,
+            refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.notify_commit_applied,
             rng=node.random.stream("deep-polls"), hints=self.hints,
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
@@ -249,7 +249,7 @@ class Assembly:
         committer = self.committer
         events.objects_listed.append(CommitOrder(tree, commits.poller, namespace.is_announced).objects_listed)
         self.deletions, self.pack_rows = commits.deletions, commits.pack_rows
-        reader = ground.reader(events.announce_metadata)
+        reader = ground.reader(events.notify_metadata_read)
         units = Units(config.rules)
         self.pinner = Pinner(
             database, namespace, ground.cache, units, threads,

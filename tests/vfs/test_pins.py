@@ -329,10 +329,10 @@ async def test_changes_in_many_directories_beside_many_pins_take_no_time(tmp_pat
         began_s = time.process_time()
         for _ in range(10):
             for directory in directories:
-                node.parts.namespace.announce_name(directory, b"f")
+                node.parts.namespace.invalidate_name(directory, b"f")
         assert time.process_time() - began_s < 0.5
         pins.clear_stale()
-        node.parts.namespace.announce_name(near, b"f")
+        node.parts.namespace.invalidate_name(near, b"f")
         with trio.fail_after(5):
             await pins.wait_stale()
 

@@ -46,12 +46,12 @@ class Drafts:
             draft.close(unlink=True)
             raise
         if draft.base is None:
-            self.announce_emptied(file)
+            self.notify_emptied(file)
         return draft
 
     def add_new(self, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
         """Add a file that was just created, with its first handle. The caller journals its record, and then calls
-        `announce_emptied`. Raises LakeError."""
+        `notify_emptied`. Raises LakeError."""
         file = OpenFile(entry, key, None, if_absent=if_absent)
         draft = self._new_draft(file, is_emptied=True)
         self._prepare(file, draft)
@@ -59,7 +59,7 @@ class Drafts:
         self.files.add(file)
         return file
 
-    def announce_emptied(self, file: OpenFile) -> None:
+    def notify_emptied(self, file: OpenFile) -> None:
         """Notify listeners that, by the journal, nothing of an earlier version of the file counts."""
         for listener in self.files.events.file_emptied:
             listener(file.key)

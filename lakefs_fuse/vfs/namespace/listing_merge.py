@@ -234,7 +234,7 @@ class DirectoryMerge:
         if names.marker:
             self._mark(batch)
         self._db.commit_volatile(batch)
-        self._announce_overridden()
+        self._report_overridden()
         self._pages += 1
         self._metrics.listing_pages += 1
 
@@ -318,9 +318,9 @@ class DirectoryMerge:
             batch = Batch()
             self._merge(batch, shown)
             self._db.commit_volatile(batch)
-            self._announce_overridden()
+            self._report_overridden()
 
-    def _announce_overridden(self) -> None:
+    def _report_overridden(self) -> None:
         outsiders, self._outsiders = self._outsiders, []
         for entry in outsiders:
             for listener in self._events.object_overridden:
@@ -338,7 +338,7 @@ class DirectoryMerge:
             if counts and not self._is_removed(name, meta, known=entry):  # by a commit applied since
                 self._replaced(batch, entry, meta)
         self._db.commit_volatile(batch)
-        self._announce_overridden()
+        self._report_overridden()
 
     def add_directory(self, name: bytes) -> None:
         """Show a ghost directory, because a visible name is below it. Raises CacheError."""
@@ -598,7 +598,7 @@ class DirectoryMerge:
             self._tree.remove(batch, file)
             if file.cookie >= self.first_cookie:
                 self._places[name] = file.cookie
-        self._events.announce_name(self._directory, name)
+        self._events.invalidate_name(self._directory, name)
         return True
 
     def _insert_directory(self, batch: Batch, name: bytes) -> None:
@@ -620,7 +620,7 @@ class DirectoryMerge:
     def _differs(self, entry: Entry) -> None:
         if entry.parent == self._directory:
             self._add_difference(entry.name)
-        self._events.announce_name(entry.parent, entry.name)
+        self._events.invalidate_name(entry.parent, entry.name)
 
     def _add_difference(self, name: bytes) -> None:
         if len(self.differences) < DIFFERENCES_MAX:

@@ -97,7 +97,7 @@ class Namespace:
         self.tree, self.events = tree, files.events
         self.mountpoint = config.mountpoint
         self.idleness = Idleness(config.metadata_ttl_s)
-        self.announce_name = self.events.announce_name
+        self.invalidate_name = self.events.invalidate_name
         self.prefix, self.key, self.path_of = tree.prefix, tree.key, tree.path_of
         self.keys = KeyLimits(tree.prefix, client.capabilities, config.store.source)
         self.extent = partial(extent_of, tree)
@@ -290,7 +290,7 @@ class Namespace:
                 await self._ask_for_name(directory, name, component)
         entry = self.tree.child(directory, name)
         if ask and entry is not None and self._absent.discard(directory, name):
-            self.announce_name(directory, name)
+            self.invalidate_name(directory, name)
         return entry, self._answer_fresh_s(directory, name)
 
     async def ensure_absent(self, directory: int, name: bytes) -> str:
@@ -615,19 +615,19 @@ class Namespace:
         self._asked.pop(directory, None)
         if absences is not None:
             with trio.CancelScope(shield=True):
-                await self._announce_added(directory, absences)
+                await self._invalidate_added(directory, absences)
         return True
 
-    async def _announce_added(self, directory: int, absences: Absences) -> None:
-        """Announce names that a first listing added and that the kernel may have cached as absent."""
+    async def _invalidate_added(self, directory: int, absences: Absences) -> None:
+        """Invalidate names that a first listing added and that the kernel may have cached as absent."""
         for name in absences.names:
             if self.tree.child(directory, name) is not None:
-                self.announce_name(directory, name)
+                self.invalidate_name(directory, name)
         if absences.is_any:
             for children in self.tree.children_in_steps(directory, absences.after):
                 for child in children:
                     if not child.stamp and not child.is_local:
-                        self.announce_name(directory, child.name)
+                        self.invalidate_name(directory, child.name)
                 await trio.lowlevel.checkpoint()
 
     def _finds_foreign(self, merge: DirectoryMerge, directory: int, flight: Flight) -> bool:
@@ -770,7 +770,7 @@ class Namespace:
             self._subtrees.name_changed(directory, name, self._directories_above)
         self._outdated.add(directory, name)
         if name:
-            self.announce_name(directory, name)
+            self.invalidate_name(directory, name)
         for flight, each in self._flights_over(directory, name):
             flight.announced.add(each)
 
@@ -835,7 +835,7 @@ class Namespace:
         batch = Batch()
         renew_inode(self.tree, batch, entry)
         self._db.commit(batch)
-        self.events.announce_name(entry.parent, entry.name)
+        self.events.invalidate_name(entry.parent, entry.name)
 
     def _touch_listed(self, directory: int, changed_ns: int) -> None:
         """Set the times of a directory in which a LIST showed changed names by this time, unless they are later. Raises

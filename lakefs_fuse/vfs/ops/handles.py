@@ -252,7 +252,7 @@ class Handles:
             file = handle.file
             await self._io.release(file, writer=handle.writable)
             if file.is_written_directly and not file.handles:  # the kernel keeps the mtime of an inode that it knows
-                self._ns.announce_name(file.entry.parent, file.entry.name)
+                self._ns.invalidate_name(file.entry.parent, file.entry.name)
 
 
 class OpenLeases:

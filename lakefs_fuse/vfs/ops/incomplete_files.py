@@ -86,7 +86,7 @@ class IncompleteFiles:
         elif row is not None:
             self._files.renew_inode(batch, file, row)
         self._db.commit(batch, sync=True)
-        self._ns.announce_name(parent, name)
+        self._ns.invalidate_name(parent, name)
         file.refused.cut(0)
         if draft is not None and record is not None:
             why = draft.refused.describe() if draft.refused else draft.error

@@ -205,7 +205,7 @@ class Links:
             if error.errno == errno.EEXIST:  # the caller will read the file that has the name
                 with suppress(LakeError):
                     await self._ns.lookup(parent, name, ask=True)
-                self._ns.announce_name(parent, name)
+                self._ns.invalidate_name(parent, name)
             raise
         finally:
             await self._io.release(file, writer=False)

@@ -347,7 +347,7 @@ class Recovery:
             self._ns.tree.forget_listing(batch, inode)
             self._db.commit(batch)
             self._ns.changing(inode, name)
-            self._ns.events.announce_name(inode, name)
+            self._ns.events.invalidate_name(inode, name)
 
     def _orphan(self, orphan_id: str) -> DraftRecord:
         record = self.orphans.get(orphan_id)

@@ -866,7 +866,7 @@ class Publisher:
             self._ns.tree.forget_listing(batch, entry.parent)  # it is to show which version the name has
         if stored.row is not None and stored.is_removed:
             self._ns.tree.remove(batch, stored.row)
-            self._ns.announce_name(entry.parent, entry.name)
+            self._ns.invalidate_name(entry.parent, entry.name)
         elif stored.row is not None and published is not None:  # the commit of a pack changed the rows itself
             assert (entry.parent, entry.cookie) == (stored.row.parent, stored.row.cookie), "a file follows its row"
             self._ns.tree.update_files(batch, [(stored.row, entry)])  # read in this step

@@ -263,7 +263,7 @@ class Replay:
 
     def _remove_row(self, batch: Batch, row: Entry) -> None:
         self._ns.tree.remove(batch, row)
-        self._ns.announce_name(row.parent, row.name)
+        self._ns.invalidate_name(row.parent, row.name)
 
     async def _end(
         self, item: AcknowledgedVersion, etag: str, tell: Callable[[], str], is_ours: Callable[[Version], bool]
@@ -356,7 +356,7 @@ class Replay:
         for each in file.behind:
             each.extent = None
         self._files.detach(file)
-        self._ns.announce_name(parent, name)
+        self._ns.invalidate_name(parent, name)
         self._metrics.conflicts += 1
         log.error(
             "%s was changed by another client since: both versions are kept, the one acknowledged here as %s",
