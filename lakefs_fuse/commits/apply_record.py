@@ -171,7 +171,7 @@ class Application:
             entries = self._tree.named_many([(parent, step.name) for parent, step in below])
             for (_, step), entry in zip(below, entries, strict=True):
                 step.row = entry
-                step.before = step.current = None if _is_removed(entry, step.buried) else entry
+                step.before = step.current = None if _is_file_elsewhere_removed(entry, step.buried) else entry
         new = [at for at in below if at[1].current is None and not isinstance(at[1].operation, Remove)]
         if new:
             others = self._tree.named_many([(parent, other_name(step.name)) for parent, step in new])
@@ -363,7 +363,7 @@ class Application:
             self._tree.set_xattrs(batch, entry.inode, operation.xattrs)
 
 
-def _is_removed(row: Entry | None, tombstone: Tombstone | None) -> bool:
+def _is_file_elsewhere_removed(row: Entry | None, tombstone: Tombstone | None) -> bool:
     """Return whether a row is of a file elsewhere that was removed; it stays while the file is being written here."""
     if row is None or tombstone is None:
         return False

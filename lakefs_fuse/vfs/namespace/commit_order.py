@@ -30,7 +30,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.namespace.key_mapping import path_of_key
-from lakefs_fuse.vfs.namespace.listing_merge import is_removed
+from lakefs_fuse.vfs.namespace.listing_merge import is_object_removed
 
 NS = 1_000_000_000
 CLOCK_NS = 4 * NS
@@ -94,6 +94,6 @@ class CommitOrder:
         entry = self._tree.resolve(path.split(b"/"))
         if entry is not None and entry.etag == meta.etag:
             return False
-        if is_removed(self._tree, path, meta, entry):
+        if is_object_removed(self._tree, path, meta, entry):
             return False
         return self._tree.objects.find(meta.key, meta.etag) is None and not self._is_announced(meta.key)

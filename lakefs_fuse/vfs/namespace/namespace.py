@@ -54,7 +54,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
     path_of_key,
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
-from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, is_removed, read_page
+from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, is_object_removed, read_page
 from lakefs_fuse.vfs.namespace.look_intervals import LookIntervals
 from lakefs_fuse.vfs.namespace.outdated_names import OutdatedNames
 from lakefs_fuse.vfs.namespace.subtree_listing import FlatListing, Place, SubtreeListings
@@ -312,7 +312,7 @@ class Namespace:
             meta = None
             with self._counting_on(directory):
                 meta = await self._client.find(self.keys.checked_key(prefix, name.decode()))
-            if (meta is None or self._is_removed(meta)) and not self._is_moved(directory, prefix):
+            if (meta is None or self._is_object_removed(meta)) and not self._is_moved(directory, prefix):
                 return self.tree.child(directory, name)
         return (await self.lookup(directory, name, ask=True))[0]
 
@@ -664,7 +664,7 @@ class Namespace:
                 if self._is_moved(directory, prefix):
                     return
                 token = page.next_token
-                if any(not self._is_removed(meta) for meta in page.objects):
+                if any(not self._is_object_removed(meta) for meta in page.objects):
                     merge.add_directory(name)
                     break
                 if token is None:
@@ -689,9 +689,9 @@ class Namespace:
         if found and not self._is_moved(directory, prefix):
             merge.apply_overriding(found)
 
-    def _is_removed(self, meta: ObjectMeta) -> bool:
+    def _is_object_removed(self, meta: ObjectMeta) -> bool:
         path = path_of_key(meta.key).encode("utf-8", "surrogatepass")
-        return is_removed(self.tree, path, meta, self.tree.resolve(path.split(b"/")))
+        return is_object_removed(self.tree, path, meta, self.tree.resolve(path.split(b"/")))
 
     def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
         return DirectoryMerge(
@@ -869,7 +869,7 @@ class Namespace:
         except CacheError as error:
             log.warning("%s goes on showing the mtime that it had: %s", os.fsdecode(entry.name), error)
 
-    def is_removed(self, entry: Entry) -> bool:
+    def is_row_removed(self, entry: Entry) -> bool:
         """Return whether a commit removed the version that a row has. The row stays while this node has newer bytes."""
         if entry.flags & NO_OBJECT:
             return False

@@ -78,7 +78,7 @@ class IncompleteFiles:
         if record is not None:
             self._journal.put(batch, record.id, encode(record))
         self._ns.changing(parent, name)
-        is_kept = row is not None and (row.is_local or self._ns.is_removed(row))  # only for what is being written
+        is_kept = row is not None and (row.is_local or self._ns.is_row_removed(row))  # only for what is being written
         gone = is_kept and not file.behind and draft is not None
         if row is not None and gone:
             self._ns.tree.remove(batch, row)

@@ -293,7 +293,7 @@ class Links:
             if there is None:
                 target.if_absent, target.expected = True, None
                 return
-            if not self._claims.is_removed(there):
+            if not self._claims.is_removed_since_put(there):
                 raise FileError(errno.EEXIST)
             is_equal = self._has_same_etag(there, extent, body)
             has_match = able.complete_if_match if body is None else able.put_if_match

@@ -238,7 +238,7 @@ class Renames:
             file = files.get(inode)
             if file is not None and file.state in DIRTY:
                 row = self._ns.tree.entry(inode)
-                if row is not None and self._ns.is_removed(row):
+                if row is not None and self._ns.is_row_removed(row):
                     flags = row.flags | Flag.LOCAL
                     changed.append(msgspec.structs.replace(row, flags=flags, etag="", stamp=0, place=0, offset=0))
         if not changed:

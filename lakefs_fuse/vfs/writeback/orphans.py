@@ -303,7 +303,7 @@ class Recovery:
         entry = self._ns.at(key)
         if entry is None or entry.is_dir or self._in_use(entry.inode):
             return
-        if entry.is_local or self._ns.is_removed(entry):
+        if entry.is_local or self._ns.is_row_removed(entry):
             self.uncovered = self.uncovered or (entry.is_local and bool(entry.stamp or entry.etag))
             batch = Batch()
             self._ns.tree.remove(batch, entry)

@@ -199,7 +199,7 @@ class Replay:
         row = self._ns.tree.entry(file.entry.inode)
         extent = None if row is None or not row.place else self._ns.extent(row)
         is_told = extent is not None and (extent.version.key, extent.version.etag) == (meta.key, meta.etag)
-        return is_told and row is not None and self._ns.is_removed(row)
+        return is_told and row is not None and self._ns.is_row_removed(row)
 
     @staticmethod
     def _is_gone(item: AcknowledgedVersion) -> bool:
@@ -230,7 +230,7 @@ class Replay:
         late, file.late_xattrs = file.late_xattrs, None
         row = self._ns.tree.entry(file.entry.inode)
         extent = None if row is None else self._ns.extent(row)
-        if row is not None and file.versions == [file] and self._ns.is_removed(row):
+        if row is not None and file.versions == [file] and self._ns.is_row_removed(row):
             batch = Batch()
             self._remove_row(batch, row)
             self._db.commit(batch)
@@ -249,14 +249,14 @@ class Replay:
         """Have the row refer to the plain object that has the draft's bytes, unless a commit replaced or removed the
         name. Raises CacheError."""
         row = self._ns.tree.entry(file.entry.inode)
-        if row is None or (draft.target.key != file.key and not self._ns.is_removed(row)):
+        if row is None or (draft.target.key != file.key and not self._ns.is_row_removed(row)):
             return
         batch = Batch()
         if is_newest:
             flags = row.flags & ~Flag.LOCAL
             row = msgspec.structs.replace(attributes.learn(row, draft.target.describe()[0]), flags=flags)
             self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag, size=size, place=0, offset=0))
-        elif file.versions == [file] and (row.is_local or self._ns.is_removed(row)):
+        elif file.versions == [file] and (row.is_local or self._ns.is_row_removed(row)):
             self._remove_row(batch, row)
         self._ns.tree.forget_listing(batch, row.parent)
         self._db.commit(batch)
@@ -333,7 +333,7 @@ class Replay:
         self._ns.changing(parent, file.entry.name)
         self._ns.changing(parent, name)
         batch = Batch()
-        gone = row if row is not None and (row.is_local or self._ns.is_removed(row)) else None
+        gone = row if row is not None and (row.is_local or self._ns.is_row_removed(row)) else None
         if gone is not None:  # commits about the other version had no effect here while the row was local
             self._writer.read_again(draft.created_ns)
             self._ns.tree.detach(batch, gone)
