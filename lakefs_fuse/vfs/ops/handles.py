@@ -65,8 +65,8 @@ class Handles:
         number, self._handle_next = self._handle_next, self._handle_next + 1
         number |= 0 if writable else READING
         handle = self._handles[number] = Handle(file, writable, Readahead(), self._reads_of(file.key), opener)
-        handle.is_direct = writable and self._open_publisher.watch(file)
-        file.is_written_directly |= writable and (handle.is_direct or bool(flags & os.O_DIRECT))
+        handle.is_published_while_open = writable and self._open_publisher.watch(file)
+        file.bypasses_page_cache |= writable and (handle.is_published_while_open or bool(flags & os.O_DIRECT))
         return number
 
     def handle(self, number: int) -> Handle:
@@ -203,7 +203,7 @@ class Handles:
         such as logs, the bytes that were written before a kill are worth keeping."""
         file = handle.file
         is_written = file.draft is not None and file.draft.state is DraftState.WRITING
-        return is_written and not handle.is_direct and is_checkpoint_file(os.fsdecode(file.entry.name))
+        return is_written and not handle.is_published_while_open and is_checkpoint_file(os.fsdecode(file.entry.name))
 
     def _other_writers(self, handle: Handle) -> list[int]:
         """Return the threads that opened the file's other writing handles; 0 for a thread that is not known."""
@@ -251,7 +251,7 @@ class Handles:
         if handle is not None:
             file = handle.file
             await self._io.release(file, writer=handle.writable)
-            if file.is_written_directly and not file.handles:  # the kernel keeps the mtime of an inode that it knows
+            if file.bypasses_page_cache and not file.handles:  # the kernel keeps the mtime of an inode that it knows
                 self._ns.invalidate_name(file.entry.parent, file.entry.name)
 
 
