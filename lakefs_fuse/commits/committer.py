@@ -75,7 +75,7 @@ from lakefs_fuse.commits.record import (
     SetAttr,
     refuse_unreadable,
 )
-from lakefs_fuse.commits.withdrawal import Hear, Withdrawal
+from lakefs_fuse.commits.withdrawal import CatchUp, Withdrawal
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
@@ -220,14 +220,14 @@ class Committer:
         journal: ChangeJournal,
         metrics: CommitMetrics,
         *,
-        hear: Hear,
+        catch_up: CatchUp,
         delay_s: float = 1.0,
         acknowledged: AcknowledgedOrder | None = None,
     ) -> None:
-        """``hear`` is as `Poller.heard`; it is called with the lock held."""
+        """``catch_up`` is as `Poller.catch_up`; it is called with the lock held."""
         self._db, self._log, self._applier, self.journal = journal.database, log, applier, journal
         self._deletions, self._metrics, self._delay_s = deletions, metrics, delay_s
-        self._withdrawal = Withdrawal(log, applier, journal, hear, metrics)
+        self._withdrawal = Withdrawal(log, applier, journal, catch_up, metrics)
         self._clock, self.writer, self._threads = log.clock, log.writer, log.threads
         self._lock = trio.Lock()
         self._acknowledged = NothingAcknowledged() if acknowledged is None else acknowledged

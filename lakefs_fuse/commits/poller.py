@@ -9,7 +9,7 @@ If a deep poll takes more than one page, most polls in the background are *shall
 before the newest commit that the last poll was shown, or less if many commits are there. A commit that becomes visible
 later than that is found by comparing with the digest of another mount's deep poll (`listing_digest`), or by this
 mount's own deep poll, whichever comes first, DEEP_S_MIN to DEEP_S_MAX after the last. A caller that waits for a poll
-(`poll`, `heard`) gets a deep one.
+(`poll`, `catch_up`) gets a deep one.
 
 What always holds:
 
@@ -184,10 +184,11 @@ class Poller:
         self._clock = log.clock
         self._refresh_s, self._redate, self._applied = refresh_s, redate, applied
         self._rng = rng
-        self._polled_s = -math.inf
-        """When the last complete deep poll began, or the LIST of a digest that agreed."""
-        self.heard_ns = 0
-        """The store's time then: every commit that was visible at that time is in effect here."""
+        self._caught_up_s = -math.inf
+        """When the last complete deep poll began, or the LIST of a digest that agreed: every commit that was visible
+        then is in effect here."""
+        self.caught_up_ns = 0
+        """The same in the store's time."""
         self._is_long = False
         """The last deep listing had several pages."""
         self._is_whole = False
@@ -208,9 +209,11 @@ class Poller:
         self._ahead, self._found_ahead = set[str](), False
         """Keys of commits that were left out because of their time, from the first page of them; and whether there were
         any since the clock was last compared with the store's."""
-        self._ahead_ns, self._heard_ns = 0, 0
-        """The latest time that a commit might have when the last poll began, and when the last complete one did. This
-        clock counts the time for which a machine is suspended."""
+        self._ahead_ns = 0
+        """The latest time that a commit might have when the last poll began."""
+        self._present_ns = 0
+        """The same of the last complete poll, however deep: this node has been absent since. This clock counts the time
+        for which a machine is suspended."""
         self._known: dict[str, int] = {}
         """By key, times of commits that the last poll checked. They count until a row of a commit is forgotten."""
         self._forgotten, self._histories_due_s = 0, -math.inf
@@ -296,7 +299,7 @@ class Poller:
                     return
             else:
                 wait_s = BUNDLE_WAIT_S + self._rng.random() * ELECTION_S
-                self._list_again(look.found[0])
+                self._lower_shown(look.found[0])
         await trio.sleep(wait_s)
         async with self._lock:
             again = await self._look(is_deep=look.is_deep, for_others=look.digest is not None)
@@ -325,11 +328,11 @@ class Poller:
                 break
             backoff = backoff or Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
             await trio.sleep(backoff.next_s())
-            self._list_again(found[done])
+            self._lower_shown(found[done])
             look = await self._look(is_deep=look.is_deep)
         self._is_whole = True
         if len(found) < len(look.found):
-            self._list_again(look.found[len(found)])
+            self._lower_shown(look.found[len(found)])
         await self._note_absence(look.polled)
         if look.past is not None:
             newest = look.past
@@ -343,9 +346,9 @@ class Poller:
                 commits.record_complete(polled)
             if done or polled > look.polled:
                 commits.forget_before(max(0, polled - 2 * WINDOW_NS))
-            self._polled_s = max(self._polled_s, min(began_s, look.began_s))
+            self._caught_up_s = max(self._caught_up_s, min(began_s, look.began_s))
             if not math.isinf(began_s):
-                self.heard_ns = look.began_ns
+                self.caught_up_ns = look.began_ns
             late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
             self._deep_due_s = trio.current_time() + late_s
         await self._publish_digest(first_look)
@@ -359,14 +362,14 @@ class Poller:
             for _ in self._applier.forget_histories(self._clock.wall_ns() - 2 * WINDOW_NS):
                 await trio.lowlevel.checkpoint()
 
-    def _list_again(self, first: Found) -> None:
-        """Have the next poll show a commit that is not applied yet, and all later ones."""
+    def _lower_shown(self, first: Found) -> None:
+        """Count a commit that is not applied yet, and all later ones, as not shown: the next poll lists them."""
         self._shown = min(self._shown, first[0] - 1)
 
     async def _note_absence(self, polled: int) -> None:
         """After a long absence, have the next mount read all names again if a commit may have been collected that is
         newer than what was known before: polls were past the time ``polled``. Raises LakeError."""
-        absent_ns = self._ahead_ns - self._heard_ns if self._heard_ns else 0
+        absent_ns = self._ahead_ns - self._present_ns if self._present_ns else 0
         if absent_ns > GRACE_S_MIN * NS:
             commits = self._applier.commits
             known = max(commits.complete(), polled - WINDOW_NS)
@@ -377,13 +380,13 @@ class Poller:
                     "this node has not heard of others for %.1f hours, and commits of that time may have been "
                     "collected: mount the lake again, for names may be outdated until then", absent_ns / NS / 3600,
                 )  # fmt: skip
-        self._heard_ns = self._ahead_ns
+        self._present_ns = self._ahead_ns
 
-    async def heard(self, within_s: float) -> None:
+    async def catch_up(self, within_s: float) -> None:
         """Poll unless every commit that was visible ``within_s`` seconds ago is in effect here already. Time for which
         the machine was suspended counts. Raises LakeError."""
-        is_old = trio.current_time() - self._polled_s > within_s
-        if is_old or self._clock.wall_ns() - self.heard_ns > within_s * NS:
+        is_old = trio.current_time() - self._caught_up_s > within_s
+        if is_old or self._clock.wall_ns() - self.caught_up_ns > within_s * NS:
             await self.poll()
 
     async def _look_in_background(self) -> _Look:
@@ -495,10 +498,10 @@ class Poller:
             there = {item[2].key for item in look.found}
             listed = await self._list(start, until, self._ahead_ns, known)
             look.found += (item for item in listed.found if item[2].key not in there)
-        heard_ns = min(end, name.meta.mtime_ns - digest.took_ns) - 2 * NS  # stores date to the second
+        listed_ns = min(end, name.meta.mtime_ns - digest.took_ns) - 2 * NS  # stores date to the second
         look.past = newest
-        look.began_s -= max(0.0, (self._clock.wall_ns() - heard_ns) / NS)
-        look.began_ns = min(look.began_ns, heard_ns)
+        look.began_s -= max(0.0, (self._clock.wall_ns() - listed_ns) / NS)
+        look.began_ns = min(look.began_ns, listed_ns)
 
     def _leave_out(self, ahead: Sequence[Found]) -> None:
         """Leave out commits that are dated too far ahead, until their time has come."""

@@ -206,7 +206,7 @@ class Commits:
         )
         self.committer = Committer(
             log, self.applier, self.deletions, journal, metrics,
-            hear=self._hear, acknowledged=self.writeback,
+            catch_up=self._catch_up, acknowledged=self.writeback,
         )  # fmt: skip
         self.poller = Poller(
             log, self.applier, metrics,
@@ -215,8 +215,8 @@ class Commits:
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 
-    async def _hear(self, within_s: float) -> None:
-        await self.poller.heard(within_s)
+    async def _catch_up(self, within_s: float) -> None:
+        await self.poller.catch_up(within_s)
 
     async def begin(self) -> None:
         """Reconcile the loaded journal with the store, and apply what other nodes have committed. Raises LakeError."""
@@ -306,7 +306,7 @@ class Assembly:
         names = NameChanges(namespace, self.committer, writeback, clock)
         unlinker = Unlinker(ground.database, drafts, io, self._reader, self.committer, writeback, clock)
         preparation = RenamePreparation(
-            namespace, files, ground.client, self.poller.heard, publisher, writeback, self.renamed,
+            namespace, files, ground.client, self.poller.catch_up, publisher, writeback, self.renamed,
             config.staging_timeout_s,
         )  # fmt: skip
         renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation, self.deletions)
@@ -421,4 +421,4 @@ class Assembly:
             nursery.start_soon(self._commits.committer.run)
             nursery.start_soon(self._commits.committer.run_announcements)
             nursery.start_soon(self._commits.log.run)
-            nursery.start_soon(self._commits.deletions.run, self.poller.heard)
+            nursery.start_soon(self._commits.deletions.run, self.poller.catch_up)

@@ -14,7 +14,7 @@ import trio.testing
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
+from lakefs_fuse.commits.objects.deletion_queue import CAUGHT_UP_S
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
@@ -315,7 +315,7 @@ async def test_version_of_another_node_that_a_rename_or_clone_replaces_has_no_li
         clock.advance(1)
         await rewrite(two, "dst", b"second")
         await two.sync()
-        clock.advance(HEARD_S)
+        clock.advance(CAUGHT_UP_S)
         assert (await one.found("dst")).inode == first
         one.fs.namespace.events.inode_dropped.append(dropped.append)
         if is_clone:
@@ -686,7 +686,7 @@ async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_no
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_below: bool, is_heard: bool
 ) -> None:
     """Of the removal this node hears before the rename, or by the poll that comes with it."""
-    monkeypatch.setattr(rename_preparation, "HEARD_S", 0.0)
+    monkeypatch.setattr(rename_preparation, "CAUGHT_UP_S", 0.0)
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock) as (one, two):
         await one.mkdir("d")

@@ -306,7 +306,7 @@ class Renames:
             made.append(await self._plan_paced(read_ends, planner))
             return made[-1]
 
-        await self._preparation.hear()
+        await self._preparation.catch_up()
         if is_large:
             await self._commit_in_steps(plan_paced)
         else:
