@@ -21,7 +21,7 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.writeback.orphans import Recovery
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import path_of
 
 DELETION_S_MAX = 5.0
@@ -39,7 +39,7 @@ class Durability:
         files: FileTable,
         io: FileIO,
         names: NameChanges,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         recovery: Recovery,
         deletions: DeletionQueue,
         nursery: trio.Nursery,

@@ -22,7 +22,7 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.lake_size import LakeSizes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.orphans import Recovery
-from lakefs_fuse.vfs.writeback.queue import VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.queue import VersionState, WriteBackQueue
 
 NS = 1_000_000_000
 FILES_A_STEP, ROWS_A_STEP = 2000, 200
@@ -40,7 +40,7 @@ class Status:
         files: FileTable,
         recovery: Recovery,
         committer: Committer,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         clock: Clock,
         sizes: LakeSizes,
     ) -> None:

@@ -75,7 +75,7 @@ from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.packer import Packer
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter, Publisher
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions
 from lakefs_fuse.vfs.writeback.replay import Replay
 from lakefs_fuse.vfs.writeback.scheduler import PublishScheduler
@@ -201,7 +201,7 @@ class Commits:
             database, client, namespace.tree, journal, metrics,
             clock_ns=self.clock.wall_ns, delay_s=ground.config.delete_after_s,
         )  # fmt: skip
-        self.writeback = WriteBack(
+        self.writeback = WriteBackQueue(
             database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback, self.deletions
         )
         self.committer = Committer(

@@ -20,7 +20,7 @@ from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 COPY_STEP_BYTES = 4 << 20
 """Bytes of an acknowledged version that are in memory while it is copied."""
@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 class Drafts:
     """See the module's head."""
 
-    def __init__(self, files: FileTable, services: Uploader, writeback: WriteBack, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, files: FileTable, services: Uploader, writeback: WriteBackQueue, new_id: Callable[[], str]
+    ) -> None:
         self.files, self.services, self.new_id = files, services, new_id
         self._writeback = writeback
 

@@ -40,7 +40,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 SENT_BYTES_MAX = 8 << 20
 """Files up to this size are sent from memory; the store copies larger ones."""
@@ -163,7 +163,7 @@ class Links:
         drafts: Drafts,
         io: FileIO,
         writer: ObjectWriter,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         reader: BlockReader,
         current: Callable[[int], Entry],
     ) -> None:

@@ -50,7 +50,7 @@ from lakefs_fuse.vfs.ops.rename_plan import (
 )
 from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -112,7 +112,7 @@ class Renames:
         names: NameChanges,
         committer: Committer,
         unlinker: Unlinker,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         preparation: RenamePreparation,
         deletions: DeletionQueue,
     ) -> None:

@@ -31,7 +31,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import paths_of_keys
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.publisher import Publisher
-from lakefs_fuse.vfs.writeback.queue import PAUSE_S_FIRST, WAITABLE, WriteBack
+from lakefs_fuse.vfs.writeback.queue import PAUSE_S_FIRST, WAITABLE, WriteBackQueue
 
 LISTINGS_AT_ONCE = 8
 DIRECTORIES_PER_STEP = 512
@@ -49,7 +49,7 @@ class RenamePreparation:
         client: StoreClient,
         catch_up: Callable[[float], Awaitable[object]],
         publisher: Publisher,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         renamed: RenamedObjects,
         patience_s: float,
     ) -> None:

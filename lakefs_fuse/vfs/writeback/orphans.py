@@ -38,7 +38,7 @@ from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import path_of
 from lakefs_fuse.vfs.writeback.replay import Replay
 
@@ -57,7 +57,7 @@ class Recovery:
         namespace: Namespace,
         services: Uploader,
         writer: ObjectWriter,
-        queue: WriteBack,
+        queue: WriteBackQueue,
         replay: Replay,
         *,
         read_only: bool,

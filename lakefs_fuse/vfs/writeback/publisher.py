@@ -75,7 +75,7 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     plan_publish,
     superseded_at,
 )
-from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBackQueue
 from lakefs_fuse.vfs.writeback.removed_versions import KnownAt, RemovedVersions
 from lakefs_fuse.vfs.writeback.stored_version import PlainObject, Publication, StoredVersion, Unrecorded
 
@@ -638,7 +638,7 @@ class Publisher:
         cache: BlockCache,
         drafts: Drafts,
         writer: ObjectWriter,
-        queue: WriteBack,
+        queue: WriteBackQueue,
         group_commit: GroupCommit,
         threads: Threads,
     ) -> None:

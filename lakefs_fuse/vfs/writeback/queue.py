@@ -184,7 +184,7 @@ class Bursts:
         return now_s < self._busy_until_s
 
 
-class WriteBack:
+class WriteBackQueue:
     """The queue; see the module's head."""
 
     def __init__(

@@ -34,7 +34,7 @@ from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publisher import LateAttributes, ObjectWriter
-from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBack
+from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions, path_of
 
 CONFLICT_CHARACTERS = 8
@@ -49,7 +49,7 @@ class Replay:
         database: Database,
         namespace: Namespace,
         drafts: Drafts,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         stored_versions: StoredVersions,
         writer: ObjectWriter,
         metrics: WriteBackMetrics,
