@@ -72,7 +72,7 @@ from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.residency.upcoming_reads import UpcomingReads
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
-from lakefs_fuse.vfs.writeback.orphans import Recovery
+from lakefs_fuse.vfs.writeback.orphans import Orphans
 from lakefs_fuse.vfs.writeback.packer import Packer
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter, Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
@@ -280,7 +280,7 @@ class Assembly:
             writeback, publisher, self.replay, committer, services.staging, ground.nursery,
             delay_s=config.writeback_delay_s,
         )  # fmt: skip
-        self.recovery = Recovery(
+        self.orphans = Orphans(
             database, namespace, services, writer, writeback, self.replay, read_only=config.read_only,
             in_use=lambda inode: files.hold(inode) is not None,
         )  # fmt: skip
@@ -299,7 +299,7 @@ class Assembly:
         ground, config, clock, drafts = self._ground, self._ground.config, self._ground.node.clock, self.drafts
         files, namespace, writeback, poll = self.files, self.namespace, self.writeback, self.poller.poll
         incomplete = IncompleteFiles(
-            ground.database, namespace, files, services, self.recovery, self._commits.read_again
+            ground.database, namespace, files, services, self.orphans, self._commits.read_again
         )
         late = LateObjects(self._commits.clock.wall_ns, config.store.retry_timeout_s, read_only=config.read_only)
         io = FileIO(namespace, drafts, self._reader, publisher, incomplete, self.renamed, late, poll)
@@ -330,14 +330,14 @@ class Assembly:
         )  # fmt: skip
         return Filesystem(
             Status(
-                ground.metrics, self._sections(), files, self.recovery, self.committer, writeback, clock, self._sizes()
+                ground.metrics, self._sections(), files, self.orphans, self.committer, writeback, clock, self._sizes()
             ),
             namespace,
             attributes,
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
             Directories(namespace, files, names, unlinker, renames, clones, links, clock),
             Handles(namespace, files, attributes, io, new_files, open_publisher, clock, reads_of),
-            Durability(config, files, io, names, writeback, self.recovery, self.deletions, ground.nursery),
+            Durability(config, files, io, names, writeback, self.orphans, self.deletions, ground.nursery),
             self.residency,
         )
 
@@ -395,11 +395,11 @@ class Assembly:
         self.committer.load(announces=writes)  # acknowledged files have the names that renames in the journal gave them
         if writes:
             self.replay.restore()
-        self.recovery.drop_names()
+        self.orphans.drop_names()
         await self._commits.begin()
         self.writeback.sequence = max(self.writeback.sequence, self._commits.committer.journal.newest_after)
-        await self.recovery.load()
-        if self.recovery.uncovered or self.replay.uncovered:
+        await self.orphans.load()
+        if self.orphans.uncovered or self.replay.uncovered:
             await self._commits.read_again()
         await self.pinner.load()
 

@@ -48,7 +48,7 @@ DAMAGED_PREFIX = "damaged-"
 log = logging.getLogger(__name__)
 
 
-class Recovery:
+class Orphans:
     """Orphans by draft id. Trio thread only."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Recovery:
         self._db, self._ns, self._services = database, namespace, services
         self._writer, self._queue, self._read_only = writer, queue, read_only
         self._journal = Journal(database)
-        self.orphans: dict[str, DraftRecord] = {}
+        self.records: dict[str, DraftRecord] = {}
         self._room: dict[str, int] = {}
         self._busy: set[str] = set()
         self._recorded: set[str] = set()
@@ -123,14 +123,14 @@ class Recovery:
             self._drop_kept_name(path_of(record))
             has_rest = self._path(draft_id).exists() or record.upload_id or record.spilled or record.segment
             if has_rest or _may_be_superseded_object(record):
-                self.orphans[draft_id] = record
+                self.records[draft_id] = record
                 if record.spot is not None:
                     self._services.staging.segments.add_reference(record.spot)
             elif not self._read_only:
                 self._forget(draft_id)
         if self._unreadable:
             self._services.staging.segments.keep_all()
-        for record in () if self._read_only else list(self.orphans.values()):
+        for record in () if self._read_only else list(self.records.values()):
             try:
                 if record.unlinked and self._has_newer(record):
                     await self._abort_uploads(record)
@@ -145,7 +145,7 @@ class Recovery:
         await self._find_unrecorded()
         if not self._read_only:
             self._db.end_loss()
-        for draft_id in self.orphans:
+        for draft_id in self.records:
             self._room[draft_id] = self._staged(draft_id)
         self._services.staging.count_staged(sum(self._room.values()))
 
@@ -166,7 +166,7 @@ class Recovery:
 
     def adopt(self, record: DraftRecord) -> None:
         """Add a file of this daemon that has no open handles and cannot be published as it is."""
-        self.orphans[record.id] = record
+        self.records[record.id] = record
         self._room[record.id] = self._staged(record.id)
         self._services.staging.count_staged(self._room[record.id])
 
@@ -174,7 +174,7 @@ class Recovery:
         """Return the orphans with refused writes at or below ``path``; empty means the whole lake."""
         return [
             record
-            for record in self.orphans.values()
+            for record in self.records.values()
             if record.refused and (not path or path_of(record) == path or path_of(record).startswith(path + "/"))
         ]
 
@@ -209,7 +209,7 @@ class Recovery:
         with os.scandir(self._services.staging.directory) as found:
             entries = list(found)
         for entry in entries:
-            ours = entry.name in self.orphans or entry.name in self._replayed or entry.name.startswith(PREFIX)
+            ours = entry.name in self.records or entry.name in self._replayed or entry.name.startswith(PREFIX)
             if ours or not entry.is_file():
                 continue
             key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
@@ -218,7 +218,7 @@ class Recovery:
                 continue
             found_ns, size = entry.stat().st_ctime_ns, entry.stat().st_size
             self._list_unrecorded(entry.name, key, upload_id, found_ns, size, f"bytes in {entry.path}: ")
-        for draft_id in [each for each in self._unreadable if each not in self.orphans]:
+        for draft_id in [each for each in self._unreadable if each not in self.records]:
             self._list_unrecorded(draft_id, "", "", self._services.clock.wall_ns(), 0, "bytes: ")
 
     def _list_unrecorded(self, draft_id: str, key: str, upload_id: str, since_ns: int, size: int, what: str) -> None:
@@ -229,7 +229,7 @@ class Recovery:
         key = key or path or ""
         if key:
             self._drop_kept_name(key)
-        self.orphans[draft_id] = DraftRecord(
+        self.records[draft_id] = DraftRecord(
             id=draft_id,
             key=key,
             upload_id=upload_id,
@@ -329,7 +329,7 @@ class Recovery:
 
     def _drop(self, record: DraftRecord, *, keeps_record: bool = False) -> None:
         """End an orphan whose bytes are in the store, superseded or aborted. Raises CacheError."""
-        self.orphans.pop(record.id, None)
+        self.records.pop(record.id, None)
         self._services.staging.release(self._room.pop(record.id, 0))
         self._services.staging.path(record.id).unlink(missing_ok=True)
         if not keeps_record:
@@ -350,7 +350,7 @@ class Recovery:
             self._ns.events.invalidate_name(inode, name)
 
     def _orphan(self, orphan_id: str) -> DraftRecord:
-        record = self.orphans.get(orphan_id)
+        record = self.records.get(orphan_id)
         if record is None:
             raise ConfigError(f"there is no orphan {orphan_id}: `lakefs-fuse orphans` lists them")
         if orphan_id in self._busy:
@@ -359,7 +359,7 @@ class Recovery:
 
     async def resolve_all(self, how: str) -> None:
         """Call ``finish`` or ``abort`` for every orphan. Failures are logged, and these orphans stay."""
-        for orphan_id in list(self.orphans):
+        for orphan_id in list(self.records):
             try:
                 await (self.finish(orphan_id) if how == "finish" else self.abort(orphan_id))
             except LakeError as error:
@@ -404,7 +404,7 @@ class Recovery:
                     draft.target.key, draft.target.path = choose_key(path, record.id, is_taken=is_taken)
                 await self._writer.finish(draft, path, partial(self._check_replaceable, record))
         except BaseException as error:
-            self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
+            self.records[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
             if isinstance(error, Overtaken | PreconditionFailed):  # also of the version whose parts are copied
                 raise self._replaced(record) from error
             raise
