@@ -76,7 +76,7 @@ from lakefs_fuse.vfs.writeback.orphans import Orphans
 from lakefs_fuse.vfs.writeback.packer import Packer
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter, Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
-from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions
+from lakefs_fuse.vfs.writeback.reconciliation import Reconciliation
 from lakefs_fuse.vfs.writeback.replay import Replay
 from lakefs_fuse.vfs.writeback.scheduler import PublishScheduler
 
@@ -269,9 +269,9 @@ class Assembly:
         self.writeback = writeback = commits.writeback
         self.drafts = drafts = Drafts(files, services, writeback, ground.ids("draft-ids"))
         self._writer = writer = self._object_writer()
-        stored_versions = StoredVersions(namespace, ground.client)
+        reconciliation = Reconciliation(namespace, ground.client)
         self.replay = Replay(
-            database, namespace, drafts, writeback, stored_versions, writer, metrics.writeback,
+            database, namespace, drafts, writeback, reconciliation, writer, metrics.writeback,
             ensure_directory=lambda path: commits.applier.paths.ensure_directory(path, ground.clock_ns()),
         )  # fmt: skip
         group_commit = GroupCommit(database, ground.nursery, threads, ground.node.clock, writeback, committer)

@@ -64,7 +64,7 @@ class Orphans:
         in_use: Callable[[int], bool],
     ) -> None:
         """Records that ``replay`` restored are left to write-back, and names of files ``in_use`` are kept."""
-        self._stored_versions, self._replayed, self._in_use = replay.stored_versions, replay.records, in_use
+        self._reconciliation, self._replayed, self._in_use = replay.reconciliation, replay.records, in_use
         self._db, self._ns, self._services = database, namespace, services
         self._writer, self._queue, self._read_only = writer, queue, read_only
         self._journal = Journal(database)
@@ -186,7 +186,7 @@ class Orphans:
 
     async def _forsake(self, record: DraftRecord) -> None:
         """Delete the object of a superseded draft if an attempt stored it."""
-        meta = await self._stored_versions.published(record) if _may_be_superseded_object(record) else None
+        meta = await self._reconciliation.published(record) if _may_be_superseded_object(record) else None
         if meta is not None:
             self._queue.delete_object(meta)
 
@@ -254,7 +254,7 @@ class Orphans:
         if not size and not self._db.lost_rows:
             return True
         try:
-            return await self._stored_versions.is_at(key, draft_id)
+            return await self._reconciliation.is_at(key, draft_id)
         except LakeError as error:
             log.warning("what became of %s cannot be told now: %s", key, error)
             return False
@@ -313,13 +313,13 @@ class Orphans:
     async def _is_published(self, record: DraftRecord) -> bool:
         if record.state is DraftState.WRITING:
             return False
-        if await self._stored_versions.is_in_pack(record):
+        if await self._reconciliation.is_in_pack(record):
             return True
-        meta = await self._stored_versions.published(record)
+        meta = await self._reconciliation.published(record)
         if meta is None:
             return False
         path, dated_s = path_of(record), meta.mtime_ns // NS
-        is_newest = (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag)
+        is_newest = (await self._reconciliation.visible(record)).etag in (record.replaces, meta.etag)
         if is_newest and not self._writer.removed.was_seen_and_removed(path, meta, dated_s, None):
             self._writer.announce_object(path, meta, dated_s)
         return True
@@ -421,10 +421,10 @@ class Orphans:
             raise FileError(
                 errno.EBUSY, f"another version of {path_of(record)} is not in the store yet: try again later"
             )
-        there = await self._stored_versions.visible(record)
+        there = await self._reconciliation.visible(record)
         ours = there.draft_id == record.id or there.draft_id in self._replayed
         expected = there.etag == record.replaces or ours
-        if not expected and not await self._stored_versions.is_relocated(there, record):
+        if not expected and not await self._reconciliation.is_relocated(there, record):
             raise self._replaced(record)
 
     def _replaced(self, record: DraftRecord) -> FileError:

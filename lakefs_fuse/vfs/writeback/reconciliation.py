@@ -30,7 +30,7 @@ class Visible:
         return self.token.partition(".")[0]
 
 
-class StoredVersions:
+class Reconciliation:
     """Answers which versions are in the store. See the module's head."""
 
     def __init__(self, namespace: Namespace, client: StoreClient) -> None:

@@ -35,7 +35,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publisher import LateAttributes, ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBackQueue
-from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions, path_of
+from lakefs_fuse.vfs.writeback.reconciliation import Reconciliation, path_of
 
 CONFLICT_CHARACTERS = 8
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Replay:
         namespace: Namespace,
         drafts: Drafts,
         writeback: WriteBackQueue,
-        stored_versions: StoredVersions,
+        reconciliation: Reconciliation,
         writer: ObjectWriter,
         metrics: WriteBackMetrics,
         *,
@@ -59,7 +59,7 @@ class Replay:
         """``ensure_directory(path)`` returns the inode of a directory, and creates the directory if it is missing."""
         self._db, self._ns, self._files, self._writeback = database, namespace, drafts.files, writeback
         self._services = drafts.services
-        self.stored_versions, self._metrics, self._ensure_directory = stored_versions, metrics, ensure_directory
+        self.reconciliation, self._metrics, self._ensure_directory = reconciliation, metrics, ensure_directory
         self._writer = writer
         self._journal = Journal(database)
         self.records: set[str] = set()
@@ -78,7 +78,7 @@ class Replay:
             try:
                 record = decode(raw)
             except ValueError:
-                unreadable.add(draft_id)  # recovery lists it
+                unreadable.add(draft_id)  # `Orphans` lists it
                 with suppress(ValueError):
                     self._writeback.sequence = max(self._writeback.sequence, decode_outline(raw).sequence)
                 continue
@@ -161,11 +161,11 @@ class Replay:
 
         If another client has changed the name, the item has another name when this returns."""
         key, record = item.file.key, item.draft.record()
-        if await self.stored_versions.is_in_pack(record):
-            etag = (await self.stored_versions.visible(record)).etag
+        if await self.reconciliation.is_in_pack(record):
+            etag = (await self.reconciliation.visible(record)).etag
             return await self._end(item, etag, partial(self._tell_late, item), lambda now: now.key == record.commit)
-        meta = await self.stored_versions.published(record)
-        there = await self.stored_versions.visible(record, self._ours)
+        meta = await self.reconciliation.published(record)
+        there = await self.reconciliation.visible(record, self._ours)
         if meta is not None:
             # what it replaces may be gone from its new name; if its own object is hidden under its key, it is older
             is_there = there.etag in (meta.etag, record.replaces) if there.etag else path_of(record) != record.key
@@ -175,7 +175,7 @@ class Replay:
         if self._is_gone(item):
             return False
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
-        if not expected and not await self.stored_versions.is_relocated(there, record):
+        if not expected and not await self.reconciliation.is_relocated(there, record):
             await self.rename_conflict(item, key)
         elif there.draft_id in self._ours and there.etag != item.draft.target.replaces:
             self._replace_superseded(item.file, there.etag)
