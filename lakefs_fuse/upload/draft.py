@@ -792,7 +792,7 @@ class Draft:
         self.uploader.metrics.failures += not isinstance(error, Overtaken | KeyConflict)
         return self.error
 
-    async def reconcile(self, older: ObjectMeta | None) -> None:
+    async def adopt_attempt(self, older: ObjectMeta | None) -> None:
         """Take over the result of a failed attempt before changed bytes are published. ``older`` is the object that the
         attempt made: the draft replaces it, and it has the bytes of dropped parts. Without it, or if the upload with
         dropped parts did not become this object, the upload continues, under the token with which it began. Raises

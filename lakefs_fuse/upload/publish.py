@@ -97,7 +97,7 @@ async def publish(
     is_superseded = False
     try:
         if draft.recheck:
-            await draft.reconcile(await find_own_object(draft))
+            await draft.adopt_attempt(await find_own_object(draft))
         await draft.stop_uploads()
         try:
             append = _find_append(draft)

@@ -181,7 +181,7 @@ class PublishScheduler:
 
     async def _publish_pack(self, pack: list[AcknowledgedVersion]) -> None:
         try:
-            if await self._publisher.publish_pack(await self._reconcile(pack)):
+            if await self._publisher.publish_pack(await self._without_stored(pack)):
                 self._queue.record_success()
             else:  # the first file is being renamed or removed
                 await trio.sleep(LOCKED_S)
@@ -198,7 +198,7 @@ class PublishScheduler:
             self._gathering = False
             self._queue.end_attempt(pack)
 
-    async def _reconcile(self, pack: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
+    async def _without_stored(self, pack: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
         """Return the versions whose bytes the store does not have. Raises LakeError if all have to wait."""
         unstored = []
         for item in pack:
