@@ -37,7 +37,7 @@ class Parts(IntFlag):
     HANDLE = 2
 
 
-class FileState(Enum):
+class ReceivedState(Enum):
     """State of a file after its hand-over; until then only create_offload.c has it (RECEIVING of its `enum state`)."""
 
     OPEN = auto()
@@ -53,8 +53,8 @@ class FileState(Enum):
 
 
 SUCCESSORS = {
-    FileState.OPEN: {FileState.HELD, FileState.REFUSED},
-    FileState.CLOSING: {FileState.CLOSED, FileState.HELD, FileState.REFUSED},
+    ReceivedState.OPEN: {ReceivedState.HELD, ReceivedState.REFUSED},
+    ReceivedState.CLOSING: {ReceivedState.CLOSED, ReceivedState.HELD, ReceivedState.REFUSED},
 }
 
 
@@ -77,9 +77,9 @@ class ReceivedFile:
     """A file whose bytes were handed over."""
 
     content: Received
-    state: FileState
+    state: ReceivedState
 
-    def transition(self, to: FileState) -> None:
+    def transition(self, to: ReceivedState) -> None:
         assert to in SUCCESSORS.get(self.state, ()), f"{self.state.name} to {to.name}"
         self.state = to
 
@@ -156,11 +156,11 @@ class CreateOffload:
                 each.created_ns, each.written_ns, data, each.changed_ns,
                 each.mtime_ns if each.is_mtime_chosen else None, bool(each.is_exclusive),
             )  # fmt: skip
-            yield ReceivedFile(content, FileState.OPEN if each.parts & Parts.HANDLE else FileState.CLOSING)
+            yield ReceivedFile(content, ReceivedState.OPEN if each.parts & Parts.HANDLE else ReceivedState.CLOSING)
 
     def _store(self, handed_over: list[ReceivedFile | tuple[int, int]]) -> None:
         received = [each for each in handed_over if isinstance(each, ReceivedFile)]
-        closed = {each.content.inode: self._closer_of(each) for each in received if each.state is FileState.CLOSING}
+        closed = {each.content.inode: self._closer_of(each) for each in received if each.state is ReceivedState.CLOSING}
         pending = list(received)
         try:
             files = self._fs.new_files.add_received([each.content for each in received], closed)
@@ -168,8 +168,8 @@ class CreateOffload:
                 if isinstance(file, LakeError):
                     log.warning("the bytes of a new file are lost, and its writer gets the error: %s", file)
                     self._refuse(each, file)
-                elif each.state is FileState.OPEN:
-                    each.transition(FileState.HELD)
+                elif each.state is ReceivedState.OPEN:
+                    each.transition(ReceivedState.HELD)
                     self._fs.hold(file, HANDLE_CREATED | each.content.inode, each.content.opener)
                 del pending[0]
             for handle in handed_over:
@@ -184,9 +184,9 @@ class CreateOffload:
         """Return the function that replies to the FLUSH of a file with the result of closing it."""
 
         def answer(error: LakeError | None) -> None:
-            if file.state is FileState.REFUSED:
+            if file.state is ReceivedState.REFUSED:
                 return  # FLUSH already got an error that did not concern the file
-            file.transition(FileState.CLOSED if error is None else FileState.HELD)
+            file.transition(ReceivedState.CLOSED if error is None else ReceivedState.HELD)
             if error is not None:
                 log.warning("flush: %s", error)
                 self._hold(file.content.inode, file.content.opener)  # its release tries again, as for any file
@@ -199,7 +199,7 @@ class CreateOffload:
     def _refuse(self, file: ReceivedFile, error: LakeError) -> None:
         """Refuse a file: a FLUSH that waits and later requests of its handle get the error, and the kernel drops the
         name and attributes."""
-        file.transition(FileState.REFUSED)
+        file.transition(ReceivedState.REFUSED)
         self._fs.hold_refused(HANDLE_CREATED | file.content.inode, error)
         self._answer_close(file.content.inode, error.errno)
         self._fs.events.invalidate_name(file.content.parent, file.content.name)

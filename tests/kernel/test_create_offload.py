@@ -16,9 +16,9 @@ from lakefs_fuse.kernel.create_offload import (
     HANDLE_CREATED,
     SUCCESSORS,
     CreateOffload,
-    FileState,
     Parts,
     ReceivedFile,
+    ReceivedState,
 )
 from lakefs_fuse.kernel.leases import Leases
 from lakefs_fuse.meta import database
@@ -33,8 +33,8 @@ NATIVE = Path(__file__).parents[2] / "lakefs_fuse" / "kernel" / "native"
 CONTENT = Received(7, 1, b"name", 0o644, 0, 0, 1, 0, 0, b"data")
 
 
-@pytest.mark.parametrize("before, after", list(product(FileState, FileState)))
-def test_received_file_transition_outside_the_table_is_refused(before: FileState, after: FileState) -> None:
+@pytest.mark.parametrize("before, after", list(product(ReceivedState, ReceivedState)))
+def test_received_file_transition_outside_the_table_is_refused(before: ReceivedState, after: ReceivedState) -> None:
     file = ReceivedFile(CONTENT, before)
     if after in SUCCESSORS.get(before, ()):
         file.transition(after)
@@ -54,9 +54,9 @@ def test_numbers_shared_with_c_are_the_same() -> None:
     assert f"#define HANDLE_CREATED (1ULL << {HANDLE_CREATED.bit_length() - 1})" in source
 
 
-@pytest.mark.parametrize("state", [FileState.OPEN, FileState.CLOSING])
+@pytest.mark.parametrize("state", [ReceivedState.OPEN, ReceivedState.CLOSING])
 async def test_requests_of_a_refused_file_get_its_error_until_it_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: FileState
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: ReceivedState
 ) -> None:
     """EBADF of a write from the page cache reaches the program as EIO."""
     monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
