@@ -51,7 +51,7 @@ from lakefs_fuse.errors import (
     Unsupported,
     sole_error,
 )
-from lakefs_fuse.ingest.pack_filler import CopyOf, Full, NeedsStored, Pack, Packer, Totals
+from lakefs_fuse.ingest.pack_filler import CopyOf, Full, NeedsStored, Pack, PackFiller, Totals
 from lakefs_fuse.ingest.source import Attributes, Changed, File, Refused, Source, SourceError
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
@@ -84,7 +84,7 @@ class Ingest:
     def __init__(
         self,
         client: StoreClient,
-        packer: Packer,
+        packer: PackFiller,
         node: Node,
         *,
         open_names: Callable[[], AbstractAsyncContextManager[IsReserved]],
