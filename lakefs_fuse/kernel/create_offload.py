@@ -19,11 +19,10 @@ from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfus
 
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.kernel.leases import Leases
+from lakefs_fuse.vfs.files.handle_bits import CREATED
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.ops.create import Received
 
-HANDLE_CREATED = 1 << 60
-"""Bit of the handles that the library issues for new files; their other bits are the inode."""
 INODES = 512
 """Inodes reserved for the library at a time."""
 log = logging.getLogger(__name__)
@@ -170,7 +169,7 @@ class CreateOffload:
                     self._refuse(each, file)
                 elif each.state is ReceivedState.OPEN:
                     each.transition(ReceivedState.HELD)
-                    self._fs.hold(file, HANDLE_CREATED | each.content.inode, each.content.opener)
+                    self._fs.hold(file, CREATED | each.content.inode, each.content.opener)
                 del pending[0]
             for handle in handed_over:
                 if isinstance(handle, tuple):
@@ -200,13 +199,13 @@ class CreateOffload:
         """Refuse a file: a FLUSH that waits and later requests of its handle get the error, and the kernel drops the
         name and attributes."""
         file.transition(ReceivedState.REFUSED)
-        self._fs.hold_refused(HANDLE_CREATED | file.content.inode, error)
+        self._fs.hold_refused(CREATED | file.content.inode, error)
         self._answer_close(file.content.inode, error.errno)
         self._fs.events.invalidate_name(file.content.parent, file.content.name)
 
     def _hold(self, inode: int, opener: int) -> None:
         """Take over the handle of a file whose bytes were handed over before."""
-        number = HANDLE_CREATED | inode
+        number = CREATED | inode
         if self._fs.is_handle(number):
             return
         try:

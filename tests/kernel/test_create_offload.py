@@ -13,7 +13,6 @@ import pytest
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.kernel.create_offload import (
-    HANDLE_CREATED,
     SUCCESSORS,
     CreateOffload,
     Parts,
@@ -21,8 +20,10 @@ from lakefs_fuse.kernel.create_offload import (
     ReceivedState,
 )
 from lakefs_fuse.kernel.leases import Leases
+from lakefs_fuse.kernel.reply import FILE_BLKSIZE
 from lakefs_fuse.meta import database
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.vfs.files import handle_bits
 from lakefs_fuse.vfs.ops.create import Received
 from tests.fakes import node_of
 from tests.memory_store import MemoryStore
@@ -51,7 +52,9 @@ def test_numbers_shared_with_c_are_the_same() -> None:
     assert parts
     found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)", parts[1])}
     assert found == {str(part.name): part.value for part in Parts}
-    assert f"#define HANDLE_CREATED (1ULL << {HANDLE_CREATED.bit_length() - 1})" in source
+    bits = {name: int(bit) for name, bit in re.findall(r"#define HANDLE_(\w+) \(1ULL << (\d+)\)", source)}
+    assert bits == {name: bit.bit_length() - 1 for name, bit in vars(handle_bits).items() if name.isupper()}
+    assert f"#define FILE_BLOCK_BYTES ({FILE_BLKSIZE >> 10}U << 10)" in source
 
 
 @pytest.mark.parametrize("state", [ReceivedState.OPEN, ReceivedState.CLOSING])
@@ -69,7 +72,7 @@ async def test_requests_of_a_refused_file_get_its_error_until_it_is_released(
         disk.is_full = True
         offload._store([ReceivedFile(content, state)])  # noqa: SLF001  # as the library hands it over
         disk.is_full = False
-        handle = HANDLE_CREATED | inode
+        handle = handle_bits.CREATED | inode
 
         async def errors() -> list[int]:
             requests: list[Callable[[], Awaitable[object]]] = [

@@ -27,9 +27,6 @@ from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace import attributes
 
-READING = 1 << 62
-"""Bit in the numbers of handles that were opened for reading: closing one publishes nothing."""
-
 
 class FileState(StrEnum):
     """The value of ``user.lakefs.state``; `ExtendedAttributes` computes it when it is read."""

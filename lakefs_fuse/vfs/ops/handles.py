@@ -22,7 +22,8 @@ from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.refused_ranges import KILLED
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.file_table import FileTable
-from lakefs_fuse.vfs.files.open_file import READING, Handle, OpenFile, OpenState
+from lakefs_fuse.vfs.files.handle_bits import LEASED, READING, inode_of
+from lakefs_fuse.vfs.files.open_file import Handle, OpenFile, OpenState
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.create import NewFiles
@@ -31,8 +32,6 @@ from lakefs_fuse.vfs.ops.open_publisher import OpenFilePublisher
 
 FSYNCS_OF_A_DATABASE = 100
 """Calls of fsync on one handle until a warning is logged. A log that is synced each minute gets one in two hours."""
-LEASED = 1 << 61
-"""Bit of the handles that were opened under a lease. They also have READING; their other bits are the inode."""
 READAHEADS_MAX = 1024
 """Files whose readahead is kept between two reads."""
 log = logging.getLogger(__name__)
@@ -304,8 +303,3 @@ class OpenLeases:
         file = self._files.get(inode_of(handle))
         if file is not None:
             await self._io.release(file, writer=False)
-
-
-def inode_of(handle: int) -> int:
-    """Return the inode of a handle that was opened under a lease; 0 for other handles."""
-    return handle & ~(READING | LEASED) if handle & LEASED else 0
