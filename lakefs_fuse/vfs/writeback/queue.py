@@ -361,7 +361,7 @@ class WriteBackQueue:
         return False
 
     def restore_superseded(self, file: OpenFile) -> None:
-        """Return superseded versions of a file to the queue, because the newer one could not be acknowledged."""
+        """Put superseded versions of a file back into the queue, because the newer one could not be acknowledged."""
         for _, item in self._behind(file):
             if item.state is VersionState.SUPERSEDED:
                 item.transition(VersionState.WAITING)
