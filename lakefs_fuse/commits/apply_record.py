@@ -64,9 +64,9 @@ class Application:
         this: ObjectRef,
         stamp: int,
         *,
+        whole: bool,
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
-        whole: bool = False,
         withdraws: bool = False,
     ) -> None:
         """``own``: this node made the change, and knew what it changed. ``outdated`` maps paths to ETags of plain

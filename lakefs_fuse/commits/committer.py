@@ -586,7 +586,7 @@ class Committer:
         finally:
             self._unannounced.end(stored, is_announced=is_announced)
         self._metrics.count_commit(0)
-        self._applier.apply(record, this, own=True)
+        self._applier.apply(record, this, whole=True, own=True)
 
     # -- commits
 
@@ -742,7 +742,7 @@ class Committer:
             return
         this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, self.writer):
-            self._applier.apply(record, this)
+            self._applier.apply(record, this, whole=True)
         for doomed in self.unsure.doomed:
             self._deletions.schedule(doomed)
         if self._late is not None:
@@ -784,7 +784,7 @@ class Committer:
             objects=change.objects, operations=change.operations, stored=[],
         )  # fmt: skip
         this = await self._log.put_record(again)
-        self._applier.apply(replace(again, moves=[]), this, own=True)
+        self._applier.apply(replace(again, moves=[]), this, whole=True, own=True)
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
     def find_without(self, path: str, row: Entry, versions: Set[tuple[str, int, str]]) -> Step | None:
@@ -826,7 +826,7 @@ class Committer:
         if self._clock.wall_ns() - time > LATE_NS:
             self._set_late(record, this)
         self.unsure = Unsure(record, [])  # if the disk fails now
-        self._applier.apply(record, this)
+        self._applier.apply(record, this, whole=True)
         self._end_sending(Sending(time, this.key))
         self.unsure = None
 
@@ -846,9 +846,9 @@ class Committer:
             self._record_passed(sending, record)
             part = _own_part(record, sending)
             if in_steps:
-                await self._applier.apply_behind_barrier(part, this, own=True, whole=False)
+                await self._applier.apply_behind_barrier(part, this, whole=False, own=True)
             else:
-                self._applier.apply(part, this, own=True, whole=False)
+                self._applier.apply(part, this, whole=False, own=True)
             self._end_sending(sending)
             if doomed:
                 batch = Batch()

@@ -568,7 +568,7 @@ class Poller:
             if len(record.operations) > OPERATIONS_AT_ONCE:
                 await self._applier.apply_in_steps(record, this, outdated=outdated)
             else:
-                self._applier.apply(record, this, outdated=outdated)
+                self._applier.apply(record, this, whole=True, outdated=outdated)
             self._applied(record)
         return len(metas)
 
