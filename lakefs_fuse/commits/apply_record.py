@@ -7,7 +7,7 @@ only. A crash leaves whole batches; the record is applied again.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Set
 
 import msgspec
 
@@ -17,6 +17,7 @@ from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_ov
 from lakefs_fuse.commits.record import (
     Mkdir,
     ObjectRef,
+    Operation,
     Record,
     Remove,
     count_repeated,
@@ -104,7 +105,7 @@ class Application:
         yield from count_repeated(self._record.operations, said, COUNTED_PER_OPERATION * operations_max)
         to_come = said.copy()
         some: dict[str, Step] = {}
-        leaving = set[str]()  # directories that may go with removals in `some`, before other names are set there
+        leaving = set[str]()  # directories that may go with removals in `some`
         looked_at = set[str]()  # directories of those removals
         is_mark = False
         for number, operation in enumerate(self._record.operations, 1):
@@ -124,9 +125,7 @@ class Application:
             is_apart = removes_directory and (path in some or self._paths.directory(path) is not None)
             slash = b"/" if removes_directory or isinstance(operation, Mkdir) else b""
             above, _, last = path.rpartition("/")
-            is_left = not is_removal and (above in leaving or path in leaving)
-            is_missing = not is_removal and self._directory(above) is None  # a directory has to be made first
-            if some and (is_apart or is_left or path in some or is_missing):
+            if some and (is_apart or self._builds_on(operation, some, leaving)):
                 self._apply_all(some)
             if not some:
                 leaving.clear()
@@ -146,6 +145,18 @@ class Application:
         self._apply_all(some)
         for directory in self._carried.directories:
             self._paths.prune(directory)
+
+    def _builds_on(self, operation: Operation, some: Mapping[str, Step], leaving: Set[str]) -> bool:
+        """Return whether the operations in ``some`` must be written before this one is read.
+
+        That is so where one of them is on the same name, or where this one sets a name in one of the directories
+        ``leaving``, which may go with them, or in a directory that has to be made."""
+        path, above = operation.path, operation.path.rpartition("/")[0]
+        if path in some:
+            return True
+        if isinstance(operation, Remove):
+            return False
+        return above in leaving or path in leaving or self._directory(above) is None
 
     def _directory(self, path: str) -> int | None:
         if self._parent is None or self._parent[0] != path:
