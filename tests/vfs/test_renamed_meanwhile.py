@@ -1073,6 +1073,10 @@ def commits_sent(store: MemoryStore) -> int:
     return sum(each.what == "put" and each.key.startswith(".lakefs/commits/") for each in list(store.requests))
 
 
+def is_sent(store: MemoryStore, count: int) -> bool:
+    return commits_sent(store) == count
+
+
 @pytest.mark.parametrize("pack", ["always", "never"])
 @pytest.mark.parametrize("first", [0, 1])
 async def test_directories_that_two_nodes_rename_into_each_other_keep_their_files(
@@ -1105,6 +1109,46 @@ async def test_directories_that_two_nodes_rename_into_each_other_keep_their_file
             for m in (one, two, fresh):
                 await m.poll()
                 assert {path: data for path, data in (await m.tree()).items() if data is not None} == expected
+
+
+@pytest.mark.parametrize("pack", ["always", "never"])
+@pytest.mark.parametrize("targets", [("x", "y"), ("x", "x")], ids=["different names", "the same name"])
+async def test_directory_that_two_nodes_rename_has_all_files_under_each_new_name(
+    tmp_path: Path, pack: str, targets: tuple[str, str]
+) -> None:
+    """Neither had heard of the other's rename: both succeed. Under different names the files are separate ones."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack=pack) as (one, two):
+        for path in ("d", "d/below"):
+            await one.mkdir(path)
+            await one.write(f"{path}/f", path.encode())
+        await one.write("single", b"single")
+        await one.fs.sync_names()
+        await two.poll()
+        for source, ends in {"d": targets, "single": [f"{target}-file" for target in targets]}.items():
+            store.hook = pause = pause_of_commits()
+            async with trio.open_nursery() as nursery:
+                for m, target in zip((one, two), ends, strict=True):
+                    count = commits_sent(store) + 1
+                    nursery.start_soon(m.rename, source, target)
+                    await until(partial(is_sent, store, count))
+                pause.resume()
+        expected: dict[str, bytes | None] = {}
+        for target in targets:
+            expected |= {target: None, f"{target}/f": b"d", f"{target}/below": None, f"{target}/below/f": b"d/below"}
+            expected[f"{target}-file"] = b"single"
+        clock.advance(TTL_S + 1)
+        async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+            for m in (one, two, fresh):
+                await m.poll()
+                assert await m.tree() == expected
+            await one.write("x/f", b"changed")
+            await one.write("x-file", b"changed")
+            await one.fs.sync_names()
+            clock.advance(TTL_S + 1)
+            for m in (one, two, fresh):
+                await m.poll()
+                assert await m.tree() == expected | {"x/f": b"changed", "x-file": b"changed"}
 
 
 @pytest.mark.parametrize("durability", ["close", "writeback"])
