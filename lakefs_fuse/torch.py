@@ -64,16 +64,16 @@ class ReadAhead:
 
     def __iter__(self) -> Iterator[Any]:
         waiting, samples = deque[Any](), 0
-        with _Announcer() as announcer:
+        with _Requester() as requester:
             for item in self._sampler:
                 indices = _indices(item)
                 waiting.append(item)
                 samples += len(indices)
-                announcer.add(path for index in indices for path in _as_paths(self._paths(index)))
+                requester.add(path for index in indices for path in _as_paths(self._paths(index)))
                 while samples > self._ahead and len(waiting) > 1:
                     samples -= len(_indices(waiting[0]))
                     yield waiting.popleft()
-            announcer.flush()
+            requester.flush()
             yield from waiting
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class ReadAheadDataset:
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """What `DataLoader` calls with the indices of a batch, in a worker."""
-        _MOUNTS.announce([path for index in indices for path in _as_paths(self._paths(index))])
+        _MOUNTS.request_readahead([path for index in indices for path in _as_paths(self._paths(index))])
         fetch = getattr(self._dataset, "__getitems__", None)
         return list(fetch(indices)) if fetch is not None else [self._dataset[index] for index in indices]
 
@@ -141,7 +141,7 @@ class _Mounts:
         self._of_directory: dict[str, tuple[str, str]] = {}
         self._silent_until_s = 0.0
 
-    def announce(self, paths: Sequence[Path]) -> None:
+    def request_readahead(self, paths: Sequence[Path]) -> None:
         """Raises nothing: what the caller passes as a path is for its dataset to judge."""
         if time.monotonic() < self._silent_until_s:
             return
@@ -154,7 +154,7 @@ class _Mounts:
                 if mountpoint and _is_utf8(prefix + name):
                     by_mount.setdefault(mountpoint, []).append(prefix + name)
             for mountpoint, names in by_mount.items():
-                _announce(mountpoint, self._owners[mountpoint], names)
+                _request_readahead(mountpoint, self._owners[mountpoint], names)
         except Exception as error:
             log.warning("files are not read ahead: %s", error)
             self._silent_until_s = time.monotonic() + RETRY_S
@@ -182,7 +182,7 @@ class _Mounts:
         return found
 
 
-def _announce(mountpoint: str, owner: int, names: Sequence[str]) -> None:
+def _request_readahead(mountpoint: str, owner: int, names: Sequence[str]) -> None:
     """On a connection of its own: a daemon takes few at a time, and jobs have many processes. A daemon serves its own
     user and root. Raises LakeError."""
     user = owner if os.geteuid() == 0 else os.geteuid()
@@ -198,7 +198,7 @@ _MOUNTS = _Mounts()
 """Of the thread in which a worker process reads its samples."""
 
 
-class _Announcer:
+class _Requester:
     """A thread that names files, so that an iteration does not wait for a daemon."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class _Announcer:
         self._requests: queue.Queue[list[Path] | None] = queue.Queue(QUEUED_MAX)
         self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
 
-    def __enter__(self) -> _Announcer:
+    def __enter__(self) -> _Requester:
         self._thread.start()
         return self
 
@@ -240,4 +240,4 @@ class _Announcer:
     def _run(self) -> None:
         mounts = _Mounts()
         while (names := self._requests.get()) is not None:
-            mounts.announce(names)
+            mounts.request_readahead(names)

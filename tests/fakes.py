@@ -161,8 +161,8 @@ class InlineThreads:
 async def delete_all_due(deletions: DeletionQueue) -> None:
     """Delete every object whose time has come. Raises LakeError."""
 
-    async def heard(_: float) -> None:
+    async def catch_up(_: float) -> None:
         """Commits are polled by tests themselves."""
 
-    while await deletions.delete_due(heard):
+    while await deletions.delete_due(catch_up):
         pass

@@ -20,9 +20,9 @@ bytes to the end (`local_disk.pread_all`), for what of earlier commits is not se
 draft's target, which methods change whose names say why."""
 RENAME = 38, 257
 """One each for the rule which keys are markers of directories, for the rules of files, apart from the rows that they
-change, and for histories of names; switches also for the clock of `Poller.heard`, for `count_repeated`, which is beside
-what operations mean, for the file that had each name before, with which its history begins, and for the target of a
-commit, which is not sent over itself."""
+change, and for histories of names; switches also for the clock of `Poller.catch_up`, for `count_repeated`, which is
+beside what operations mean, for the file that had each name before, with which its history begins, and for the target
+of a commit, which is not sent over itself."""
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8

@@ -120,7 +120,7 @@ class _Answer:
         self._claimed: ObjectMeta | None = None
 
     def add(self, fetched: Fetched | None, at: int) -> None:
-        """What a proxy brought."""
+        """Add what a proxy brought."""
         if fetched is None:
             self.is_whole = False
             return
@@ -128,7 +128,7 @@ class _Answer:
         self._put(fetched, at)
 
     def add_unproven(self, fetched: Fetched | None, at: int) -> None:
-        """What the store brought."""
+        """Add what the store brought; `put_unproven` uses it."""
         if fetched is None:
             self.is_whole = False
         else:

@@ -55,7 +55,7 @@ def wait_for_predecessor(config: MountConfig, *, monotonic_s: Callable[[], float
     """Return when no process holds the mountpoint or the cache directory.
 
     Raises MountError where that may never be: a mount exists, or was detached in use, or a process does not end."""
-    is_announced = False
+    is_reported = False
     silent_since_s = serving_since_s = None
     while (holder := find_holder(config)) is not None:
         if mount_at(holder.mountpoint) is not None:
@@ -63,9 +63,9 @@ def wait_for_predecessor(config: MountConfig, *, monotonic_s: Callable[[], float
                 f"{holder.what} is in use by the mount at {holder.mountpoint} (pid {holder.pid}): "
                 f"`lakefs-fuse umount {holder.mountpoint}` first, or choose another"
             )
-        if not is_announced:
+        if not is_reported:
             click.echo(f"waiting for the daemon that served {holder.mountpoint} before (pid {holder.pid})", err=True)
-            is_announced = True
+            is_reported = True
         now_s = monotonic_s()
         answer = _ask(holder)
         if answer is not None and answer.draining:

@@ -102,16 +102,16 @@ class Applier:
         record: Record,
         this: ObjectRef,
         *,
+        whole: bool,
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
-        whole: bool = True,
     ) -> None:
         """Apply a commit to the tree.
 
         ``this`` is the archive as the store has it. ``own``: this node's kernel knows of the change already.
         ``outdated``: the answer to `doubts`, as paths and the ETags that are no longer there. ``whole``: the record is
         all that its commit says."""
-        self._run(record, this, record.time, own, outdated, whole=whole)
+        self._run(record, this, record.time, own, outdated, whole=whole, quiet=True)
         self._end(record)
 
     def _end(self, record: Record) -> None:
@@ -130,7 +130,7 @@ class Applier:
         await self._tree.barrier.wait_lowered()
         try:
             await self._raise_barrier(record)
-            await self.apply_behind_barrier(record, this, outdated=outdated)
+            await self.apply_behind_barrier(record, this, whole=True, outdated=outdated)
         finally:
             self._tree.barrier.lower()
 
@@ -139,12 +139,12 @@ class Applier:
         record: Record,
         this: ObjectRef,
         *,
+        whole: bool,
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
-        whole: bool = True,
     ) -> None:
         """Apply a record as `apply` does, but in steps; the caller has added all its names to the barrier."""
-        application = Application(self.paths, record, this, record.time, own=own, outdated=outdated, whole=whole)
+        application = Application(self.paths, record, this, record.time, whole=whole, own=own, outdated=outdated)
         steps, pace = application.steps(STEP_OPERATIONS), Pace()
         while True:
             with self.paths.editing(quiet=own, own=own):
@@ -184,7 +184,7 @@ class Applier:
 
         While the disk is full its rows stay in memory (`PathTree.editing`). ``quiet``: this node's kernel knows of it
         already. Raises CacheError."""
-        self._run(merged([change], "", self._clock_ns()), ObjectRef(), stamp, own=True, quiet=quiet)
+        self._run(merged([change], "", self._clock_ns()), ObjectRef(), stamp, own=True, whole=False, quiet=quiet)
 
     def _run(
         self,
@@ -194,10 +194,10 @@ class Applier:
         own: bool,
         outdated: Mapping[str, str] = NOTHING,
         *,
-        whole: bool = False,
-        quiet: bool = True,
+        whole: bool,
+        quiet: bool,
     ) -> None:
-        application = Application(self.paths, record, this, stamp, own=own, outdated=outdated, whole=whole)
+        application = Application(self.paths, record, this, stamp, whole=whole, own=own, outdated=outdated)
         with self.paths.editing(quiet=own and quiet, own=own):
             application.run()
 
@@ -286,7 +286,7 @@ class Applier:
         Their names become what commits say of them without these operations. A row that stays, because its file is
         being written or because nothing else is known of its name, gets the time at which the change was made."""
         record = Record(writer="", time=change.made, objects=change.objects, operations=gone)
-        application = Application(self.paths, record, ObjectRef(), stamp, own=True, withdraws=True)
+        application = Application(self.paths, record, ObjectRef(), stamp, whole=False, own=True, withdraws=True)
         with self.paths.editing(own=True):
             application.run()
         rows = self.paths.find_many([_row_path(each) for each in gone])

@@ -7,7 +7,7 @@ only. A crash leaves whole batches; the record is applied again.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Set
 
 import msgspec
 
@@ -17,6 +17,7 @@ from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_ov
 from lakefs_fuse.commits.record import (
     Mkdir,
     ObjectRef,
+    Operation,
     Record,
     Remove,
     count_repeated,
@@ -64,9 +65,9 @@ class Application:
         this: ObjectRef,
         stamp: int,
         *,
+        whole: bool,
         own: bool = False,
         outdated: Mapping[str, str] = NOTHING,
-        whole: bool = False,
         withdraws: bool = False,
     ) -> None:
         """``own``: this node made the change, and knew what it changed. ``outdated`` maps paths to ETags of plain
@@ -104,7 +105,7 @@ class Application:
         yield from count_repeated(self._record.operations, said, COUNTED_PER_OPERATION * operations_max)
         to_come = said.copy()
         some: dict[str, Step] = {}
-        leaving = set[str]()  # directories that may go with removals in `some`, before other names are set there
+        leaving = set[str]()  # directories that may go with removals in `some`
         looked_at = set[str]()  # directories of those removals
         is_mark = False
         for number, operation in enumerate(self._record.operations, 1):
@@ -124,9 +125,7 @@ class Application:
             is_apart = removes_directory and (path in some or self._paths.directory(path) is not None)
             slash = b"/" if removes_directory or isinstance(operation, Mkdir) else b""
             above, _, last = path.rpartition("/")
-            is_left = not is_removal and (above in leaving or path in leaving)
-            is_missing = not is_removal and self._directory(above) is None  # a directory has to be made first
-            if some and (is_apart or is_left or path in some or is_missing):
+            if some and (is_apart or self._builds_on(operation, some, leaving)):
                 self._apply_all(some)
             if not some:
                 leaving.clear()
@@ -146,6 +145,18 @@ class Application:
         self._apply_all(some)
         for directory in self._carried.directories:
             self._paths.prune(directory)
+
+    def _builds_on(self, operation: Operation, some: Mapping[str, Step], leaving: Set[str]) -> bool:
+        """Return whether the operations in ``some`` must be written before this one is read.
+
+        That is so where one of them is on the same name, or where this one sets a name in one of the directories
+        ``leaving``, which may go with them, or in a directory that has to be made."""
+        path, above = operation.path, operation.path.rpartition("/")[0]
+        if path in some:
+            return True
+        if isinstance(operation, Remove):
+            return False
+        return above in leaving or path in leaving or self._directory(above) is None
 
     def _directory(self, path: str) -> int | None:
         if self._parent is None or self._parent[0] != path:
@@ -171,7 +182,7 @@ class Application:
             entries = self._tree.named_many([(parent, step.name) for parent, step in below])
             for (_, step), entry in zip(below, entries, strict=True):
                 step.row = entry
-                step.before = step.current = None if _is_removed(entry, step.buried) else entry
+                step.before = step.current = None if _is_file_elsewhere_removed(entry, step.buried) else entry
         new = [at for at in below if at[1].current is None and not isinstance(at[1].operation, Remove)]
         if new:
             others = self._tree.named_many([(parent, other_name(step.name)) for parent, step in new])
@@ -363,7 +374,7 @@ class Application:
             self._tree.set_xattrs(batch, entry.inode, operation.xattrs)
 
 
-def _is_removed(row: Entry | None, tombstone: Tombstone | None) -> bool:
+def _is_file_elsewhere_removed(row: Entry | None, tombstone: Tombstone | None) -> bool:
     """Return whether a row is of a file elsewhere that was removed; it stays while the file is being written here."""
     if row is None or tombstone is None:
         return False

@@ -53,7 +53,7 @@ OWN_DELAY_S = 1.5
 """Delay of a bundle of own commits once there are enough for one: commits made meanwhile go into it, too."""
 KEYS_MAX = 64
 """A mount remembers the keys of this many of its last bundles, so that it takes none of them for another's. A repeater
-stores fewer before they are too old to count (`poller.REPEATER_AGE_NS`)."""
+stores fewer before they are too old to count (`repeater_election.REPEATER_AGE_NS`)."""
 SUFFIX = ".bundle"
 """Suffix of the key of a bundle."""
 MIXED = "0" * 8

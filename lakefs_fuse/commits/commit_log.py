@@ -83,11 +83,11 @@ class CommitLog:
         writer: str,
         budget: PackBudget | None = None,
         repeats: bool = False,
-        announce: Callable[[str], object] | None = None,
+        publish_hint: Callable[[str], object] | None = None,
     ) -> None:
-        """With ``repeats``, `put` and `fetch` gather small commits for bundles, and digests are written. ``announce``
-        is called with the key of each commit that was stored."""
-        self._client, self.threads, self._announce = client, threads, announce
+        """With ``repeats``, `put` and `fetch` gather small commits for bundles, and digests are written.
+        ``publish_hint`` is called with the key of each commit that was stored."""
+        self._client, self.threads, self._publish_hint = client, threads, publish_hint
         self.head, self.find, self.find_each = client.head, client.find, client.find_each
         self.clock, self.writer = clock, writer
         self.key = partial(commit_key, writer=writer)
@@ -122,9 +122,9 @@ class CommitLog:
         self.clock.correct(store_ns, self.clock.wall_ns() - asked_ns)
 
     @property
-    def is_announced(self) -> bool:
-        """True if other mounts may hear of commits before they poll, because hints announce them."""
-        return self._announce is not None
+    def has_hints(self) -> bool:
+        """True if other mounts may hear of commits before they poll, because this one publishes hints."""
+        return self._publish_hint is not None
 
     @property
     def bundles_written(self) -> int:
@@ -171,8 +171,8 @@ class CommitLog:
         except Unavailable:
             self.budget.record_failure(length_of(body))
             raise
-        if self._announce is not None:
-            self._announce(meta.key)
+        if self._publish_hint is not None:
+            self._publish_hint(meta.key)
         has_room = self.fetched is not None and len(self._own) < BUNDLE_COMMITS_MAX
         if has_room and isinstance(body, bytes) and len(body) <= COMMIT_BYTES_MAX:
             self._own.append((meta, body, trio.current_time()))

@@ -75,7 +75,7 @@ from lakefs_fuse.commits.record import (
     SetAttr,
     refuse_unreadable,
 )
-from lakefs_fuse.commits.withdrawal import Hear, Withdrawal
+from lakefs_fuse.commits.withdrawal import CatchUp, Withdrawal
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
@@ -95,8 +95,8 @@ UNANNOUNCED_MAX = 1 << 16
 the directory."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
 PROMPT_S = 0.02
-"""First pause before sending, in place of ``delay_s``, if hints announce commits at once. Files that close together
-still share an announcement, and a mount that stores one file after the other gets to ``delay_s``."""
+"""First pause before sending, in place of ``delay_s``, if hints make other nodes poll at once. Files that close
+together still share an announcement, and a mount that stores one file after the other gets to ``delay_s``."""
 WITH_PACK_S_MAX = 30.0
 """Maximum time for which changes of directories wait for a pack: as long as the files of a burst do by default."""
 WITH_PACK_OPERATIONS_MAX = OPERATIONS_AT_ONCE // 4
@@ -220,14 +220,14 @@ class Committer:
         journal: ChangeJournal,
         metrics: CommitMetrics,
         *,
-        hear: Hear,
+        catch_up: CatchUp,
         delay_s: float = 1.0,
         acknowledged: AcknowledgedOrder | None = None,
     ) -> None:
-        """``hear`` is as `Poller.heard`; it is called with the lock held."""
+        """``catch_up`` is as `Poller.catch_up`; it is called with the lock held."""
         self._db, self._log, self._applier, self.journal = journal.database, log, applier, journal
         self._deletions, self._metrics, self._delay_s = deletions, metrics, delay_s
-        self._withdrawal = Withdrawal(log, applier, journal, hear, metrics)
+        self._withdrawal = Withdrawal(log, applier, journal, catch_up, metrics)
         self._clock, self.writer, self._threads = log.clock, log.writer, log.threads
         self._lock = trio.Lock()
         self._acknowledged = NothingAcknowledged() if acknowledged is None else acknowledged
@@ -503,7 +503,7 @@ class Committer:
     async def run(self) -> None:
         """Send journaled changes, once in ``delay_s`` or with a pack, for as long as the mount lives."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
-        gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
+        gathering = Gathering(self._delay_s, PROMPT_S if self._log.has_hints else self._delay_s)
         while True:
             while not (self._has_sendable or self._late or self.journal.unapplied):
                 await self._acknowledged.progressed.wait()
@@ -525,8 +525,8 @@ class Committer:
     def _is_for_pack(self) -> bool:
         """Return whether all sendable changes only make or change directories, and files wait for a pack.
 
-        False if hints announce commits, because other nodes must hear of these changes at once, too."""
-        if self._log.is_announced or not self._acknowledged.has_files_for_pack:
+        False if there are hints, because other nodes must hear of these changes at once, too."""
+        if self._log.has_hints or not self._acknowledged.has_files_for_pack:
             return False
         every = (each for _, change in self._each_sendable() for each in change.operations)
         operations = list(islice(every, WITH_PACK_OPERATIONS_MAX + 1))
@@ -536,7 +536,7 @@ class Committer:
         """Announce stored objects that no commit has announced, once in ``delay_s``, for as long as the mount lives.
         A failure is not worth a warning: other nodes see these objects all the same, only later."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
-        gathering = Gathering(self._delay_s, PROMPT_S if self._log.is_announced else self._delay_s)
+        gathering = Gathering(self._delay_s, PROMPT_S if self._log.has_hints else self._delay_s)
         while True:
             await self._unannounced.wait()
             pause_s = await gathering.pause()
@@ -586,7 +586,7 @@ class Committer:
         finally:
             self._unannounced.end(stored, is_announced=is_announced)
         self._metrics.count_commit(0)
-        self._applier.apply(record, this, own=True)
+        self._applier.apply(record, this, whole=True, own=True)
 
     # -- commits
 
@@ -742,7 +742,7 @@ class Committer:
             return
         this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, self.writer):
-            self._applier.apply(record, this)
+            self._applier.apply(record, this, whole=True)
         for doomed in self.unsure.doomed:
             self._deletions.schedule(doomed)
         if self._late is not None:
@@ -784,7 +784,7 @@ class Committer:
             objects=change.objects, operations=change.operations, stored=[],
         )  # fmt: skip
         this = await self._log.put_record(again)
-        self._applier.apply(replace(again, moves=[]), this, own=True)
+        self._applier.apply(replace(again, moves=[]), this, whole=True, own=True)
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
     def find_without(self, path: str, row: Entry, versions: Set[tuple[str, int, str]]) -> Step | None:
@@ -826,7 +826,7 @@ class Committer:
         if self._clock.wall_ns() - time > LATE_NS:
             self._set_late(record, this)
         self.unsure = Unsure(record, [])  # if the disk fails now
-        self._applier.apply(record, this)
+        self._applier.apply(record, this, whole=True)
         self._end_sending(Sending(time, this.key))
         self.unsure = None
 
@@ -846,9 +846,9 @@ class Committer:
             self._record_passed(sending, record)
             part = _own_part(record, sending)
             if in_steps:
-                await self._applier.apply_behind_barrier(part, this, own=True, whole=False)
+                await self._applier.apply_behind_barrier(part, this, whole=False, own=True)
             else:
-                self._applier.apply(part, this, own=True, whole=False)
+                self._applier.apply(part, this, whole=False, own=True)
             self._end_sending(sending)
             if doomed:
                 batch = Batch()

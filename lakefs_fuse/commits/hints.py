@@ -126,7 +126,7 @@ class Hints:
 
     # -- what this mount tells
 
-    def announce(self, key: str) -> None:
+    def publish(self, key: str) -> None:
         """Have `run` publish the key of a commit that this mount has stored."""
         if self._channel is not None and len(self._keys) < KEYS_MAX:
             self._keys.append(key)

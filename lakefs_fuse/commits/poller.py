@@ -9,7 +9,7 @@ If a deep poll takes more than one page, most polls in the background are *shall
 before the newest commit that the last poll was shown, or less if many commits are there. A commit that becomes visible
 later than that is found by comparing with the digest of another mount's deep poll (`listing_digest`), or by this
 mount's own deep poll, whichever comes first, DEEP_S_MIN to DEEP_S_MAX after the last. A caller that waits for a poll
-(`poll`, `heard`) gets a deep one.
+(`poll`, `catch_up`) gets a deep one.
 
 What always holds:
 
@@ -37,7 +37,7 @@ import logging
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -45,7 +45,7 @@ from msgspec.structs import replace
 
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
-from lakefs_fuse.commits.bundles import MIXED, OWN_DELAY_S, SUFFIX, Found, parse_bundle
+from lakefs_fuse.commits.bundles import OWN_DELAY_S, SUFFIX, Found
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.doubt import Doubt
@@ -55,6 +55,7 @@ from lakefs_fuse.commits.idleness import Idleness
 from lakefs_fuse.commits.listing_digest import BUCKET_BITS, BucketSums, Digest, DigestName, bucket_start
 from lakefs_fuse.commits.name_history import DOUBTS_AT_ONCE
 from lakefs_fuse.commits.record import ObjectRef, Record
+from lakefs_fuse.commits.repeater_election import REPEAT_S, RepeaterElection
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import is_copy
@@ -104,20 +105,9 @@ BUNDLE_WAIT_S = OWN_DELAY_S + 0.3
 ELECTION_S = 1.5
 """Maximum of a random addition to that wait. A mount that still finds no bundle then becomes the repeater, unless all
 these commits are of one writer, which repeats them itself as long as it hears of no repeater."""
-REPEAT_S = 1.0
-"""Interval of a repeater's polls, and of its bundles."""
-REPEATER_S = 4.0
-"""A repeater counts as present for this long after a LIST showed a new bundle of one."""
-RIVAL_POLLS, RESIGNATION = 3, 1 / 4
-"""Once RIVAL_POLLS polls in a row have shown new bundles of others, a repeater gives up with the probability
-RESIGNATION. One poll is not enough: a mount that catches up with the commits of others stores such a bundle, too."""
-REPEATER_AGE_NS = 30 * NS
-"""A bundle whose newest commit is older than this is no sign of a repeater."""
 REPEAT_WAIT_S = REPEAT_S + 0.5
 WAITING_REFRESH_S = 5.0
 """A mount that polls at longer intervals polls again after REPEAT_WAIT_S for what it left to the repeater."""
-FEW_SPAN_S, FEW_COMMITS = 10.0, 10
-"""A repeater that applies no more than FEW_COMMITS commits in FEW_SPAN_S gives up."""
 GETS_FOR_A_BUNDLE = 16
 """Commits that one poll fetched with this many GETs are repeated in a bundle, for mounts that poll or begin later."""
 DOUBT_PAUSE_S_FIRST = 0.25
@@ -194,10 +184,11 @@ class Poller:
         self._clock = log.clock
         self._refresh_s, self._redate, self._applied = refresh_s, redate, applied
         self._rng = rng
-        self._polled_s = -math.inf
-        """When the last complete deep poll began, or the LIST of a digest that agreed."""
-        self.heard_ns = 0
-        """The store's time then: every commit that was visible at that time is in effect here."""
+        self._caught_up_s = -math.inf
+        """When the last complete deep poll began, or the LIST of a digest that agreed: every commit that was visible
+        then is in effect here."""
+        self.caught_up_ns = 0
+        """The same in the store's time."""
         self._is_long = False
         """The last deep listing had several pages."""
         self._is_whole = False
@@ -206,16 +197,8 @@ class Poller:
         """When to list the window, unless a digest agrees before."""
         self._is_failing = False
         """The last poll in the background failed: it answered hints whose commits it may not have found."""
-        self.is_repeater = False
-        """This mount repeats in bundles what all mounts commit."""
-        self._repeater_s, self._repeated = -math.inf, 0
-        """When a LIST last showed a new bundle of another repeater, and the time of the newest commit in it."""
-        self._repeats_since, self._counts = 0, list[tuple[float, int]]()
-        """As the repeater: newest commit time in its first bundle; time and number of commits of each recent poll."""
-        self._rivals = 0
-        """Number of polls in a row that have shown new bundles of others."""
-        self._found_before = 0
-        """Time of the newest commit that the last poll with a repeater found, applied or left to the repeater."""
+        self.election = RepeaterElection(log, rng)
+        """Of the repeater, which may be this mount. For readers."""
         self._sums = BucketSums()
         """What LISTs have shown of the window."""
         self._shown, self._shown_new, self._listing_ns = 0, 0, 0
@@ -226,9 +209,11 @@ class Poller:
         self._ahead, self._found_ahead = set[str](), False
         """Keys of commits that were left out because of their time, from the first page of them; and whether there were
         any since the clock was last compared with the store's."""
-        self._ahead_ns, self._heard_ns = 0, 0
-        """The latest time that a commit might have when the last poll began, and when the last complete one did. This
-        clock counts the time for which a machine is suspended."""
+        self._ahead_ns = 0
+        """The latest time that a commit might have when the last poll began."""
+        self._present_ns = 0
+        """The same of the last complete poll, however deep: this node has been absent since. This clock counts the time
+        for which a machine is suspended."""
         self._known: dict[str, int] = {}
         """By key, times of commits that the last poll checked. They count until a row of a commit is forgotten."""
         self._forgotten, self._histories_due_s = 0, -math.inf
@@ -265,7 +250,7 @@ class Poller:
 
     async def _pause(self) -> None:
         """Wait until the next poll in the background is due."""
-        if self.is_repeater:
+        if self.election.is_repeater:
             await self._idleness.pause(min(REPEAT_S, self._refresh_s))
         elif self._hints is not None:
             await self._idleness.pause(self._interval_s(), self._hints.wait_due)
@@ -299,10 +284,11 @@ class Poller:
             look = await self._look_in_background()
             if self._hints is not None:
                 self._hints.polled(item[2].key for item in look.found)
-            if self.is_repeater or self._is_cheap(look):
+            if self.election.is_repeater or self._is_cheap(look):
                 await self._apply_found(began_s, look, math.inf)
                 return
-            shown, until = look.found[-1][0], self._repeated_until(look)
+            shown: float = look.found[-1][0]
+            until = self.election.repeated_until(look.found[-1][0])
             has_repeater, wait_s = until is not None, REPEAT_WAIT_S
             if until is None and not look.has_several_writers:
                 until, wait_s = self._log.bundles.newest(look.found[0][1]), BUNDLE_WAIT_S
@@ -313,58 +299,19 @@ class Poller:
                     return
             else:
                 wait_s = BUNDLE_WAIT_S + self._rng.random() * ELECTION_S
-                self._list_again(look.found[0])
+                self._lower_shown(look.found[0])
         await trio.sleep(wait_s)
         async with self._lock:
             again = await self._look(is_deep=look.is_deep, for_others=look.digest is not None)
             is_due = until is None and again.has_several_writers
-            if is_due and not self._is_cheap(again) and self._repeated_until(again) is None:
-                self.is_repeater = self._log.fetched is not None and not self._log.repeated.is_refused
-                self._repeats_since, self._rivals, self._counts = 0, 0, []
+            if is_due and not self._is_cheap(again) and self.election.repeated_until(again.found[-1][0]) is None:
+                shown = math.inf if self.election.begin() else shown
             repeats = has_repeater or again.has_several_writers
-            await self._apply_found(began_s, again, math.inf if self.is_repeater else shown, repeats=repeats)
+            await self._apply_found(began_s, again, shown, repeats=repeats)
 
     def _is_cheap(self, look: _Look) -> bool:
         """Return whether fetching what was found takes GETS_MAX at most."""
         return len(look.found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX
-
-    def _repeated_until(self, look: _Look) -> int | None:
-        """Return the time up to which to apply a look if there is a repeater, else None. Bundles have the commits up to
-        that time, or the last poll was shown them."""
-        if trio.current_time() - self._repeater_s >= REPEATER_S:
-            return None
-        before, self._found_before = self._found_before, look.found[-1][0]
-        return max(self._repeated, before)
-
-    def _note_repeaters(self, metas: Iterable[ObjectMeta]) -> None:
-        """Record the bundles of repeaters that LIST showed, and give up if another mount is to be the only repeater.
-
-        Of several repeaters all give up but the one whose first bundle is the oldest. If they do not see which that is,
-        they give up by chance, until one is left."""
-        mixed = [bundle for meta in metas if (bundle := parse_bundle(meta)) is not None and bundle.writer == MIXED]
-        own = {*self._log.repeated.keys, *(self._log.fetched.keys if self._log.fetched else ())}
-        since = max(self._repeated, self._clock.wall_ns() - REPEATER_AGE_NS)
-        new = [bundle.last for bundle in mixed if bundle.last > since and bundle.meta.key not in own]
-        self._rivals = self._rivals + 1 if new else 0
-        if not new:
-            return
-        self._repeated, self._repeater_s = max(new), trio.current_time()
-        self._log.record_repeater(self._repeated)
-        resigns = self._rivals >= RIVAL_POLLS and self._rng.random() < RESIGNATION
-        if self.is_repeater and (resigns or min(new) < self._repeats_since):
-            self.is_repeater = False
-            self._log.repeated.clear()
-
-    async def _repeat(self, count: int) -> None:
-        """Store a bundle after a poll of the repeater that applied ``count`` commits; give up if there are few."""
-        newest = await self._log.repeat()
-        self._repeats_since = self._repeats_since or newest
-        now_s = trio.current_time()
-        self._counts = [each for each in self._counts if now_s - each[0] < FEW_SPAN_S] + [(now_s, count)]
-        is_long = now_s - self._counts[0][0] > FEW_SPAN_S - 2 * REPEAT_S
-        if self._log.repeated.is_refused or (is_long and sum(each for _, each in self._counts) <= FEW_COMMITS):
-            self.is_repeater = False
-            self._log.repeated.clear()
 
     async def _apply_found(self, began_s: float, look: _Look, until: float, *, repeats: bool = True) -> int:
         """Apply what was just listed, up to the time ``until``; returns how many commits that were. Without ``repeats``
@@ -381,11 +328,11 @@ class Poller:
                 break
             backoff = backoff or Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
             await trio.sleep(backoff.next_s())
-            self._list_again(found[done])
+            self._lower_shown(found[done])
             look = await self._look(is_deep=look.is_deep)
         self._is_whole = True
         if len(found) < len(look.found):
-            self._list_again(look.found[len(found)])
+            self._lower_shown(look.found[len(found)])
         await self._note_absence(look.polled)
         if look.past is not None:
             newest = look.past
@@ -399,9 +346,9 @@ class Poller:
                 commits.record_complete(polled)
             if done or polled > look.polled:
                 commits.forget_before(max(0, polled - 2 * WINDOW_NS))
-            self._polled_s = max(self._polled_s, min(began_s, look.began_s))
+            self._caught_up_s = max(self._caught_up_s, min(began_s, look.began_s))
             if not math.isinf(began_s):
-                self.heard_ns = look.began_ns
+                self.caught_up_ns = look.began_ns
             late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
             self._deep_due_s = trio.current_time() + late_s
         await self._publish_digest(first_look)
@@ -415,14 +362,14 @@ class Poller:
             for _ in self._applier.forget_histories(self._clock.wall_ns() - 2 * WINDOW_NS):
                 await trio.lowlevel.checkpoint()
 
-    def _list_again(self, first: Found) -> None:
-        """Have the next poll show a commit that is not applied yet, and all later ones."""
+    def _lower_shown(self, first: Found) -> None:
+        """Count a commit that is not applied yet, and all later ones, as not shown: the next poll lists them."""
         self._shown = min(self._shown, first[0] - 1)
 
     async def _note_absence(self, polled: int) -> None:
         """After a long absence, have the next mount read all names again if a commit may have been collected that is
         newer than what was known before: polls were past the time ``polled``. Raises LakeError."""
-        absent_ns = self._ahead_ns - self._heard_ns if self._heard_ns else 0
+        absent_ns = self._ahead_ns - self._present_ns if self._present_ns else 0
         if absent_ns > GRACE_S_MIN * NS:
             commits = self._applier.commits
             known = max(commits.complete(), polled - WINDOW_NS)
@@ -433,13 +380,13 @@ class Poller:
                     "this node has not heard of others for %.1f hours, and commits of that time may have been "
                     "collected: mount the lake again, for names may be outdated until then", absent_ns / NS / 3600,
                 )  # fmt: skip
-        self._heard_ns = self._ahead_ns
+        self._present_ns = self._ahead_ns
 
-    async def heard(self, within_s: float) -> None:
+    async def catch_up(self, within_s: float) -> None:
         """Poll unless every commit that was visible ``within_s`` seconds ago is in effect here already. Time for which
         the machine was suspended counts. Raises LakeError."""
-        is_old = trio.current_time() - self._polled_s > within_s
-        if is_old or self._clock.wall_ns() - self.heard_ns > within_s * NS:
+        is_old = trio.current_time() - self._caught_up_s > within_s
+        if is_old or self._clock.wall_ns() - self.caught_up_ns > within_s * NS:
             await self.poll()
 
     async def _look_in_background(self) -> _Look:
@@ -487,7 +434,7 @@ class Poller:
             bundles = [meta for meta in listed.others if meta.key.endswith(SUFFIX)]
             self._log.bundles.begin(bundles, look.found)
             if len(look.found) > GETS_MAX:
-                self._note_repeaters(bundles)
+                self.election.record_bundles(bundles)
         return look
 
     async def _list(self, since: int, until: int | None, ahead_ns: int, known: Mapping[str, int]) -> _Listed:
@@ -551,10 +498,10 @@ class Poller:
             there = {item[2].key for item in look.found}
             listed = await self._list(start, until, self._ahead_ns, known)
             look.found += (item for item in listed.found if item[2].key not in there)
-        heard_ns = min(end, name.meta.mtime_ns - digest.took_ns) - 2 * NS  # stores date to the second
+        listed_ns = min(end, name.meta.mtime_ns - digest.took_ns) - 2 * NS  # stores date to the second
         look.past = newest
-        look.began_s -= max(0.0, (self._clock.wall_ns() - heard_ns) / NS)
-        look.began_ns = min(look.began_ns, heard_ns)
+        look.began_s -= max(0.0, (self._clock.wall_ns() - listed_ns) / NS)
+        look.began_ns = min(look.began_ns, listed_ns)
 
     def _leave_out(self, ahead: Sequence[Found]) -> None:
         """Leave out commits that are dated too far ahead, until their time has come."""
@@ -574,8 +521,8 @@ class Poller:
         """Apply commits in order. Returns how many were dealt with: all, or (only with ``wait``) those before one that
         is in doubt."""
         if not found:
-            if self.is_repeater:
-                await self._repeat(0)
+            if self.election.is_repeater:
+                await self.election.repeat(0)
             return 0
         gets, fetched = 0, self._log.fetched if repeats else None
         try:
@@ -585,12 +532,12 @@ class Poller:
                 done = await self._apply([meta for _, _, meta in some], wait)
                 if done < len(some):
                     return at + done
-                is_due = gets >= GETS_FOR_A_BUNDLE and not self.is_repeater
+                is_due = gets >= GETS_FOR_A_BUNDLE and not self.election.is_repeater
                 if fetched and is_due and (fetched.is_full or some[-1] is found[-1]):
                     gets = 0
                     await fetched.write()
-            if self.is_repeater:
-                await self._repeat(len(found))
+            if self.election.is_repeater:
+                await self.election.repeat(len(found))
             return len(found)
         finally:
             self._log.forget_fetched()
@@ -621,7 +568,7 @@ class Poller:
             if len(record.operations) > OPERATIONS_AT_ONCE:
                 await self._applier.apply_in_steps(record, this, outdated=outdated)
             else:
-                self._applier.apply(record, this, outdated=outdated)
+                self._applier.apply(record, this, whole=True, outdated=outdated)
             self._applied(record)
         return len(metas)
 

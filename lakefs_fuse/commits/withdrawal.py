@@ -42,17 +42,18 @@ REQUESTS_AT_ONCE = 16
 PATHS_LOGGED_MAX = 3
 logger = logging.getLogger(__name__)
 
-Hear = Callable[[float], Awaitable[object]]
-"""As `Poller.heard`."""
+CatchUp = Callable[[float], Awaitable[object]]
+"""As `Poller.catch_up`."""
 
 
 class Withdrawal:
     """Withdraws journaled operations before they are sent: see the module's head."""
 
     def __init__(
-        self, log: CommitLog, applier: Applier, journal: ChangeJournal, hear: Hear, metrics: CommitMetrics
+        self, log: CommitLog, applier: Applier, journal: ChangeJournal, catch_up: CatchUp, metrics: CommitMetrics
     ) -> None:
-        self._log, self._applier, self._journal, self._hear, self._metrics = log, applier, journal, hear, metrics
+        self._log, self._applier, self._journal = log, applier, journal
+        self._catch_up, self._metrics = catch_up, metrics
 
     def late(self, sequences: Iterable[int]) -> list[int]:
         """Return which of these changes are so old that the store must be asked before they are sent."""
@@ -62,7 +63,7 @@ class Withdrawal:
     async def ask(self, sequences: Iterable[int]) -> None:
         """Hear of what other nodes have committed, and withdraw operations at whose names another client has stored a
         plain object since, and renames of files whose bytes are gone. Raises LakeError."""
-        await self._hear(LATE_NS / NS)
+        await self._catch_up(LATE_NS / NS)
         await self._withdraw_over_objects({sequence: self._journal.changes[sequence] for sequence in sequences})
         await self._withdraw_without_bytes({sequence: self._journal.changes[sequence] for sequence in sequences})
 

@@ -10,7 +10,7 @@ from lakefs_fuse.admin.work import Work
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.ingest.ingest import Ingest, IsReserved, open_source
-from lakefs_fuse.ingest.pack_filler import Packer, Totals
+from lakefs_fuse.ingest.pack_filler import PackFiller, Totals
 
 
 async def run_ingest(work: Work, args: protocol.IngestArgs) -> protocol.Finished:
@@ -28,7 +28,7 @@ async def run_ingest(work: Work, args: protocol.IngestArgs) -> protocol.Finished
             )
         )
 
-    packer = Packer(
+    packer = PackFiller(
         open_source(args.source, work.node.clock, work.node.threads),
         work.node.disk,
         path=work.path,

@@ -236,7 +236,7 @@ class Supervisor:
                 if answer is not None and not answer.error:
                     mounted = mount_at(self._config.mountpoint)
                     device = mounted.device if mounted is not None else "gone"
-                    self._announce(pid, is_first=is_first)
+                    self._report_ready(pid, is_first=is_first)
                     continue
             if self._signals.receiving in ready:
                 self._stop(pidfd)
@@ -280,7 +280,7 @@ class Supervisor:
         except MALFORMED:
             return Answer("its answer makes no sense")
 
-    def _announce(self, pid: int, *, is_first: bool) -> None:
+    def _report_ready(self, pid: int, *, is_first: bool) -> None:
         if not is_first:
             log.warning("the daemon serves again (pid %d)", pid)
         notify.notify(notify.READY, f"STATUS=Serving {self._config.store.source} (daemon pid {pid})")

@@ -37,7 +37,7 @@ from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.record import OBJECTS, UNSET, Mkdir, ObjectRef, Operation, Record
-from lakefs_fuse.config import GIB, MIB
+from lakefs_fuse.config import MIB
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
@@ -51,18 +51,17 @@ from lakefs_fuse.errors import (
     Unsupported,
     sole_error,
 )
-from lakefs_fuse.ingest.pack_filler import CopyOf, Full, NeedsStored, Pack, Packer, Totals
+from lakefs_fuse.ingest.pack_filler import CopyOf, Full, NeedsStored, Pack, PackFiller, Totals
 from lakefs_fuse.ingest.source import Attributes, Changed, File, Refused, Source, SourceError
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import PARTS_MAX, Body, ObjectMeta, PartRef
+from lakefs_fuse.store.server_copy import COPY_BYTES_MAX, COPY_PART_BYTES
 
 PART_BYTES = 16 * MIB
 PARTS_BYTES_MAX = 64 * MIB
 """Parts of a large file in memory at once, while they are no larger than PART_BYTES."""
-COPY_BYTES_MAX = 5 * GIB
-COPY_PART_BYTES = 1 * GIB
 SLOW_S = 60.0
 ID_BITS = 128
 """Of the random number in a key below `OBJECTS`."""
@@ -84,7 +83,7 @@ class Ingest:
     def __init__(
         self,
         client: StoreClient,
-        packer: Packer,
+        packer: PackFiller,
         node: Node,
         *,
         open_names: Callable[[], AbstractAsyncContextManager[IsReserved]],

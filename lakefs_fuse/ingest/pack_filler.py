@@ -1,7 +1,7 @@
 """The blocking half of `ingest`: puts the items of a source into a pack, until the pack is full.
 
-`Packer.fill` and `Packer.seal` are called from worker threads, never two at a time; the rest of a `Pack` is for the
-trio thread. A pack is a temporary file without a name, so a crash leaves nothing behind.
+`PackFiller.fill` and `PackFiller.seal` are called from worker threads, never two at a time; the rest of a `Pack` is for
+the trio thread. A pack is a temporary file without a name, so a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """The pack can be sealed and sent; `Packer.take` answers it. ``end``: nothing follows."""
+    """The pack can be sealed and sent; `PackFiller.take` answers it. ``end``: nothing follows."""
 
     end: bool = False
 
@@ -128,7 +128,7 @@ class NeedsStored:
 
 
 Step = Full | File | CopyOf | NeedsStored
-"""A `File` is too large for packs: it is uploaded, then passed to `Packer.add_object`, while the source waits."""
+"""A `File` is too large for packs: it is uploaded, then passed to `PackFiller.add_object`, while the source waits."""
 
 
 class Places:
@@ -178,7 +178,7 @@ class Places:
         self._db.close()
 
 
-class Packer:
+class PackFiller:
     """Fills packs from a source. ``path`` is the place of the source's root in the lake, empty for the lake's own;
     ``prefix_bytes`` is the length of the prefix of all keys; packs are built in ``directory``."""
 

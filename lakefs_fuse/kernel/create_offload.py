@@ -19,11 +19,10 @@ from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfus
 
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.kernel.leases import Leases
+from lakefs_fuse.vfs.files.handle_bits import CREATED
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.ops.create import Received
 
-HANDLE_CREATED = 1 << 60
-"""Bit of the handles that the library issues for new files; their other bits are the inode."""
 INODES = 512
 """Inodes reserved for the library at a time."""
 log = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class Parts(IntFlag):
     HANDLE = 2
 
 
-class FileState(Enum):
+class ReceivedState(Enum):
     """State of a file after its hand-over; until then only create_offload.c has it (RECEIVING of its `enum state`)."""
 
     OPEN = auto()
@@ -53,8 +52,8 @@ class FileState(Enum):
 
 
 SUCCESSORS = {
-    FileState.OPEN: {FileState.HELD, FileState.REFUSED},
-    FileState.CLOSING: {FileState.CLOSED, FileState.HELD, FileState.REFUSED},
+    ReceivedState.OPEN: {ReceivedState.HELD, ReceivedState.REFUSED},
+    ReceivedState.CLOSING: {ReceivedState.CLOSED, ReceivedState.HELD, ReceivedState.REFUSED},
 }
 
 
@@ -77,9 +76,9 @@ class ReceivedFile:
     """A file whose bytes were handed over."""
 
     content: Received
-    state: FileState
+    state: ReceivedState
 
-    def transition(self, to: FileState) -> None:
+    def transition(self, to: ReceivedState) -> None:
         assert to in SUCCESSORS.get(self.state, ()), f"{self.state.name} to {to.name}"
         self.state = to
 
@@ -156,11 +155,11 @@ class CreateOffload:
                 each.created_ns, each.written_ns, data, each.changed_ns,
                 each.mtime_ns if each.is_mtime_chosen else None, bool(each.is_exclusive),
             )  # fmt: skip
-            yield ReceivedFile(content, FileState.OPEN if each.parts & Parts.HANDLE else FileState.CLOSING)
+            yield ReceivedFile(content, ReceivedState.OPEN if each.parts & Parts.HANDLE else ReceivedState.CLOSING)
 
     def _store(self, handed_over: list[ReceivedFile | tuple[int, int]]) -> None:
         received = [each for each in handed_over if isinstance(each, ReceivedFile)]
-        closed = {each.content.inode: self._closer_of(each) for each in received if each.state is FileState.CLOSING}
+        closed = {each.content.inode: self._closer_of(each) for each in received if each.state is ReceivedState.CLOSING}
         pending = list(received)
         try:
             files = self._fs.new_files.add_received([each.content for each in received], closed)
@@ -168,9 +167,9 @@ class CreateOffload:
                 if isinstance(file, LakeError):
                     log.warning("the bytes of a new file are lost, and its writer gets the error: %s", file)
                     self._refuse(each, file)
-                elif each.state is FileState.OPEN:
-                    each.transition(FileState.HELD)
-                    self._fs.hold(file, HANDLE_CREATED | each.content.inode, each.content.opener)
+                elif each.state is ReceivedState.OPEN:
+                    each.transition(ReceivedState.HELD)
+                    self._fs.hold(file, CREATED | each.content.inode, each.content.opener)
                 del pending[0]
             for handle in handed_over:
                 if isinstance(handle, tuple):
@@ -184,9 +183,9 @@ class CreateOffload:
         """Return the function that replies to the FLUSH of a file with the result of closing it."""
 
         def answer(error: LakeError | None) -> None:
-            if file.state is FileState.REFUSED:
+            if file.state is ReceivedState.REFUSED:
                 return  # FLUSH already got an error that did not concern the file
-            file.transition(FileState.CLOSED if error is None else FileState.HELD)
+            file.transition(ReceivedState.CLOSED if error is None else ReceivedState.HELD)
             if error is not None:
                 log.warning("flush: %s", error)
                 self._hold(file.content.inode, file.content.opener)  # its release tries again, as for any file
@@ -199,14 +198,14 @@ class CreateOffload:
     def _refuse(self, file: ReceivedFile, error: LakeError) -> None:
         """Refuse a file: a FLUSH that waits and later requests of its handle get the error, and the kernel drops the
         name and attributes."""
-        file.transition(FileState.REFUSED)
-        self._fs.hold_refused(HANDLE_CREATED | file.content.inode, error)
+        file.transition(ReceivedState.REFUSED)
+        self._fs.hold_refused(CREATED | file.content.inode, error)
         self._answer_close(file.content.inode, error.errno)
-        self._fs.events.announce_name(file.content.parent, file.content.name)
+        self._fs.events.invalidate_name(file.content.parent, file.content.name)
 
     def _hold(self, inode: int, opener: int) -> None:
         """Take over the handle of a file whose bytes were handed over before."""
-        number = HANDLE_CREATED | inode
+        number = CREATED | inode
         if self._fs.is_handle(number):
             return
         try:

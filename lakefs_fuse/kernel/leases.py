@@ -14,7 +14,8 @@ import pyfuse3
 
 from lakefs_fuse.kernel.reply import SECTOR_BYTES, attributes_of
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.vfs.files.open_file import READING, OpenFile
+from lakefs_fuse.vfs.files.handle_bits import READING
+from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.ops.create import NAMES_MAX

@@ -392,8 +392,8 @@ class Operations(pyfuse3.Operations):
         return self._file_info(handle)
 
     def _file_info(self, handle: int) -> pyfuse3.FileInfo:
-        is_direct = self.fs.is_handle(handle) and self.fs.handle(handle).is_direct
-        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=not is_direct, direct_io=is_direct)
+        is_uncached = self.fs.is_handle(handle) and self.fs.handle(handle).is_published_while_open
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=not is_uncached, direct_io=is_uncached)
 
     @upcall("create")
     async def create(

@@ -111,7 +111,7 @@ class Session:
                     operations.invalidations if isinstance(operations, Operations) else operations.page_cache_push
                 )
                 nursery.start_soon(background.run)
-                nursery.start_soon(_announce, config.mountpoint, kernel, answers)
+                nursery.start_soon(_report_ready, config.mountpoint, kernel, answers)
                 nursery.start_soon(_unmount_on_request, end_mount, unmount_requested)
                 if request_loop.begin(operations.waiting) and isinstance(operations, Operations):
                     operations.create_offload.begin()
@@ -138,7 +138,7 @@ async def serve_requests() -> None:
         log.info("the connection to the kernel ended while a request was read: %s", error.exceptions)
 
 
-async def _announce(mountpoint: str, kernel: KernelFeatures, ready: Callable[[], None]) -> None:
+async def _report_ready(mountpoint: str, kernel: KernelFeatures, ready: Callable[[], None]) -> None:
     """Raise the readahead and call ``ready``, once the mount has answered a system call."""
 
     def prepare() -> tuple[int, str]:

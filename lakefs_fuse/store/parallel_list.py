@@ -165,7 +165,7 @@ class ParallelList:
         return min(self._keys_max, int((max(left, 0) + LAST_PAGE_MIN) * self._keys_max) + 1)
 
     def _meet(self, chain: Chain, page: ListPage) -> None:
-        """Whether another chain's first item is on a page."""
+        """Record in ``chain.met`` another chain whose first item is on a page."""
         if len(self._firsts) > 1:
             firsts = (self._firsts.get(name) for names in self._names(page) for name in names)
             chain.met = next((other for other in firsts if other is not None and other is not chain), None)

@@ -688,12 +688,12 @@ class Draft:
             await self._idle.wait()
 
     async def upload_part(self, index: int, *, in_background: bool = False) -> None:
-        """Send one part as it is now; its slot was announced (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY if
+        """Send one part as it is now; it counts as ready (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY if
         it was written to during the request. Raises LakeError; then the part is DIRTY.
 
         A part that is sent ``in_background`` fails while another asks a store that is away, and is left to `publish`
         once that waits for all of these: each would need a slot for a whole retry timeout."""
-        async with self.uploader.slots.slot(announced=True):
+        async with self.uploader.slots.slot(is_ready=True):
             if self.state is DraftState.DISCARDED:
                 return
             if in_background and self.outage.error is not None and not self.state.sends_early:
@@ -796,7 +796,7 @@ class Draft:
         self.uploader.metrics.failures += not isinstance(error, Overtaken | KeyConflict)
         return self.error
 
-    async def reconcile(self, older: ObjectMeta | None) -> None:
+    async def adopt_attempt(self, older: ObjectMeta | None) -> None:
         """Take over the result of a failed attempt before changed bytes are published. ``older`` is the object that the
         attempt made: the draft replaces it, and it has the bytes of dropped parts. Without it, or if the upload with
         dropped parts did not become this object, the upload continues, under the token with which it began. Raises

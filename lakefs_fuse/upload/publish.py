@@ -97,7 +97,7 @@ async def publish(
     is_superseded = False
     try:
         if draft.recheck:
-            await draft.reconcile(await find_own_object(draft))
+            await draft.adopt_attempt(await find_own_object(draft))
         await draft.stop_uploads()
         try:
             append = _find_append(draft)
@@ -268,9 +268,9 @@ async def give_up_upload(draft: Draft, path: str) -> None:
 
 
 async def _leave_key(draft: Draft) -> None:
-    """Whether to leave the key: it belongs to another file, or its object is another version, and the upload cannot be
-    completed elsewhere. A renamed file is then sent again under its next name. If some bytes are only in the upload,
-    the key stays."""
+    """Give up the upload, so that the draft leaves its key: that belongs to another file, or its object is another
+    version, and the upload cannot be completed elsewhere. A renamed file is then sent again under its next name. If
+    some bytes are only in the upload, or the store does not answer, nothing changes."""
     if not draft.upload.intent_ns or draft.parts.bytes_dropped:
         return
     try:

@@ -136,14 +136,14 @@ class UploadSlots:
         self._since = now
 
     def ready(self) -> None:
-        """Announce that a part or file is complete. ``slot(announced=True)`` must follow."""
+        """Count a complete part or file as waiting for a slot. ``slot(is_ready=True)`` must follow."""
         self._account()
         self._ready += 1
 
     @asynccontextmanager
-    async def slot(self, *, announced: bool = False) -> AsyncIterator[None]:
-        """Hold a slot for the block; waits for one in the order of calls. ``announced``: `ready` was called."""
-        if not announced:
+    async def slot(self, *, is_ready: bool = False) -> AsyncIterator[None]:
+        """Hold a slot for the block; waits for one in the order of calls. ``is_ready``: `ready` was called."""
+        if not is_ready:
             self.ready()
         token = object()
         try:

@@ -1,6 +1,6 @@
 """All events of one filesystem, made by `wiring` and given to constructors. Listeners append themselves to a list.
 
-What always holds (*events flow upwards*): a part announces what it changed and knows none of its listeners, so that the
+What always holds (*events flow upwards*): a part reports what it changed and knows none of its listeners, so that the
 kernel's adapter and the write-back queue can react to changes of modules below them. For the rules see `TreeEvents`;
 `kernel_told`, `pages_wanted` and `objects_listed` alone are awaited.
 """
@@ -28,7 +28,8 @@ class ChangeEvents(TreeEvents):
     name_changed: list[Callable[[int, bytes], object]] = field(default_factory=list)
     """The kernel may have cached an outdated entry for a name; by its directory and name."""
     kernel_told: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
-    """A promise depends on what the kernel remembers: all names announced before have reached it when these return."""
+    """A promise depends on what the kernel remembers: all names invalidated before have reached it when these
+    return."""
     pages_wanted: list[Callable[[int], Awaitable[object]]] = field(default_factory=list)
     """The bytes of a file that is open for writing are needed; by its inode. What programs have written, and the kernel
     holds, has been written here when these return."""
@@ -64,8 +65,8 @@ class ChangeEvents(TreeEvents):
         """What the listeners of `keys_unlisted` answer."""
         return [key for keys in self.keys_unlisted for key in keys()]
 
-    def announce_commit(self, record: Record) -> None:
-        """Call the listeners of `commit_applied`. The commit is in effect, and is not announced again: all of them hear
+    def notify_commit_applied(self, record: Record) -> None:
+        """Call the listeners of `commit_applied`. The commit is in effect, and is reported once: all of them hear
         of it, whatever one raises."""
         for listener in self.commit_applied:
             try:
@@ -73,12 +74,12 @@ class ChangeEvents(TreeEvents):
             except LakeError as error:
                 log.error("a commit is in effect, but not all that follows from it: %s", error)
 
-    def announce_metadata(self, meta: ObjectMeta) -> None:
+    def notify_metadata_read(self, meta: ObjectMeta) -> None:
         """Call the listeners of `metadata_read`."""
         for listener in self.metadata_read:
             listener(meta)
 
-    def announce_name(self, directory: int, name: bytes) -> None:
+    def invalidate_name(self, directory: int, name: bytes) -> None:
         """Call the listeners of `name_changed`."""
         for listener in self.name_changed:
             listener(directory, name)

@@ -20,8 +20,8 @@ from lakefs_fuse.sync.nursery import run_detached
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
-from lakefs_fuse.vfs.writeback.orphans import Recovery
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.orphans import Orphans
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import path_of
 
 DELETION_S_MAX = 5.0
@@ -39,13 +39,13 @@ class Durability:
         files: FileTable,
         io: FileIO,
         names: NameChanges,
-        writeback: WriteBack,
-        recovery: Recovery,
+        writeback: WriteBackQueue,
+        orphans: Orphans,
         deletions: DeletionQueue,
         nursery: trio.Nursery,
     ) -> None:
         self._config, self._files, self._io, self._names = config, files, io, names
-        self._writeback, self._recovery, self._deletions = writeback, recovery, deletions
+        self._writeback, self._orphans, self._deletions = writeback, orphans, deletions
         self.poll, self._nursery, self._calls = io.poll, nursery, trio.Semaphore(CALLS_MAX)
 
     async def sync_directory(self, path: str | None) -> None:
@@ -93,7 +93,7 @@ class Durability:
 
     async def _publish_and_commit(self, below: str, only_closed: bool) -> None:
         failed = await self._publish_below(below, only_closed=only_closed)
-        for record in self._recovery.incomplete_below(below):
+        for record in self._orphans.incomplete_below(below):
             if record.refused_errno == KILLED:
                 continue
             message = f"{path_of(record)} is an orphan of which writes failed: see `lakefs-fuse orphans`"
@@ -134,11 +134,11 @@ class Durability:
 
     async def finish_orphan(self, orphan_id: str, *, incomplete: bool = False) -> None:
         self._refuse_read_only()
-        await self._recovery.finish(orphan_id, incomplete=incomplete)
+        await self._orphans.finish(orphan_id, incomplete=incomplete)
 
     async def abort_orphan(self, orphan_id: str) -> None:
         self._refuse_read_only()
-        await self._recovery.abort(orphan_id)
+        await self._orphans.abort(orphan_id)
 
     def _refuse_read_only(self) -> None:
         if self._config.read_only:

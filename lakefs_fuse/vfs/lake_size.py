@@ -25,7 +25,7 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.tree import Usage
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 UNBOUNDED_BYTES = 1 << 50
 """1 PiB: a bucket has no size, and no program's check of the free space is to refuse."""
@@ -122,7 +122,7 @@ class LakeSizes:
         count: NameCount,
         client: StoreClient,
         staging: Staging,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         cache: BlockCache,
         *,
         read_only: bool,

@@ -35,7 +35,7 @@ from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.wiring import Assembly, Ground
-from lakefs_fuse.vfs.writeback.orphans import Recovery
+from lakefs_fuse.vfs.writeback.orphans import Orphans
 
 ROOM_BYTES_MIN = 64 * MIB
 """A mount needs so much of the disk beyond what it leaves free."""
@@ -205,7 +205,7 @@ async def assembled(
                     require_all_names(database)
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans, hints))
                 await parts.begin()
-                await _resolve_orphans(config, parts.filesystem, parts.recovery)
+                await _resolve_orphans(config, parts.filesystem, parts.orphans)
                 parts.start()
                 begin_counting(cache, nursery, node.threads)
                 begin_evicting_for_rows(database, cache, nursery, node.threads)
@@ -261,9 +261,9 @@ async def drop_wrong_names(database: Database, client: StoreClient, clock: Clock
         note_lake(database, lake_id)
 
 
-async def _resolve_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:
+async def _resolve_orphans(config: MountConfig, filesystem: Filesystem, orphans: Orphans) -> None:
     if config.orphans != "keep" and not config.read_only:
-        await recovery.resolve_all(config.orphans)
+        await orphans.resolve_all(config.orphans)
     for item in filesystem.unfinished():
         if item.state != "orphan":
             continue

@@ -156,12 +156,12 @@ class PathWaits:
             self._wake()
 
     async def _tell_kernel(self, absent: Sequence[Name]) -> None:
-        """The kernel does not remember that these names were absent when this returns. They are announced once more,
-        because a lookup that finds a name in a directory that was never listed announces nothing."""
+        """The kernel does not remember that these names were absent when this returns. They are invalidated once
+        more, because a lookup that finds a name in a directory that was never listed invalidates nothing."""
         for listener in self._ns.events.kernel_told:
             await listener()
         for name in absent:
-            self._ns.announce_name(*name)
+            self._ns.invalidate_name(*name)
         for listener in self._ns.events.kernel_told:
             await listener()
 

@@ -21,8 +21,8 @@ from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.lake_size import LakeSizes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.writeback.orphans import Recovery
-from lakefs_fuse.vfs.writeback.queue import VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.orphans import Orphans
+from lakefs_fuse.vfs.writeback.queue import VersionState, WriteBackQueue
 
 NS = 1_000_000_000
 FILES_A_STEP, ROWS_A_STEP = 2000, 200
@@ -38,15 +38,15 @@ class Status:
         metrics: Metrics,
         sections: Mapping[str, Callable[[], Mapping[str, object]]],
         files: FileTable,
-        recovery: Recovery,
+        orphans: Orphans,
         committer: Committer,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         clock: Clock,
         sizes: LakeSizes,
     ) -> None:
         """``sections`` are counters of other parts, by their names."""
         self.metrics, self._sections = metrics, sections
-        self._files, self._recovery, self._committer = files, recovery, committer
+        self._files, self._orphans, self._committer = files, orphans, committer
         self._writeback, self._clock, self.lake_size = writeback, clock, sizes.size
 
     def statistics(self) -> Generator[None, None, dict[str, object]]:
@@ -56,7 +56,7 @@ class Status:
         return {
             **self.metrics.as_dict(),
             **{name: section() for name, section in self._sections.items()},
-            "dirty": {**dirty, "orphans": len(self._recovery.orphans)},
+            "dirty": {**dirty, "orphans": len(self._orphans.records)},
             "writeback": {**msgspec.to_builtins(self.metrics.writeback), **writeback},
             "files": {"in_use": len(self._files)},
         }
@@ -69,7 +69,7 @@ class Status:
             found += [(each.draft.created_ns, each.draft) for each in file.versions if each.draft is not None]
             if not number % FILES_A_STEP:
                 yield
-        found += [(record.created_ns, record) for record in self._recovery.orphans.values()]
+        found += [(record.created_ns, record) for record in self._orphans.records.values()]
         yield
         found.sort(key=itemgetter(0))
         now, rows = self._clock.wall_ns(), list[Unfinished]()

@@ -72,11 +72,11 @@ from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.residency.upcoming_reads import UpcomingReads
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
-from lakefs_fuse.vfs.writeback.orphans import Recovery
+from lakefs_fuse.vfs.writeback.orphans import Orphans
 from lakefs_fuse.vfs.writeback.packer import Packer
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter, Publisher
-from lakefs_fuse.vfs.writeback.queue import WriteBack
-from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
+from lakefs_fuse.vfs.writeback.reconciliation import Reconciliation
 from lakefs_fuse.vfs.writeback.replay import Replay
 from lakefs_fuse.vfs.writeback.scheduler import PublishScheduler
 
@@ -109,7 +109,7 @@ class FilesWatcher(Watcher):
         self._namespace.changing(parent, name)
 
     def changed(self, parent: int, name: bytes) -> None:
-        self._namespace.announce_name(parent, name)
+        self._namespace.invalidate_name(parent, name)
 
     def updated(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -190,7 +190,7 @@ class Commits:
             self.clock,
             node.threads,
             writer=writer,
-            announce=self.hints.announce if self.hints.is_used else None,
+            publish_hint=self.hints.publish if self.hints.is_used else None,
             budget=PackBudget(ground.config.upload_bytes_s_max, shares_of(ground.config.memory_bytes_max).pack),
             repeats=not ground.config.read_only,
         )
@@ -201,22 +201,22 @@ class Commits:
             database, client, namespace.tree, journal, metrics,
             clock_ns=self.clock.wall_ns, delay_s=ground.config.delete_after_s,
         )  # fmt: skip
-        self.writeback = WriteBack(
+        self.writeback = WriteBackQueue(
             database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback, self.deletions
         )
         self.committer = Committer(
             log, self.applier, self.deletions, journal, metrics,
-            hear=self._hear, acknowledged=self.writeback,
+            catch_up=self._catch_up, acknowledged=self.writeback,
         )  # fmt: skip
         self.poller = Poller(
             log, self.applier, metrics,
-            refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.announce_commit,
+            refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.notify_commit_applied,
             rng=node.random.stream("deep-polls"), hints=self.hints,
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 
-    async def _hear(self, within_s: float) -> None:
-        await self.poller.heard(within_s)
+    async def _catch_up(self, within_s: float) -> None:
+        await self.poller.catch_up(within_s)
 
     async def begin(self) -> None:
         """Reconcile the loaded journal with the store, and apply what other nodes have committed. Raises LakeError."""
@@ -249,7 +249,7 @@ class Assembly:
         committer = self.committer
         events.objects_listed.append(CommitOrder(tree, commits.poller, namespace.is_announced).objects_listed)
         self.deletions, self.pack_rows = commits.deletions, commits.pack_rows
-        reader = ground.reader(events.announce_metadata)
+        reader = ground.reader(events.notify_metadata_read)
         units = Units(config.rules)
         self.pinner = Pinner(
             database, namespace, ground.cache, units, threads,
@@ -269,9 +269,9 @@ class Assembly:
         self.writeback = writeback = commits.writeback
         self.drafts = drafts = Drafts(files, services, writeback, ground.ids("draft-ids"))
         self._writer = writer = self._object_writer()
-        stored_versions = StoredVersions(namespace, ground.client)
+        reconciliation = Reconciliation(namespace, ground.client)
         self.replay = Replay(
-            database, namespace, drafts, writeback, stored_versions, writer, metrics.writeback,
+            database, namespace, drafts, writeback, reconciliation, writer, metrics.writeback,
             ensure_directory=lambda path: commits.applier.paths.ensure_directory(path, ground.clock_ns()),
         )  # fmt: skip
         group_commit = GroupCommit(database, ground.nursery, threads, ground.node.clock, writeback, committer)
@@ -280,7 +280,7 @@ class Assembly:
             writeback, publisher, self.replay, committer, services.staging, ground.nursery,
             delay_s=config.writeback_delay_s,
         )  # fmt: skip
-        self.recovery = Recovery(
+        self.orphans = Orphans(
             database, namespace, services, writer, writeback, self.replay, read_only=config.read_only,
             in_use=lambda inode: files.hold(inode) is not None,
         )  # fmt: skip
@@ -299,14 +299,14 @@ class Assembly:
         ground, config, clock, drafts = self._ground, self._ground.config, self._ground.node.clock, self.drafts
         files, namespace, writeback, poll = self.files, self.namespace, self.writeback, self.poller.poll
         incomplete = IncompleteFiles(
-            ground.database, namespace, files, services, self.recovery, self._commits.read_again
+            ground.database, namespace, files, services, self.orphans, self._commits.read_again
         )
         late = LateObjects(self._commits.clock.wall_ns, config.store.retry_timeout_s, read_only=config.read_only)
         io = FileIO(namespace, drafts, self._reader, publisher, incomplete, self.renamed, late, poll)
         names = NameChanges(namespace, self.committer, writeback, clock)
         unlinker = Unlinker(ground.database, drafts, io, self._reader, self.committer, writeback, clock)
         preparation = RenamePreparation(
-            namespace, files, ground.client, self.poller.heard, publisher, writeback, self.renamed,
+            namespace, files, ground.client, self.poller.catch_up, publisher, writeback, self.renamed,
             config.staging_timeout_s,
         )  # fmt: skip
         renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation, self.deletions)
@@ -330,14 +330,14 @@ class Assembly:
         )  # fmt: skip
         return Filesystem(
             Status(
-                ground.metrics, self._sections(), files, self.recovery, self.committer, writeback, clock, self._sizes()
+                ground.metrics, self._sections(), files, self.orphans, self.committer, writeback, clock, self._sizes()
             ),
             namespace,
             attributes,
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
             Directories(namespace, files, names, unlinker, renames, clones, links, clock),
             Handles(namespace, files, attributes, io, new_files, open_publisher, clock, reads_of),
-            Durability(config, files, io, names, writeback, self.recovery, self.deletions, ground.nursery),
+            Durability(config, files, io, names, writeback, self.orphans, self.deletions, ground.nursery),
             self.residency,
         )
 
@@ -395,11 +395,11 @@ class Assembly:
         self.committer.load(announces=writes)  # acknowledged files have the names that renames in the journal gave them
         if writes:
             self.replay.restore()
-        self.recovery.drop_names()
+        self.orphans.drop_names()
         await self._commits.begin()
         self.writeback.sequence = max(self.writeback.sequence, self._commits.committer.journal.newest_after)
-        await self.recovery.load()
-        if self.recovery.uncovered or self.replay.uncovered:
+        await self.orphans.load()
+        if self.orphans.uncovered or self.replay.uncovered:
             await self._commits.read_again()
         await self.pinner.load()
 
@@ -421,4 +421,4 @@ class Assembly:
             nursery.start_soon(self._commits.committer.run)
             nursery.start_soon(self._commits.committer.run_announcements)
             nursery.start_soon(self._commits.log.run)
-            nursery.start_soon(self._commits.deletions.run, self.poller.heard)
+            nursery.start_soon(self._commits.deletions.run, self.poller.catch_up)

@@ -16,14 +16,12 @@ from lakefs_fuse.commits.listing_digest import BUCKET_BITS
 from lakefs_fuse.commits.poller import (
     DEEP_S_MIN,
     DIGEST_SPAN_NS,
-    FEW_COMMITS,
-    FEW_SPAN_S,
     GETS_MAX,
     OVERLAP_KEYS_MIN,
     OVERLAP_S_MAX,
-    REPEAT_S,
     SHALLOW_KEYS,
 )
+from lakefs_fuse.commits.repeater_election import FEW_COMMITS, FEW_SPAN_S, REPEAT_S
 from lakefs_fuse.daemon.maintenance import INTERVAL_SHARE_MIN
 from scripts.scale.prices import MONTH_S, usd
 

@@ -88,7 +88,7 @@ class Daemon(Node):
             self.deletions,
             journal,
             self.metrics,
-            hear=self._hear,
+            catch_up=self._catch_up,
             delay_s=delay_s,
             acknowledged=self.acknowledged,
         )
@@ -98,8 +98,8 @@ class Daemon(Node):
         )  # fmt: skip
         self.committer.load(announces=True)
 
-    async def _hear(self, within_s: float) -> None:
-        await self.poller.heard(within_s)
+    async def _catch_up(self, within_s: float) -> None:
+        await self.poller.catch_up(within_s)
 
     def enqueue(self, *operations: Operation, doomed: tuple[Deletion, ...] = ()) -> None:
         self.committer.enqueue(Change(operations=list(operations), doomed=list(doomed)))

@@ -94,7 +94,7 @@ class Node:
         self.applier = Applier(self.database, self.tree, self.metrics, self.watcher, clock_ns=self.clock_ns)
 
     def apply(self, record: Record) -> None:
-        self.applier.apply(record, archive(record.time, record.writer))
+        self.applier.apply(record, archive(record.time, record.writer), whole=True)
 
     def commit(self, seconds: float, *operations: Operation, change: Change | None = None, writer: str = "") -> Record:
         """Apply a commit of this time; answers its record."""

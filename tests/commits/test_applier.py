@@ -300,7 +300,7 @@ def test_the_kernel_is_told_of_others_changes_and_not_of_its_own(tmp_path: Path)
         record = n.commit(1, put("f"))
         assert n.watcher.told == [b"f"]
         n.watcher.told.clear()
-        n.applier.apply(msgspec.structs.replace(record, time=at(2)), archive(at(2), n.writer), own=True)
+        n.applier.apply(msgspec.structs.replace(record, time=at(2)), archive(at(2), n.writer), own=True, whole=True)
         assert n.watcher.told == []
 
 
@@ -490,7 +490,7 @@ def test_attributes_of_an_object_that_another_program_put_in_place_of_one_of_whi
         record = merged([change], "0000000b", at(20), range(1))
         ((doubt,),) = n.applier.doubts(record)
         outdated = {} if doubt.is_there(there, at(5)) else {doubt.path: doubt.etag}
-        n.applier.apply(record, archive(record.time, record.writer), outdated=outdated)
+        n.applier.apply(record, archive(record.time, record.writer), outdated=outdated, whole=True)
         if there:
             n.list(plain("f", there, 5))
             assert (n.found("f").etag, n.found("f").mode) == (there, 0o600 if there == "e2" else 0o644)
@@ -510,7 +510,8 @@ def test_object_of_which_a_commit_tells_is_gone_after_a_file_though_another_prog
             n.list(plain("f", "e2", 15))
         change = Change(operations=[SetAttr("f", OWN, 0, 1, "e2", 0o600, 0, 0, 0)])
         record = merged([change], "0000000b", at(20), range(1))
-        n.applier.apply(record, archive(record.time, record.writer), outdated={} if is_listed else {"f": "e1"})
+        outdated = {} if is_listed else {"f": "e1"}
+        n.applier.apply(record, archive(record.time, record.writer), outdated=outdated, whole=True)
         assert (n.found("f").etag, n.found("f").mode) == ("e2", 0o600)
         n.list()
         n.commit(30, put("f"))
@@ -777,7 +778,7 @@ def test_an_mtime_that_was_set_here_keeps_the_inode(tmp_path: Path) -> None:
         n.list(plain("f", "e1", 10))
         listed = n.found("f")
         record = Record(writer=n.writer, time=at(13), operations=[touched(5)])
-        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        n.applier.apply(record, archive(record.time, record.writer), own=True, whole=True)
         assert (n.found("f").mtime_ns, n.found("f").inode) == (at(5), listed.inode)
 
 
@@ -809,7 +810,7 @@ def test_rename_made_here_moves_the_ctime_of_the_directory_or_link_itself(tmp_pa
                 n.apply_pending(number, change)
             else:
                 record = merged([change], n.writer, at(5) + number)
-                n.applier.apply(record, archive(record.time, n.writer), own=True)
+                n.applier.apply(record, archive(record.time, n.writer), own=True, whole=True)
         moved = {path: n.found(path).ctime_ns for path in ("moved", "other", "moved/e", "moved/f")}
         later = 0 if is_pending else 1
         assert moved == {
@@ -1074,7 +1075,7 @@ def test_object_that_is_removed_here_stays_so_when_what_told_of_it_is_committed_
         n.apply_pending(2, Change(operations=[Remove("f", hides="e1")]))
         n.applier.restamp([(Change(operations=[told("e1")]), PENDING | 1)], at(1))
         record = Record(writer=n.writer, time=at(9), operations=[told("e1")])
-        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        n.applier.apply(record, archive(record.time, record.writer), own=True, whole=True)
         assert n.find("f") is None
 
 
@@ -1181,7 +1182,7 @@ def test_own_commit_about_an_object_leaves_a_file_elsewhere_that_replaced_it_mea
     with node(tmp_path) as n:
         n.commit(20, put("f", 7, hides="e1"), writer="0000000b")
         record = merged([Change(operations=[told("e1"), Remove("f", hides="e1")])], n.writer, at(30))
-        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        n.applier.apply(record, archive(record.time, record.writer), own=True, whole=True)
         assert n.found("f").size == 7
 
 
@@ -1195,7 +1196,7 @@ def test_own_commit_about_an_object_does_not_bring_it_back_after_another_removed
         n.list(plain("f", "e1", 10))
         n.commit(removed_at, told("e1"), Remove("f", hides="e1", dated_s=START_S + 10), writer="0000000b")
         record = merged([Change(operations=[told("e1")])], n.writer, at(30))
-        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        n.applier.apply(record, archive(record.time, record.writer), own=True, whole=True)
         assert n.find("f") is None
 
 
@@ -1288,7 +1289,7 @@ def test_removal_leaves_a_version_that_it_does_not_name(tmp_path: Path, is_there
             record = merged([Change(operations=[operation])], "0000000b", at(seconds))
             asked = [doubt for some in n.applier.doubts(record) for doubt in some if doubt.removed_ns]
             outdated = {} if is_there else {doubt.path: doubt.etag for doubt in asked}
-            n.applier.apply(record, archive(record.time, record.writer), outdated=outdated)
+            n.applier.apply(record, archive(record.time, record.writer), outdated=outdated, whole=True)
         found = n.find("f")
         assert (found.etag if found is not None else "") == ("e2" if is_there else "")
 
@@ -1298,7 +1299,7 @@ def apply_late(n: Node, seconds: float, operation: Operation, there: str) -> int
     record = merged([Change(operations=[operation])], "0000000b", at(seconds))
     asked = [doubt for some in n.applier.doubts(record) for doubt in some]
     outdated = {doubt.path: doubt.etag for doubt in asked if not doubt.is_there(there, at(5))}
-    n.applier.apply(record, archive(record.time, record.writer), outdated=outdated)
+    n.applier.apply(record, archive(record.time, record.writer), outdated=outdated, whole=True)
     return len(asked)
 
 

@@ -45,7 +45,7 @@ def left_by(node: Node, changes: list[list[Operation]], listed: list[str]) -> tu
     node.list(*[plain(path, f"e{path[-1]}", 1.5) for path in listed])
     for number, change in enumerate(changes):
         record = Record(writer=f"0000000{number}", time=at(number + 1), objects=OBJECTS, operations=change)
-        node.applier.apply(record, archive(record.time, record.writer))
+        node.applier.apply(record, archive(record.time, record.writer), whole=True)
     stamps = {path: (entry.stamp, entry.flags, entry.ctime_ns) for path, entry in node.tree.below(1, "")}
     hidden, removed = node.tree.hidden, list(node.tree.tombstones.below(b""))
     assert node.counts() == node.counted_anew()

@@ -22,7 +22,7 @@ from tests.memory_store import Failures, Pause, Request
 from tests.upload.drafting import reached
 
 
-async def heard(_: float) -> None:
+async def catch_up(_: float) -> None:
     """Every commit is in effect."""
 
 
@@ -54,7 +54,7 @@ async def test_one_request_takes_a_thousand(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:
         doom(a, *give(site, *(f"f{number}" for number in range(2100))))
-        assert [await a.deletions.delete_due(heard) for _ in range(4)] == [1000, 1000, 100, 0]
+        assert [await a.deletions.delete_due(catch_up) for _ in range(4)] == [1000, 1000, 100, 0]
         assert site.store.objects == {}
 
 
@@ -101,7 +101,7 @@ async def test_object_that_another_node_renamed_while_the_machine_was_suspended_
         site.clock.seconds = 11
         await b.committer.commit(b.rename("f", "g"))
         site.clock.seconds = 3600
-        await a.deletions.delete_due(a.poller.heard)
+        await a.deletions.delete_due(a.poller.catch_up)
         assert "f" in site.store.objects
         assert a.find("g") is not None
 
@@ -353,7 +353,7 @@ async def test_the_task_gathers_and_goes_on_after_trouble(tmp_path: Path, monkey
     with site.daemon("a") as a:
         site.store.hook = failures = Failures(is_delete, Unavailable("away"), count=3)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(a.deletions.run, heard)
+            nursery.start_soon(a.deletions.run, catch_up)
             for key in ("x", "y"):
                 doom(a, *give(site, key))
             await until(lambda: not a.deletions.waiting)
@@ -372,14 +372,14 @@ async def test_task_rests_until_something_is_due(tmp_path: Path, monkeypatch: py
         doom(a, msgspec.structs.replace(later, due_ns=1 << 62))
         passes, delete_due = 0, a.deletions.delete_due
 
-        async def counted(heard: Callable[[float], Awaitable[object]]) -> int:
+        async def counted(catch_up: Callable[[float], Awaitable[object]]) -> int:
             nonlocal passes
             passes += 1
-            return await delete_due(heard)
+            return await delete_due(catch_up)
 
         monkeypatch.setattr(a.deletions, "delete_due", counted)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(a.deletions.run, heard)
+            nursery.start_soon(a.deletions.run, catch_up)
             await trio.sleep(0.3)
             assert passes == 1
             doom(a, now)

@@ -133,7 +133,7 @@ async def test_hint_of_another_mount_makes_this_one_poll(listener: Listener) -> 
 async def test_commits_of_a_moment_share_a_message(listener: Listener) -> None:
     keys = [key_of(number, OWN) for number in range(2500)]
     for key in keys:
-        listener.hints.announce(key)
+        listener.hints.publish(key)
     await until(lambda: listener.metrics.published == 2500)
     assert len(listener.channel.sent) == 3
     assert "\n".join(keys) == "\n".join(message.decode() for message in listener.channel.sent)
@@ -181,7 +181,7 @@ async def test_lost_channel_makes_the_mount_poll_by_itself_until_it_is_back(
     listener.channel.is_away = True
     assert await is_due(listener.hints), "at once"
     assert listener.hints.refresh_s() == REFRESH_S
-    listener.hints.announce(key_of(1, OWN))
+    listener.hints.publish(key_of(1, OWN))
     await until(lambda: listener.metrics.errors >= 3)
     assert not listener.metrics.connected
     listener.channel.is_away = False
@@ -257,7 +257,7 @@ async def test_mount_without_a_channel_polls_as_ever() -> None:
         writer=OWN, refresh_s=REFRESH_S, rng=random.Random(0), idleness=Idleness(0.0),
     )  # fmt: skip
     await hints.run()
-    hints.announce(key_of(1))
+    hints.publish(key_of(1))
     assert not hints.is_used
     assert hints.refresh_s() == REFRESH_S
 
@@ -356,15 +356,15 @@ async def test_log_announces_what_is_stored_and_nothing_else(tmp_path: Path) -> 
     site = Site(tmp_path)
     with site.daemon("one") as one:
         told: list[str] = []
-        log = CommitLog(one.client, one.clock, WorkerThreads(), writer=OWN, announce=told.append)
+        log = CommitLog(one.client, one.clock, WorkerThreads(), writer=OWN, publish_hint=told.append)
         site.store.hook = Failures(lambda request: request.what == "put", AccessDenied("denied"))
         with pytest.raises(AccessDenied):
             await log.put(log.key(log.clock.now()), b"commit")
         assert told == []
         meta = await log.put(log.key(log.clock.now()), b"commit")
         assert told == [meta.key]
-        assert log.is_announced
-        assert not one.log.is_announced
+        assert log.has_hints
+        assert not one.log.has_hints
 
 
 async def test_what_is_left_to_a_repeater_waits_for_no_hint(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lakefs_fuse.commits import poller
+from lakefs_fuse.commits import repeater_election
 from lakefs_fuse.commits.bundles import MIXED, Copy, bundle_key
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.record import Mkdir
@@ -24,7 +24,7 @@ async def test_commits_that_are_left_to_a_repeater_are_listed_again(
 ) -> None:
     """Whatever this mount has committed itself since; also where an old bundle is taken for one of a repeater."""
     if is_believed:
-        monkeypatch.setattr(poller, "REPEATER_AGE_NS", 86_400_000_000_000)
+        monkeypatch.setattr(repeater_election, "REPEATER_AGE_NS", 86_400_000_000_000)
     site = Site(tmp_path)
     site.clock.seconds = 1000.0
     with site.daemon("one") as one, site.daemon("two") as two:

@@ -314,7 +314,7 @@ def test_attributes_do_not_show_an_object_that_a_listing_does_not_show_any_more(
         n.commit(5, told("e0"))
         n.commit(6, Remove("f", hides="e9"))
         record = merged([Change(operations=[attributes("e1", 0o600)])], "0000000b", at(10), range(1))
-        n.applier.apply(record, ObjectRef(), outdated={"f": "e0"})
+        n.applier.apply(record, ObjectRef(), outdated={"f": "e0"}, whole=True)
         assert n.found("f").etag == "e1"
         n.list()
         n.commit(7, Remove("f", hides="e9"), writer="0000000c")
@@ -398,6 +398,6 @@ def test_attributes_of_an_object_at_the_key_of_one_that_a_commit_names_are_its_o
         if is_listed:
             n.list(plain("f", "e1", 9))
         record = merged([Change(operations=[attributes("e1", 0o600)])], "0000000d", at(40), range(1))
-        n.applier.apply(record, ObjectRef(), outdated={"f": "e2"})
+        n.applier.apply(record, ObjectRef(), outdated={"f": "e2"}, whole=True)
         n.list(plain("f", "e1", 9))
         assert (n.found("f").etag, n.found("f").mode) == ("e1", 0o600)

@@ -295,11 +295,11 @@ async def test_heard_after_the_machine_was_suspended_polls(tmp_path: Path) -> No
     site = Site(tmp_path)
     with site.daemon("a") as a:
         await a.poller.poll()
-        await a.poller.heard(60.0)
+        await a.poller.catch_up(60.0)
         assert a.metrics.polls == 1
         commit(site, 1, "f")
         site.clock.seconds = HOUR_S
-        await a.poller.heard(60.0)
+        await a.poller.catch_up(60.0)
         assert list(a.shown()) == ["f"]
 
 

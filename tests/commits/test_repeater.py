@@ -217,7 +217,7 @@ async def test_repeaters_that_write_themselves_give_up_until_one_is_left(
     lake = Lake(tmp_path, followers=6)
 
     def repeaters() -> list[Follower]:
-        return [follower for follower in lake.followers if follower.poller.is_repeater]
+        return [follower for follower in lake.followers if follower.poller.election.is_repeater]
 
     with lake.stack:
         async with trio.open_nursery() as nursery:
@@ -225,7 +225,7 @@ async def test_repeaters_that_write_themselves_give_up_until_one_is_left(
                 nursery.start_soon(lake.write, follower.daemon.log, 6.0)
                 nursery.start_soon(lake.run, follower)
             for follower in lake.followers:
-                follower.poller.is_repeater = True
+                follower.poller.election.is_repeater = True
             await until(lambda: all(follower.daemon.log.repeated.written for follower in lake.followers))
             await until(lambda: len(repeaters()) == 1, 20.0)
             nursery.cancel_scope.cancel()
@@ -237,7 +237,7 @@ async def test_repeater_that_dies_is_replaced_and_one_with_little_to_do_gives_up
     lake = Lake(tmp_path, followers=3)
 
     def repeaters() -> list[Follower]:
-        return [follower for follower in lake.followers if follower.poller.is_repeater]
+        return [follower for follower in lake.followers if follower.poller.election.is_repeater]
 
     with lake.stack:
         async with trio.open_nursery() as nursery:
@@ -258,7 +258,7 @@ async def test_repeater_that_dies_is_replaced_and_one_with_little_to_do_gives_up
             await until(lambda: len(repeaters()) == 1 and bool(lake.bundles()))
             (first,) = repeaters()
             mounts[lake.followers.index(first)].cancel()
-            first.poller.is_repeater = False
+            first.poller.election.is_repeater = False
             lake.followers.remove(first)
             await until(lambda: len(repeaters()) == 1 and repeaters()[0].daemon.log.repeated.written > 2)
             made = list(lake.made_s)
@@ -288,6 +288,6 @@ async def test_mount_that_may_not_repeat_fetches_for_itself(
             made = list(lake.made_s)
             await until(lambda: all(key in follower.applied_s for key in made for follower in lake.followers))
             assert lake.bundles() == 0
-            assert not any(follower.poller.is_repeater for follower in lake.followers)
+            assert not any(follower.poller.election.is_repeater for follower in lake.followers)
             nursery.cancel_scope.cancel()
     assert 1000 - refused.left <= 6, "asked once or twice"

@@ -41,7 +41,7 @@ from lakefs_fuse.ingest import ingest as ingest_module
 from lakefs_fuse.ingest import pack_filler as ingest_pack
 from lakefs_fuse.ingest import tree_source
 from lakefs_fuse.ingest.ingest import Ingest, IsReserved, open_source
-from lakefs_fuse.ingest.pack_filler import Packer, Places, Totals
+from lakefs_fuse.ingest.pack_filler import PackFiller, Places, Totals
 from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes, refusal
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
@@ -83,7 +83,7 @@ class Lake:
         client = store_client(self.store, capabilities, self.metrics.store)
         run = Ingest(
             client,
-            Packer(
+            PackFiller(
                 open_source(str(source), self.node.clock, self.node.threads),
                 self.node.disk,
                 path=path,
@@ -780,7 +780,7 @@ def run_of(lake: Lake, store: object, source: Source, **more: Any) -> Ingest:
         retry_timeout_s=0,
     )  # fmt: skip
     node = Node.of_this_machine()
-    packer = Packer(source, node.disk, path="x", prefix_bytes=0, directory=tempfile.gettempdir())
+    packer = PackFiller(source, node.disk, path="x", prefix_bytes=0, directory=tempfile.gettempdir())
     return Ingest(
         client, packer, node, open_names=lake.open_names, report=lambda done, total: None, note=lake.notes.append,
         **more,
@@ -879,7 +879,7 @@ async def test_packs_need_room_and_say_where(local: Lake, tmp_path: Path, monkey
             return open("/dev/full", "w+b", buffering=0)
 
     disk = FullDisk(random.Random(1), WorkerThreads())
-    packer = Packer(Synthetic(1, 10), disk, path="", prefix_bytes=0, directory="/somewhere")
+    packer = PackFiller(Synthetic(1, 10), disk, path="", prefix_bytes=0, directory="/somewhere")
     with pytest.raises(LakeError, match=r"/somewhere.*No space left.*64 MiB.*TMPDIR"):
         packer.fill()
     packer.close()
@@ -887,7 +887,7 @@ async def test_packs_need_room_and_say_where(local: Lake, tmp_path: Path, monkey
 
 async def test_large_files_that_were_stored_take_no_memory() -> None:
     disk, about = LocalDisk(random.Random(1), WorkerThreads()), attributes(0o644, 1, 0, 0)
-    packer = Packer(Synthetic(0, 0), disk, path="", prefix_bytes=0, directory=tempfile.gettempdir())
+    packer = PackFiller(Synthetic(0, 0), disk, path="", prefix_bytes=0, directory=tempfile.gettempdir())
 
     def store(numbers: range) -> None:
         for number in numbers:
@@ -917,7 +917,7 @@ async def test_places_of_hard_links_need_room_and_say_where(monkeypatch: pytest.
     source = Synthetic(1, 10)
     source.links = True
     disk = LocalDisk(random.Random(1), WorkerThreads())
-    packer = Packer(source, disk, path="", prefix_bytes=0, directory=tempfile.gettempdir())
+    packer = PackFiller(source, disk, path="", prefix_bytes=0, directory=tempfile.gettempdir())
     with pytest.raises(LakeError, match=r"packs are built in .*disk is full.*TMPDIR"):
         packer.fill()
     packer.close()

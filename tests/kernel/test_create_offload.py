@@ -13,16 +13,17 @@ import pytest
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.kernel.create_offload import (
-    HANDLE_CREATED,
     SUCCESSORS,
     CreateOffload,
-    FileState,
     Parts,
     ReceivedFile,
+    ReceivedState,
 )
 from lakefs_fuse.kernel.leases import Leases
+from lakefs_fuse.kernel.reply import FILE_BLKSIZE
 from lakefs_fuse.meta import database
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.vfs.files import handle_bits
 from lakefs_fuse.vfs.ops.create import Received
 from tests.fakes import node_of
 from tests.memory_store import MemoryStore
@@ -33,8 +34,8 @@ NATIVE = Path(__file__).parents[2] / "lakefs_fuse" / "kernel" / "native"
 CONTENT = Received(7, 1, b"name", 0o644, 0, 0, 1, 0, 0, b"data")
 
 
-@pytest.mark.parametrize("before, after", list(product(FileState, FileState)))
-def test_received_file_transition_outside_the_table_is_refused(before: FileState, after: FileState) -> None:
+@pytest.mark.parametrize("before, after", list(product(ReceivedState, ReceivedState)))
+def test_received_file_transition_outside_the_table_is_refused(before: ReceivedState, after: ReceivedState) -> None:
     file = ReceivedFile(CONTENT, before)
     if after in SUCCESSORS.get(before, ()):
         file.transition(after)
@@ -51,12 +52,14 @@ def test_numbers_shared_with_c_are_the_same() -> None:
     assert parts
     found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)", parts[1])}
     assert found == {str(part.name): part.value for part in Parts}
-    assert f"#define HANDLE_CREATED (1ULL << {HANDLE_CREATED.bit_length() - 1})" in source
+    bits = {name: int(bit) for name, bit in re.findall(r"#define HANDLE_(\w+) \(1ULL << (\d+)\)", source)}
+    assert bits == {name: bit.bit_length() - 1 for name, bit in vars(handle_bits).items() if name.isupper()}
+    assert f"#define FILE_BLOCK_BYTES ({FILE_BLKSIZE >> 10}U << 10)" in source
 
 
-@pytest.mark.parametrize("state", [FileState.OPEN, FileState.CLOSING])
+@pytest.mark.parametrize("state", [ReceivedState.OPEN, ReceivedState.CLOSING])
 async def test_requests_of_a_refused_file_get_its_error_until_it_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: FileState
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: ReceivedState
 ) -> None:
     """EBADF of a write from the page cache reaches the program as EIO."""
     monkeypatch.setattr(database, "REOPEN_PAUSE_S", 0.0)
@@ -69,7 +72,7 @@ async def test_requests_of_a_refused_file_get_its_error_until_it_is_released(
         disk.is_full = True
         offload._store([ReceivedFile(content, state)])  # noqa: SLF001  # as the library hands it over
         disk.is_full = False
-        handle = HANDLE_CREATED | inode
+        handle = handle_bits.CREATED | inode
 
         async def errors() -> list[int]:
             requests: list[Callable[[], Awaitable[object]]] = [

@@ -82,9 +82,9 @@ class Link:
     """A `Transport` between one incarnation of a node and the store. A request is a chain of timers: it outlives the
     node."""
 
-    def __init__(self, chance: Chance, fired: Counter[str], announce: Callable[[], None]) -> None:
-        """``fired`` counts faults; ``announce`` is called before a request takes effect."""
-        self._announce = announce
+    def __init__(self, chance: Chance, fired: Counter[str], before_effect: Callable[[], None]) -> None:
+        """``fired`` counts faults; ``before_effect`` is called before a request takes effect."""
+        self._before_effect = before_effect
         self.weather = CALM
         self.cut_until_s = 0.0
         self.unanswered: Callable[[], None] = lambda: None
@@ -99,7 +99,7 @@ class Link:
         self._is_dead = True
         for request in self._under_way:
             if not request.is_carried and self._chance.happens("arrives after death", 0.5):
-                self._announce()
+                self._before_effect()
                 self._fired["request of a dead node arrives"] += 1
                 request.carry()
                 while isinstance(request.error, NextRequest):
@@ -165,7 +165,7 @@ class Link:
             self._fired["503"] += 1
             request.error = NotCarriedOut("503 SlowDown", throttled=True)
         elif not request.is_carried:
-            self._announce()
+            self._before_effect()
             request.carry()
         is_cut = self._clock.now_s + request.back_s < self.cut_until_s
         if chance.happens(f"lost answer of {kind}", weather.lost_answer) or is_cut:

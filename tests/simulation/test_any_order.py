@@ -554,7 +554,7 @@ def record_of(case: Case, number: int) -> Record:
 
 def apply(node: Node, case: Case, record: Record) -> None:
     answers = outdated(node, record, case.listed or case.lying)
-    node.applier.apply(record, archive(record.time, record.writer), outdated=answers)
+    node.applier.apply(record, archive(record.time, record.writer), outdated=answers, whole=True)
 
 
 def check(node: Node, cases: Sequence[Case]) -> None:

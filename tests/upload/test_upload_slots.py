@@ -17,7 +17,7 @@ async def test_at_most_so_many_in_the_order_of_announcement(autojump_clock: trio
 
     async def upload(number: int) -> None:
         nonlocal running
-        async with uploads.slot(announced=True):
+        async with uploads.slot(is_ready=True):
             running += 1
             assert running <= slots
             order.append(number)
@@ -38,7 +38,7 @@ async def test_idle_time_is_told(autojump_clock: trio.testing.MockClock) -> None
     uploads = UploadSlots(1, metrics)
     uploads.ready()
     await trio.sleep(3)
-    async with uploads.slot(announced=True):
+    async with uploads.slot(is_ready=True):
         await trio.sleep(5)
     assert metrics.idle_with_work_s == pytest.approx(3)
 
@@ -47,10 +47,10 @@ async def test_what_is_cancelled_is_withdrawn(autojump_clock: trio.testing.MockC
     metrics = UploadMetrics()
     uploads = UploadSlots(1, metrics)
     uploads.ready()
-    async with uploads.slot(announced=True):
+    async with uploads.slot(is_ready=True):
         uploads.ready()
         with trio.move_on_after(1):
-            async with uploads.slot(announced=True):
+            async with uploads.slot(is_ready=True):
                 raise AssertionError("there was no slot")
     await trio.sleep(1)
     async with uploads.slot():

@@ -305,7 +305,7 @@ def test_commit_reaches_the_listeners_behind_one_that_fails() -> None:
     events, told = ChangeEvents(), list[Record]()
     events.commit_applied += [fails, told.append]
     record = record_of()
-    events.announce_commit(record)
+    events.notify_commit_applied(record)
     assert told == [record]
 
 

@@ -1173,7 +1173,7 @@ async def test_attributes_that_a_get_answers_are_learned_without_a_look_at_the_o
         with monkeypatch.context() as patch:
             patch.setattr(m.fs.handle(other).file, "extent", Unread())
             for name in ("open", "ahead"):
-                m.fs.events.announce_metadata(store.objects[name][1])
+                m.fs.events.notify_metadata_read(store.objects[name][1])
         heads = store.count("head")
         for inode in (opened, ahead):
             assert (await m.fs.getattr(inode)).mode == 0o600

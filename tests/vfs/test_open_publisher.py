@@ -44,7 +44,7 @@ async def test_file_grows_in_the_store_while_it_is_open(tmp_path: Path, durabili
     store = MemoryStore()
     async with publishing(store, tmp_path, durability=durability, pack="never") as m:
         handle = await m.create("a.log")
-        assert m.fs.handle(handle).is_direct
+        assert m.fs.handle(handle).is_published_while_open
         text = b""
         for line in (b"one\n", b"two\n", noise(1, LARGE)):
             await m.fs.write(handle, len(text), line)
@@ -64,7 +64,7 @@ async def test_file_that_no_rule_names_is_stored_when_it_is_closed(tmp_path: Pat
     store = MemoryStore()
     async with publishing(store, tmp_path) as m:
         handle = await m.create("a.txt")
-        assert not m.fs.handle(handle).is_direct
+        assert not m.fs.handle(handle).is_published_while_open
         await m.fs.write(handle, 0, b"text")
         await trio.sleep(3 * EVERY_S)
         assert stored(store, "a.txt") is None

@@ -32,7 +32,7 @@ def keeper(mounted: Lake) -> Pinner:
 
 async def kept(mounted: Lake) -> dict[str, int]:
     """What `stats` says, once what happened was looked at."""
-    await keeper(mounted).reconcile()
+    await keeper(mounted).update_pins()
     told = mounted.fs.statistics()["kept"]
     assert isinstance(told, dict)
     return told
@@ -58,7 +58,7 @@ def empty_cache(mounted: Lake) -> None:
 
 async def survivors(mounted: Lake, *paths: str) -> list[str]:
     """Those of the files that are in the cache after it lost all that it may lose."""
-    await keeper(mounted).reconcile()
+    await keeper(mounted).update_pins()
     empty_cache(mounted)
     found = []
     for path in paths:
@@ -168,7 +168,7 @@ async def test_a_walk_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyte
             return [(block_range(0, version.blocks), 0) for version in versions]
 
         async def walk(name: str, *, measure: bool) -> None:
-            await keeper(mounted).reconcile(measure=measure)
+            await keeper(mounted).update_pins(measure=measure)
             ended.append(name)
 
         monkeypatch.setattr(mounted.parts.cache, "inspect", slow)
@@ -301,7 +301,7 @@ async def test_walk_of_a_checkpoint_lets_other_tasks_run(tmp_path: Path, monkeyp
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
-            await keeper(mounted).reconcile(measure=False)
+            await keeper(mounted).update_pins(measure=False)
             nursery.cancel_scope.cancel()
         assert turns >= 3
 
@@ -390,5 +390,5 @@ async def test_checkpoint_of_a_run_stays_kept_though_many_other_runs_were_remove
             await save(m, f"runs/{number}/step", size=1)
             await m.unlink(f"runs/{number}/step")
             await m.rmdir(f"runs/{number}")
-            await keeper(m).reconcile()
+            await keeper(m).update_pins()
         assert await survivors(m, "runs/first/step") == ["runs/first/step"]

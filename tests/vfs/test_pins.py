@@ -289,7 +289,7 @@ async def test_unpin_of_many_among_many_takes_no_time(tmp_path: Path) -> None:
         assert pins.below("sets/12/pinned") == ["sets/12/pinned"]
         assert pins.below("") == [*names[1:], "sets/12/pinned-too", "sets/12.5/f"]
         began_s = time.process_time()
-        pins.reconcile = trio.lowlevel.checkpoint  # type: ignore[method-assign, assignment]
+        pins.update_kept = trio.lowlevel.checkpoint  # type: ignore[method-assign, assignment]
         assert await pins.remove([(name, "") for name in names[1:2001]]) == 2000
         assert time.process_time() - began_s < 2
         assert pins.below("sets/12") == ["sets/12/pinned-too"]
@@ -312,7 +312,7 @@ async def test_other_tasks_run_between_two_pins(tmp_path: Path) -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(take_turns)
-            await node.fs.residency.pins.reconcile()
+            await node.fs.residency.pins.update_kept()
             nursery.cancel_scope.cancel()
         assert turns >= 500
 
@@ -329,10 +329,10 @@ async def test_changes_in_many_directories_beside_many_pins_take_no_time(tmp_pat
         began_s = time.process_time()
         for _ in range(10):
             for directory in directories:
-                node.parts.namespace.announce_name(directory, b"f")
+                node.parts.namespace.invalidate_name(directory, b"f")
         assert time.process_time() - began_s < 0.5
         pins.clear_stale()
-        node.parts.namespace.announce_name(near, b"f")
+        node.parts.namespace.invalidate_name(near, b"f")
         with trio.fail_after(5):
             await pins.wait_stale()
 
@@ -385,7 +385,7 @@ async def test_unpin_beside_a_pin_that_still_lists_names_is_not_undone_by_it(
         assert pins.statistics()["files"] == 1
 
 
-async def test_reconcile_of_an_unpin_leaves_changes_to_the_task_that_waits_for_them(
+async def test_update_after_an_unpin_leaves_changes_to_the_task_that_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with lake(MemoryStore(), tmp_path) as node:
@@ -401,7 +401,7 @@ async def test_reconcile_of_an_unpin_leaves_changes_to_the_task_that_waits_for_t
         assert await pins.remove([("gone", "")]) == 1, "what is saved is no error"
         assert file.load() == pins.paths == ["left"]
         monkeypatch.undo()
-        await pins.reconcile()
+        await pins.update_kept()
         with trio.fail_after(5):
             await pins.wait_stale()
 

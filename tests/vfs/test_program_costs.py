@@ -14,7 +14,7 @@ from lakefs_fuse.config import MEMORY_BYTES_MIN, MIB
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.staging.segments import PREFIX
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from tests.memory_store import MemoryStore
 from tests.mount.lakes import noise
 from tests.vfs.lakes import Lake, lake
@@ -115,7 +115,7 @@ async def test_rename_asks_no_more_of_the_queue_where_more_renames_wait(
 ) -> None:
     """While the store is away. Else N renames cost N * N."""
     asked = Counter[int]()
-    is_durable = WriteBack.is_durable_up_to
+    is_durable = WriteBackQueue.is_durable_up_to
     store = MemoryStore()
     async with writing_back(store, tmp_path, pack="auto") as m:
         for number in range(FILES // 4):
@@ -124,11 +124,11 @@ async def test_rename_asks_no_more_of_the_queue_where_more_renames_wait(
         outage = Outage(store)
         await m.write("waiting", b"x")
 
-        def counted(queue: WriteBack, sequence: int) -> bool:
+        def counted(queue: WriteBackQueue, sequence: int) -> bool:
             asked[len(m.parts.committer.journal.changes)] += 1
             return is_durable(queue, sequence)
 
-        monkeypatch.setattr(WriteBack, "is_durable_up_to", counted)
+        monkeypatch.setattr(WriteBackQueue, "is_durable_up_to", counted)
         for number in range(FILES // 4):
             await m.rename(f"f{number}", f"g{number}")
         assert len(m.parts.committer.journal.changes) == FILES // 4, "they wait for the file"

@@ -14,7 +14,7 @@ import trio.testing
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
+from lakefs_fuse.commits.objects.deletion_queue import CAUGHT_UP_S
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import CacheError, CacheFull, FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
@@ -315,7 +315,7 @@ async def test_version_of_another_node_that_a_rename_or_clone_replaces_has_no_li
         clock.advance(1)
         await rewrite(two, "dst", b"second")
         await two.sync()
-        clock.advance(HEARD_S)
+        clock.advance(CAUGHT_UP_S)
         assert (await one.found("dst")).inode == first
         one.fs.namespace.events.inode_dropped.append(dropped.append)
         if is_clone:
@@ -686,7 +686,7 @@ async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_no
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_below: bool, is_heard: bool
 ) -> None:
     """Of the removal this node hears before the rename, or by the poll that comes with it."""
-    monkeypatch.setattr(rename_preparation, "HEARD_S", 0.0)
+    monkeypatch.setattr(rename_preparation, "CAUGHT_UP_S", 0.0)
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock) as (one, two):
         await one.mkdir("d")
@@ -1073,6 +1073,10 @@ def commits_sent(store: MemoryStore) -> int:
     return sum(each.what == "put" and each.key.startswith(".lakefs/commits/") for each in list(store.requests))
 
 
+def is_sent(store: MemoryStore, count: int) -> bool:
+    return commits_sent(store) == count
+
+
 @pytest.mark.parametrize("pack", ["always", "never"])
 @pytest.mark.parametrize("first", [0, 1])
 async def test_directories_that_two_nodes_rename_into_each_other_keep_their_files(
@@ -1105,6 +1109,46 @@ async def test_directories_that_two_nodes_rename_into_each_other_keep_their_file
             for m in (one, two, fresh):
                 await m.poll()
                 assert {path: data for path, data in (await m.tree()).items() if data is not None} == expected
+
+
+@pytest.mark.parametrize("pack", ["always", "never"])
+@pytest.mark.parametrize("targets", [("x", "y"), ("x", "x")], ids=["different names", "the same name"])
+async def test_directory_that_two_nodes_rename_has_all_files_under_each_new_name(
+    tmp_path: Path, pack: str, targets: tuple[str, str]
+) -> None:
+    """Neither had heard of the other's rename: both succeed. Under different names the files are separate ones."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack=pack) as (one, two):
+        for path in ("d", "d/below"):
+            await one.mkdir(path)
+            await one.write(f"{path}/f", path.encode())
+        await one.write("single", b"single")
+        await one.fs.sync_names()
+        await two.poll()
+        for source, ends in {"d": targets, "single": [f"{target}-file" for target in targets]}.items():
+            store.hook = pause = pause_of_commits()
+            async with trio.open_nursery() as nursery:
+                for m, target in zip((one, two), ends, strict=True):
+                    count = commits_sent(store) + 1
+                    nursery.start_soon(m.rename, source, target)
+                    await until(partial(is_sent, store, count))
+                pause.resume()
+        expected: dict[str, bytes | None] = {}
+        for target in targets:
+            expected |= {target: None, f"{target}/f": b"d", f"{target}/below": None, f"{target}/below/f": b"d/below"}
+            expected[f"{target}-file"] = b"single"
+        clock.advance(TTL_S + 1)
+        async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+            for m in (one, two, fresh):
+                await m.poll()
+                assert await m.tree() == expected
+            await one.write("x/f", b"changed")
+            await one.write("x-file", b"changed")
+            await one.fs.sync_names()
+            clock.advance(TTL_S + 1)
+            for m in (one, two, fresh):
+                await m.poll()
+                assert await m.tree() == expected | {"x/f": b"changed", "x-file": b"changed"}
 
 
 @pytest.mark.parametrize("durability", ["close", "writeback"])

@@ -8,7 +8,7 @@ What always holds:
 
 * *queued with the commit*: a key is queued when the commit is recorded here, and no object is deleted without a commit;
 * *versions only*: an object is deleted only if its time has come and no name refers to it, by all commits that were
-  visible ``HEARD_S`` before, and if the store still shows that version, dated before its removal: one that was put
+  visible ``CAUGHT_UP_S`` before, and if the store still shows that version, dated before its removal: one that was put
   there since stays. DELETE names the ETag, and is sent once: if its answer is lost, all this is decided again. For the
   marker of a directory the date alone counts, and DELETE names no version;
 * *snapshots kept*: an object below ``.lakefs/`` in which a named snapshot has bytes is left to `gc`;
@@ -54,7 +54,7 @@ GATHER_S = 1.0
 """How long deletions wait for others to share a pass with, unless it is full. The objects are hidden meanwhile."""
 STORED_MAX = 1 << 16
 """Maximum of stored keys in memory, about 16 MB. Commits of other nodes are heard of within seconds."""
-HEARD_S = 60.0
+CAUGHT_UP_S = 60.0
 """Before anything is deleted, all commits that were visible this long ago are in effect here. A rename by a node that
 has not heard of the removal is visible much earlier than the object may be deleted."""
 NS = 1_000_000_000
@@ -215,13 +215,13 @@ class DeletionQueue:
             self._delete_row(batch, key)
         self._db.commit(batch)
 
-    async def run(self, heard: Callable[[float], Awaitable[object]]) -> None:
-        """Delete what is due, until cancelled. ``heard`` is as `Poller.heard`."""
+    async def run(self, catch_up: Callable[[float], Awaitable[object]]) -> None:
+        """Delete what is due, until cancelled. ``catch_up`` is as `Poller.catch_up`."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         while True:
             self._kick, self._full = trio.Event(), trio.Event()
             try:
-                while await self.delete_due(heard) == DELETE_KEYS_MAX:
+                while await self.delete_due(catch_up) == DELETE_KEYS_MAX:
                     self._wake_hasteners()
                 backoff.reset()
             except LakeError as error:
@@ -267,7 +267,7 @@ class DeletionQueue:
                 return
             fruitless += self.waiting == waiting
 
-    async def delete_due(self, heard: Callable[[float], Awaitable[object]]) -> int:
+    async def delete_due(self, catch_up: Callable[[float], Awaitable[object]]) -> int:
         """Delete up to a thousand objects whose time has come; returns how many were dealt with. Raises LakeError."""
         now = self._clock_ns()
         due: list[Deletion] = []
@@ -281,7 +281,7 @@ class DeletionQueue:
         done = trio.Event()
         self._under_way.update((doomed.key, done) for doomed in due)
         try:
-            await heard(HEARD_S)
+            await catch_up(CAUGHT_UP_S)
             there = await self._still_there([doomed for doomed in due if not self._is_wanted(doomed)])
             kept = await self._find_kept(there)
             unwanted = [

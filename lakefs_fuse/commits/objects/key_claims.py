@@ -64,9 +64,9 @@ class KeyClaims:
         """Return metadata for an object that is put exclusively, immediately before its request."""
         return {SINCE_METADATA: f"{self._clock.now()}"}
 
-    def is_removed(self, there: ObjectMeta) -> bool:
-        """Return whether the object at a key counts as removed, by all that is known here. Without its metadata only
-        its date says whether an earlier removal of the same bytes concerns it."""
+    def is_removed_since_put(self, there: ObjectMeta) -> bool:
+        """Return whether the object at a key was removed after it was put, by all that is known here. Without its
+        metadata only its date says whether an earlier removal of the same bytes concerns it."""
         removed = self._tombstones.get(there.key.encode())
         if removed is None or not removed.hides(there.etag, there.mtime_ns):
             return False
@@ -95,7 +95,7 @@ class KeyClaims:
         there = there or await self._client.find(key)
         if there is not None and token_of(there).partition(".")[0] == draft_id:
             return  # an attempt whose answer was lost
-        if there is None or there.etag != etag or not self.is_removed(there):
+        if there is None or there.etag != etag or not self.is_removed_since_put(there):
             raise Overtaken(f"{key!r} has another version than the one that was removed")
         if not await self.claim(there, draft_id):
             raise FileError(errno.EEXIST, f"another client is creating {key}")

@@ -27,7 +27,7 @@
 #define NO_TIME INT64_MIN
 #define ATTRIBUTES (FATTR_MODE | FATTR_UID | FATTR_GID | FATTR_MTIME)
 
-/* States of a file in this library. Once it is handed over, FileState of create_offload.py tracks it, too. */
+/* States of a file in this library. Once it is handed over, ReceivedState of create_offload.py tracks it, too. */
 enum state {
 	FREE,
 	RECEIVING, /* Python does not know the file */

@@ -112,6 +112,12 @@ static int repeats_times(uint64_t inode, uint32_t valid, int64_t mtime_s, uint32
 	return known.tv_sec == mtime_s && known.tv_nsec == (long)mtime_ns;
 }
 
+/*
+ * The request loop asks this before it processes a request without the GIL, and the handler below decides again, from
+ * what libfuse parsed. Nothing changes between the two. What always holds: where this returns 1, the handler replies
+ * itself. If it called `next`, Python would handle the request before it got what request_loop.c hands over first, and
+ * nothing would fail. The converse costs time only. So a condition is one function, which both call with the same values.
+ */
 int lakefs_dispatch_answers(const struct fuse_in_header *head, const void *body)
 {
 	const struct fuse_setattr_in *setting = body;

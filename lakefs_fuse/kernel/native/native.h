@@ -26,8 +26,8 @@
 
 #define NS 1000000000LL
 
-/* Bits of file handles. HANDLE_READING, which open_file.py sets too: the file was opened for reading. The two others:
- * this library issued the handle, and its low bits are the inode. */
+/* Bits of file handles, as in handle_bits.py. HANDLE_READING, which Python sets too: the file was opened for reading.
+ * The two others: this library issued the handle, and its low bits are the inode. */
 #define HANDLE_READING (1ULL << 62)
 #define HANDLE_LEASED (1ULL << 61)
 #define HANDLE_CREATED (1ULL << 60)

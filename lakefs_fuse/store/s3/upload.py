@@ -178,14 +178,14 @@ class S3Sender:
         if self._sends_sums if sums is None else sums:
             return self._send_summed(operation, what, key, body, parameters, crc32_of(body))
         compares = self.compares_md5
-        announced: bytes | None = None
+        sent_md5: bytes | None = None
         if not self.encrypted and (visible or not compares):
-            announced = md5_of(body)
-            parameters = {**parameters, "ContentMD5": base64.b64encode(announced).decode()}
-        sent = outgoing(body, digest=compares and announced is None, limiter=self._limiter)
+            sent_md5 = md5_of(body)
+            parameters = {**parameters, "ContentMD5": base64.b64encode(sent_md5).decode()}
+        sent = outgoing(body, digest=compares and sent_md5 is None, limiter=self._limiter)
         answer = self._call(operation, what, key, Body=sent, **parameters)
         if compares and not hides_md5(answer):
-            due = announced.hex() if announced is not None else md5_of_sent(sent)
+            due = sent_md5.hex() if sent_md5 is not None else md5_of_sent(sent)
             if due != etag_of(answer):
                 raise Unavailable(f"{what}: the received bytes are not those that were sent")
         return answer

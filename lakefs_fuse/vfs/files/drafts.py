@@ -20,7 +20,7 @@ from lakefs_fuse.upload.publish import may_be_stored
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 COPY_STEP_BYTES = 4 << 20
 """Bytes of an acknowledged version that are in memory while it is copied."""
@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 class Drafts:
     """See the module's head."""
 
-    def __init__(self, files: FileTable, services: Uploader, writeback: WriteBack, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, files: FileTable, services: Uploader, writeback: WriteBackQueue, new_id: Callable[[], str]
+    ) -> None:
         self.files, self.services, self.new_id = files, services, new_id
         self._writeback = writeback
 
@@ -46,12 +48,12 @@ class Drafts:
             draft.close(unlink=True)
             raise
         if draft.base is None:
-            self.announce_emptied(file)
+            self.notify_emptied(file)
         return draft
 
     def add_new(self, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
         """Add a file that was just created, with its first handle. The caller journals its record, and then calls
-        `announce_emptied`. Raises LakeError."""
+        `notify_emptied`. Raises LakeError."""
         file = OpenFile(entry, key, None, if_absent=if_absent)
         draft = self._new_draft(file, is_emptied=True)
         self._prepare(file, draft)
@@ -59,7 +61,7 @@ class Drafts:
         self.files.add(file)
         return file
 
-    def announce_emptied(self, file: OpenFile) -> None:
+    def notify_emptied(self, file: OpenFile) -> None:
         """Notify listeners that, by the journal, nothing of an earlier version of the file counts."""
         for listener in self.files.events.file_emptied:
             listener(file.key)

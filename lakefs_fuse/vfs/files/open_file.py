@@ -27,9 +27,6 @@ from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace import attributes
 
-READING = 1 << 62
-"""Bit in the numbers of handles that were opened for reading: closing one publishes nothing."""
-
 
 class FileState(StrEnum):
     """The value of ``user.lakefs.state``; `ExtendedAttributes` computes it when it is read."""
@@ -82,9 +79,10 @@ class OpenFile:
     """Versions that were acknowledged before ``draft`` began, oldest first, as they were then; they share its lock."""
     refused: RefusedRanges = field(default_factory=RefusedRanges)
     """Writes that were refused before their version could begin."""
-    is_written_directly: bool = False
-    """True if it was opened with O_DIRECT: after a refused direct write beyond the end, the kernel truncates the file
-    to its present size. Any other truncation is by a program."""
+    bypasses_page_cache: bool = False
+    """True if a handle writes past the kernel's page cache: one opened with O_DIRECT, or of a file that is published
+    while it is open. After a refused write of such a handle beyond the end, the kernel truncates the file to its
+    present size. Any other truncation is by a program."""
     late_xattrs: dict[str, bytes] | None = None
     """Extended attributes that were set while a version was being stored, which may lack them; None if none were. Those
     of a file without a name, which has no row that could hold them."""
@@ -351,5 +349,6 @@ class Handle:
     """Thread that opened it; 0 where that is not known."""
     closed_by_opener: bool = False
     fsyncs: int = 0
-    is_direct: bool = False
-    """Opened for direct I/O."""
+    is_published_while_open: bool = False
+    """True for a writing handle of a file that `OpenFilePublisher` publishes: the kernel is told to keep no pages of it
+    (FOPEN_DIRECT_IO). A handle that a program opened with O_DIRECT is not one."""

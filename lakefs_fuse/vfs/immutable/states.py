@@ -295,7 +295,7 @@ class States:
         async def listed(inode: int, is_new: bool) -> None:
             if self._lake.config.attributes == "objects":
                 await ask_all(tree.children_in_steps(inode), fs.getattr)
-            if is_new and changed is not None:  # merging it announced none of its names
+            if is_new and changed is not None:  # merging it invalidated none of its names
                 await _add_names(tree, inode, changed, shown_in=inode)
 
         names = 0

@@ -1,7 +1,7 @@
 """Names that the kernel may have cached as absent before the first listing of their directory shows them.
 
-The first listing of a directory announces none of its names, because the kernel has to look them up in any case, except
-names that were looked up before the listing and were absent. If an earlier listing answered such lookups and was
+The first listing of a directory invalidates none of its names, because the kernel has to look them up in any case,
+except names that were looked up before the listing and were absent. If an earlier listing answered such lookups and was
 dropped since, their names are not known: then all names that were added since count as looked up.
 
 Trio thread only; memory has the bounds below. Neither this state nor the kernel's caches survive a crash.

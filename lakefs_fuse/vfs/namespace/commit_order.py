@@ -30,7 +30,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.namespace.key_mapping import path_of_key
-from lakefs_fuse.vfs.namespace.listing_merge import is_removed
+from lakefs_fuse.vfs.namespace.listing_merge import is_object_removed
 
 NS = 1_000_000_000
 CLOCK_NS = 4 * NS
@@ -76,13 +76,13 @@ class CommitOrder:
 
     async def objects_listed(self, objects: Sequence[ObjectMeta]) -> bool:
         """Poll if one of these may have been stored after commits that are unknown here; returns whether it may."""
-        since_ns = self._poller.heard_ns - CLOCK_NS
+        since_ns = self._poller.caught_up_ns - CLOCK_NS
         if not any(meta.mtime_ns > since_ns and self._is_unknown(meta) for meta in objects):
             return False
         answered_s = trio.current_time()
         try:
             async with self._polling:
-                await self._poller.heard(trio.current_time() - answered_s)
+                await self._poller.catch_up(trio.current_time() - answered_s)
         except LakeError as error:
             log.info("polling for what was committed before a new object failed: %s", error)
         return True
@@ -94,6 +94,6 @@ class CommitOrder:
         entry = self._tree.resolve(path.split(b"/"))
         if entry is not None and entry.etag == meta.etag:
             return False
-        if is_removed(self._tree, path, meta, entry):
+        if is_object_removed(self._tree, path, meta, entry):
             return False
         return self._tree.objects.find(meta.key, meta.etag) is None and not self._is_announced(meta.key)

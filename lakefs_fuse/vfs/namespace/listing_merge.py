@@ -234,7 +234,7 @@ class DirectoryMerge:
         if names.marker:
             self._mark(batch)
         self._db.commit_volatile(batch)
-        self._announce_overridden()
+        self._report_overridden()
         self._pages += 1
         self._metrics.listing_pages += 1
 
@@ -318,9 +318,9 @@ class DirectoryMerge:
             batch = Batch()
             self._merge(batch, shown)
             self._db.commit_volatile(batch)
-            self._announce_overridden()
+            self._report_overridden()
 
-    def _announce_overridden(self) -> None:
+    def _report_overridden(self) -> None:
         outsiders, self._outsiders = self._outsiders, []
         for entry in outsiders:
             for listener in self._events.object_overridden:
@@ -335,10 +335,10 @@ class DirectoryMerge:
             if entry is None or name in self._touched:
                 continue
             counts = _is_outside(entry) and not _is_hidden(entry, meta) and not self._is_ours(entry, meta)
-            if counts and not self._is_removed(name, meta, known=entry):  # by a commit applied since
+            if counts and not self._is_object_removed(name, meta, known=entry):  # by a commit applied since
                 self._replaced(batch, entry, meta)
         self._db.commit_volatile(batch)
-        self._announce_overridden()
+        self._report_overridden()
 
     def add_directory(self, name: bytes) -> None:
         """Show a ghost directory, because a visible name is below it. Raises CacheError."""
@@ -476,16 +476,16 @@ class DirectoryMerge:
                 self._earlier.discard(entry.cookie)
         if found.name in self._touched:
             if entry is None and found.meta is not None and found.meta.key not in self._strays:
-                self.passed |= set() if self._is_removed(found.name, found.meta) else {found.name}
+                self.passed |= set() if self._is_object_removed(found.name, found.meta) else {found.name}
             return
         if found.meta is None:
             self._merge_directory(batch, entry, found.name)
         elif entry is None:
             self._merge_new_file(batch, found.name, found.meta)
-        elif entry.flags & Flag.ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
+        elif entry.flags & Flag.ATTRIBUTED and not entry.stamp and self._is_object_removed(found.name, found.meta):
             self._gone(batch, entry)  # a commit set attributes of a version that no LIST had shown
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_ours(entry, found.meta)):
-            if self._is_removed(found.name, found.meta, known=entry):
+            if self._is_object_removed(found.name, found.meta, known=entry):
                 self._gone(batch, entry)
             elif _is_outside(entry) and len(self.overriding) < OVERRIDING_MAX and not self._keep(entry):
                 self.overriding.append(found.meta)
@@ -496,7 +496,7 @@ class DirectoryMerge:
         for each in found:
             if each.meta is None or each.sort_name not in directories:
                 self._merge(batch, each)
-            elif not self._is_removed(each.sort_name, each.meta) and each.meta.key not in self._strays:
+            elif not self._is_object_removed(each.sort_name, each.meta) and each.meta.key not in self._strays:
                 self._shadowed[each.sort_name] = each.meta
 
     def _merge_first(self, batch: Batch, found: list[Found]) -> None:
@@ -526,11 +526,11 @@ class DirectoryMerge:
         if entry.is_plain:
             self._drop_version(batch, entry)
 
-    def _is_removed(self, name: bytes, meta: ObjectMeta, known: Entry | None = None) -> bool:
-        return is_removed(self._tree, self._prefix + name, meta, known)
+    def _is_object_removed(self, name: bytes, meta: ObjectMeta, known: Entry | None = None) -> bool:
+        return is_object_removed(self._tree, self._prefix + name, meta, known)
 
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
-        if self._is_removed(name, meta) or meta.key in self._strays:
+        if self._is_object_removed(name, meta) or meta.key in self._strays:
             return
         if self._tree.named(self._directory, name + b"/") is not None:
             self._shadowed[name] = meta
@@ -598,7 +598,7 @@ class DirectoryMerge:
             self._tree.remove(batch, file)
             if file.cookie >= self.first_cookie:
                 self._places[name] = file.cookie
-        self._events.announce_name(self._directory, name)
+        self._events.invalidate_name(self._directory, name)
         return True
 
     def _insert_directory(self, batch: Batch, name: bytes) -> None:
@@ -620,7 +620,7 @@ class DirectoryMerge:
     def _differs(self, entry: Entry) -> None:
         if entry.parent == self._directory:
             self._add_difference(entry.name)
-        self._events.announce_name(entry.parent, entry.name)
+        self._events.invalidate_name(entry.parent, entry.name)
 
     def _add_difference(self, name: bytes) -> None:
         if len(self.differences) < DIFFERENCES_MAX:
@@ -655,7 +655,7 @@ class DirectoryMerge:
         self._tree.tombstones.write(batch, {path: tombstone})
 
 
-def is_removed(
+def is_object_removed(
     tree: Tree, path: bytes, meta: ObjectMeta, known: Entry | None, *, is_newer_than_pending: bool = False
 ) -> bool:
     """Return whether an object at a path, of which ``known`` is the file, counts as removed. If a commit says that the

@@ -54,7 +54,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
     path_of_key,
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
-from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, is_removed, read_page
+from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, is_object_removed, read_page
 from lakefs_fuse.vfs.namespace.look_intervals import LookIntervals
 from lakefs_fuse.vfs.namespace.outdated_names import OutdatedNames
 from lakefs_fuse.vfs.namespace.subtree_listing import FlatListing, Place, SubtreeListings
@@ -97,7 +97,7 @@ class Namespace:
         self.tree, self.events = tree, files.events
         self.mountpoint = config.mountpoint
         self.idleness = Idleness(config.metadata_ttl_s)
-        self.announce_name = self.events.announce_name
+        self.invalidate_name = self.events.invalidate_name
         self.prefix, self.key, self.path_of = tree.prefix, tree.key, tree.path_of
         self.keys = KeyLimits(tree.prefix, client.capabilities, config.store.source)
         self.extent = partial(extent_of, tree)
@@ -270,7 +270,7 @@ class Namespace:
                 await self._ask_for_name(directory, name, component)
         entry = self.tree.child(directory, name)
         if ask and entry is not None and self._absent.discard(directory, name):
-            self.announce_name(directory, name)
+            self.invalidate_name(directory, name)
         return entry, self._lookup_fresh_s(directory, name)
 
     def _known_fresh_s(self, directory: int, name: bytes, entry: Entry | None, *, within_ttl: bool) -> float | None:
@@ -333,7 +333,7 @@ class Namespace:
             meta = None
             with self._counting_on(directory):
                 meta = await self._client.find(self.keys.checked_key(prefix, name.decode()))
-            if (meta is None or self._is_removed(meta)) and not self._is_moved(directory, prefix):
+            if (meta is None or self._is_object_removed(meta)) and not self._is_moved(directory, prefix):
                 return self.tree.child(directory, name)
         return (await self.lookup(directory, name, ask=True))[0]
 
@@ -636,19 +636,19 @@ class Namespace:
         self._asked.pop(directory, None)
         if absences is not None:
             with trio.CancelScope(shield=True):
-                await self._announce_added(directory, absences)
+                await self._invalidate_added(directory, absences)
         return True
 
-    async def _announce_added(self, directory: int, absences: Absences) -> None:
-        """Announce names that a first listing added and that the kernel may have cached as absent."""
+    async def _invalidate_added(self, directory: int, absences: Absences) -> None:
+        """Invalidate names that a first listing added and that the kernel may have cached as absent."""
         for name in absences.names:
             if self.tree.child(directory, name) is not None:
-                self.announce_name(directory, name)
+                self.invalidate_name(directory, name)
         if absences.is_any:
             for children in self.tree.children_in_steps(directory, absences.after):
                 for child in children:
                     if not child.stamp and not child.is_local:
-                        self.announce_name(directory, child.name)
+                        self.invalidate_name(directory, child.name)
                 await trio.lowlevel.checkpoint()
 
     def _finds_foreign(self, merge: DirectoryMerge, directory: int, flight: Flight) -> bool:
@@ -685,7 +685,7 @@ class Namespace:
                 if self._is_moved(directory, prefix):
                     return
                 token = page.next_token
-                if any(not self._is_removed(meta) for meta in page.objects):
+                if any(not self._is_object_removed(meta) for meta in page.objects):
                     merge.add_directory(name)
                     break
                 if token is None:
@@ -710,9 +710,9 @@ class Namespace:
         if found and not self._is_moved(directory, prefix):
             merge.apply_overriding(found)
 
-    def _is_removed(self, meta: ObjectMeta) -> bool:
+    def _is_object_removed(self, meta: ObjectMeta) -> bool:
         path = path_of_key(meta.key).encode("utf-8", "surrogatepass")
-        return is_removed(self.tree, path, meta, self.tree.resolve(path.split(b"/")))
+        return is_object_removed(self.tree, path, meta, self.tree.resolve(path.split(b"/")))
 
     def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
         return DirectoryMerge(
@@ -791,7 +791,7 @@ class Namespace:
             self._subtrees.name_changed(directory, name, self._directories_above)
         self._outdated.add(directory, name)
         if name:
-            self.announce_name(directory, name)
+            self.invalidate_name(directory, name)
         for flight, each in self._flights_over(directory, name):
             flight.announced.add(each)
 
@@ -856,7 +856,7 @@ class Namespace:
         batch = Batch()
         renew_inode(self.tree, batch, entry)
         self._db.commit(batch)
-        self.events.announce_name(entry.parent, entry.name)
+        self.events.invalidate_name(entry.parent, entry.name)
 
     def _touch_listed(self, directory: int, changed_ns: int) -> None:
         """Set the times of a directory in which a LIST showed changed names by this time, unless they are later. Raises
@@ -890,7 +890,7 @@ class Namespace:
         except CacheError as error:
             log.warning("%s goes on showing the mtime that it had: %s", os.fsdecode(entry.name), error)
 
-    def is_removed(self, entry: Entry) -> bool:
+    def is_row_removed(self, entry: Entry) -> bool:
         """Return whether a commit removed the version that a row has. The row stays while this node has newer bytes."""
         if entry.flags & NO_OBJECT:
             return False

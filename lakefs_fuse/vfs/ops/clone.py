@@ -117,7 +117,7 @@ class Clones:
             raise
         finally:
             await self._discard([copied for each, copied in copies.items() if each not in used])
-        self._ns.announce_name(parent, name.encode())
+        self._ns.invalidate_name(parent, name.encode())
         for listener in self._ns.events.kernel_told:
             await listener()
 

@@ -111,7 +111,7 @@ class NewFiles:
         except CacheError:
             self._drop(file)
             raise
-        self._drafts.announce_emptied(file)
+        self._drafts.notify_emptied(file)
         return file
 
     def _insert(
@@ -175,7 +175,7 @@ class NewFiles:
             self._files.drop_handle(file, writer=True)
         for file in taken:
             if isinstance(file, OpenFile):
-                self._drafts.announce_emptied(file)
+                self._drafts.notify_emptied(file)
         for file, answer in waiting:
             self._services.nursery.start_soon(self._close_patiently, file, answer)
         return taken

@@ -146,7 +146,7 @@ class Directories:
             self._ns.database.commit(batch)
         else:
             self._ns.renew_inode(row)
-        self._ns.announce_name(row.parent, row.name)
+        self._ns.invalidate_name(row.parent, row.name)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
         if not 0 < len(target) <= TARGET_BYTES_MAX:

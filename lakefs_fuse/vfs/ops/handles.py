@@ -22,7 +22,8 @@ from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.refused_ranges import KILLED
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.file_table import FileTable
-from lakefs_fuse.vfs.files.open_file import READING, Handle, OpenFile, OpenState
+from lakefs_fuse.vfs.files.handle_bits import LEASED, READING, inode_of
+from lakefs_fuse.vfs.files.open_file import Handle, OpenFile, OpenState
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.create import NewFiles
@@ -31,8 +32,6 @@ from lakefs_fuse.vfs.ops.open_publisher import OpenFilePublisher
 
 FSYNCS_OF_A_DATABASE = 100
 """Calls of fsync on one handle until a warning is logged. A log that is synced each minute gets one in two hours."""
-LEASED = 1 << 61
-"""Bit of the handles that were opened under a lease. They also have READING; their other bits are the inode."""
 READAHEADS_MAX = 1024
 """Files whose readahead is kept between two reads."""
 log = logging.getLogger(__name__)
@@ -65,8 +64,8 @@ class Handles:
         number, self._handle_next = self._handle_next, self._handle_next + 1
         number |= 0 if writable else READING
         handle = self._handles[number] = Handle(file, writable, Readahead(), self._reads_of(file.key), opener)
-        handle.is_direct = writable and self._open_publisher.watch(file)
-        file.is_written_directly |= writable and (handle.is_direct or bool(flags & os.O_DIRECT))
+        handle.is_published_while_open = writable and self._open_publisher.watch(file)
+        file.bypasses_page_cache |= writable and (handle.is_published_while_open or bool(flags & os.O_DIRECT))
         return number
 
     def handle(self, number: int) -> Handle:
@@ -203,7 +202,7 @@ class Handles:
         such as logs, the bytes that were written before a kill are worth keeping."""
         file = handle.file
         is_written = file.draft is not None and file.draft.state is DraftState.WRITING
-        return is_written and not handle.is_direct and is_checkpoint_file(os.fsdecode(file.entry.name))
+        return is_written and not handle.is_published_while_open and is_checkpoint_file(os.fsdecode(file.entry.name))
 
     def _other_writers(self, handle: Handle) -> list[int]:
         """Return the threads that opened the file's other writing handles; 0 for a thread that is not known."""
@@ -251,8 +250,8 @@ class Handles:
         if handle is not None:
             file = handle.file
             await self._io.release(file, writer=handle.writable)
-            if file.is_written_directly and not file.handles:  # the kernel keeps the mtime of an inode that it knows
-                self._ns.announce_name(file.entry.parent, file.entry.name)
+            if file.bypasses_page_cache and not file.handles:  # the kernel keeps the mtime of an inode that it knows
+                self._ns.invalidate_name(file.entry.parent, file.entry.name)
 
 
 class OpenLeases:
@@ -304,8 +303,3 @@ class OpenLeases:
         file = self._files.get(inode_of(handle))
         if file is not None:
             await self._io.release(file, writer=False)
-
-
-def inode_of(handle: int) -> int:
-    """Return the inode of a handle that was opened under a lease; 0 for other handles."""
-    return handle & ~(READING | LEASED) if handle & LEASED else 0

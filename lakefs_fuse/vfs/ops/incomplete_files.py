@@ -24,7 +24,7 @@ from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.writeback.orphans import Recovery
+from lakefs_fuse.vfs.writeback.orphans import Orphans
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ class IncompleteFiles:
         namespace: Namespace,
         files: FileTable,
         services: Uploader,
-        recovery: Recovery,
+        orphans: Orphans,
         read_again: Callable[[], Awaitable[None]],
     ) -> None:
         """``read_again`` applies commits again, for names that a renamed file had covered."""
-        self._db, self._ns, self._files, self._recovery = database, namespace, files, recovery
+        self._db, self._ns, self._files, self._orphans = database, namespace, files, orphans
         self._read_again, self._services = read_again, services
         self._journal = Journal(database)
         self._dropping: set[str] = set()
@@ -60,8 +60,8 @@ class IncompleteFiles:
                 if file.is_orphaned:
                     uncovered = self._set_aside(file)
             self._files.forget_if_idle(file)
-            if draft is not None and not draft.size and draft.id in self._recovery.orphans:
-                await self._recovery.abort(draft.id)
+            if draft is not None and not draft.size and draft.id in self._orphans.records:
+                await self._orphans.abort(draft.id)
             if uncovered:
                 await self._read_again()
         except LakeError as error:
@@ -78,7 +78,7 @@ class IncompleteFiles:
         if record is not None:
             self._journal.put(batch, record.id, encode(record))
         self._ns.changing(parent, name)
-        is_kept = row is not None and (row.is_local or self._ns.is_removed(row))  # only for what is being written
+        is_kept = row is not None and (row.is_local or self._ns.is_row_removed(row))  # only for what is being written
         gone = is_kept and not file.behind and draft is not None
         if row is not None and gone:
             self._ns.tree.remove(batch, row)
@@ -86,21 +86,21 @@ class IncompleteFiles:
         elif row is not None:
             self._files.renew_inode(batch, file, row)
         self._db.commit(batch, sync=True)
-        self._ns.announce_name(parent, name)
+        self._ns.invalidate_name(parent, name)
         file.refused.cut(0)
         if draft is not None and record is not None:
             why = draft.refused.describe() if draft.refused else draft.error
             log.error("%s is not stored: %s; see `lakefs-fuse orphans`", file.key, why)
             file.take_up()
             draft.close(unlink=False, leave=True)
-            self._recovery.adopt(record)
+            self._orphans.adopt(record)
         return bool(row is not None and gone and row.is_local and (row.stamp or row.etag or row.place))
 
     def supersede(self, path: str) -> None:
         """Drop orphans with refused writes at or below ``path``, whose file was created or emptied."""
-        if not self._recovery.orphans:
+        if not self._orphans.records:
             return
-        for record in self._recovery.incomplete_below(path):
+        for record in self._orphans.incomplete_below(path):
             if record.id not in self._dropping:
                 self._dropping.add(record.id)
                 self._services.nursery.start_soon(self._drop, record.id, path)
@@ -120,7 +120,7 @@ class IncompleteFiles:
 
     async def _drop(self, orphan_id: str, path: str) -> None:
         try:
-            await self._recovery.abort(orphan_id)
+            await self._orphans.abort(orphan_id)
             log.info("orphan %s is dropped: %s begins anew", orphan_id, path)
         except LakeError as error:
             log.warning("orphan %s, whose file %s begins anew, stays: %s", orphan_id, path, error)

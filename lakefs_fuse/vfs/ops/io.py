@@ -227,8 +227,8 @@ class FileIO:
             try:
                 async with self._changing(file, size, is_emptied=size == 0) as draft:
                     await draft.truncate(size)
-                    if not file.is_written_directly and any(end > size for _, end in draft.refused.ranges):
-                        await draft.truncate(size)  # the first counted as the kernel's, but no write was direct
+                    if not file.bypasses_page_cache and any(end > size for _, end in draft.refused.ranges):
+                        await draft.truncate(size)  # the first counted as the kernel's, but it is a program's
                 file.count_truncated(size)
                 return
             except DraftEnded:

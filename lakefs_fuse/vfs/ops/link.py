@@ -40,7 +40,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 SENT_BYTES_MAX = 8 << 20
 """Files up to this size are sent from memory; the store copies larger ones."""
@@ -163,7 +163,7 @@ class Links:
         drafts: Drafts,
         io: FileIO,
         writer: ObjectWriter,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         reader: BlockReader,
         current: Callable[[int], Entry],
     ) -> None:
@@ -205,7 +205,7 @@ class Links:
             if error.errno == errno.EEXIST:  # the caller will read the file that has the name
                 with suppress(LakeError):
                     await self._ns.lookup(parent, name, ask=True)
-                self._ns.announce_name(parent, name)
+                self._ns.invalidate_name(parent, name)
             raise
         finally:
             await self._io.release(file, writer=False)
@@ -293,7 +293,7 @@ class Links:
             if there is None:
                 target.expect_absent()
                 return
-            if not self._claims.is_removed(there):
+            if not self._claims.is_removed_since_put(there):
                 raise FileError(errno.EEXIST)
             is_equal = self._has_same_etag(there, extent, body)
             has_match = able.complete_if_match if body is None else able.put_if_match

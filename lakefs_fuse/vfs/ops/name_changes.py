@@ -22,13 +22,13 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 
 class NameChanges:
     """Journals changes of names; see the module's head."""
 
-    def __init__(self, namespace: Namespace, committer: Committer, writeback: WriteBack, clock: Clock) -> None:
+    def __init__(self, namespace: Namespace, committer: Committer, writeback: WriteBackQueue, clock: Clock) -> None:
         self._ns, self._committer, self._writeback, self._clock = namespace, committer, writeback, clock
 
     def is_visible(self, path: str) -> bool:

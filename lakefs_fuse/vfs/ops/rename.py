@@ -50,7 +50,7 @@ from lakefs_fuse.vfs.ops.rename_plan import (
 )
 from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -112,7 +112,7 @@ class Renames:
         names: NameChanges,
         committer: Committer,
         unlinker: Unlinker,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         preparation: RenamePreparation,
         deletions: DeletionQueue,
     ) -> None:
@@ -235,7 +235,7 @@ class Renames:
             file = files.get(inode)
             if file is not None and file.state in DIRTY:
                 row = self._ns.tree.entry(inode)
-                if row is not None and self._ns.is_removed(row):
+                if row is not None and self._ns.is_row_removed(row):
                     flags = row.flags | Flag.LOCAL
                     changed.append(msgspec.structs.replace(row, flags=flags, etag="", stamp=0, place=0, offset=0))
         if not changed:
@@ -316,7 +316,7 @@ class Renames:
             made.append(await self._plan_paced(read_ends, planner))
             return made[-1]
 
-        await self._preparation.hear()
+        await self._preparation.catch_up()
         if is_large:
             await self._commit_in_steps(plan_paced)
         else:

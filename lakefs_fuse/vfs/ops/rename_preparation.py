@@ -18,7 +18,7 @@ from functools import partial
 
 import trio
 
-from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
+from lakefs_fuse.commits.objects.deletion_queue import CAUGHT_UP_S
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.staging.draft_record import DraftState
@@ -31,7 +31,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import paths_of_keys
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.publisher import Publisher
-from lakefs_fuse.vfs.writeback.queue import PAUSE_S_FIRST, WAITABLE, WriteBack
+from lakefs_fuse.vfs.writeback.queue import PAUSE_S_FIRST, WAITABLE, WriteBackQueue
 
 LISTINGS_AT_ONCE = 8
 DIRECTORIES_PER_STEP = 512
@@ -47,21 +47,21 @@ class RenamePreparation:
         namespace: Namespace,
         files: FileTable,
         client: StoreClient,
-        heard: Callable[[float], Awaitable[object]],
+        catch_up: Callable[[float], Awaitable[object]],
         publisher: Publisher,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         renamed: RenamedObjects,
         patience_s: float,
     ) -> None:
-        """``heard`` as `Poller.heard`."""
-        self._ns, self._files, self._client, self._heard = namespace, files, client, heard
+        """``catch_up`` as `Poller.catch_up`."""
+        self._ns, self._files, self._client, self._catch_up = namespace, files, client, catch_up
         self._publisher, self._writeback, self._patience_s = publisher, writeback, patience_s
         self.renamed = renamed
 
-    async def hear(self) -> None:
-        """Apply commits that were visible HEARD_S ago, and wait until renamed objects are adopted. An object that other
-        nodes removed later still exists. Raises LakeError."""
-        await self._heard(HEARD_S)
+    async def catch_up(self) -> None:
+        """Apply commits that were visible CAUGHT_UP_S ago, and wait until renamed objects are adopted. An object
+        that other nodes removed later still exists. Raises LakeError."""
+        await self._catch_up(CAUGHT_UP_S)
         if self.renamed.adopting:
             await self.renamed.wait_adopted()
 
@@ -115,7 +115,7 @@ class RenamePreparation:
         await self._retry_while_away(path, partial(self._list_below, directory))
 
     async def _list_below(self, directory: Entry) -> None:
-        await self._heard(0.0)
+        await self._catch_up(0.0)
         await self._list_unlisted(directory, self._ns.ensure_listed)
         began_ns = self._ns.now_ns()
         if await self._list_changed(directory):  # older listings do not know what is in directories that are new

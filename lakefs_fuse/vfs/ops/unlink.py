@@ -31,7 +31,7 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.ops.io import FileIO
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 KEPT_BYTES_MAX = 256 << 20
 """An open file of up to this size is fetched whole before its deletion, so that its readers can continue."""
@@ -64,7 +64,7 @@ class Unlinker:
         io: FileIO,
         reader: BlockReader,
         committer: Committer,
-        writeback: WriteBack,
+        writeback: WriteBackQueue,
         clock: Clock,
     ) -> None:
         self._db, self._files, self._drafts, self._io = database, drafts.files, drafts, io

@@ -26,14 +26,14 @@ from lakefs_fuse.vfs.files.open_file import FileState, OpenFile
 from lakefs_fuse.vfs.namespace.key_mapping import location_of, version_of
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 
 class ExtendedAttributes:
     """Reads and sets extended attributes; see the module's head."""
 
     def __init__(
-        self, source: Source, namespace: Namespace, files: FileTable, names: NameChanges, writeback: WriteBack
+        self, source: Source, namespace: Namespace, files: FileTable, names: NameChanges, writeback: WriteBackQueue
     ) -> None:
         self._source, self._ns, self._files = source, namespace, files
         self._names, self._writeback = names, writeback

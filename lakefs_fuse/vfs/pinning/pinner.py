@@ -3,8 +3,8 @@
 What always holds:
 
 * what is kept follows from three things alone: the rules, the names and places in the tree, and one row in the database
-  for each checkpoint that says in which order they became durable. `reconcile` computes it again and moves the pins;
-* a checkpoint is unpinned only when `reconcile` has seen a newer complete one;
+  for each checkpoint that says in which order they became durable. `update_pins` computes it again and moves the pins;
+* a checkpoint is unpinned only when `update_pins` has seen a newer complete one;
 * kept versions take up at most ``bytes_max``: complete ones first, newest first; what does not fit is counted in
   ``refused_bytes``, said in the log, and evicted like anything else. So are files beyond ``FILES_MAX``.
 
@@ -12,8 +12,8 @@ Which ones count: a file, when it is durable; a directory, when no file in it wa
 one rename, or has a success marker, or (where nobody uses markers in this group) a newer one was begun. The newest that
 does not count yet is kept besides, as room allows. Names that look temporary never count.
 
-Trio thread only; `reconcile` takes as long as a walk over the kept files, with pauses. Rows are not synced: a crash may
-lose the newest of them, and then an older checkpoint stays in place of it.
+Trio thread only; `update_pins` takes as long as a walk over the kept files, with pauses. Rows are not synced: a crash
+may lose the newest of them, and then an older checkpoint stays in place of it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Pinner:
         self._sequence = 0
         self._pinned: set[Version] = set()
         self._fresh: set[Version] = set()
-        """Pinned since the walk of `reconcile` began, which may have passed them by."""
+        """Pinned since the walk of `update_pins` began, which may have passed them by."""
         self._whole: dict[Extent, None] = {}
         """Kept extents that were seen to be in the cache from end to end."""
         self._refused = 0
@@ -240,7 +240,7 @@ class Pinner:
                 self._rows[path] = row
         self._commit(batch)
         if self._units.any:
-            await self.reconcile(measure=False)
+            await self.update_pins(measure=False)
             self.stale()
 
     async def run(self) -> None:
@@ -252,20 +252,20 @@ class Pinner:
             await trio.sleep(max(DEBOUNCE_S, PAUSE_SHARE * took_s))
             began = trio.current_time()
             try:
-                await self.reconcile()
+                await self.update_pins()
                 took_s = trio.current_time() - began
             except LakeError as error:
                 log.warning("which checkpoints to keep could not be found out: %s", error)
             except Exception:
                 log.exception("keeping the newest checkpoints")
 
-    async def reconcile(self, *, measure: bool = True) -> None:
+    async def update_pins(self, *, measure: bool = True) -> None:
         """Pin the checkpoints to keep now, and unpin all others. ``measure`` also looks at what of it is in the cache.
         Waits for another that is under way, which would let go what this one keeps. Raises LakeError."""
         async with self._one_at_a_time:
-            await self._reconcile(measure=measure)
+            await self._update_pins(measure=measure)
 
-    async def _reconcile(self, *, measure: bool) -> None:
+    async def _update_pins(self, *, measure: bool) -> None:
         self._stale = trio.Event()
         self._fresh = set()
         found = KeptStatistics()

@@ -1,9 +1,9 @@
 """Paths whose bytes stay in the block cache: what `lakefs-fuse cache pin` asked for.
 
 A pin is of a path: whatever version is there is kept, and of a directory all files below it, those that come later
-included. The paths are in one file of the cache directory; what they mean is worked out from the names (`reconcile`),
+included. The paths are in one file of the cache directory; what they mean is worked out from the names (`update_kept`),
 and the blocks are given to the cache, whose eviction spares them. So a version that was replaced is evictable as soon
-as the next `reconcile` has ended.
+as the next `update_kept` has ended.
 
 What always holds: pinned blocks take up at most `limit_bytes` of the disk, so that a quarter of the cache serves
 everything else; what is beyond, because pinned directories grew, is not kept and counted in ``refused_bytes``. At most
@@ -151,7 +151,7 @@ class Pins:
         self._found, self._refused = PinStatistics(), list[str]()
         self._unreadable = dict[str, None]()
         if self._paths:
-            cache.files.spare_since(0)  # all of it, until `reconcile` has found what is pinned
+            cache.files.spare_since(0)  # all of it, until `update_kept` has found what is pinned
             self.mark_stale()
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class Pins:
 
     @property
     def readable_paths(self) -> Sequence[str]:
-        """Without those that the store refused to look up when `reconcile` ran last."""
+        """Without those that the store refused to look up when `update_kept` ran last."""
         return [path for path in self._paths if path not in self._unreadable]
 
     def blocks_of(self, version: Version) -> BlockSet:
@@ -229,7 +229,7 @@ class Pins:
             plan = await self._plan([*self._paths, *added], strictly=set(added))
             if plan.found.refused_bytes:
                 self._refuse(plan)
-            self._save([*self._paths, *added])  # without paths unpinned since, whose `reconcile` is next
+            self._save([*self._paths, *added])  # without paths unpinned since, whose `update_kept` is next
             self._apply(plan)
 
     def _save(self, paths: Sequence[str]) -> None:
@@ -266,7 +266,7 @@ class Pins:
         left = [path for path in self._paths if path not in gone]
         self._save(left)
         try:
-            await self.reconcile()
+            await self.update_kept()
         except LakeError as error:  # they are unpinned, and the task that waits tries again
             log.warning("what was unpinned is kept until names can be read: %s", error)
         return len(gone)
@@ -278,7 +278,7 @@ class Pins:
         pattern = re.compile(translate(selected.pattern), re.DOTALL)
         return [path for path in below if pattern.fullmatch(path.removeprefix(selected.path).lstrip("/"))]
 
-    async def reconcile(self, names: Names | None = None) -> None:
+    async def update_kept(self, names: Names | None = None) -> None:
         """Keep what the pinned paths mean now, and nothing else; ``names`` may ask the store what that is. What the
         store refuses to list is kept as far as it is known. Raises LakeError; then what was kept stays."""
         async with self._planning:

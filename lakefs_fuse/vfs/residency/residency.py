@@ -157,7 +157,7 @@ class Residency:
         self._turn = trio.Semaphore(1)
         self._waiting = 0
         self._running: Warming | None = None
-        self._is_reconciled = False
+        self._has_read_pins = False
         """Until then nothing is evicted where there were pins at the start."""
         self._scopes = dict[trio.CancelScope, None]()
         """Of the warms in the background."""
@@ -304,7 +304,7 @@ class Residency:
         some of it does not exist."""
         batch, is_for_pins = _Batch(), job.options.is_for_pins
         names = self.pins.names if is_for_pins else self._names
-        refused: Refused | None = (lambda _: None) if is_for_pins else None  # `reconcile` has named it
+        refused: Refused | None = (lambda _: None) if is_for_pins else None  # `update_kept` has named it
 
         def add(found: Found) -> Awaitable[None] | None:
             nonlocal batch
@@ -472,15 +472,15 @@ class Residency:
             await trio.sleep(max(DEBOUNCE_S, PAUSE_SHARE * took_s))
 
     async def _keep(self, is_changed: bool) -> None:
-        if not self._is_reconciled:
+        if not self._has_read_pins:
             async with self._turn:  # a warm spares blocks as well
                 if len(self.pins):
-                    await self.pins.reconcile()
+                    await self.pins.update_kept()
                 self._cache.files.spare_since(None)
-            self._is_reconciled = True
+            self._has_read_pins = True
         if not len(self.pins):
             return
-        await self.pins.reconcile(self._names if is_changed else None)
+        await self.pins.update_kept(self._names if is_changed else None)
         paths = [(path, "") for path in self.pins.readable_paths]
         await self.warm(paths, WarmOptions(is_partial=True, is_for_pins=True))
 

@@ -35,7 +35,7 @@ from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.staging.segments import Group, Spot
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.open_file import OpenFile
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 LOGGED_BYTES_MAX = 32 << 10
 """Maximum bytes of a group that are synced with the records. Writing 50 KB twice takes as long as a second sync: see
@@ -79,7 +79,7 @@ class GroupCommit:
         nursery: trio.Nursery,
         threads: Threads,
         clock: Clock,
-        queue: WriteBack,
+        queue: WriteBackQueue,
         committer: Committer,
     ) -> None:
         self._db, self._nursery, self._threads = database, nursery, threads

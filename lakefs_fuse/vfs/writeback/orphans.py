@@ -37,7 +37,7 @@ from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import path_of
 from lakefs_fuse.vfs.writeback.replay import Replay
 
@@ -47,7 +47,7 @@ DAMAGED_PREFIX = "damaged-"
 log = logging.getLogger(__name__)
 
 
-class Recovery:
+class Orphans:
     """Orphans by draft id. Trio thread only."""
 
     def __init__(
@@ -56,18 +56,18 @@ class Recovery:
         namespace: Namespace,
         services: Uploader,
         writer: ObjectWriter,
-        queue: WriteBack,
+        queue: WriteBackQueue,
         replay: Replay,
         *,
         read_only: bool,
         in_use: Callable[[int], bool],
     ) -> None:
         """Records that ``replay`` restored are left to write-back, and names of files ``in_use`` are kept."""
-        self._stored_versions, self._replayed, self._in_use = replay.stored_versions, replay.records, in_use
+        self._reconciliation, self._replayed, self._in_use = replay.reconciliation, replay.records, in_use
         self._db, self._ns, self._services = database, namespace, services
         self._writer, self._queue, self._read_only = writer, queue, read_only
         self._journal = Journal(database)
-        self.orphans: dict[str, DraftRecord] = {}
+        self.records: dict[str, DraftRecord] = {}
         self._room: dict[str, int] = {}
         self._busy: set[str] = set()
         self._recorded: set[str] = set()
@@ -122,14 +122,14 @@ class Recovery:
             self._drop_kept_name(path_of(record))
             has_rest = self._path(draft_id).exists() or record.upload_id or record.spilled or record.segment
             if has_rest or _may_be_superseded_object(record):
-                self.orphans[draft_id] = record
+                self.records[draft_id] = record
                 if record.spot is not None:
                     self._services.staging.segments.add_reference(record.spot)
             elif not self._read_only:
                 self._forget(draft_id)
         if self._unreadable:
             self._services.staging.segments.keep_all()
-        for record in () if self._read_only else list(self.orphans.values()):
+        for record in () if self._read_only else list(self.records.values()):
             try:
                 if record.unlinked and self._has_newer(record):
                     await self._abort_uploads(record)
@@ -144,7 +144,7 @@ class Recovery:
         await self._find_unrecorded()
         if not self._read_only:
             self._db.end_loss()
-        for draft_id in self.orphans:
+        for draft_id in self.records:
             self._room[draft_id] = self._staged(draft_id)
         self._services.staging.count_staged(sum(self._room.values()))
 
@@ -165,7 +165,7 @@ class Recovery:
 
     def adopt(self, record: DraftRecord) -> None:
         """Add a file of this daemon that has no open handles and cannot be published as it is."""
-        self.orphans[record.id] = record
+        self.records[record.id] = record
         self._room[record.id] = self._staged(record.id)
         self._services.staging.count_staged(self._room[record.id])
 
@@ -173,7 +173,7 @@ class Recovery:
         """Return the orphans with refused writes at or below ``path``; empty means the whole lake."""
         return [
             record
-            for record in self.orphans.values()
+            for record in self.records.values()
             if record.refused and (not path or path_of(record) == path or path_of(record).startswith(path + "/"))
         ]
 
@@ -185,7 +185,7 @@ class Recovery:
 
     async def _forsake(self, record: DraftRecord) -> None:
         """Delete the object of a superseded draft if an attempt stored it."""
-        meta = await self._stored_versions.published(record) if _may_be_superseded_object(record) else None
+        meta = await self._reconciliation.published(record) if _may_be_superseded_object(record) else None
         if meta is not None:
             self._queue.delete_object(meta)
 
@@ -208,7 +208,7 @@ class Recovery:
         with os.scandir(self._services.staging.directory) as found:
             entries = list(found)
         for entry in entries:
-            ours = entry.name in self.orphans or entry.name in self._replayed or entry.name.startswith(PREFIX)
+            ours = entry.name in self.records or entry.name in self._replayed or entry.name.startswith(PREFIX)
             if ours or not entry.is_file():
                 continue
             key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
@@ -217,7 +217,7 @@ class Recovery:
                 continue
             found_ns, size = entry.stat().st_ctime_ns, entry.stat().st_size
             self._list_unrecorded(entry.name, key, upload_id, found_ns, size, f"bytes in {entry.path}: ")
-        for draft_id in [each for each in self._unreadable if each not in self.orphans]:
+        for draft_id in [each for each in self._unreadable if each not in self.records]:
             self._list_unrecorded(draft_id, "", "", self._services.clock.wall_ns(), 0, "bytes: ")
 
     def _list_unrecorded(self, draft_id: str, key: str, upload_id: str, since_ns: int, size: int, what: str) -> None:
@@ -228,7 +228,7 @@ class Recovery:
         key = key or path or ""
         if key:
             self._drop_kept_name(key)
-        self.orphans[draft_id] = DraftRecord(
+        self.records[draft_id] = DraftRecord(
             id=draft_id,
             key=key,
             upload_id=upload_id,
@@ -253,7 +253,7 @@ class Recovery:
         if not size and not self._db.lost_rows:
             return True
         try:
-            return await self._stored_versions.is_at(key, draft_id)
+            return await self._reconciliation.is_at(key, draft_id)
         except LakeError as error:
             log.warning("what became of %s cannot be told now: %s", key, error)
             return False
@@ -302,7 +302,7 @@ class Recovery:
         entry = self._ns.at(key)
         if entry is None or entry.is_dir or self._in_use(entry.inode):
             return
-        if entry.is_local or self._ns.is_removed(entry):
+        if entry.is_local or self._ns.is_row_removed(entry):
             self.uncovered = self.uncovered or (entry.is_local and bool(entry.stamp or entry.etag))
             batch = Batch()
             self._ns.tree.remove(batch, entry)
@@ -312,13 +312,13 @@ class Recovery:
     async def _is_published(self, record: DraftRecord) -> bool:
         if record.state is DraftState.WRITING:
             return False
-        if await self._stored_versions.is_in_pack(record):
+        if await self._reconciliation.is_in_pack(record):
             return True
-        meta = await self._stored_versions.published(record)
+        meta = await self._reconciliation.published(record)
         if meta is None:
             return False
         path, dated_s = path_of(record), meta.mtime_ns // NS
-        is_newest = (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag)
+        is_newest = (await self._reconciliation.visible(record)).etag in (record.replaces, meta.etag)
         if is_newest and not self._writer.removed.was_seen_and_removed(path, meta, dated_s, None):
             self._writer.announce_object(path, meta, dated_s)
         return True
@@ -328,7 +328,7 @@ class Recovery:
 
     def _drop(self, record: DraftRecord, *, keeps_record: bool = False) -> None:
         """End an orphan whose bytes are in the store, superseded or aborted. Raises CacheError."""
-        self.orphans.pop(record.id, None)
+        self.records.pop(record.id, None)
         self._services.staging.release(self._room.pop(record.id, 0))
         self._services.staging.path(record.id).unlink(missing_ok=True)
         if not keeps_record:
@@ -346,10 +346,10 @@ class Recovery:
             self._ns.tree.forget_listing(batch, inode)
             self._db.commit(batch)
             self._ns.changing(inode, name)
-            self._ns.events.announce_name(inode, name)
+            self._ns.events.invalidate_name(inode, name)
 
     def _orphan(self, orphan_id: str) -> DraftRecord:
-        record = self.orphans.get(orphan_id)
+        record = self.records.get(orphan_id)
         if record is None:
             raise ConfigError(f"there is no orphan {orphan_id}: `lakefs-fuse orphans` lists them")
         if orphan_id in self._busy:
@@ -358,7 +358,7 @@ class Recovery:
 
     async def resolve_all(self, how: str) -> None:
         """Call ``finish`` or ``abort`` for every orphan. Failures are logged, and these orphans stay."""
-        for orphan_id in list(self.orphans):
+        for orphan_id in list(self.records):
             try:
                 await (self.finish(orphan_id) if how == "finish" else self.abort(orphan_id))
             except LakeError as error:
@@ -400,7 +400,7 @@ class Recovery:
                 path = path_of(record)
                 await self._writer.finish(draft, path, partial(self._check_replaceable, record))
         except BaseException as error:
-            self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
+            self.records[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
             if isinstance(error, Overtaken | PreconditionFailed):  # also of the version whose parts are copied
                 raise self._replaced(record) from error
             raise
@@ -417,10 +417,10 @@ class Recovery:
             raise FileError(
                 errno.EBUSY, f"another version of {path_of(record)} is not in the store yet: try again later"
             )
-        there = await self._stored_versions.visible(record)
+        there = await self._reconciliation.visible(record)
         ours = there.draft_id == record.id or there.draft_id in self._replayed
         expected = there.etag == record.replaces or ours
-        if not expected and not await self._stored_versions.is_relocated(there, record):
+        if not expected and not await self._reconciliation.is_relocated(there, record):
             raise self._replaced(record)
 
     def _replaced(self, record: DraftRecord) -> FileError:

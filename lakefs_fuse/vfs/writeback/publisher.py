@@ -78,7 +78,7 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     plan_telling,
     superseded_at,
 )
-from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBackQueue
 from lakefs_fuse.vfs.writeback.removed_versions import KnownAt, RemovedVersions
 from lakefs_fuse.vfs.writeback.stored_version import PlainObject, Publication, StoredVersion, Unrecorded
 
@@ -203,7 +203,7 @@ class ObjectWriter:
             there = await draft.uploader.client.find(plan.key)
             if there is not None:
                 refusals = 0
-                if is_exclusive and self.claims.is_removed(there):
+                if is_exclusive and self.claims.is_removed_since_put(there):
                     draft.target.allow_replacing()
             elif refusals >= REFUSALS_MIN:
                 self._files.refuse_key(plan.key)
@@ -239,17 +239,17 @@ class ObjectWriter:
         if not plan.if_absent:
             return False
         there = await draft.uploader.client.find(plan.key)
-        return there is None or self.claims.is_removed(there)
+        return there is None or self.claims.is_removed_since_put(there)
 
     def _is_name_taken(self, draft: Draft, there: ObjectMeta | None) -> bool:
         """Return whether the object that a HEAD found at the key of the file belongs to another client."""
-        return there is not None and not is_own_object(draft, there) and not self.claims.is_removed(there)
+        return there is not None and not is_own_object(draft, there) and not self.claims.is_removed_since_put(there)
 
     def _is_of_another_node(self, file: OpenFile) -> bool:
         """Return whether another node has the name of a file that was created with O_EXCL: a commit named it there, and
         none has removed it since."""
         row = self._ns.tree.entry(file.entry.inode)
-        return row is not None and not row.is_local and not self._ns.is_removed(row)
+        return row is not None and not row.is_local and not self._ns.is_row_removed(row)
 
     def _is_packed_by_another(self, file: OpenFile, draft: Draft) -> bool:
         """As `_is_of_another_node`, but only if no precondition shows it: the other node's bytes are elsewhere."""
@@ -346,7 +346,7 @@ class ObjectWriter:
         taken = {path for path, (file, _) in exclusive.items() if self._is_of_another_node(file)}
         _, draft = next(iter(exclusive.values()))
         found = await draft.uploader.client.find_each(exclusive.keys())
-        return taken.union(meta.key for meta in found if not self.claims.is_removed(meta))
+        return taken.union(meta.key for meta in found if not self.claims.is_removed_since_put(meta))
 
     async def store_pack(
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
@@ -374,14 +374,14 @@ class ObjectWriter:
         assert draft.packed is not None, "its commit is in the store"
         row = entry = self._ns.tree.entry(file.entry.inode)
         extent = self._ns.extent(entry) if entry is not None else None
-        is_removed = entry is not None and self._ns.is_removed(entry)
+        is_removed = entry is not None and self._ns.is_row_removed(entry)
         if entry is None or extent is None or extent.version != draft.packed.version:
             if extent is not None and entry is not None and not is_removed:  # another node's version is newer
                 self.leave_to_others(entry)
                 row = None
             entry = msgspec.structs.replace(file.entry, size=draft.packed.size, flags=file.entry.flags & ~Flag.LOCAL)
             extent = draft.packed
-            is_removed = is_removed or (row is not None and self._ns.is_removed(entry))
+            is_removed = is_removed or (row is not None and self._ns.is_row_removed(entry))
         return StoredVersion(entry, row, is_removed, extent, attributes.describe(entry), None)
 
     # -- as a plain object
@@ -450,7 +450,7 @@ class ObjectWriter:
         of_name = row if published.is_superseded else entry  # the version that the name has, as far as is known
         may_be_removed = row is not None and (has_tombstone or telling is Telling.COMMITTED)
         return StoredVersion(
-            entry, row, may_be_removed and self._ns.is_removed(of_name or entry),
+            entry, row, may_be_removed and self._ns.is_row_removed(of_name or entry),
             Extent(Version(meta.key, meta.etag, meta.size), 0, meta.size), published.described, published,
             needs_sync=telling is Telling.COMMITTED and facts.is_named, unannounced=unannounced,
         )  # fmt: skip
@@ -490,7 +490,7 @@ class ObjectWriter:
         """Return whether another file than this one is the plain object at a key."""
         there = self._ns.at(key)
         is_plain = there is not None and there.is_plain and bool(there.etag)
-        return there is not None and is_plain and there.inode != file.entry.inode and not self._ns.is_removed(there)
+        return there is not None and is_plain and there.inode != file.entry.inode and not self._ns.is_row_removed(there)
 
     def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None, row: Entry | None) -> str:
         """Return `VersionFacts.own_etag`: without O_EXCL the ETag that the file replaces or hides, or that was removed
@@ -656,7 +656,7 @@ class Publisher:
         cache: BlockCache,
         drafts: Drafts,
         writer: ObjectWriter,
-        queue: WriteBack,
+        queue: WriteBackQueue,
         group_commit: GroupCommit,
         threads: Threads,
     ) -> None:
@@ -884,7 +884,7 @@ class Publisher:
             self._ns.tree.forget_listing(batch, entry.parent)  # it is to show which version the name has
         if stored.row is not None and stored.is_removed:
             self._ns.tree.remove(batch, stored.row)
-            self._ns.announce_name(entry.parent, entry.name)
+            self._ns.invalidate_name(entry.parent, entry.name)
         elif stored.row is not None and published is not None:  # the commit of a pack changed the rows itself
             assert (entry.parent, entry.cookie) == (stored.row.parent, stored.row.cookie), "a file follows its row"
             self._ns.tree.update_files(batch, [(stored.row, entry)])  # read in this step

@@ -184,7 +184,7 @@ class Bursts:
         return now_s < self._busy_until_s
 
 
-class WriteBack:
+class WriteBackQueue:
     """The queue; see the module's head."""
 
     def __init__(
@@ -361,7 +361,7 @@ class WriteBack:
         return False
 
     def restore_superseded(self, file: OpenFile) -> None:
-        """Return superseded versions of a file to the queue, because the newer one could not be acknowledged."""
+        """Put superseded versions of a file back into the queue, because the newer one could not be acknowledged."""
         for _, item in self._behind(file):
             if item.state is VersionState.SUPERSEDED:
                 item.transition(VersionState.WAITING)

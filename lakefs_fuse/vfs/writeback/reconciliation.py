@@ -14,7 +14,7 @@ from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.vfs.namespace.listing_merge import is_removed
+from lakefs_fuse.vfs.namespace.listing_merge import is_object_removed
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 
@@ -30,7 +30,7 @@ class Visible:
         return self.token.partition(".")[0]
 
 
-class StoredVersions:
+class Reconciliation:
     """Answers which versions are in the store. See the module's head."""
 
     def __init__(self, namespace: Namespace, client: StoreClient) -> None:
@@ -75,14 +75,14 @@ class StoredVersions:
             return Visible(str(entry.file_type))
         extent = self._ns.extent(entry) if entry is not None else None
         if entry is not None and extent is not None and extent.version.key not in (path, record.key):
-            return Visible("" if self._ns.is_removed(entry) else extent.version.etag)
+            return Visible("" if self._ns.is_row_removed(entry) else extent.version.etag)
         key = path if extent is None else extent.version.key  # an earlier name's, if it was renamed during its upload
         meta = await self._client.find(key)
         if meta is None:
             return Visible()
         there, raw = Visible(meta.etag, token_of(meta)), path.encode("utf-8", "surrogatepass")
         is_own = there.draft_id == record.id or there.draft_id in ours
-        if key == path and is_removed(self._ns.tree, raw, meta, entry, is_newer_than_pending=is_own):
+        if key == path and is_object_removed(self._ns.tree, raw, meta, entry, is_newer_than_pending=is_own):
             return Visible()
         if entry is not None and key == path and _is_hidden(entry, meta):
             return Visible()

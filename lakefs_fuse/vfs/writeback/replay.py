@@ -34,8 +34,8 @@ from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publisher import LateAttributes, ObjectWriter
-from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBack
-from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions, path_of
+from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBackQueue
+from lakefs_fuse.vfs.writeback.reconciliation import Reconciliation, path_of
 
 CONFLICT_CHARACTERS = 8
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class Replay:
         database: Database,
         namespace: Namespace,
         drafts: Drafts,
-        writeback: WriteBack,
-        stored_versions: StoredVersions,
+        writeback: WriteBackQueue,
+        reconciliation: Reconciliation,
         writer: ObjectWriter,
         metrics: WriteBackMetrics,
         *,
@@ -59,7 +59,7 @@ class Replay:
         """``ensure_directory(path)`` returns the inode of a directory, and creates the directory if it is missing."""
         self._db, self._ns, self._files, self._writeback = database, namespace, drafts.files, writeback
         self._services = drafts.services
-        self.stored_versions, self._metrics, self._ensure_directory = stored_versions, metrics, ensure_directory
+        self.reconciliation, self._metrics, self._ensure_directory = reconciliation, metrics, ensure_directory
         self._writer = writer
         self._journal = Journal(database)
         self.records: set[str] = set()
@@ -78,7 +78,7 @@ class Replay:
             try:
                 record = decode(raw)
             except ValueError:
-                unreadable.add(draft_id)  # recovery lists it
+                unreadable.add(draft_id)  # `Orphans` lists it
                 with suppress(ValueError):
                     self._writeback.sequence = max(self._writeback.sequence, decode_outline(raw).sequence)
                 continue
@@ -161,11 +161,11 @@ class Replay:
 
         If another client has changed the name, the item has another name when this returns."""
         key, record = item.file.key, item.draft.record()
-        if await self.stored_versions.is_in_pack(record):
-            etag = (await self.stored_versions.visible(record)).etag
+        if await self.reconciliation.is_in_pack(record):
+            etag = (await self.reconciliation.visible(record)).etag
             return await self._end(item, etag, partial(self._tell_late, item), lambda now: now.key == record.commit)
-        meta = await self.stored_versions.published(record)
-        there = await self.stored_versions.visible(record, self._ours)
+        meta = await self.reconciliation.published(record)
+        there = await self.reconciliation.visible(record, self._ours)
         if meta is not None:
             # what it replaces may be gone from its new name; if its own object is hidden under its key, it is older
             is_there = there.etag in (meta.etag, record.replaces) if there.etag else path_of(record) != record.key
@@ -175,7 +175,7 @@ class Replay:
         if self._is_gone(item):
             return False
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
-        if not expected and not await self.stored_versions.is_relocated(there, record):
+        if not expected and not await self.reconciliation.is_relocated(there, record):
             await self.rename_conflict(item, key)
         elif there.draft_id in self._ours and there.etag != item.draft.target.replaces:
             self._replace_superseded(item.file, there.etag)
@@ -199,7 +199,7 @@ class Replay:
         row = self._ns.tree.entry(file.entry.inode)
         extent = None if row is None or not row.place else self._ns.extent(row)
         is_told = extent is not None and (extent.version.key, extent.version.etag) == (meta.key, meta.etag)
-        return is_told and row is not None and self._ns.is_removed(row)
+        return is_told and row is not None and self._ns.is_row_removed(row)
 
     @staticmethod
     def _is_gone(item: AcknowledgedVersion) -> bool:
@@ -230,7 +230,7 @@ class Replay:
         late, file.late_xattrs = file.late_xattrs, None
         row = self._ns.tree.entry(file.entry.inode)
         extent = None if row is None else self._ns.extent(row)
-        if row is not None and file.versions == [file] and self._ns.is_removed(row):
+        if row is not None and file.versions == [file] and self._ns.is_row_removed(row):
             batch = Batch()
             self._remove_row(batch, row)
             self._db.commit(batch)
@@ -249,21 +249,21 @@ class Replay:
         """Have the row refer to the plain object that has the draft's bytes, unless a commit replaced or removed the
         name. Raises CacheError."""
         row = self._ns.tree.entry(file.entry.inode)
-        if row is None or (draft.target.key != file.key and not self._ns.is_removed(row)):
+        if row is None or (draft.target.key != file.key and not self._ns.is_row_removed(row)):
             return
         batch = Batch()
         if is_newest:
             flags = row.flags & ~Flag.LOCAL
             row = msgspec.structs.replace(attributes.learn(row, draft.target.describe()[0]), flags=flags)
             self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag, size=size, place=0, offset=0))
-        elif file.versions == [file] and (row.is_local or self._ns.is_removed(row)):
+        elif file.versions == [file] and (row.is_local or self._ns.is_row_removed(row)):
             self._remove_row(batch, row)
         self._ns.tree.forget_listing(batch, row.parent)
         self._db.commit(batch)
 
     def _remove_row(self, batch: Batch, row: Entry) -> None:
         self._ns.tree.remove(batch, row)
-        self._ns.announce_name(row.parent, row.name)
+        self._ns.invalidate_name(row.parent, row.name)
 
     async def _end(
         self, item: AcknowledgedVersion, etag: str, tell: Callable[[], str], is_ours: Callable[[Version], bool]
@@ -333,7 +333,7 @@ class Replay:
         self._ns.changing(parent, file.entry.name)
         self._ns.changing(parent, name)
         batch = Batch()
-        gone = row if row is not None and (row.is_local or self._ns.is_removed(row)) else None
+        gone = row if row is not None and (row.is_local or self._ns.is_row_removed(row)) else None
         if gone is not None:  # commits about the other version had no effect here while the row was local
             self._writer.read_again(draft.created_ns)
             self._ns.tree.detach(batch, gone)
@@ -356,7 +356,7 @@ class Replay:
         for each in file.behind:
             each.extent = None
         self._files.detach(file)
-        self._ns.announce_name(parent, name)
+        self._ns.invalidate_name(parent, name)
         self._metrics.conflicts += 1
         log.error(
             "%s was changed by another client since: both versions are kept, the one acknowledged here as %s",

@@ -8,8 +8,8 @@ What always holds:
 * *retries*: while the store is away all versions wait, and are tried again after `PAUSE_S_MAX` at most. If the store
   refuses one version, or its bytes cannot be read, others overtake it, and it is tried again when a caller waits for
   it;
-* *drains first*: a version for which a caller waits (`WriteBack.drain`) is published before others, except those that
-  were acknowledged before it in its directory and below.
+* *drains first*: a version for which a caller waits (`WriteBackQueue.drain`) is published before others, except those
+  that were acknowledged before it in its directory and below.
 
 One task runs `run`; it starts a task for each attempt. Trio thread only. A crash leaves the journal.
 """
@@ -29,7 +29,7 @@ from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX, UnreadableDrafts
 from lakefs_fuse.vfs.writeback.publisher import Publisher
-from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, WAITABLE, AcknowledgedVersion, VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, WAITABLE, AcknowledgedVersion, VersionState, WriteBackQueue
 from lakefs_fuse.vfs.writeback.replay import Replay
 
 ALONE_MAX = 16
@@ -48,7 +48,7 @@ class PublishScheduler:
 
     def __init__(
         self,
-        queue: WriteBack,
+        queue: WriteBackQueue,
         publisher: Publisher,
         replay: Replay,
         committer: Committer,
@@ -181,7 +181,7 @@ class PublishScheduler:
 
     async def _publish_pack(self, pack: list[AcknowledgedVersion]) -> None:
         try:
-            if await self._publisher.publish_pack(await self._reconcile(pack)):
+            if await self._publisher.publish_pack(await self._without_stored(pack)):
                 self._queue.record_success()
             else:  # the first file is being renamed or removed
                 await trio.sleep(LOCKED_S)
@@ -198,7 +198,7 @@ class PublishScheduler:
             self._gathering = False
             self._queue.end_attempt(pack)
 
-    async def _reconcile(self, pack: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
+    async def _without_stored(self, pack: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
         """Return the versions whose bytes the store does not have. Raises LakeError if all have to wait."""
         unstored = []
         for item in pack:
