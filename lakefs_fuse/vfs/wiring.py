@@ -72,9 +72,10 @@ from lakefs_fuse.vfs.residency.residency import Residency
 from lakefs_fuse.vfs.residency.upcoming_reads import UpcomingReads
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
+from lakefs_fuse.vfs.writeback.object_writer import ObjectWriter
 from lakefs_fuse.vfs.writeback.orphans import Orphans
 from lakefs_fuse.vfs.writeback.packer import Packer
-from lakefs_fuse.vfs.writeback.publisher import ObjectWriter, Publisher
+from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import Reconciliation
 from lakefs_fuse.vfs.writeback.replay import Replay

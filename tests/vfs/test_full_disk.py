@@ -22,7 +22,7 @@ from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.vfs.residency.residency import WarmOptions
 from lakefs_fuse.vfs.writeback import group_commit, queue
 from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
-from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
+from lakefs_fuse.vfs.writeback.object_writer import ObjectWriter
 from tests.fakes import node_of
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.meta.full_disk import FullDisk

@@ -305,7 +305,9 @@ class OpenFile:
 
     def owner_of(self, draft: Draft) -> OpenFile | None:
         """Return the version, this one or one behind it, that has the draft; None if it has ended."""
-        return next((each for each in self.versions if each.draft is draft), None)
+        if self.draft is draft:
+            return self
+        return next((each for each in self.behind if each.draft is draft), None)
 
     def stored_after(self, draft: Draft) -> Draft | None:
         """Return the draft of a later version that the store has, but that could not be recorded; None if there is

@@ -39,7 +39,7 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
-from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
+from lakefs_fuse.vfs.writeback.object_writer import ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 
 SENT_BYTES_MAX = 8 << 20

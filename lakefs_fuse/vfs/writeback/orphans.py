@@ -36,7 +36,7 @@ from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATT
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
+from lakefs_fuse.vfs.writeback.object_writer import ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import path_of
 from lakefs_fuse.vfs.writeback.replay import Replay

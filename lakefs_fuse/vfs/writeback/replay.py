@@ -33,7 +33,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.writeback.publisher import LateAttributes, ObjectWriter
+from lakefs_fuse.vfs.writeback.object_writer import LateAttributes, ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBackQueue
 from lakefs_fuse.vfs.writeback.reconciliation import Reconciliation, path_of
 
