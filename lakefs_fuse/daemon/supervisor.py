@@ -4,7 +4,7 @@ It takes the same configuration on standard input and the same ``--ready-fd`` as
 forwards the answer of the first daemon, and ends if that one does not serve. A daemon that is killed or fails while its
 mount exists is started again. The dead mount stays until the next daemon has opened the lake, so that programs get
 ENOTCONN until then and do not mistake the underlying directory for the lake; then that daemon detaches it and mounts.
-`Pace` delays restarts after lives that end soon or never begin.
+`RestartDelays` delays restarts after lives that end soon or never begin.
 
 It ends when the daemon ends regularly, when a user detaches the mount, and after SIGTERM or SIGINT, which it forwards.
 The daemon runs in a new session, so Ctrl-C in a terminal reaches it once, through the supervisor. SIGKILL of the
@@ -86,7 +86,7 @@ class Life:
         return self.code == 0 or (self.served and self.code == EXIT_FAILURE)
 
 
-class Pace:
+class RestartDelays:
     """Delays between restarts, so that restarts never spin."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run daemons until one ends on purpose; its exit code, or EXIT_FAILURE if it was killed."""
-        pace, restarts, device = Pace(), 0, ""
+        delays, restarts, device = RestartDelays(), 0, ""
         while True:
             life = self._live(restarts, device)
             device = life.device or device
@@ -152,7 +152,7 @@ class Supervisor:
             if gone:
                 # The daemon that failed or died had detached it, and not made the new one.
                 device = ""
-            delay_s = pace.delay_s(life)
+            delay_s = delays.delay_s(life)
             log.error("the daemon died (%s); starting it again in %g s", life, delay_s)
             notify.notify(f"STATUS=The daemon died ({life}); starting it again")
             if self._pause(delay_s):

@@ -27,7 +27,7 @@ from lakefs_fuse.ingest.source import (
     HardLink,
     Item,
     Link,
-    Node,
+    NamedItem,
     Refused,
     Source,
     is_reserved,
@@ -114,7 +114,7 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyOf(Node):
+class CopyOf(NamedItem):
     """A hard link to a plain object, which needs a copy of its own."""
 
     source: str

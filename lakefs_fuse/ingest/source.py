@@ -58,7 +58,7 @@ class Content(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NamedItem:
     """An item that becomes a name in the lake; ``path`` is empty for the root of the source."""
 
     path: str
@@ -66,24 +66,24 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class File(Node):
+class File(NamedItem):
     content: Content
 
 
 @dataclass(frozen=True, slots=True)
-class Directory(Node):
+class Directory(NamedItem):
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class Link(Node):
+class Link(NamedItem):
     """A symbolic link."""
 
     target: str
 
 
 @dataclass(frozen=True, slots=True)
-class HardLink(Node):
+class HardLink(NamedItem):
     """Another name of the file ``target``, an earlier path of this source."""
 
     target: str

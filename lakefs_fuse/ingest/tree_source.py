@@ -52,8 +52,8 @@ SMALL_BYTES_MAX = 256 << 10
 CHUNK = 10_000
 
 
-class OpenFile(Content):
-    """Content of an open file."""
+class FileContent(Content):
+    """Content of a file of the source, which is open."""
 
     def __init__(self, fd: int, status: os.stat_result) -> None:
         self._fd = fd
@@ -255,7 +255,7 @@ def _read_file(path: str, name: str, directory: _OpenDirectory) -> File:
         if not stat.S_ISREG(status.st_mode):
             raise Changed("it was replaced while it was read")
         if status.st_size > SMALL_BYTES_MAX:
-            content = OpenFile(fd, status)
+            content = FileContent(fd, status)
             fd = -1
             return File(path, _attributes(status), content)
         data = os.read(fd, status.st_size + 1)

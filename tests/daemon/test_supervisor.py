@@ -18,7 +18,7 @@ import pytest
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control import runtime, supervision
 from lakefs_fuse.control.supervision import Answer, Claim, supervisor_of
-from lakefs_fuse.daemon.supervisor import DELAY_S_MAX, PROMPT_RESTARTS, SHORT_LIFE_S, Life, Pace
+from lakefs_fuse.daemon.supervisor import DELAY_S_MAX, PROMPT_RESTARTS, SHORT_LIFE_S, Life, RestartDelays
 from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, MountError
 from tests.control.fakes import mount_config
 from tests.mount.lakes import eventually
@@ -211,7 +211,7 @@ def test_a_crash_loop_gets_slower(supervise: Callable[[str], Supervised]) -> Non
 
 
 def test_when_to_start_again() -> None:
-    pace = Pace()
+    pace = RestartDelays()
     short, failed = Life(True, -9, 1.0), Life(False, 1, 1.0, Answer("the store is away"))
     delays = [pace.delay_s(short) for _ in range(PROMPT_RESTARTS + 8)]
     assert delays == [0.0] * PROMPT_RESTARTS + [1.0, 2.0, 4.0, 8.0, 16.0, DELAY_S_MAX, DELAY_S_MAX, DELAY_S_MAX]

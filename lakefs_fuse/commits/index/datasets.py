@@ -24,7 +24,7 @@ NAMED_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class DatasetVersion:
     """A version that exists. One that cannot be read has no ``manifest``, and ``why`` says the reason."""
 
     name: DatasetName
@@ -32,9 +32,9 @@ class Version:
     why: str = ""
 
 
-async def versions(client: StoreClient, dataset: str = "") -> list[Version]:
+async def versions(client: StoreClient, dataset: str = "") -> list[DatasetVersion]:
     """Return all versions, of all datasets or of one, by name and number: one LIST, and one GET for each."""
-    found: list[Version] = []
+    found: list[DatasetVersion] = []
     for snapshot in await snapshots.names(client):
         name = DatasetName.of_snapshot(snapshot)
         if name is None or (dataset and name.name != dataset):
@@ -44,10 +44,10 @@ async def versions(client: StoreClient, dataset: str = "") -> list[Version]:
         except NotFound:
             continue  # it is being written, or was never finished
         except DamagedCommit as error:
-            found.append(Version(name, None, str(error)))
+            found.append(DatasetVersion(name, None, str(error)))
             continue
         if is_version(manifest, name):
-            found.append(Version(name, manifest))
+            found.append(DatasetVersion(name, manifest))
     return sorted(found, key=lambda each: (each.name.name, each.name.version))
 
 
@@ -90,11 +90,11 @@ def is_version(manifest: Manifest, name: DatasetName) -> bool:
     return told is not None and (told.name, told.version) == (name.name, name.version)
 
 
-def describe_absence(wanted: DatasetName, there: Sequence[Version]) -> str:
+def describe_absence(wanted: DatasetName, there: Sequence[DatasetVersion]) -> str:
     """Return what an error says of a version that is not among those that exist."""
     return f"there is no dataset {wanted}; there are: {_named(there)}"
 
 
-def _named(there: Sequence[Version]) -> str:
+def _named(there: Sequence[DatasetVersion]) -> str:
     names = [str(each.name) for each in there[:NAMED_MAX]]
     return ", ".join(names) + (", …" if len(there) > NAMED_MAX else "") if names else "none"
