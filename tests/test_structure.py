@@ -13,10 +13,11 @@ from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, nodes_of, statements, widest_constructor
 
-CLOSE = 28, 56
+CLOSE = 29, 57
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
-bytes to the end (`local_disk.pread_all`), and for what of earlier commits is not settled (`Committer.reconcile`)."""
-RENAME = 38, 257
+bytes to the end (`local_disk.pread_all`), for what of earlier commits is not settled (`Committer.reconcile`), and for
+the requests that wait (`WaitingRequests`), of a rename too."""
+RENAME = 39, 259
 """One each for the rule which keys are markers of directories, for the rules of files, apart from the rows that they
 change, and for histories of names; switches also for the clock of `Poller.heard`, for `count_repeated`, which is beside
 what operations mean, for the file that had each name before, with which its history begins, and for the target of a
