@@ -27,6 +27,7 @@ from lakefs_fuse.kernel.operations import Sleeper, upcall
 from lakefs_fuse.kernel.page_cache_push import PageCachePush
 from lakefs_fuse.kernel.readdir import RowReplies
 from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_reply
+from lakefs_fuse.kernel.waiting_requests import Ends, WaitingRequests
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.changed_names import ChangedNames
@@ -55,6 +56,7 @@ class ImmutableOperations(pyfuse3.Operations):
         self.upcalls = fs.metrics.upcalls
         self.waiting = list[Callable[[], None]]()
         self.barrier = Barrier(lambda _: None, lambda _: None)  # never up: a state is complete before it is shown
+        self.requests = WaitingRequests(lambda *_: None, lambda *_: 0)  # nothing is changed
         self.idleness: Sleeper = fs.idleness
         fs.refreshed.append(self._invalidate_names)
 
@@ -149,7 +151,7 @@ class ImmutableOperations(pyfuse3.Operations):
         self.fs.entry(inode)
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(inode), keep_cache=True)
 
-    @upcall("read")
+    @upcall("read", ends=Ends.KILL)
     async def read(self, fh: int, off: int, size: int) -> Any:
         around = off == 0 and self.page_cache_push.is_due(fh)
         data = await self.fs.read(fh, off, size, around=around)

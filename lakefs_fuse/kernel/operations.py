@@ -36,6 +36,7 @@ from lakefs_fuse.kernel.reply import (
     reply_dots,
     size_reply,
 )  # fmt: skip
+from lakefs_fuse.kernel.waiting_requests import Ends, Kind, WaitingRequests
 from lakefs_fuse.meta.barrier import About, Barrier
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.vfs.files.open_file import Handle
@@ -68,6 +69,7 @@ class Counted(Protocol):
     idleness: Sleeper
     waiting: list[Callable[[], None]]
     """Called when a handler first waits."""
+    requests: WaitingRequests
 
 
 P = ParamSpec("P")
@@ -77,12 +79,21 @@ Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
 
 
 @types.coroutine
-def handled(work: Coroutine[Any, Any, T], waiting: Sequence[Callable[[], None]]) -> Generator[Any, Any, T]:
-    """Run the handler of a request, and call ``waiting`` when it first waits."""
+def handled(
+    work: Coroutine[Any, Any, T],
+    waiting: Sequence[Callable[[], None]],
+    requests: WaitingRequests,
+    kind: Kind,
+    arguments: tuple[object, ...],
+) -> Generator[Any, Any, T]:
+    """Run the handler of a request. When it first waits, call ``waiting``, and register the request until it ends.
+    Raises FUSEError(EINTR) if the request was interrupted."""
+    request = None
     try:
         trap = work.send(None)
         for listener in waiting:
             listener()
+        request = requests.add(kind, arguments)
         while True:
             try:
                 result = yield trap
@@ -91,33 +102,51 @@ def handled(work: Coroutine[Any, Any, T], waiting: Sequence[Callable[[], None]])
             else:
                 trap = work.send(result)
     except StopIteration as done:
+        if request is not None and requests.remove(request):
+            raise pyfuse3.FUSEError(errno.EINTR) from None
         value: T = done.value
         return value
+    except BaseException:
+        if request is not None:
+            requests.remove(request)
+        raise
 
 
 def upcall(
-    name: str, *, about: About | None = None, wakes: bool = True
+    name: str,
+    *,
+    about: About | None = None,
+    wakes: bool = True,
+    ends: Ends = Ends.KEYBOARD,
+    parents: tuple[int, ...] = (),
+    by_handle: bool = False,
 ) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
     """Count a request and turn its errors into errnos. A request waits while a commit is applied to the inode or name
     that it is ``about`` (its first argument, or for a name its first two). The first request after a pause wakes the
     mount, and waits for its poll, unless the result cannot depend on a poll (not ``wakes``). The library's facts about
-    the request are kept from its arrival."""
+    the request are kept from its arrival. The last three parameters are those of `Kind`."""
+    kind = Kind(name, ends, parents, by_handle)
 
     def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
         async def wait_and_handle(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
             with hooks.keep_request_facts():
                 if wakes and self.idleness.is_idle:
                     await self.idleness.wake()
+                if parents:
+                    await self.requests.wait_unlocked(kind, args)
                 if about is not None and self.barrier.is_up:
                     await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
+                self.requests.refuse_interrupted()
                 return await handler(self, *args, **kwargs)
 
         @functools.wraps(handler)
         async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
             self.upcalls[name] += 1
             waits = (wakes and self.idleness.is_idle) or (about is not None and self.barrier.is_up)
+            waits = waits or (parents != () and self.requests.is_any_interrupted)
+            work = (wait_and_handle if waits else handler)(self, *args, **kwargs)
             try:
-                return await handled((wait_and_handle if waits else handler)(self, *args, **kwargs), self.waiting)
+                return await handled(work, self.waiting, self.requests, kind, args)
             except pyfuse3.FUSEError:
                 raise
             except LakeError as error:
@@ -152,6 +181,7 @@ class Operations(pyfuse3.Operations):
         self._renumbered = dict[int, None]()
         """Files that show the inode number of another, or did so when they were last shown, the oldest first."""
         self.invalidations = Invalidations(self._count_invalidations, fs.config.cache_dir)
+        self.requests = WaitingRequests(self.invalidations.invalidate_name, self._directory_of)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
         fs.events.kernel_told.append(self.invalidations.wait_notified)
         fs.events.pages_wanted.append(self.invalidations.write_out)
@@ -181,7 +211,16 @@ class Operations(pyfuse3.Operations):
     def _statistics(self) -> dict[str, object]:
         """Return the values of ``kernel`` for `stats`."""
         self._count_answered()
-        return {"kernel": {**self._kernel.describe(), "listings_held_max": len(self.invalidations)}}
+        held, interrupted = len(self.invalidations), self.requests.interrupted
+        return {"kernel": {**self._kernel.describe(), "listings_held_max": held, "interrupted": interrupted}}
+
+    def _directory_of(self, parent: int, name: bytes) -> int:
+        """Return the inode of the directory of this name, as far as this node knows; 0 if there is none."""
+        try:
+            entry = self.fs.namespace.tree.child(parent, name)
+        except LakeError:
+            return 0
+        return entry.inode if entry is not None and entry.is_dir else 0
 
     # -- names and attributes
 
@@ -260,7 +299,7 @@ class Operations(pyfuse3.Operations):
         if change == AttributeChange(ctime_ns=change.ctime_ns) and fields.update_ctime:
             change = AttributeChange(ctime_ns=change.ctime_ns, chowned_by=ctx.uid)
         try:
-            entry = await self.fs.setattr(inode, change, fh)
+            entry = await self.fs.setattr(inode, change, fh, confirm=self.requests.confirm)
         finally:
             hooks.forget_attributes(inode)  # a GETATTR may have been answered meanwhile
         attributes = self._attributes(entry, self.fs.attribute_fresh_s(entry))
@@ -274,7 +313,7 @@ class Operations(pyfuse3.Operations):
     async def _getxattr(self, inode: int, name: bytes) -> bytes:
         return self.fs.xattr(inode, os.fsdecode(name))
 
-    @upcall("copy_file_range")
+    @upcall("copy_file_range", ends=Ends.REPLY)
     async def _copy_file_range(self, copy: hooks.CopyRequest) -> bytes:
         """Handle COPY_FILE_RANGE, which dispatch.c passes on as GETXATTR; return a ``struct fuse_write_out``."""
         copied = await self.fs.copy_range(copy.source, copy.offset, copy.target, copy.target_offset, copy.bytes)
@@ -286,11 +325,11 @@ class Operations(pyfuse3.Operations):
 
     @upcall("setxattr", about=About.INODE)
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: object) -> None:
-        await self.fs.set_xattr(inode, os.fsdecode(name), value)
+        await self.fs.set_xattr(inode, os.fsdecode(name), value, confirm=self.requests.confirm)
 
     @upcall("removexattr", about=About.INODE)
     async def removexattr(self, inode: int, name: bytes, ctx: object) -> None:
-        await self.fs.set_xattr(inode, os.fsdecode(name), None)
+        await self.fs.set_xattr(inode, os.fsdecode(name), None, confirm=self.requests.confirm)
 
     # -- directories
 
@@ -327,7 +366,7 @@ class Operations(pyfuse3.Operations):
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         await self.fs.sync_directory(fh)
 
-    @upcall("mkdir", about=About.NAME)
+    @upcall("mkdir", about=About.NAME, parents=(0,))
     async def mkdir(self, parent: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
         entry = await self.fs.mkdir(parent, name, mode, ctx.uid, ctx.gid)
         self._leases.lease_new_directory(entry, self.fs.namespace.path_of(entry))
@@ -335,16 +374,16 @@ class Operations(pyfuse3.Operations):
         self._leases.lease_directory(parent, name, attributes)
         return attributes
 
-    @upcall("rmdir", about=About.NAME)
+    @upcall("rmdir", about=About.NAME, parents=(0,))
     async def rmdir(self, parent: int, name: bytes, ctx: object) -> None:
         await self.fs.rmdir(parent, name)
 
-    @upcall("unlink", about=About.NAME)
+    @upcall("unlink", about=About.NAME, parents=(0,))
     async def unlink(self, parent: int, name: bytes, ctx: object) -> None:
         await self.fs.unlink(parent, name)
         await self._invalidate_link_counts()
 
-    @upcall("rename")
+    @upcall("rename", parents=(0, 2))
     async def rename(
         self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int, ctx: object
     ) -> None:
@@ -352,7 +391,7 @@ class Operations(pyfuse3.Operations):
         await self.fs.rename(parent_old, name_old, parent_new, name_new, flags)
         await self._invalidate_link_counts()
 
-    @upcall("symlink", about=About.NAME)
+    @upcall("symlink", about=About.NAME, parents=(0,))
     async def symlink(self, parent: int, name: bytes, target: bytes, ctx: Any) -> pyfuse3.EntryAttributes:
         entry = await self.fs.symlink(parent, name, target, ctx.uid, ctx.gid)
         return self._attributes(entry, self.config.metadata_ttl_s)
@@ -361,7 +400,7 @@ class Operations(pyfuse3.Operations):
     async def readlink(self, inode: int, ctx: object) -> bytes:
         return self.fs.readlink(inode)
 
-    @upcall("link", about=About.INODE)
+    @upcall("link", about=About.INODE, parents=(1,))
     async def link(self, inode: int, new_parent: int, new_name: bytes, ctx: object) -> pyfuse3.EntryAttributes:
         await self.barrier.wait_for(About.NAME, new_parent, new_name)
         try:
@@ -371,7 +410,7 @@ class Operations(pyfuse3.Operations):
         await self._invalidate_link_counts()
         return self._attributes(entry, self.config.metadata_ttl_s)
 
-    @upcall("mknod", about=About.NAME)
+    @upcall("mknod", about=About.NAME, parents=(0,))
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, ctx: Any) -> pyfuse3.EntryAttributes:
         if not stat.S_ISREG(mode):
             raise pyfuse3.FUSEError(errno.EPERM)
@@ -387,6 +426,9 @@ class Operations(pyfuse3.Operations):
     @upcall("open", about=About.INODE)
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
         handle = await self.fs.open(inode, flags, ctx.pid)
+        if self.requests.is_interrupted():  # the kernel does not know the handle
+            await self.fs.release(handle)
+            self.requests.refuse_interrupted()
         if flags & os.O_TRUNC == 0:
             self._leases.lease_open(inode, handle)
         return self._file_info(handle)
@@ -395,25 +437,27 @@ class Operations(pyfuse3.Operations):
         is_uncached = self.fs.is_handle(handle) and self.fs.handle(handle).is_published_while_open
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=not is_uncached, direct_io=is_uncached)
 
-    @upcall("create")
+    @upcall("create", parents=(0,))
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: Any
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         await self.barrier.wait_for(About.NAME, parent, name)
-        handle, entry = await self.fs.create(parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid)
+        handle, entry = await self.fs.create(
+            parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid, confirm=self.requests.confirm
+        )
         self._leases.count_created(self.fs.handle(handle).file)
         return self._file_info(handle), self._attributes(entry, self.config.metadata_ttl_s)
 
-    @upcall("read")
+    @upcall("read", ends=Ends.KILL, by_handle=True)
     async def read(self, fh: int, off: int, size: int) -> Any:
         return await self.fs.read(fh, off, size)
 
-    @upcall("write")
+    @upcall("write", ends=Ends.REPLY)
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         sends_times = hooks.is_cached_write() and self.enable_writeback_cache
         return await self.fs.write(fh, off, buf, kills_privileges=hooks.kills_privileges(), sets_times=not sends_times)
 
-    @upcall("flush")
+    @upcall("flush", by_handle=True)
     async def flush(self, fh: int) -> None:
         await self.fs.flush(fh, self._is_written_on, self._killed_by)
 
@@ -446,11 +490,13 @@ class Operations(pyfuse3.Operations):
         handle.closed_by_opener = True
         return False
 
-    @upcall("release")
+    @upcall("release", ends=Ends.REPLY)
     async def release(self, fh: int) -> None:
+        if self.requests.is_any_interrupted:
+            await self.requests.wait_handle_unused(fh)
         await self.fs.release(fh)
 
-    @upcall("fsync")
+    @upcall("fsync", by_handle=True)
     async def fsync(self, fh: int, datasync: bool) -> None:
         await self.fs.fsync(fh)
 

@@ -111,6 +111,7 @@ class Session:
                     operations.invalidations if isinstance(operations, Operations) else operations.page_cache_push
                 )
                 nursery.start_soon(background.run)
+                nursery.start_soon(operations.requests.run)
                 nursery.start_soon(_report_ready, config.mountpoint, kernel, answers)
                 nursery.start_soon(_unmount_on_request, end_mount, unmount_requested)
                 if request_loop.begin(operations.waiting) and isinstance(operations, Operations):

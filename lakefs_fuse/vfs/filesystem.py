@@ -2,15 +2,16 @@
 
 `ops` implements the operations; methods of its parts that need nothing more are attributes of `Filesystem`.
 
-The kernel serialises changes of one directory. Listings, publications and other readers may run between any two awaits,
-so an operation looks up again after an await what it learnt before. Trio thread only. All state is in the parts.
+The kernel serialises changes of one directory, and `kernel.waiting_requests` those that the kernel no longer waits for.
+Listings, publications and other readers may run between any two awaits, so an operation looks up again after an await
+what it learnt before. Trio thread only. All state is in the parts.
 """
 
 from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -164,10 +165,15 @@ class Filesystem:
     def xattr_names(self, inode: int) -> list[str]:
         return self._xattrs.xattr_names(self.entry(inode))
 
-    async def set_xattr(self, inode: int, name: str, value: bytes | None) -> None:
-        """Set an extended attribute; ``value`` None removes it. Raises FileError as `ExtendedAttributes.set_xattr`."""
+    async def set_xattr(
+        self, inode: int, name: str, value: bytes | None, *, confirm: Callable[[], None] = lambda: None
+    ) -> None:
+        """Set an extended attribute; ``value`` None removes it. Raises FileError as `ExtendedAttributes.set_xattr`.
+        ``confirm`` is as for `setattr`."""
         self._attributes.refuse_read_only()
-        self._xattrs.set_xattr(await self.getattr(inode), name, value)
+        entry = await self.getattr(inode)
+        confirm()
+        self._xattrs.set_xattr(entry, name, value)
 
     async def sync_directory(self, inode: int) -> None:
         """Store every change of a name made before, and the files at or below the directory. Of a file that a program

@@ -19,6 +19,7 @@ from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.kernel.native.hooks import CopyRequest, Feature
 from lakefs_fuse.kernel.reply import size_reply
+from lakefs_fuse.kernel.waiting_requests import WaitingRequests
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.vfs.lake_size import LakeSize
@@ -119,6 +120,7 @@ class Facts:
         self.waiting: list[Callable[[], None]] = []
         self.idleness = idleness
         self.barrier = Barrier(lambda _: None, lambda _: None)
+        self.requests = WaitingRequests(lambda *_: None, lambda *_: 0)
         self.noted: dict[int, tuple[int, bool, int]] = {}
 
     @upcall("flush")

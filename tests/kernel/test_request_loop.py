@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from inspect import iscoroutinefunction
 from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from lakefs_fuse.kernel.immutable_operations import ImmutableOperations
 from lakefs_fuse.kernel.native import hooks
@@ -18,7 +19,9 @@ import trio
 
 from lakefs_fuse.kernel import request_loop as receiving
 from lakefs_fuse.kernel.request_loop import RequestTurns
+from lakefs_fuse.kernel.waiting_requests import Kind, WaitingRequests
 
+T = TypeVar("T")
 TASKS = 6
 
 
@@ -53,6 +56,11 @@ async def wait_for_ever() -> None:
     await trio.sleep_forever()
 
 
+async def run(work: Coroutine[Any, Any, T], waiting: Sequence[Callable[[], None]]) -> T:
+    """Run a handler as `upcall` does."""
+    return await handled(work, waiting, WaitingRequests(lambda *_: None, lambda *_: 0), Kind("a request"), ())
+
+
 async def test_every_request_may_take_for_ever(session: SimpleNamespace) -> None:
     turns, taken = RequestTurns(), 0
 
@@ -60,7 +68,7 @@ async def test_every_request_may_take_for_ever(session: SimpleNamespace) -> None
         nonlocal taken
         assert await turns.wait()
         taken += 1
-        await handled(wait_for_ever(), [turns.wake_successor])
+        await run(wait_for_ever(), [turns.wake_successor])
 
     async with trio.open_nursery() as nursery:
         for _ in range(TASKS):
@@ -83,7 +91,7 @@ async def test_wait_before_requests_that_never_wait_wakes_no_other_task(session:
     async def read_requests() -> None:
         while sum(read.values()) < TASKS:
             assert await turns.wait()
-            read[await handled(handle(), [turns.wake_successor])] += 1
+            read[await run(handle(), [turns.wake_successor])] += 1
 
     trio.lowlevel.add_instrument(counted)
     async with trio.open_nursery() as nursery:
@@ -124,13 +132,13 @@ async def test_handled_passes_values_errors_and_cancellation_on() -> None:
 
     async def answer() -> int:
         with trio.move_on_after(0) as scope:
-            await handled(wait_for_ever(), [])
+            await run(wait_for_ever(), [])
         assert scope.cancelled_caught
         return 7
 
-    assert await handled(answer(), []) == 7
+    assert await run(answer(), []) == 7
     with pytest.raises(KeyError, match="late"):
-        await handled(fail(), [])
+        await run(fail(), [])
 
 
 @pytest.mark.parametrize("operations", [Operations, ImmutableOperations])

@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults import Faults
 from tests.mount.lakes import Lake, Outside, file_lake, s3_lake
-from tests.servers import Server, make_bucket
+from tests.servers import Server, StoppableStore, make_bucket
 
 if TYPE_CHECKING:
     from tests.mount.failing import Failing
@@ -160,6 +160,16 @@ def here_with_hooks(shared_lake_with_hooks: Lake) -> Place:
     """As `here`, for what takes the C library: to know that who closes a file is not who writes it. Without it every
     process that is started closes, and publishes, what it inherited; the programs that a test runs included."""
     return new_place(shared_lake_with_hooks)
+
+
+@pytest.fixture
+def stoppable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoppableStore]:
+    """A SeaweedFS of its own, which may be stopped."""
+    store = StoppableStore(tmp_path_factory.mktemp("stoppable"))
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 @pytest.fixture(scope="module")

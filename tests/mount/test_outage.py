@@ -47,16 +47,6 @@ CPU_SHARE_MAX = 0.25
 
 
 @pytest.fixture
-def stoppable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoppableStore]:
-    """A SeaweedFS of its own, which may be stopped."""
-    store = StoppableStore(tmp_path_factory.mktemp("stoppable"))
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-@pytest.fixture
 def apart(dev_fuse: Path, stoppable: StoppableStore, tmp_path: Path) -> Iterator[tuple[Lake, Faults]]:
     """A lake on it, not mounted yet, and the proxy between."""
     make_bucket(stoppable.server, "outage")

@@ -320,6 +320,14 @@ int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info)
 	return libfuse.reply_open(request, info);
 }
 
+/* The kernel does not wait for the reply to an interrupted request (`lakefs_interrupt_request`), which is no failure. */
+int fuse_reply_err(fuse_req_t request, int error)
+{
+	int result = libfuse.reply_err(request, error);
+
+	return result == -ENOENT ? 0 : result;
+}
+
 /* Return whether the table has all handlers that are called unchecked; pyfuse3's has. */
 static int is_complete(const struct fuse_lowlevel_ops *table)
 {

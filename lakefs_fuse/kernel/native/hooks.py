@@ -66,6 +66,15 @@ class CopyRequest(ctypes.Structure):
     )  # fmt: skip
 
 
+class RequestOrigin(ctypes.Structure):
+    """The number of a request (0: not known), and the thread that sent it (0: in another pid namespace, or none waits
+    for the reply). Laid out as in request_loop.c."""
+
+    _fields_ = (("unique", ctypes.c_uint64), ("thread", ctypes.c_uint32))
+    unique: int
+    thread: int
+
+
 _id, _time_ns, _inode = ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "bind_libfuse": (ctypes.c_int, (ctypes.c_char_p,)),
@@ -77,6 +86,8 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "answered": (ctypes.c_int64, (ctypes.c_uint32,)),
     "flush_pid": (ctypes.c_int64, ()),
     "copy_request": (ctypes.POINTER(CopyRequest), ()),
+    "request_origin": (ctypes.POINTER(RequestOrigin), ()),
+    "interrupt_request": (ctypes.c_int, (ctypes.c_uint64,)),
     "kills_privileges": (ctypes.c_int, ()),
     "is_cached_write": (ctypes.c_int, ()),
     "begin_reading": (ctypes.c_int, ()),
@@ -147,6 +158,7 @@ def load() -> ctypes.PyDLL | None:
 
 
 _library = load()
+_origin = RequestOrigin() if _library is None else _library.lakefs_request_origin().contents
 
 
 def library() -> ctypes.PyDLL | None:
@@ -237,6 +249,17 @@ def copy_request() -> CopyRequest:
         return kept.copied
     assert _library is not None
     return CopyRequest.from_buffer_copy(_library.lakefs_copy_request().contents)
+
+
+def request_origin() -> RequestOrigin:
+    """Return the origin of the request being handled: always the same object, which is valid until the handler first
+    waits. Without the library it stays zero."""
+    return _origin
+
+
+def interrupt_request(unique: int) -> bool:
+    """Reply EINTR to a request whose handler goes on; return whether the kernel took it."""
+    return _library is not None and bool(_library.lakefs_interrupt_request(unique))
 
 
 def kills_privileges() -> bool:
@@ -333,7 +356,7 @@ def answered() -> dict[str, int]:
 
 def process_of(thread: int) -> int:
     """Return the process that a thread belongs to; 0 if the thread has ended, or /proc does not say."""
-    return _process_of(_status_of(thread))
+    return _process_of(status_of(thread))
 
 
 def is_executing(thread: int) -> bool:
@@ -343,17 +366,17 @@ def is_executing(thread: int) -> bool:
     space has any code (VmExe is 0). Reading /proc/PID/fd, /proc/PID/stat and more waits for that lock, hence for the
     reply to the FLUSH of such a close: if the daemon reads them before it replies, the mount hangs. /proc/PID/status
     takes no lock."""
-    return _is_executing(_status_of(thread))
+    return _is_executing(status_of(thread))
 
 
 def keeps_open(thread: int, path: str) -> bool:
     """Return whether the process of a thread that closes a descriptor has, or may have, another one for the file at
     ``path``."""
-    status = _status_of(thread)
+    status = status_of(thread)
     return _is_executing(status) or holds(_process_of(status), path)
 
 
-def _status_of(thread: int) -> bytes:
+def status_of(thread: int) -> bytes:
     """Return /proc/PID/status of a thread; empty if it has ended. Without a file object, which takes four times as
     long: closes wait for it."""
     try:
@@ -368,17 +391,18 @@ def _status_of(thread: int) -> bytes:
         os.close(descriptor)
 
 
-def _field_of(status: bytes, name: bytes) -> bytes:
+def field_of(status: bytes, name: bytes) -> bytes:
+    """Return a field of a result of `status_of`; empty if it lacks the field."""
     return status.partition(b"\n" + name + b":")[2].partition(b"\n")[0]
 
 
 def _process_of(status: bytes) -> int:
-    field = _field_of(status, b"Tgid").strip()
+    field = field_of(status, b"Tgid").strip()
     return int(field) if field.isdigit() else 0
 
 
 def _is_executing(status: bytes) -> bool:
-    return _field_of(status, b"VmExe").split() == [b"0", b"kB"]
+    return field_of(status, b"VmExe").split() == [b"0", b"kB"]
 
 
 def killed_by(thread: int) -> int:

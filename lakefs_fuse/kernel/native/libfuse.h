@@ -14,6 +14,7 @@
 #define fuse_session_new_versioned fuse_session_new_versioned_as_declared
 #define fuse_reply_attr fuse_reply_attr_as_declared
 #define fuse_reply_entry fuse_reply_entry_as_declared
+#define fuse_reply_err fuse_reply_err_as_declared
 #define fuse_reply_open fuse_reply_open_as_declared
 #define fuse_session_receive_buf fuse_session_receive_buf_as_declared
 #include <fuse_lowlevel.h>
@@ -21,6 +22,7 @@
 #undef fuse_session_new_versioned
 #undef fuse_reply_attr
 #undef fuse_reply_entry
+#undef fuse_reply_err
 #undef fuse_reply_open
 #undef fuse_session_receive_buf
 struct fuse_session *fuse_session_new(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t, void *userdata);
@@ -29,6 +31,7 @@ struct fuse_session *fuse_session_new_versioned(struct fuse_args *, const struct
 						void *version, void *userdata);
 int fuse_reply_attr(fuse_req_t request, const struct stat *attributes, double timeout_s);
 int fuse_reply_entry(fuse_req_t request, const struct fuse_entry_param *entry);
+int fuse_reply_err(fuse_req_t request, int error);
 int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info);
 int fuse_session_receive_buf(struct fuse_session *session, struct fuse_buf *buf);
 

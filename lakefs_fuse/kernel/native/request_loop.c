@@ -13,6 +13,7 @@
 #include "python_abi.h"
 
 #include <sched.h>
+#include <unistd.h>
 
 #define AWAIT_NS 150000
 #define AWAY_NS 1000000
@@ -21,6 +22,10 @@
 
 static int begun;
 static int drained = 1;
+static struct request_origin {
+	uint64_t unique; /* the kernel's number of the request, never used twice; 0: not known */
+	uint32_t thread; /* 0: in another pid namespace, or none waits for the reply */
+} origin;
 
 /* Return whether the request is in memory and the wrapped operations handle it without entering Python. */
 static int needs_no_python(const struct fuse_buf *buf)
@@ -83,8 +88,11 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		PyEval_RestoreThread(python);
 	}
 	if (size > 0 && !needs_no_python(buf)) {
-		lakefs_forget_before(buf->flags & FUSE_BUF_IS_FD ? NULL : buf->mem);
-		lakefs_hand_over_before(buf->flags & FUSE_BUF_IS_FD ? NULL : buf->mem);
+		const struct fuse_in_header *head = buf->flags & FUSE_BUF_IS_FD ? NULL : buf->mem;
+
+		origin = (struct request_origin){head ? head->unique : 0, head ? head->pid : 0};
+		lakefs_forget_before(head);
+		lakefs_hand_over_before(head);
 	} else {
 		lakefs_hand_over_closed();
 	}
@@ -126,4 +134,19 @@ int lakefs_session_exited(void)
 int lakefs_session_fd(void)
 {
 	return libfuse.session_fd(lakefs_session);
+}
+
+/* Return the origin of the request whose handler begins. */
+const struct request_origin *lakefs_request_origin(void)
+{
+	return &origin;
+}
+
+/* Reply EINTR to a request whose handler goes on; return whether the kernel took it. For the kernel the request is over
+ * then, and libfuse, which knows nothing of this, gets ENOENT for the reply that follows. */
+int lakefs_interrupt_request(uint64_t unique)
+{
+	const struct fuse_out_header reply = {.len = sizeof(reply), .error = -EINTR, .unique = unique};
+
+	return unique && write(libfuse.session_fd(lakefs_session), &reply, sizeof(reply)) == (ssize_t)sizeof(reply);
 }

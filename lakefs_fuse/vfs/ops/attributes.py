@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import stat
+from collections.abc import Callable
 
 import msgspec
 
@@ -148,11 +149,20 @@ class Attributes:
             return self.config.metadata_ttl_s
         return fresh_s
 
-    async def setattr(self, inode: int, change: AttributeChange, handle: int | None = None) -> Entry:
+    async def setattr(
+        self,
+        inode: int,
+        change: AttributeChange,
+        handle: int | None = None,
+        *,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> Entry:
         """Set size, mode, owner and times of an inode. If it has a name and no open writer, a new size is stored (under
-        write-back: acknowledged), and other changes are journaled, when this returns. Raises LakeError."""
+        write-back: acknowledged), and other changes are journaled, when this returns. ``confirm`` is called before
+        anything is changed, and raises an error if the caller no longer waits. Raises LakeError."""
         self.refuse_read_only()
         entry = await self.getattr(inode)
+        confirm()
         if not entry.is_dir:
             change = self._without_privileges(entry, change)
         file = self._files.get(inode)

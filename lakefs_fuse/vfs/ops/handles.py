@@ -107,9 +107,19 @@ class Handles:
         return self._new_handle(file, writable, opener, flags)
 
     async def create(
-        self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0
+        self,
+        parent: int,
+        name: bytes,
+        mode: int,
+        flags: int,
+        uid: int,
+        gid: int,
+        opener: int = 0,
+        *,
+        confirm: Callable[[], None] = lambda: None,
     ) -> tuple[int, Entry]:
         """Create a file; return a writing handle and the entry. This node sees the file at once; its close stores it.
+        ``confirm`` is called before anything is changed, and raises an error if the caller no longer waits.
         Raises FileError if the name exists: EEXIST with O_EXCL, else ESTALE, because another node created the file
         since the kernel's LOOKUP. The kernel then looks it up again, and checks whether the caller may open it."""
         above = self._attributes.writable_directory(parent)
@@ -124,6 +134,7 @@ class Handles:
         if known is not None:
             raise FileError(errno.EEXIST if exclusive else errno.ESTALE)
         key = self._ns.keys.checked_path(parent, name)  # another node may have renamed the directory meanwhile
+        confirm()
         file = self.new_files.make(parent, name, key, mode, uid, gid, exclusive=exclusive)
         return self._new_handle(file, True, opener, flags), file.entry
 
