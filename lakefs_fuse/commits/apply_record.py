@@ -49,6 +49,8 @@ class _Changes(msgspec.Struct):
     relocated: list[Relocated] = []
     names: list[tuple[int, bytes]] = []
     """Parent and name of each name that the kernel may remember wrongly."""
+    outdated: list[tuple[int, bytes]] = []
+    """Parent and name of each name for which the store has to be asked."""
     directories: dict[int, None] = {}
     """Directories in which names come or go."""
     uncovered: set[int] = set()
@@ -224,6 +226,8 @@ class Application:
             self._watcher.changing(file.entry.parent, file.entry.name)
         for parent, name in changes.names:
             self._paths.notify(parent, name)
+        for parent, name in changes.outdated:
+            self._watcher.outdated(parent, name)
         for directory in changes.directories:
             self._paths.prune(directory)
 
@@ -235,6 +239,8 @@ class Application:
         changes.uncovered |= step.uncovered
         if step.relists and step.parent is not None:
             self._tree.forget_listing(changes.batch, step.parent)
+        if step.is_outdated and step.parent is not None:
+            changes.outdated.append((step.parent, step.name))
         if entry is None:
             step.current = None if row is None else self._drop(row)
         elif row is None or step.effect == Effect.SET:

@@ -57,6 +57,9 @@ from lakefs_fuse.meta.tombstones import (
 )
 
 NS = 1_000_000_000
+TOLD_AFTER_NS = 10 * NS
+"""A commit that puts a plain object comes this long after the object at most, as a rule: some time between the two,
+another client may have replaced the object. Commits later than that count as late (`poller`)."""
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -84,6 +87,15 @@ class Effect(IntEnum):
     SET = 4
     """It was set as a whole."""
     GONE = 5
+
+
+def is_perhaps_replaced(put: Entry, known: Entry) -> bool:
+    """Return whether the plain object ``known`` may have replaced the one that a commit has ``put`` at the same key.
+
+    The object at the key is the file, whatever its date. Commits do not tell which it is: they come after the objects,
+    and not in the order of these."""
+    is_other = put.is_plain and known.is_plain and not known.is_local and put.etag != known.etag
+    return is_other and put.stamp > RELOCATED and max(known.stamp, known.ctime_ns) + TOLD_AFTER_NS > put.stamp
 
 
 class Step(msgspec.Struct):
@@ -123,6 +135,8 @@ class Step(msgspec.Struct):
     """Key, ETag and offset at which the bytes were before."""
     relists: bool = False
     """The next listing shows what is at the key."""
+    is_outdated: bool = False
+    """Perhaps another plain object is at the key than ``current``: the store is asked for the name when it is used."""
     uncovered: set[int] = set()
     """Times of commits to apply again: a plain object that counted in place of their files, by its date, is gone."""
 
@@ -522,6 +536,7 @@ class FileRules:
             0, 0, step.name, 0, flags, mode, uid, gid, size, mtime_ns, self._time, place.etag,
             self._stamp if stamp is None else stamp, place.number, place.offset,
         )  # fmt: skip
+        step.is_outdated = not self._own and current is not None and is_perhaps_replaced(entry, current)
         step.become(entry, Effect.SET, xattrs, target)
 
     def _remove(self, step: Step, operation: Remove) -> None:

@@ -27,7 +27,7 @@ import msgspec
 import xxhash
 
 from lakefs_fuse.commits.doubt import Doubt
-from lakefs_fuse.commits.file_rules import NOTHING, RELOCATED, Effect, FileRules, Step
+from lakefs_fuse.commits.file_rules import NOTHING, RELOCATED, Effect, FileRules, Step, is_perhaps_replaced
 from lakefs_fuse.commits.path_tree import MOVED_MAX, Carried, PathTree, lies_elsewhere
 from lakefs_fuse.commits.record import (
     OWN,
@@ -453,6 +453,11 @@ class Histories:
             return False
         return listed is not None and lay_over(listed, step)
 
+    def is_perhaps_replaced(self, history: History, entry: Entry | None) -> bool:
+        """Return whether the object that a listing shows may have replaced the file that the commits resulted in."""
+        listed = None if history.listed is None else self.entry_of(history.listed)
+        return listed is not None and entry is not None and is_perhaps_replaced(entry, listed)
+
     def begun_unlisted(self, path: str, row: Entry | None, buried: Tombstone | None) -> History | None:
         """Return the history of a name for which one commit put a plain object that a listing no longer showed.
 
@@ -698,6 +703,7 @@ class OrderedRules:
         row, again = step.row, self._replayed(step, history)
         is_listed_now = self._histories.lay_listing_over(history, again)
         step.tombstone, step.relists = again.tombstone, again.relists
+        step.is_outdated = again.is_outdated or self._histories.is_perhaps_replaced(history, again.current)
         step.uncovered = again.uncovered - {fact.stamp for fact in history.facts}
         step.current, step.effect = row, Effect.NONE
         if again.current is None:

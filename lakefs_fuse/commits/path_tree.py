@@ -73,6 +73,9 @@ class Watcher:
     def changed(self, parent: int, name: bytes) -> None:
         """Invalidate a name that the kernel may remember wrongly."""
 
+    def outdated(self, parent: int, name: bytes) -> None:
+        """Have the store asked which plain object is at the key of a name, when the name is used."""
+
     def updated(self, entries: Sequence[Entry]) -> None:
         """Follow rows of files that have other attributes, another place or another name."""
 

@@ -112,6 +112,9 @@ class FilesWatcher(Watcher):
     def changed(self, parent: int, name: bytes) -> None:
         self._namespace.invalidate_name(parent, name)
 
+    def outdated(self, parent: int, name: bytes) -> None:
+        self._namespace.outdate(parent, name)
+
     def updated(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._files.updated(entry)

@@ -840,3 +840,38 @@ async def test_directory_is_gone_in_which_a_file_was_stored_late_that_is_elsewhe
         assert await reader.lookup(path) is None
         assert await reader.tree() == await mover.tree() == await writer.tree()
         assert await reader.names() == ["e"] and await reader.read(f"e{path[1:]}/f") == b"second"
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_object_that_replaced_bytes_stored_again_is_seen_before_the_next_listing(
+    tmp_path: Path, is_told: bool, is_listed: bool
+) -> None:
+    """The commit that tells of these bytes comes after the object that has replaced them, of which it knows nothing."""
+    store, clock = MemoryStore(), Clock()
+    store.clock, store.equal_bytes_have_equal_etags = clock, True
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never", metadata_ttl_s=NEVER_S) as (one, two),
+        lake(store, tmp_path / "reader", clock=clock, metadata_ttl_s=NEVER_S) as reader,
+    ):
+        await one.write("g" if is_told else "f", b"renamed")
+        if is_told:
+            await one.rename("g", "f")
+        for data in (b"first", b"second"):
+            await rewrite(one, "f", data)
+            await one.sync()
+            await announce(one, two, reader)
+            assert await two.names() == await reader.names() == ["f"]
+        await rewrite(one, "f", b"second")
+        clock.advance(0.4)
+        await rewrite(two, "f", b"the third")
+        await two.sync()
+        await announce(two, reader)
+        if is_listed:
+            assert await reader.read("f") == b"the third"
+        clock.advance(1)
+        await one.sync()
+        for m in (one, two, reader):
+            await m.poll()
+            assert (await m.found("f")).size == len(b"the third")
+            assert await m.read("f") == b"the third"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.metrics import Unfinished
@@ -297,6 +298,32 @@ async def test_one_of_two_takes_a_name_that_was_removed_before(tmp_path: Path, s
         clock.advance(2 * TTL_S)
         for each in (one, two):
             assert await each.read("lock") == noise(2, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_key_of_a_file_that_another_node_renames_during_the_close_is_not_taken(tmp_path: Path, size: int) -> None:
+    """While its removed version is claimed, by a node that has not heard of the removal."""
+    store = MemoryStore(Capabilities(name="memory", put_if_match=True, complete_if_match=True))
+    async with (
+        two_lakes(store, tmp_path, pack="never", delete_after_s=300.0) as (one, two),
+        lake(store, tmp_path / "three", delete_after_s=300.0) as three,
+    ):
+        await one.write("lock", b"renamed")
+        await three.unlink("lock")
+        await three.fs.sync_names()
+        await two.poll()
+        handle = await create(two, "lock", noise(1, size))
+        store.hook = pause = Pause(lambda each: each.what == "put" and each.key.startswith(OBJECTS), "before")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.close, handle)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            store.hook = lambda _request, _when: None
+            await one.rename("lock", "h")
+            await one.fs.sync_names()
+            await two.poll()
+            pause.resume()
+        await tell(two, one, three)
+        assert await three.tree() == {"h": b"renamed", "lock": noise(1, size)}
 
 
 @pytest.mark.parametrize("pack", ["always", "never"])

@@ -295,6 +295,43 @@ async def test_key_of_a_renamed_file_is_not_taken(tmp_path: Path) -> None:
         assert await two.read("h") == b"renamed"
 
 
+@pytest.mark.parametrize("paused", ["g", OBJECTS])
+async def test_key_of_a_file_that_another_node_renames_during_the_link_is_not_taken(
+    tmp_path: Path, paused: str
+) -> None:
+    """The rename comes while the name is found to be taken, or while the removed version is claimed, by a node that has
+    not heard of the removal."""
+    store = MemoryStore(ABLE)
+    async with (
+        two_lakes(store, tmp_path, pack="never", delete_after_s=300.0) as (one, two),
+        lake(store, tmp_path / "three", delete_after_s=300.0) as three,
+    ):
+        await two.write("f", b"two")
+        assert await two.names() == ["f"]
+        await one.write("g", b"renamed")
+        if paused == OBJECTS:
+            await three.unlink("g")
+            await three.fs.sync_names()
+            await two.poll()
+        store.hook = pause = Pause(lambda each: each.what == "put" and each.key.startswith(paused), "before")
+        async with trio.open_nursery() as nursery:
+            found = list[int]()
+
+            async def run() -> None:
+                found.append(await link_errno(two, "f", "g"))
+
+            nursery.start_soon(run)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            store.hook = lambda _request, _when: None
+            await one.rename("g", "h")
+            await one.sync()
+            if paused == OBJECTS:
+                await two.poll()
+            pause.resume()
+        assert found == [errno.EBUSY]
+        assert store.data("g") == b"renamed" == await one.read("h")
+
+
 async def test_what_was_acknowledged_before_is_in_the_store_before_the_link(tmp_path: Path) -> None:
     """The files that a version of a table names, in another directory."""
     store = MemoryStore()

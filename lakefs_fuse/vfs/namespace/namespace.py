@@ -465,7 +465,7 @@ class Namespace:
             self._remember_answer(directory, name, asked_ns)
             is_outdated = name in self._outdated.of(directory)[0]
             for above, last in self._outdated.name_if_emptied(directory) if is_outdated else ():
-                self._outdate(above, last)
+                self.outdate(above, last)
             self._outdated.discard(directory, name)
         if self.tree.listing(directory) is None and self.tree.child(directory, name) is None:
             self._absent.add(directory, name, self._db.inode_next - 1)
@@ -628,7 +628,7 @@ class Namespace:
         self._outdated.forget(directory)
         self._outdated.add(directory, *flight.announced)
         for above, name in self._outdated.name_if_emptied(directory) if is_first else ():
-            self._outdate(above, name)
+            self.outdate(above, name)
         if flight.is_stale:
             batch = Batch()
             self.tree.forget_listing(batch, directory)
@@ -780,11 +780,11 @@ class Namespace:
             if above not in places:
                 places[above] = self._outdated.nearest(above)
             directory, name = places[above]
-            self._outdate(directory, name or last.encode())
+            self.outdate(directory, name or last.encode())
         for path in dict.fromkeys(each.rpartition("/")[0] for each in stored):
             self._outdated.note_announced(path)
 
-    def _outdate(self, directory: int, name: bytes) -> None:
+    def outdate(self, directory: int, name: bytes) -> None:
         """Have the store asked again for a name; for all names of the directory if it is empty."""
         self._answers.pop((directory, name), None)
         if self._subtrees.flat_listings:
@@ -815,7 +815,7 @@ class Namespace:
     def _outdate_paths(self, paths: Iterable[str]) -> Generator[None, None, None]:
         """Outdate the directories of these paths, or the names of missing ones, some at a time."""
         for number, path in enumerate(paths, 1):
-            self._outdate(*self._outdated.nearest(path))
+            self.outdate(*self._outdated.nearest(path))
             if number % OUTDATED_AT_ONCE == 0:
                 yield
 

@@ -225,14 +225,14 @@ class Links:
         extent, entry = file.extent, file.entry
         if extent is None:
             raise FileError(errno.EPERM, f"{file.key} is not in the store")
-        if self._drafts.files.is_key_taken(path):
-            raise FileError(errno.EBUSY, f"other names have, or had, bytes at the key {path}")
         metadata = {**file.describe()[0], DRAFT_METADATA: self._drafts.new_id()}
         body, able = await self._read_small(extent), self._client.capabilities
         has_condition = able.complete_if_absent if body is None else able.put_if_absent
         target = DraftTarget(path, file.describe, if_absent=has_condition)
         async with self._writer.keeping(path):
             for _ in range(ATTEMPTS_MAX):
+                if self._drafts.files.is_key_taken(path):  # perhaps by the rename that removed the version
+                    raise FileError(errno.EBUSY, f"other names have, or had, bytes at the key {path}")
                 described = {**metadata, **self._claims.describe()}
                 try:
                     if body is None:

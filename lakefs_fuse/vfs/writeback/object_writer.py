@@ -382,11 +382,18 @@ class ObjectWriter:
                     await self._committer.flush()
                 claim, wins = None, is_exclusive and not draft.sequence  # no program has been told that it won
                 if wins and plan.expected and not plan.path:
-                    claim = partial(self.claims.claim_expected, key, plan.expected, draft.id, there)
+                    claim = partial(self._claim_expected, key, plan.expected, draft.id, there)
                 describe = self.claims.describe if wins else dict
                 return PlainObject(await publish(draft, claim, describe), plan, before, there)
         finally:
             self._storing_plain -= 1
+
+    async def _claim_expected(self, key: str, etag: str, draft_id: str, there: ObjectMeta | None) -> None:
+        """Claim a removed version as `KeyClaims.claim_expected` does. Raises Overtaken also if a commit has said
+        meanwhile that the bytes at the key have another name. Raises LakeError."""
+        await self.claims.claim_expected(key, etag, draft_id, there)
+        if self._ns.tree.objects.used(key) is not None:
+            raise Overtaken(f"{key!r} has the bytes of a renamed file")
 
     async def _tell(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
         """Have other nodes learn of a plain object as `plan_telling` says; return what is to be recorded of it here.
