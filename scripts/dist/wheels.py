@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +57,13 @@ def build_sdist(out: Path) -> Path:
     return only(out, "lakefs_fuse-*.tar.gz")
 
 
+def unpack(sdist: Path, directory: Path) -> Path:
+    """Unpack the source distribution, and return its directory. The tarfile of Python 3.11.0 to 3.11.3 (Debian 12) has
+    no filters, without which that of later ones warns."""
+    run("tar", "-xzf", sdist, "-C", directory)
+    return only(directory, "lakefs_fuse-*")
+
+
 def build_wheels(sdist: Path, out: Path) -> dict[str, Path]:
     """Build a wheel for each architecture from the source distribution, with the manual; they are returned by
     architecture.
@@ -74,9 +80,7 @@ def _build_wheel(sdist: Path, manual: Path, out: Path, architecture: str) -> Pat
     platform = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
     compiler = f"{sys.executable} -m ziglang cc -target {architecture}-linux-gnu.{GLIBC}"
     with tempfile.TemporaryDirectory() as scratch:
-        with tarfile.open(sdist) as archive:
-            archive.extractall(scratch, filter="data")
-        source = only(Path(scratch), "lakefs_fuse-*")
+        source = unpack(sdist, Path(scratch))
         shutil.copytree(manual, source / MANUAL)
         run(
             sys.executable, "-m", "build", "--installer", "uv", "--wheel", "--outdir", out,

@@ -20,6 +20,7 @@ from lakefs_fuse.store.open import find_lake, open_store
 from lakefs_fuse.store.s3 import bucket as s3_bucket
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.key_files import REREAD_S
+from lakefs_fuse.store.s3.renewal import RENEW_S
 from lakefs_fuse.store.s3.store import S3Store, follow_region, open_s3
 from tests.recording import Answer, Recorder, Request
 from tests.servers import Server
@@ -195,7 +196,7 @@ def test_credentials_that_expire_are_renewed_for_each_client(
     recorded_config: StoreConfig, recorder: Recorder, aws_config: Callable[[str], None], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """botocore renews what ends soon at each request, and so does obstore."""
+    """What ends within a minute is renewed at each request."""
     without_keys(monkeypatch)
     program, key = tmp_path / "process.py", tmp_path / "key"
     program.write_text(PROCESS)
@@ -219,6 +220,40 @@ class Ahead(SystemClock):
 
     def wall_ns(self) -> int:
         return super().wall_ns() - 3_600_000_000_000
+
+
+SESSION = """
+import datetime, json, sys
+runs = open(sys.argv[1], "a+")
+runs.write("run ")
+runs.seek(0)
+if "fail" in sys.argv and len(runs.read().split()) > 1:
+    sys.exit("no answer")
+end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(minutes=int(sys.argv[2]))
+print(json.dumps({"Version": 1, "AccessKeyId": "KEY", "SecretAccessKey": "secret", "SessionToken": "token",
+                  "Expiration": end.isoformat()}))
+"""
+
+
+@pytest.mark.parametrize(("arguments", "runs_max"), [("15", 1), ("4", 2), ("4 fail", 2)])
+def test_credentials_that_end_in_minutes_are_not_renewed_at_each_request(
+    arguments: str, runs_max: int, recorded_config: StoreConfig, aws_config: Callable[[str], None], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Those of a session of STS, and those that a program keeps until shortly before their end."""
+    without_keys(monkeypatch)
+    program, runs = tmp_path / "process.py", tmp_path / "runs"
+    program.write_text(SESSION)
+    aws_config(f"[default]\ncredential_process = {sys.executable} {program} {runs} {arguments}\n")
+    clock = Ahead()
+    store = open_s3(recorded_config, clock, None)
+    for _ in range(5):
+        use_each_client(store)
+    assert len(runs.read_text().split()) <= runs_max
+    clock.ahead_s += RENEW_S
+    use_each_client(store)
+    assert len(runs.read_text().split()) == (1 if arguments == "15" else runs_max + 1)
+    store.close()
 
 
 @pytest.mark.parametrize("variable", ["AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"])

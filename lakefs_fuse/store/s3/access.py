@@ -53,6 +53,7 @@ from lakefs_fuse.store.s3.advice import NO_CREDENTIALS
 from lakefs_fuse.store.s3.errors import from_boto, refuse_page
 from lakefs_fuse.store.s3.http_session import HttpSession, shared_context
 from lakefs_fuse.store.s3.key_files import REREAD_S, follow_files
+from lakefs_fuse.store.s3.renewal import limit_renewals
 from lakefs_fuse.store.s3.stored_objects import STORING_OPERATIONS, boto3_encryption
 
 DEFAULT_REGION = "us-east-1"
@@ -69,8 +70,7 @@ SOCKET_OPTIONS = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKE
 PAYER_HEADER = "x-amz-request-payer"
 CREDENTIAL_TTL = timedelta(minutes=5, seconds=REREAD_S)
 """Obstore asks again 5 minutes before the end that it was told (TokenCache of object_store), so as often as files of
-keys are read; at most ten times a second where they end sooner. botocore renews expiring credentials 15 minutes
-ahead."""
+keys are read; at most ten times a second where they end sooner."""
 
 Boto3Client = Any
 """botocore makes its methods at run time; every answer is checked where it is used."""
@@ -181,6 +181,7 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
             config=_client_config(config),
         )
         credentials = None if config.unsigned else session.get_credentials()
+        limit_renewals(credentials, clock)
         _register_handlers(client, config)
     if credentials is None and not config.unsigned:
         raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")

@@ -69,7 +69,8 @@ class S3FastPath:
         if access.ca_bundle is not None:
             with open(access.ca_bundle, "rb") as file:
                 options["root_certificate"] = file.read()
-        # Endpoints are given twice because AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``.
+        # Endpoints are given twice because AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``. That
+        # conditions are sent is said because AWS_CONDITIONAL_PUT may say otherwise.
         configuration: dict[str, Any] = {
             "endpoint": access.base_url,
             "aws_endpoint_url_s3": access.base_url,
@@ -77,6 +78,7 @@ class S3FastPath:
             "virtual_hosted_style_request": access.virtual_host,
             "skip_signature": access.config.unsigned,
             "request_payer": access.config.requester_pays,
+            "conditional_put": "etag",
             **obstore_encryption(access.config),
         }
         if not access.config.unsigned:
@@ -137,12 +139,15 @@ class S3FastPath:
         return is_small and self._puts and _HEADERS.isdisjoint(name.lower() for name in metadata or ())
 
     def put(
-        self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool, storage_class: str = ""
-    ) -> ObjectMeta:
-        """One small object, whole; ``storage_class`` is empty for the store's own default."""
+        self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool, etag: str | None = None,
+        storage_class: str = "",
+    ) -> ObjectMeta:  # fmt: skip
+        """One small object, whole; ``etag`` is the version that it has to replace, ``storage_class`` is empty for the
+        store's own default."""
         attributes = dict(metadata or {})
         if storage_class:
             attributes["Storage-Class"] = storage_class
+        mode: Any = "create" if if_absent else "overwrite" if etag is None else {"e_tag": f'"{etag}"'}
         path = self._prefix + key
         answer = self._translated(
             f"put {key!r}",
@@ -152,7 +157,7 @@ class S3FastPath:
                 path,
                 body,
                 attributes=cast(Any, attributes),
-                mode="create" if if_absent else "overwrite",
+                mode=mode,
                 use_multipart=False,
             ),
         )

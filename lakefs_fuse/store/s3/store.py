@@ -204,12 +204,12 @@ class S3Store:
         if if_absent and not self.capabilities.put_if_absent:
             self._refuse_existing(key)
             if_absent = False
-        is_fast = self.sender.allows_fast_path(size) and self._fast.can_put(size, metadata) and etag is None
+        is_fast = self.sender.allows_fast_path(size) and self._fast.can_put(size, metadata)
         if is_fast and is_expressible(key):
             small = b"".join(body.pieces()) if isinstance(body, FileSlice) else body
             if self._limiter is not None:
                 self._limiter.wait(size)
-            meta = self._put_fast(key, small, metadata, if_absent=if_absent)
+            meta = self._put_fast(key, small, metadata, if_absent=if_absent, etag=etag)
             if self.sender.compares_md5 and md5_of_sent(small) != meta.etag:
                 raise Unavailable(f"{what}: the received bytes are not those that were sent")
             return meta if meta.etag else self._stored(what, key, size)
@@ -232,12 +232,14 @@ class S3Store:
             raise Unavailable(f"{what}: an object of {there.size} bytes is there, and {size} were sent")
         return there
 
-    def _put_fast(self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
+    def _put_fast(
+        self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool, etag: str | None
+    ) -> ObjectMeta:
         storage_class = self._storage_class(key, len(body))
         try:
-            return self._fast.put(key, body, metadata, if_absent=if_absent, storage_class=storage_class)
+            return self._fast.put(key, body, metadata, if_absent=if_absent, etag=etag, storage_class=storage_class)
         except PreconditionFailed as error:
-            if if_absent:
+            if if_absent or etag is not None:
                 raise
             raise unconditional(error) from error
 
