@@ -667,6 +667,9 @@ class FileRules:
             elif not after.number:
                 self._note_not_moved(step, after.etag, since=0)
             return
+        if current is not None and current.flags & Flag.OVERRIDING and current.is_plain and not current.stamp:
+            step.is_outdated = True  # relocated, it is older than the file that it covers: a listing will not show it
+            return
         if current is None or not self.is_at(current, before, operation.path):
             self._set_file(
                 step, after, current.etag if current else operation.hides, KNOWN | relocated_flag,

@@ -51,7 +51,7 @@ from lakefs_fuse.meta.tombstones import NS, Tombstone, bury, with_unlisted
 from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
 
 FACTS_MAX = 16
-"""Facts of a name. Beyond these its history starts again: a name that one node keeps rewriting is not contested."""
+"""Facts of a name. Beyond these, the older half goes into the base."""
 OBJECTS_MAX = 1000
 """Object references kept in memory. The files of one record mostly have their bytes in few packs."""
 DOUBTS_AT_ONCE = 128
@@ -431,6 +431,13 @@ class Histories:
             self._tree.target(entry.inode) if entry.flags & Flag.SYMLINK else b"",
         )
 
+    def base_after(self, step: Step) -> Base | None:
+        """Return the base of a history that begins after a step."""
+        entry = step.current
+        if entry is None:
+            return None
+        return Base(pack_entry(entry), self._object(entry.place), step.xattrs or {}, step.target)
+
     def entry_of(self, base: Base) -> Entry:
         """Return the file of a base, without parent, cookie and inode."""
         entry = msgspec.structs.replace(unpack_entry(0, 0, base.row), cookie=0, inode=0)
@@ -645,11 +652,26 @@ class OrderedRules:
             return history
         self.rules.apply(step)
         if len(history.facts) >= FACTS_MAX:
-            return self._begin(step, is_carried)
+            folded = self._fold(step, history)
+            if folded is None:
+                return self._begin(step, is_carried)
+            history = folded
         history = history.with_fact(fact)
         if not step.uncovered.isdisjoint(fact.stamp for fact in history.facts):
             self._replay(step, history)
         return history
+
+    def _fold(self, step: Step, history: History) -> History | None:
+        """Return a history with its older half in the base; None if changes of this node are among these facts, whose
+        times are not known yet."""
+        older = history.facts[: FACTS_MAX // 2]
+        if older[-1].stamp >= PENDING:
+            return None
+        again = self._replayed(step, msgspec.structs.replace(history, facts=older))
+        base = self._histories.base_after(again)
+        since = max(history.since, older[-1].stamp)
+        facts = history.facts[len(older) :]
+        return msgspec.structs.replace(history, facts=facts, base=base, buried=again.tombstone, since=since)
 
     def _fact(self, step: Step) -> Fact:
         return fact_of(

@@ -180,6 +180,41 @@ def test_histories_are_few(tmp_path: Path) -> None:
         assert len(again.facts) <= FACTS_MAX
 
 
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_relocated_object_that_counted_by_its_date_is_older_than_the_file_that_it_covered(
+    tmp_path: Path, is_told_first: bool
+) -> None:
+    """Nodes that have not listed the object show that file at once, the others when the object is deleted."""
+    with node(tmp_path) as n:
+        if is_told_first:
+            n.commit(10, put("f", 7))
+        n.list(plain("f", "e1", 10))
+        n.commit(10, put("f", 7))
+        assert n.found("f").etag == "e1"
+        n.commit(12, relocated("e1"))
+        n.list()
+        n.commit(10, put("f", 7))  # as the poller reads it again
+        assert n.found("f").size == 7
+    with node(tmp_path / "unlisted") as n:
+        n.commit(10, put("f", 7))
+        n.commit(12, relocated("e1"))
+        assert n.found("f").size == 7
+
+
+@pytest.mark.parametrize("facts", range(FACTS_MAX - 3, FACTS_MAX + 1))
+@pytest.mark.parametrize("last", [Remove("f", hides="e1"), put("f", 9), attributes("e1", 0o640)])
+def test_commit_that_comes_late_is_in_its_place_however_many_came_before(
+    tmp_path: Path, facts: int, last: Operation
+) -> None:
+    """The older facts go into the base, with what they have removed."""
+    again: list[Operation] = [put("f", 7), Remove("f", by_date=True), told("e0"), attributes("e0", 0o600)]
+    commits = [[again[number % len(again)]] for number in range(facts)]
+    commits += [[put("f", 8, hides="e0")], [told("e1")], [last]]
+    in_order = tuple(range(facts + 3))
+    late = (*range(facts), facts + 1, facts + 2, facts)
+    assert shown_after(tmp_path / "late", commits, late) == shown_after(tmp_path / "in order", commits, in_order)
+
+
 def test_history_goes_once_no_commit_can_come_late(tmp_path: Path) -> None:
     paths = [f"{number}" for number in range(600)]
     with node(tmp_path) as n:

@@ -950,7 +950,7 @@ class Simulation:
             return
         pending = self._pending_in(node, entry.inode)
         data = DIRECTORY if entry.is_dir else node.stored_bytes(entry)
-        shown = self._versions_of(node, new, entry)
+        shown, there = self._versions_of(node, new, entry), frozenset[Version]()
         mine = {v for v in self.oracle.versions[old] if v.data == data and v.node == node.name and not v.is_withdrawn}
         if mine and shown and all(version.data != data for version in shown):
             found = frozenset(mine)  # and not what another node put there, which this one polled during the rename
@@ -971,7 +971,9 @@ class Simulation:
         for version in found:
             registered.add((old, version))
             moved = self._put(call, node, new, version.data, frozenset(), origin=version)
-            self._remove(call, node, old, found, is_rename=True)  # one of them
+            removal = self._remove(call, node, old, found, is_rename=True)  # one of them
+            if there and data != DIRECTORY:
+                call.doubtful |= {moved, removal}  # perhaps it was put under the new name, and only goes to the old one
             if version is pending:
                 self._pending[node.name, node.lives, entry.inode] = moved
 
