@@ -515,6 +515,12 @@ def test_a_bucket_elsewhere_names_the_option() -> None:
     assert "--region" in str(from_answer("list the lake", "PermanentRedirect", 301))
 
 
+@pytest.mark.parametrize("code", ["ExpiredToken", "TokenRefreshRequired"])
+def test_expired_token_says_that_a_file_of_keys_needs_no_new_mount(code: str) -> None:
+    text = str(from_answer("list the lake", code, 400))
+    assert text.index("write a new one into ~/.aws/credentials") < text.index("mount again")
+
+
 # -- listings ----------------------------------------------------------------------------------------------------
 
 PAGE = b"""<?xml version="1.0" encoding="UTF-8"?>

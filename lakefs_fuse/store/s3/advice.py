@@ -34,6 +34,10 @@ RETENTION = (
 )
 
 _CHECK_KEYS = "check AWS_ACCESS_KEY_ID or AWS_PROFILE"
+_EXPIRED = (
+    "the session token has expired: write a new one into ~/.aws/credentials if it came from there; otherwise log in "
+    "again or renew AWS_SESSION_TOKEN, and mount again"
+)
 _FULL = "the store has no room: raise the quota, or remove files (where a mount cannot, another S3 client can)"
 _KMS = "the key that encrypts the object cannot be used: check its state and its region in KMS"
 _SLOW = "it limits the rate of requests: lower --requests and --uploads, or ask for a higher limit"
@@ -46,8 +50,8 @@ OF_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken",
 OF_CODES: Mapping[str, str] = {
     "InvalidAccessKeyId": f"the store does not know the access key: {_CHECK_KEYS}",
     "SignatureDoesNotMatch": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
-    "ExpiredToken": "the session token has expired: renew AWS_SESSION_TOKEN or log in again, and mount again",
-    "TokenRefreshRequired": "the session token has expired: renew AWS_SESSION_TOKEN or log in again, and mount again",
+    "ExpiredToken": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
     "InvalidToken": "the session token is not valid: check AWS_SESSION_TOKEN",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it, best with NTP",
     "AllAccessDisabled": "the bucket or its account is disabled: ask its provider",
