@@ -636,22 +636,27 @@ class _VersionWrite:
         is_damaged = self._is_ours(there)
         if self._target.if_absent and not is_damaged:
             raise PreconditionFailed(f"{self._key!r} exists")
-        known = self._target.replaces, self._target.expected, self._target.removed
-        if not is_damaged and there.etag not in known and not await self._is_older(there, since_s):
+        if not is_damaged and await self._is_later(there, since_s):
             raise Superseded(f"{self._key!r} was replaced by another client in the meantime")
         return there.etag, False
 
-    async def _is_older(self, there: ObjectMeta, since_s: float) -> bool:
-        """Return whether the object was stored before the first attempt. That of a multipart upload may not have been:
-        stores that date it by the beginning of its upload say less than is needed."""
-        client = self._client
+    async def _is_later(self, there: ObjectMeta, since_s: float) -> bool:
+        """Return whether another client has stored the object since the first attempt. A version that the writer knew
+        at the key is later if its date says so beyond doubt: another client has put the same bytes there again. An
+        unknown one is, unless its date says beyond doubt that it is not. The date of a multipart upload says less than
+        is needed: some stores date it by its beginning."""
+        able = self._client.capabilities
+        is_known = there.etag in (self._target.replaces, self._target.expected, self._target.removed)
+        if is_known and not (able.put_if_match if self._kind == "put" else able.complete_if_match):
+            return False  # without preconditions an earlier version of this file may have arrived late
         if "-" in there.etag:
-            return False
+            return not is_known
         try:
-            now_ns = await client._attempt("head", client._store.time_ns, abandon=True)
+            now_ns = await self._client._attempt("head", self._client._store.time_ns, abandon=True)
         except Unsupported:
-            return False
-        return there.mtime_ns + DATE_NS_MAX <= now_ns - int((client._clock.mono_s() - since_s) * NS)
+            return not is_known
+        began_ns = now_ns - int((self._client._clock.mono_s() - since_s) * NS)
+        return there.mtime_ns > began_ns + (DATE_NS_MAX if is_known else -DATE_NS_MAX)
 
 
 def _bytes_of(sent: Body | Sequence[PartRef]) -> int:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -31,7 +32,7 @@ from lakefs_fuse.errors import (
     Superseded,
     Unavailable,
 )
-from lakefs_fuse.store.client import AWAY_S_MIN, SILENT_S_MIN, TOKEN_METADATA, StoreClient
+from lakefs_fuse.store.client import AWAY_S_MIN, NS, SILENT_S_MIN, TOKEN_METADATA, StoreClient
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, Fetched, FileSlice, ObjectMeta, ObjectStore
@@ -221,6 +222,33 @@ async def test_write_replaced_after_a_lost_answer_is_superseded(
         await put()
     assert (await client.head("file")).size == len(b"theirs")
     assert client.metrics.requests["put"] == 2
+
+
+@pytest.mark.parametrize(("later_s", "is_superseded"), [(-60, False), (0, False), (1, False), (3, True), (60, True)])
+async def test_write_after_which_another_put_the_bytes_before_again_is_superseded(
+    later_s: int, is_superseded: bool
+) -> None:
+    """The ETag at the key is the one that the writer has replaced; only the date tells that it is another version. One
+    of nearly the same time may be the version before, and this one is sent."""
+    clock = FakeClock()
+    store = MemoryStore(Capabilities(name="memory", put_if_match=True))
+    store.clock, store.equal_bytes_have_equal_etags = clock.wall_ns, True
+    before = store.give("file", b"before")
+
+    def put_again(request: Request, when: When) -> None:
+        if (request.what, when) == ("put", "after") and store.count("put") == 1:
+            dated_ns = clock.wall_ns() + later_s * NS
+            clock.advance(90)
+            again = msgspec.structs.replace(store.give("file", b"before"), mtime_ns=dated_ns)
+            store.objects["file"] = b"before", again
+            raise Unavailable("the answer was lost")
+
+    store.hook = put_again
+    target = DraftTarget("file", dict, replaces=before.etag, expected=before.etag)  # type: ignore[arg-type]
+    put = store_client(store, store.capabilities, clock=clock).put
+    with pytest.raises(Superseded) if is_superseded else nullcontext():
+        await put("file", BODY, metadata={TOKEN_METADATA: "mine"}, version=target)
+    assert store.data("file") == (b"before" if is_superseded else BODY)
 
 
 @pytest.mark.parametrize("is_slice", [False, True])
