@@ -7,8 +7,8 @@ is none. A name that stays gets a new inode, so that the kernel shows no page an
 synced batch changes the rows and writes the journal record. A crash before it leaves the record of a file being
 written, of which the next daemon makes the same orphan. If the batch cannot be written, the file stays in use, and
 `make_durable` tries again. An orphan with refused writes is dropped when its name is created or emptied again, as
-truncation would have cleared the refused writes. A file that lost its name and has no bytes is dropped at once. Trio
-thread only.
+truncation would have cleared the refused writes. An orphan with which nothing could be saved is dropped at once: that
+of a file that lost its name and has no bytes, and of one of which no write was accepted. Trio thread only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Journal
-from lakefs_fuse.staging.draft_record import encode
+from lakefs_fuse.staging.draft_record import DraftRecord, encode
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -53,15 +53,16 @@ class IncompleteFiles:
         """Make an orphan of a file for which `OpenFile.is_orphaned` is true. Raises nothing but Cancelled."""
         uncovered = False
         try:
-            draft = file.draft if file.has_lost_name else None
+            draft, has_lost_name = file.draft, file.has_lost_name
             async with file.publishing:
                 if file.draft is not None and not file.draft.sequence:
                     await file.draft.pause()
                 if file.is_orphaned:
                     uncovered = self._set_aside(file)
             self._files.forget_if_idle(file)
-            if draft is not None and not draft.size and draft.id in self._orphans.records:
-                await self._orphans.abort(draft.id)
+            record = None if draft is None else self._orphans.records.get(draft.id)
+            if record is not None and (_has_nothing_accepted(record) or (has_lost_name and not record.size)):
+                await self._orphans.abort(record.id)
             if uncovered:
                 await self._read_again()
         except LakeError as error:
@@ -129,3 +130,8 @@ class IncompleteFiles:
         finally:
             self._dropping.discard(orphan_id)
             self._services.staging.notify()
+
+
+def _has_nothing_accepted(record: DraftRecord) -> bool:
+    """Return whether every write to a file was refused, or its writer was killed before it wrote anything."""
+    return bool(record.refused) and not (record.pages or record.parts or record.spills)
