@@ -61,7 +61,8 @@ class ImmutableOperations(pyfuse3.Operations):
         fs.refreshed.append(self._invalidate_names)
 
     def _statistics(self) -> dict[str, object]:
-        return {"kernel": self._kernel.describe(), "pushing": self.page_cache_push.describe()}
+        kernel = {**self._kernel.describe(), "interrupted": self.requests.interrupted}
+        return {"kernel": kernel, "pushing": self.page_cache_push.describe()}
 
     async def _invalidate_names(self, changed: ChangedNames) -> None:
         """Invalidate names in a thread, because the kernel may make it wait for a request that is being served. Raises
