@@ -32,7 +32,7 @@ BDI = Path("/sys/class/bdi")
 
 def features_for(config: MountConfig) -> Feature:
     """Return the kernel features that a mount requests."""
-    features = Feature.EXPLICIT_INVAL_DATA
+    features = Feature.EXPLICIT_INVAL_DATA | Feature.PARALLEL_DIROPS
     if config.immutable:
         return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
     listed_s = config.metadata_ttl_s if config.foreign_s is None else min(config.metadata_ttl_s, config.foreign_s)

@@ -24,13 +24,14 @@ PRIVILEGES = """
 import ctypes, struct, sys
 library = ctypes.PyDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 INIT, SETATTR, WRITE, CREATE, OPEN = 26, 4, 16, 35, 14
-HANDLE_KILLPRIV_V2 = 1 << 28
+HANDLE_KILLPRIV_V2, PARALLEL_DIROPS = 1 << 28, 1 << 18
 
 class Iovec(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t)]
 
 def parse(opcode, body, unique=9):
     head = struct.pack("<IIQQIIIHH", 40 + len(body), opcode, unique, 1, 0, 0, 0, 0, 0)
+    library.lakefs_record_offer(head + body)
     library.lakefs_parse_killpriv(head + body)
     return library.lakefs_kills_privileges()
 
@@ -51,7 +52,10 @@ def write(flags):
 assert init(1) == 0 and amended(2) == 1 and write(1 << 2) == 0, "not offered by the kernel"
 assert init(1 | HANDLE_KILLPRIV_V2) == 1
 assert amended(2) == 1 | HANDLE_KILLPRIV_V2
+assert library.lakefs_accept_init_flag(PARALLEL_DIROPS) == 0 and amended(2) == 1 | HANDLE_KILLPRIV_V2, "not offered"
 assert amended(4) == 1 and amended(2, error=-5) == 1, "not the answer to INIT"
+assert init(HANDLE_KILLPRIV_V2 | PARALLEL_DIROPS) and library.lakefs_accept_init_flag(PARALLEL_DIROPS)
+assert amended(2) == 1 | HANDLE_KILLPRIV_V2 | PARALLEL_DIROPS
 assert [write(0), write(1 << 0), write(1 << 2), write(1 << 2 | 1 << 1)] == [0, 0, 1, 1]
 assert [parse(SETATTR, struct.pack("<II", valid, 0) + bytes(80)) for valid in (1 << 3, 1 << 11 | 1 << 3)] == [0, 1]
 assert parse(CREATE, struct.pack("<IIII", 0o1101, 0o644, 0, 1) + b"f\\0") == 0, "it opens no file that exists"

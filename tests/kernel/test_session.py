@@ -23,11 +23,10 @@ def test_writes_under_way_are_a_small_part_of_staging(staging_bytes: int, reques
 
 
 def test_what_a_mount_can_use() -> None:
-    listings = Feature.EXPLICIT_INVAL_DATA | Feature.STATELESS_OPENDIR
+    always = Feature.EXPLICIT_INVAL_DATA | Feature.PARALLEL_DIROPS
+    listings = always | Feature.STATELESS_OPENDIR
     assert features_for(CONFIG) == listings | Feature.HANDLE_KILLPRIV
-    assert features_for(structs.replace(CONFIG, metadata_ttl_s=0.5)) == (
-        Feature.EXPLICIT_INVAL_DATA | Feature.HANDLE_KILLPRIV
-    )
+    assert features_for(structs.replace(CONFIG, metadata_ttl_s=0.5)) == always | Feature.HANDLE_KILLPRIV
     assert features_for(structs.replace(CONFIG, read_only=True)) == listings | Feature.NOFLUSH
     immutable = features_for(structs.replace(CONFIG, read_only=True, immutable=True))
     assert immutable == listings | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS

@@ -14,6 +14,7 @@ enum feature {
 	NOFLUSH = 8,		 /* closing a file opened for reading sends no FLUSH */
 	CACHE_SYMLINKS = 16,
 	HANDLE_KILLPRIV = 32, /* the daemon drops suid and sgid: privileges.c */
+	PARALLEL_DIROPS = 64, /* LOOKUP and READDIR of a directory do not wait for each other: init_flags.c */
 };
 
 /* One of FUSE_CAP_* since libfuse 3.17; unused before. */
@@ -38,8 +39,10 @@ static void init(void *userdata, struct fuse_conn_info *connection)
 	connection->want &= ~FUSE_CAP_ATOMIC_O_TRUNC;
 	connection->want &= ~FUSE_CAP_SPLICE_READ;     /* this library reads written bytes */
 	connection->want &= ~FUSE_CAP_HANDLE_KILLPRIV; /* the first version does not say who may keep suid */
-	connection->want &= ~CAP_HANDLE_KILLPRIV_V2;   /* privileges.c requests it with every libfuse */
+	connection->want &= ~CAP_HANDLE_KILLPRIV_V2;   /* init_flags.c requests it with every libfuse */
 	granted = requested & NOFLUSH;
+	if (requested & PARALLEL_DIROPS && lakefs_accept_init_flag(FUSE_PARALLEL_DIROPS))
+		granted |= PARALLEL_DIROPS;
 	if (requested & HANDLE_KILLPRIV && lakefs_accept_killpriv())
 		granted |= HANDLE_KILLPRIV;
 	if (requested & EXPLICIT_INVAL_DATA && connection->capable & FUSE_CAP_EXPLICIT_INVAL_DATA) {

@@ -40,6 +40,8 @@ class Feature(IntFlag):
     CACHE_SYMLINKS = 16
     HANDLE_KILLPRIV = 32
     """The daemon drops suid and sgid, and the kernel does not ask before each write(2) which privileges to drop."""
+    PARALLEL_DIROPS = 64
+    """The kernel sends a LOOKUP or READDIR of a directory while others of it are in progress."""
 
 
 OPCODES = {
@@ -194,7 +196,8 @@ def libfuse_version() -> str:
 
 
 def has_custom_io() -> bool:
-    """Return whether libfuse shows the library raw requests and replies, which `Feature.HANDLE_KILLPRIV` requires."""
+    """Return whether libfuse shows the library raw requests and replies, which `Feature.HANDLE_KILLPRIV` and
+    `Feature.PARALLEL_DIROPS` require."""
     return _library is not None and bool(_library.lakefs_has_custom_io())
 
 

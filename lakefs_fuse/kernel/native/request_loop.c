@@ -113,7 +113,7 @@ int lakefs_begin_reading(void)
 	flags = fcntl(fd, F_GETFL);
 	if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0)
 		return 0;
-	lakefs_watch_privileges(lakefs_session, fd);
+	lakefs_watch_session(lakefs_session, fd);
 	lakefs_watch_changes();
 	begun = 1;
 	return 1;
