@@ -348,7 +348,7 @@ class Application:
             self._tree.set_xattrs(batch, current.inode, {})
             return
         self._tree.remove(batch, current)
-        self._paths.show_file(batch, current)
+        self._tree.show_file(batch, current)
         self._paths.forget_paths()
         self._changes.names.append((current.parent, current.name))
         self._changes.directories[current.parent] = None

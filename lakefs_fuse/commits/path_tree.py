@@ -187,13 +187,6 @@ class PathTree:
         self._directories[path] = entry.inode
         return entry
 
-    def show_file(self, batch: Batch, directory: Entry) -> None:
-        """Show the file of the same name that a directory hid, because the directory goes."""
-        is_dir = directory.flags & Flag.DIRECTORY
-        file = self.tree.named(directory.parent, directory.name) if is_dir else None
-        if file is not None and file.flags & Flag.SHADOWED:
-            self.tree.update(batch, msgspec.structs.replace(file, flags=file.flags & ~Flag.SHADOWED))
-
     def prune(self, inode: int) -> None:
         """Remove a directory, and those above it, while they are implied and empty."""
         while inode != ROOT_INODE:
@@ -202,7 +195,7 @@ class PathTree:
                 return
             batch = Batch()
             self.tree.remove(batch, entry)
-            self.show_file(batch, entry)
+            self.tree.show_file(batch, entry)
             self.commit(batch)
             self._directories.clear()
             self.notify(entry.parent, entry.name)
@@ -512,7 +505,7 @@ class _CarryOver:
         is_one = self._is_one_change()
         for found, _ in moving:
             paths.tree.detach(batch, found)
-            paths.show_file(batch, found)
+            paths.tree.show_file(batch, found)
             paths.notify(found.parent, found.name)
         leaving = {found.inode for found, _ in moving}
         if not is_one:
@@ -632,7 +625,8 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
 def _attach(
     paths: PathTree, batch: Batch, entry: Entry, target: str, time: int, stamp: int, leaving: Set[int]
 ) -> tuple[Entry, Entry | None]:
-    """Attach an entry at its target; return it, and the file that was there. ``leaving`` are detached inodes."""
+    """Attach an entry at its target; return it, and the file that was there, unless a directory hides it again.
+    ``leaving`` are detached inodes."""
     file: Entry | None = None
     above, _, last = target.rpartition("/")
     parent, name = paths.ensure_directory(above, time), last.encode(*schema.PATH)
@@ -641,6 +635,9 @@ def _attach(
     hidden, directory = paths.tree.named_many([(parent, name), (parent, name + b"/")])
     if hidden is not None and directory is not None and directory.inode in leaving:
         hidden = msgspec.structs.replace(hidden, flags=hidden.flags & ~Flag.SHADOWED)  # see `show_file`
+    if hidden is not None and entry.flags & Flag.DIRECTORY and hidden.inode not in leaving and hidden.stamp:
+        paths.tree.update(batch, msgspec.structs.replace(hidden, flags=hidden.flags | Flag.SHADOWED))
+        hidden = None  # nothing removes it
     for there in (hidden, directory):
         if there is not None and there.inode not in leaving:
             paths.tree.remove(batch, there)

@@ -577,6 +577,13 @@ class Tree:
         for kind in (schema.SYMLINK, schema.XATTRS):
             batch.rows[kind + NUMBER.pack(entry.inode)] = None
 
+    def show_file(self, batch: Batch, directory: Entry) -> None:
+        """Show the file of the same name that a directory hid, because the directory goes."""
+        is_dir = directory.flags & Flag.DIRECTORY
+        file = self.named(directory.parent, directory.name) if is_dir else None
+        if file is not None and file.flags & Flag.SHADOWED:
+            self.update(batch, msgspec.structs.replace(file, flags=file.flags & ~Flag.SHADOWED))
+
     def remove(self, batch: Batch, entry: Entry) -> None:
         """Remove a name, and everything below it."""
         self._drop_inode(entry.inode)

@@ -1507,6 +1507,24 @@ def test_object_that_a_relocation_hid_stays_gone_after_a_removal_by_date(tmp_pat
         assert n.find("f") is None
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_file_that_a_directory_hides_stays_when_that_is_exchanged_with_another(tmp_path: Path, is_own: bool) -> None:
+    """Nobody has removed it: it is seen once the directory is gone."""
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("a"), mkdir("d"), mkdir("d/sub"))
+        n.commit(2, put("d", 7))
+        assert n.found("d").is_dir
+        exchange = Change(
+            operations=[mkdir("a"), mkdir("a/sub"), Remove("d/sub", directory=True), mkdir("d")],
+            moves=[("a", "d"), ("d", "a")],
+        )
+        record = merged([exchange], "0000000b", at(3), range(1))
+        n.applier.apply(record, archive(record.time, record.writer), own=is_own, whole=True)
+        assert n.found("d").is_dir
+        n.commit(4, Remove("d", directory=True))
+        assert (n.found("d").size, n.found("d").flags & Flag.SHADOWED) == (7, 0)
+
+
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_copy_of_a_file_that_was_removed_before_its_relocation_is_hidden(tmp_path: Path, is_listed: bool) -> None:
     """Also where a listing has shown it before that."""

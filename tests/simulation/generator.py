@@ -34,10 +34,13 @@ KINDS_BY_PROFILE = {
     "copies": {"link": 12, "clone": 12},
     "names": {
         "write": 24, "rename": 6, "rename_directory": 40, "unlink": 5, "read": 3, "mkdir": 9, "rmdir": 2, "symlink": 3,
-        "chmod": 0, "xattr": 0, "exchange": 2, "exchange_directories": 6, "rename_free": 3, "rename_link": 3,
+        "chmod": 0, "xattr": 0, "exchange": 2, "exchange_directories": 6, "exchange_kinds": 4, "rename_free": 3,
+        "rename_link": 3,
     },
 }  # fmt: skip
 """Those of a profile that differ."""
+CUTS_S = (2.0, 20.0, 120.0)
+"""Shorter than `--delete-after`: what a node had acknowledged under write-back may be left out after that."""
 FEW_DIRECTORIES = (["d0", "d1"], ["d0", "d1", "d1/d1"], ["d0", "d1", "d0/d0", "d1/d1"], ["d0", "d1", "d0/d1", "d1/d0"])
 """Of the profile ``names``: its nodes rename directories into each other's earlier names."""
 FOREIGN_SHARE = 0.15
@@ -189,6 +192,10 @@ class _Maker:
                 return plans.Rename(old=old, new=new)
             case "exchange_directories":
                 return plans.Rename(old=rng.choice(self.directories), new=rng.choice(self.directories), flags=2)
+            case "exchange_kinds":
+                old, new = self.existing(), rng.choice(self.directories)
+                old, new = (old, new) if rng.random() < 0.5 else (new, old)
+                return plans.Rename(old=old, new=new, flags=2)
             case "rename_free":
                 return plans.Rename(old=self.existing(), new=self.file(), flags=1)
             case "rename_link":
@@ -262,7 +269,7 @@ class _Maker:
             for _ in range(rng.choice([1, 2, 3])):
                 kind = rng.choice(["cut", "storm", "storm", "clock", "disk"])
                 if kind == "cut":
-                    add(plans.Cut(seconds=rng.choice([2.0, 20.0, 150.0])))
+                    add(plans.Cut(seconds=rng.choice(CUTS_S)))
                 elif kind == "storm":
                     add(plans.Storm(
                         seconds=rng.choice([5.0, 60.0]), lost_request=rng.choice([0, 0.1]),

@@ -164,10 +164,17 @@ class Oracle:
         """All bytes that were ever at a path, since the beginning."""
         self.met: Counter[str] = Counter()
         """How often something was decided by each rule."""
+        self.hidden: set[bytes] = set()
+        """Bytes of names that were files and directories in one round: a directory may hide the file, and no node shows
+        where that goes with the directories above."""
         self._serial = 0
 
     def begin(self, tree: Mapping[str, bytes], nodes: Iterable[str], *, plain: Container[str] = ()) -> None:
         """Everybody agrees on this tree. ``plain`` are files that are the objects at their own keys."""
+        hidden = [(path, data) for path in tree if tree[path] == DIRECTORY for data in self._files_at(path)]
+        for versions in self.versions.values():
+            if any(version.data == DIRECTORY for version in versions):
+                self.hidden.update(version.data for version in versions if version.data != DIRECTORY)
         self.versions.clear()
         self.removals.clear()
         self.seen.clear()
@@ -180,6 +187,13 @@ class Oracle:
             version.is_certain, version.is_plain = True, path in plain
             for node in names:
                 self.seen[node, path].add(version)
+        for path, data in hidden:
+            self.put(path, data, "everybody", frozenset())
+
+    def _files_at(self, path: str) -> set[bytes]:
+        """Files that a directory of this name may hide: they are seen once that is gone."""
+        put = [version for version in self.versions.get(path, ()) if not version.is_withdrawn]
+        return {version.data for version in put if version.data != DIRECTORY and not self._removed(version)}
 
     def put(
         self, path: str, data: bytes, node: str, shown: frozenset[Version], *, origin: Version | None = None,
@@ -265,6 +279,9 @@ class Oracle:
         found = [version for version in versions if data in self._bytes_of(version)]
         if not found and self._is_moved_along(path, data):
             self.met["moved along"] += 1
+            return ""
+        if not found and data in self.hidden:
+            self.met["hidden"] += 1
             return ""
         if not found:
             listed = ", ".join(map(str, versions)) or "nothing"

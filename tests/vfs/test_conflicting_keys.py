@@ -1,4 +1,4 @@
-"""Files whose key the store refuses, because it keeps objects as files, and one is in the way."""
+"""Names of which the store has a file and keys below it, and files whose key it refuses for that reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import KeyConflict
 from tests.memory_store import Failures, MemoryStore
 from tests.upload.drafting import noise
-from tests.vfs.lakes import lake
+from tests.vfs.lakes import TTL_S, Clock, lake
 
 PART = 64 * 1024
 
@@ -42,3 +42,17 @@ async def test_file_whose_key_is_refused_is_stored_elsewhere(
     assert any(key.startswith(OBJECTS) for key in store.objects)
     async with lake(store, tmp_path / "fresh") as m:
         assert await m.read("f") == noise(2, size)
+
+
+async def test_file_that_a_directory_of_another_program_hid_is_there_when_that_is_gone(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="always") as m:
+        await m.write("name", b"packed")
+        await m.sync()
+        assert await m.names() == ["name"]
+        store.give("name/below")
+        clock.advance(2 * TTL_S)
+        assert await m.names() == ["name"] and (await m.found("name")).is_dir
+        store.delete("name/below")
+        clock.advance(2 * TTL_S)
+        assert await m.names() == ["name"] and await m.read("name") == b"packed"

@@ -371,6 +371,7 @@ class DirectoryMerge:
         """Remove the row of a name. ``prefix`` is that of its directory."""
         self._note_unlisted(batch, entry, prefix)
         self._tree.remove(batch, entry)
+        self._tree.show_file(batch, entry)
         self._metrics.entries_removed += 1
         if self._was_listed and entry.parent == self._directory:
             self.changed_ns = self._now_ns
