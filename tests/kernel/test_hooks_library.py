@@ -44,7 +44,9 @@ def amended(unique, error=0):
 
 def init(flags):
     parse(INIT, struct.pack("<IIII", 7, 38, 0, flags) + bytes(48), unique=2)
-    return library.lakefs_accept_killpriv()
+    is_accepted = library.lakefs_accept_init_flag(HANDLE_KILLPRIV_V2)
+    library.lakefs_set_killpriv(is_accepted)
+    return is_accepted
 
 def write(flags):
     return parse(WRITE, struct.pack("<QQIIQII", 1, 0, 4, flags, 0, 0, 0) + b"data")

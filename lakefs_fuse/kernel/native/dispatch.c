@@ -43,8 +43,9 @@ static void init(void *userdata, struct fuse_conn_info *connection)
 	granted = requested & NOFLUSH;
 	if (requested & PARALLEL_DIROPS && lakefs_accept_init_flag(FUSE_PARALLEL_DIROPS))
 		granted |= PARALLEL_DIROPS;
-	if (requested & HANDLE_KILLPRIV && lakefs_accept_killpriv())
+	if (requested & HANDLE_KILLPRIV && lakefs_accept_init_flag(FUSE_HANDLE_KILLPRIV_V2))
 		granted |= HANDLE_KILLPRIV;
+	lakefs_set_killpriv(!!(granted & HANDLE_KILLPRIV));
 	if (requested & EXPLICIT_INVAL_DATA && connection->capable & FUSE_CAP_EXPLICIT_INVAL_DATA) {
 		/* AUTO_INVAL_DATA would take precedence. */
 		connection->want &= ~FUSE_CAP_AUTO_INVAL_DATA;

@@ -39,7 +39,7 @@ const char *lakefs_libfuse_version(void)
 	return libfuse.pkgversion ? libfuse.pkgversion() : "";
 }
 
-/* Return whether libfuse lets privileges.c read requests and write replies. */
+/* Return whether libfuse lets init_flags.c read requests and write replies. */
 int lakefs_has_custom_io(void)
 {
 	return !!libfuse.session_custom_io;

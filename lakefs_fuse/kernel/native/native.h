@@ -163,6 +163,14 @@ void lakefs_hand_over_closed(void);
 /* Return whether files are being received, or wait to be handed over to Python. */
 int lakefs_is_receiving(void);
 
+/* -- privileges.c */
+
+/* Record the flag of a request from the kernel. */
+void lakefs_parse_killpriv(const struct fuse_in_header *head);
+
+/* Say whether requests carry the flag from now on: whether FUSE_HANDLE_KILLPRIV_V2 was accepted. */
+void lakefs_set_killpriv(int is_accepted);
+
 /* -- init_flags.c */
 
 /* Make libfuse read requests and write replies through init_flags.c from now on. Does nothing before libfuse 3.13. */
@@ -170,14 +178,6 @@ void lakefs_watch_session(struct fuse_session *session, int fd);
 
 /* Request a feature (FUSE_* of INIT) if INIT offers it; return whether it does. For the handler of INIT. */
 int lakefs_accept_init_flag(uint32_t flag);
-
-/* -- privileges.c */
-
-/* Record the flag of a request from the kernel. */
-void lakefs_parse_killpriv(const struct fuse_in_header *head);
-
-/* Accept FUSE_HANDLE_KILLPRIV_V2 if INIT offers it; return whether it does. For the handler of INIT. */
-int lakefs_accept_killpriv(void);
 
 /* -- dispatch.c */
 

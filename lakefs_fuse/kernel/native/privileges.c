@@ -32,10 +32,9 @@ void lakefs_parse_killpriv(const struct fuse_in_header *head)
 	kills = accepted && carries_flag(head);
 }
 
-int lakefs_accept_killpriv(void)
+void lakefs_set_killpriv(int is_accepted)
 {
-	accepted = lakefs_accept_init_flag(FUSE_HANDLE_KILLPRIV_V2);
-	return accepted;
+	accepted = is_accepted;
 }
 
 /* Called from Python: return whether the request whose handler runs must drop suid and sgid. */
