@@ -17,6 +17,8 @@ plain objects are changed in place, so of two nodes that had not seen each other
   a later commit removes that; whenever they are stored, also over what was put there since, if the write has not
   succeeded before that (*stored late*);
 * a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
+* a rename by a node that was cut off for longer than removed objects stay is left out where another node had replaced
+  the file, so that its object is gone (*left out*);
 * a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE, and where the
   same bytes are written again, between a look and the DELETE (*unchecked*).
 
@@ -155,6 +157,8 @@ class Oracle:
         """By node and path."""
         self.disturbed: set[str] = set()
         """Nodes that died since everybody agreed, or waited in vain for an answer of the store."""
+        self.long_away: set[str] = set()
+        """Nodes that were cut off for longer than removed objects stay since everybody agreed."""
         self.applied: dict[tuple[str, bytes], set[bytes]] = {}
         """By node and bytes: what the node had applied under the name when its first request with the bytes came to the
         store, as a plain object."""
@@ -172,6 +176,7 @@ class Oracle:
         self.removals.clear()
         self.seen.clear()
         self.disturbed.clear()
+        self.long_away.clear()
         self.applied.clear()
         self.deleted_unseen.clear()
         names = list(nodes)
@@ -423,6 +428,12 @@ class Oracle:
                 if there & removal.named and not removal.is_rename and removal.node != moved.node:
                     self.met["deleted"] += 1
                     return True
+            if moved.node in self.long_away and any(
+                moved.origin in later.known and later.node != moved.node and not later.is_withdrawn
+                for later in self.versions[moved.origin.path]
+            ):
+                self.met["left out"] += 1
+                return True
             moved = moved.origin
         return False
 
