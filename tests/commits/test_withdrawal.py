@@ -183,6 +183,33 @@ async def test_late_rename_of_bytes_that_are_gone_leaves_what_others_see(tmp_pat
             assert a.shown() == b.shown() == await fresh(site)
 
 
+@pytest.mark.parametrize("is_heard", [False, True])
+async def test_rename_of_bytes_that_were_deleted_while_the_node_was_away_is_left_out(
+    tmp_path: Path, is_heard: bool
+) -> None:
+    """The rename is young; what the node knew of the file when it was made is old."""
+    site = Site(tmp_path)
+    old = site.store.put(".lakefs/objects/old", b"x")
+    objects = [ObjectRef(), ObjectRef(old.key, old.etag, 1)]
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(Change(operations=[moved("f")], objects=objects))
+        for each in (a, b):
+            await each.poller.poll()
+        site.clock.seconds = LATER_S
+        await b.committer.commit(change(link("f", "theirs")))
+        site.clock.seconds += 600
+        site.store.delete(old.key)
+        a.committer.enqueue(a.rename("f", "g"))
+        site.clock.seconds += 1
+        if is_heard:  # by a poll that ended before the change is sent
+            await a.poller.poll()
+        await a.committer.flush()
+        for each in (a, b):
+            await each.poller.poll()
+        assert list(a.shown()) == ["f"] and target(a, "f") == "theirs"
+        assert a.shown() == b.shown() == await fresh(site)
+
+
 KEPT: dict[str, tuple[Callable[[Daemon], Change], list[Operation]]] = {
     "another_removed_it": (lambda _: change(Remove("f", by_date=True)), [link("f", "ours")]),
     "another_set_attributes": (
