@@ -373,7 +373,10 @@ class Oracle:
     def _replaced(self, version: Version, tree: Mapping[str, bytes] = NOTHING) -> bool:
         """An acknowledged put knew it, which is not under the name from which a rename was to take it along."""
         return any(
-            version in later.known and later.is_certain and not self._is_left_behind(later, tree)
+            version in later.known
+            and later.is_certain
+            and not self._is_left_behind(later, tree)
+            and not any(self._may_be_left_out(each) for each in (later, *later.origins()))
             for later in self.versions[version.path]
         )
 
@@ -428,14 +431,26 @@ class Oracle:
                 if there & removal.named and not removal.is_rename and removal.node != moved.node:
                     self.met["deleted"] += 1
                     return True
-            if moved.node in self.long_away and any(
-                moved.origin in later.known and later.node != moved.node and not later.is_withdrawn
-                for later in self.versions[moved.origin.path]
-            ):
+            if self._may_be_left_out(moved):
                 self.met["left out"] += 1
                 return True
             moved = moved.origin
         return False
+
+    def _may_be_left_out(self, version: Version) -> bool:
+        """The node that renamed it here was away for so long that the object may have been deleted before: another
+        node had replaced or removed the file, or what was written in its place."""
+        origin = version.origin
+        if origin is None or version.node not in self.long_away:
+            return False
+        there = self._in_place_of(origin)
+        return any(
+            there & later.known and later.node != version.node and not later.is_withdrawn
+            for later in self.versions[origin.path]
+        ) or any(
+            there & removal.named and removal.node != version.node and not removal.is_withdrawn
+            for removal in self.removals[origin.path]
+        )
 
     def _is_written_under_another_name(self, version: Version) -> bool:
         """What its node wrote in its place was acknowledged where another node's rename had taken the file."""

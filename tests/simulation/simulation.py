@@ -1037,9 +1037,9 @@ class Simulation:
             file.write_bytes(data)
             os.utime(file, (INGESTED_S, INGESTED_S))
             self._bytes_ever.add(data)
-            call.versions.append(
-                self.oracle.put(f"{op.path}/{below}", data, INGEST, frozenset(), operation=call.number)
-            )
+            version = self.oracle.put(f"{op.path}/{below}", data, INGEST, frozenset(), operation=call.number)
+            version.removals_before = frozenset()  # it has not looked what is there
+            call.versions.append(version)
         above = sorted({str(Path(op.path, below).parent) for below, _, _ in op.files} | {op.path})
         for path in above:
             os.utime(source / Path(path).relative_to(op.path), (INGESTED_S, INGESTED_S))
