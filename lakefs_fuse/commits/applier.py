@@ -31,6 +31,7 @@ from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.file_rules import NOTHING, Step
 from lakefs_fuse.commits.future_commits import Original
+from lakefs_fuse.commits.hybrid_clock import LATE_NS
 from lakefs_fuse.commits.name_history import Histories, History, OrderedRules, doubts, mark_of
 from lakefs_fuse.commits.path_tree import PathTree, Watcher
 from lakefs_fuse.commits.record import (
@@ -68,6 +69,16 @@ class Applier:
         self.commits = CommitRows(database)
         self._histories = Histories(tree)
         self.paths = PathTree(database, tree, watcher, self.commits)
+        self.heard_ns = clock_ns()
+        """When the last poll began of which every commit is in effect; at first the start."""
+        self.away_until_ns = 0
+        """When this node last heard of others after it had not for LATE_NS."""
+
+    def note_heard(self, began_ns: int) -> None:
+        """Note a poll that began at this time, and whose commits are in effect now."""
+        if began_ns - self.heard_ns > LATE_NS:
+            self.away_until_ns = self._clock_ns()
+        self.heard_ns = began_ns
 
     def forget_histories(self, before: int) -> Iterator[None]:
         """Delete histories whose newest fact is older than ``before``, in steps of some ms."""

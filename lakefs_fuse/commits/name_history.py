@@ -28,7 +28,7 @@ import xxhash
 
 from lakefs_fuse.commits.doubt import Doubt
 from lakefs_fuse.commits.file_rules import NOTHING, RELOCATED, Effect, FileRules, Step, is_perhaps_replaced
-from lakefs_fuse.commits.path_tree import MOVED_MAX, Carried, PathTree, lies_elsewhere
+from lakefs_fuse.commits.path_tree import MOVED_MAX, Carried, PathTree, Replaced, lies_elsewhere
 from lakefs_fuse.commits.record import (
     OWN,
     THIS,
@@ -372,6 +372,7 @@ class Histories:
         self.get_many, self.write = self._rows.get_many, self._rows.write
         """See `PathRows`. A name without a history has None."""
         self._objects: dict[int, ObjectRef] = {}
+        self._replaced: Mapping[int, Replaced] = {}
         """By number, for those that were looked up."""
 
     def forget_before(self, time: int) -> Iterator[None]:
@@ -414,6 +415,18 @@ class Histories:
             return history.with_listing(None, absent[0], absent) if is_known else None
         return history.with_listing(self._base_of(row), row.etag, absent) if is_listed(row) else None
 
+    def keep(self, replaced: Mapping[int, Replaced]) -> None:
+        """Keep what is known of files, by inode, that the moves of a record replaced."""
+        self._replaced = replaced
+
+    def _rows_of(self, entry: Entry) -> Replaced:
+        """Return what else is known of a file."""
+        return self._replaced.get(entry.inode) or Replaced(
+            self._object(entry.place),
+            self._tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {},
+            self._tree.target(entry.inode) if entry.flags & Flag.SYMLINK else b"",
+        )
+
     def _object(self, number: int) -> ObjectRef | None:
         """Return the object with this number; None for 0, and if it is not known."""
         ref = self._objects.get(number)
@@ -424,12 +437,7 @@ class Histories:
         return ref
 
     def _base_of(self, entry: Entry) -> Base:
-        return Base(
-            pack_entry(entry),
-            self._object(entry.place),
-            self._tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {},
-            self._tree.target(entry.inode) if entry.flags & Flag.SYMLINK else b"",
-        )
+        return Base(pack_entry(entry), *self._rows_of(entry))
 
     def base_after(self, step: Step) -> Base | None:
         """Return the base of a history that begins after a step."""
@@ -485,13 +493,11 @@ class Histories:
         """Return the fact that made a file that `is_begun`; None for any other."""
         if not is_begun(entry):
             return None
-        xattrs = self._tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
+        ref, xattrs, target = self._rows_of(entry)
         time = entry.ctime_ns if entry.stamp >= PENDING else entry.stamp
         if entry.is_symlink:
-            target = self._tree.target(entry.inode).decode()
-            link = Symlink(path, target, entry.uid, entry.gid, entry.mtime_ns, entry.etag, xattrs)
+            link = Symlink(path, target.decode(), entry.uid, entry.gid, entry.mtime_ns, entry.etag, xattrs)
             return Fact(entry.stamp, time, link, [ObjectRef()])
-        ref = self._object(entry.place)
         if entry.place and ref is None:
             return None
         put = Put(
@@ -553,6 +559,7 @@ class OrderedRules:
     def move(self, carried: Carried) -> None:
         """Register which rows moved with the record."""
         self._before.update(carried.before)
+        self._histories.keep(carried.replaced)
         if carried.directories:
             self._moved.update(path for pair in self._record.moves for path in pair)
         elif not self._run:

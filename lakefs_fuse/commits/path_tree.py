@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from lakefs_fuse.commits.record import THIS, Mkdir, Put, Record, Remove, Symlink
+from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Put, Record, Remove, Symlink
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
@@ -242,6 +242,14 @@ Made: TypeAlias = dict[str, Put | Symlink | Mkdir]
 """What a record says of each path; the path of a directory ends in a slash."""
 
 
+class Replaced(NamedTuple):
+    """What else was known of a file that a move replaced, and whose rows are deleted with it."""
+
+    object: ObjectRef | None
+    xattrs: dict[str, bytes]
+    target: bytes
+
+
 class Carried(NamedTuple):
     """The result of `carry_over`.
 
@@ -250,6 +258,8 @@ class Carried(NamedTuple):
 
     directories: Sequence[int] = ()
     before: Mapping[str, Entry] = MappingProxyType({})
+    replaced: Mapping[int, Replaced] = MappingProxyType({})
+    """By inode, of the files that were at the targets."""
 
 
 def lies_elsewhere(entry: Entry) -> bool:
@@ -298,6 +308,7 @@ class _CarryOver:
         self._made: Made = {}
         self._gone: dict[str, Remove] = {}
         self._before: dict[str, Entry] = {}
+        self._replaced: dict[int, Replaced] = {}
         self._keeps_files = len(record.operations) <= MOVED_MAX
         self._walked: dict[int, tuple[str, tuple[str, str]]] = {}
         """Directories that were read, by inode: their path, and the move to which they belong."""
@@ -518,6 +529,7 @@ class _CarryOver:
             attached.append(moved)
             if file is not None:
                 self._before[target] = file
+                self._replaced[file.inode] = self._read_rows(file)
             if not is_one:
                 batch = self._commit(batch)
         self._commit(batch)
@@ -525,7 +537,16 @@ class _CarryOver:
             if moved.inode in paths.watcher.in_use:
                 paths.watcher.updated([moved])
             paths.notify(moved.parent, moved.name)
-        return Carried([found.parent for found, _ in moving], self._before)
+        return Carried([found.parent for found, _ in moving], self._before, self._replaced)
+
+    def _read_rows(self, file: Entry) -> Replaced:
+        """Read the other rows of a file, before the batch deletes them."""
+        row = self._tree.objects.get(file.place) if file.place else None
+        return Replaced(
+            None if row is None else ObjectRef(row.key, row.etag, row.size),
+            self._tree.xattrs(file.inode) if file.flags & Flag.XATTRS else {},
+            self._tree.target(file.inode) if file.flags & Flag.SYMLINK else b"",
+        )
 
     def _is_one_change(self) -> bool:
         """Return whether no move changes the path of another target, or of a directory above one."""

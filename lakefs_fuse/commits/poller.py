@@ -349,6 +349,7 @@ class Poller:
             self._caught_up_s = max(self._caught_up_s, min(began_s, look.began_s))
             if not math.isinf(began_s):
                 self.caught_up_ns = look.began_ns
+                self._applier.note_heard(look.began_ns)
             late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
             self._deep_due_s = trio.current_time() + late_s
         await self._publish_digest(first_look)

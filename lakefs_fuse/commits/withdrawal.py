@@ -9,8 +9,9 @@ What always holds:
 * *newer versions stay*: no operation is sent that would remove or replace a version which this node knew of only after
   the operation was journaled. A change that is older than LATE_NS is sent only after a poll, and after the store was
   asked for plain objects at its names, which commits need not mention;
-* *bytes exist*: a rename that is older than that is withdrawn if another node has deleted the object with the bytes.
-  Then the file is under its old name what other nodes see there, perhaps nothing;
+* *bytes exist*: a rename that is older than that, or was journaled when this node had not heard of others for that
+  long, is withdrawn if another node has deleted the object with the bytes. Then the file is under its old name what
+  other nodes see there, perhaps nothing;
 * *versions only*: what another node removed, or changed in place, withdraws nothing. A removal that names one plain
   object, and a statement about an acknowledged file (`Change.ahead`), are never withdrawn.
 
@@ -56,9 +57,12 @@ class Withdrawal:
         self._catch_up, self._metrics = catch_up, metrics
 
     def late(self, sequences: Iterable[int]) -> list[int]:
-        """Return which of these changes are so old that the store must be asked before they are sent."""
-        late_ns = self._log.clock.wall_ns() - LATE_NS
-        return [sequence for sequence in sequences if self._journal.changes[sequence].made < late_ns]
+        """Return which of these changes are so old, or about names of which so much may have been unknown, that the
+        store must be asked before they are sent."""
+        now_ns, changes = self._log.clock.wall_ns(), self._journal.changes
+        is_away = now_ns - self._applier.heard_ns > LATE_NS
+        since = max(now_ns - LATE_NS, self._applier.away_until_ns)
+        return [each for each in sequences if is_away or changes[each].made < since]
 
     async def ask(self, sequences: Iterable[int]) -> None:
         """Hear of what other nodes have committed, and withdraw operations at whose names another client has stored a

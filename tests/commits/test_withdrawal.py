@@ -183,6 +183,55 @@ async def test_late_rename_of_bytes_that_are_gone_leaves_what_others_see(tmp_pat
             assert a.shown() == b.shown() == await fresh(site)
 
 
+@pytest.mark.parametrize("is_heard", [False, True])
+async def test_rename_of_bytes_that_were_deleted_while_the_node_was_away_is_left_out(
+    tmp_path: Path, is_heard: bool
+) -> None:
+    """The rename is young; what the node knew of the file when it was made is old."""
+    site = Site(tmp_path)
+    old = site.store.put(".lakefs/objects/old", b"x")
+    objects = [ObjectRef(), ObjectRef(old.key, old.etag, 1)]
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(Change(operations=[moved("f")], objects=objects))
+        for each in (a, b):
+            await each.poller.poll()
+        site.clock.seconds = LATER_S
+        await b.committer.commit(change(link("f", "theirs")))
+        site.clock.seconds += 600
+        site.store.delete(old.key)
+        a.committer.enqueue(a.rename("f", "g"))
+        site.clock.seconds += 1
+        if is_heard:  # by a poll that ended before the change is sent
+            await a.poller.poll()
+        await a.committer.flush()
+        for each in (a, b):
+            await each.poller.poll()
+        assert list(a.shown()) == ["f"] and target(a, "f") == "theirs"
+        assert a.shown() == b.shown() == await fresh(site)
+
+
+@pytest.mark.parametrize("what", ["file", "link"])
+async def test_file_is_back_whole_after_a_rename_over_it_is_left_out(tmp_path: Path, what: str) -> None:
+    """Nothing else has its object, or its target, which goes with its row."""
+    site = Site(tmp_path)
+    old, other = (site.store.put(f".lakefs/objects/{name}", b"x") for name in ("old", "other"))
+    objects = [ObjectRef(), *(ObjectRef(meta.key, meta.etag, 1) for meta in (old, other))]
+    there = Put("g", 2, 0, 1, 0o644, 0, 0, 0, xattrs={"user.x": b"y"}) if what == "file" else link("g", "before")
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(Change(operations=[moved("f"), there], objects=objects))
+        for each in (a, b):
+            await each.poller.poll()
+        a.committer.enqueue(a.rename("f", "g"))
+        site.clock.seconds = LATER_S
+        await b.committer.commit(change(link("f", "theirs")))
+        site.store.delete(old.key)
+        await a.committer.flush()
+        for each in (a, b):
+            await each.poller.poll()
+        assert a.shown() == b.shown() == await fresh(site)
+        assert sorted(a.shown()) == ["f", "g"]
+
+
 KEPT: dict[str, tuple[Callable[[Daemon], Change], list[Operation]]] = {
     "another_removed_it": (lambda _: change(Remove("f", by_date=True)), [link("f", "ours")]),
     "another_set_attributes": (

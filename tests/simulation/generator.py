@@ -13,7 +13,8 @@ from tests.simulation.directed import make_directed
 from tests.simulation.plan import NodePlan, Plan, Round, Step
 
 PROFILES = (
-    "packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign", "copies", "names", "directed",
+    "packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign", "copies", "names", "fleet",
+    "directed",
 )  # fmt: skip
 OPERATIONS = 300
 ROUND_OPERATIONS = 25
@@ -31,6 +32,7 @@ KINDS = {
 """Operations, and how often each is done beside the others."""
 KINDS_BY_PROFILE = {
     "packs": {"admin": 4},
+    "fleet": {"admin": 4, "ingest": 4, "rename_directory": 14, "mkdir": 10},
     "copies": {"link": 12, "clone": 12},
     "names": {
         "write": 24, "rename": 6, "rename_directory": 40, "unlink": 5, "read": 3, "mkdir": 9, "rmdir": 2, "symlink": 3,
@@ -45,6 +47,18 @@ FEW_DIRECTORIES = (["d0", "d1"], ["d0", "d1", "d1/d1"], ["d0", "d1", "d0/d0", "d
 """Of the profile ``names``: its nodes rename directories into each other's earlier names."""
 FOREIGN_SHARE = 0.15
 """Of the operations of the profile ``foreign``, those of programs that know nothing of the lake."""
+RESTART_FAILPOINTS = (
+    "replay.restored", "replay.restored", "publish.begun", "publish.sent", "publish.noted", "commit.noted",
+    "commit.sent", "discard.begun",
+)  # fmt: skip
+"""At which the next daemon of the profile ``fleet`` dies again, while it brings back what was acknowledged."""
+AWAY_S = (100.0, 600.0)
+"""For how long nodes of the profile ``fleet`` are cut off: also longer than polls look back, and than removed objects
+stay."""
+OPEN_S = (0.0, 0.2, 40.0, 150.0)
+"""For how long users of the profile ``fleet`` wait between two pieces of a file that they write."""
+AWAY_GRACE_S = 700.0
+"""Of its `gc`: no node is away for longer."""
 NODE_OFFSETS_S = (0.0, 0.0, 0.4, -0.9, 20.0, -30.0)
 
 
@@ -75,6 +89,8 @@ class _Maker:
             self.files, self.directories = ["f0", "f1"], self.rng.choice(FEW_DIRECTORIES)
             self.links = ["l0", "d0/l0", "d1/l0"]
             self.new_directories = [*self.directories, *self.rng.choice([[], [], ["d2"]])]
+        self.away: list[int] = []
+        """Of a round of the profile ``fleet``: the nodes that joins, is cut off, and dies; the second does most."""
         self.there: set[str] = set()
         """Files that are there if every operation succeeds, one after another: most operations choose among them."""
 
@@ -95,6 +111,12 @@ class _Maker:
             config["durability"] = "writeback"
         if profile == "power":
             config["durability"] = "writeback"
+        if profile == "fleet":
+            config |= {
+                "refresh_s": rng.choice([2.0, 5.0]),
+                "delete_after_s": 150.0,
+                "durability": rng.choice(["close", "writeback", "writeback"]),
+            }
         if profile in ANNOUNCED_PROFILES and self.seed % ANNOUNCED_EVERY == ANNOUNCED_EVERY - 1:
             config["metadata_ttl_s"] = 3600.0
         capabilities: dict[str, object] = {}
@@ -124,6 +146,7 @@ class _Maker:
             capabilities=capabilities,
             latency_s=self.latency_s,
             forgets=profile == "power",
+            levels=profile == "fleet" and rng.random() < 0.7,
         )
 
     def round(self, count: int, is_first: bool) -> Round:
@@ -135,13 +158,17 @@ class _Maker:
                 steps.append(Step(at_s, 0, 0, plans.Mkdir(path=path)))
                 at_s += 0.5
             at_s += 4.0
-        pace_s = rng.choice([0.05, 0.5, 2.0])
+        if self.profile == "fleet":
+            away = rng.sample(range(self.nodes), min(3, self.nodes))
+            self.away = [*away, *away][:3]
+        pace_s = rng.choice([0.5, 2.0, 12.0, 25.0] if self.profile == "fleet" else [0.05, 0.5, 2.0])
         for _ in range(count):
             at_s += rng.expovariate(1 / pace_s)
             if self.profile == "foreign" and rng.random() < FOREIGN_SHARE:
                 steps.append(Step(round(at_s, 3), plans.NOBODY, 0, self.foreign_operation()))
                 continue
-            steps.append(Step(round(at_s, 3), rng.randrange(self.nodes), rng.randrange(2), self.operation()))
+            node = rng.choice([*range(self.nodes), *self.away[1:2]])
+            steps.append(Step(round(at_s, 3), node, rng.randrange(2), self.operation()))
         steps += self.faults(at_s)
         quiet_s = rng.choice([12.0, 20.0]) + 8 * self.latency_s[1]
         return Round(tuple(sorted(steps, key=lambda step: step.at_s)), quiet_s)
@@ -169,9 +196,10 @@ class _Maker:
         content, size = self.size_and_content(path)
         self.there.add(path)
         pieces = rng.choice([1, 1, 2, 4])
+        pauses_s = OPEN_S if self.profile == "fleet" else (0.0, 0.0, 0.2, 3.0)
         return plans.Write(
             path=path, content=content, size=size, how=how, pieces=pieces,  # type: ignore[arg-type]
-            pause_s=rng.choice([0.0, 0.0, 0.2, 3.0]) if pieces > 1 else 0.0, fsyncs=rng.random() < 0.15,
+            pause_s=rng.choice(pauses_s) if pieces > 1 else 0.0, fsyncs=rng.random() < 0.15,
         )  # fmt: skip
 
     def operation(self) -> plans.AnyOp:
@@ -210,7 +238,8 @@ class _Maker:
                 self.there.discard(path)
                 return plans.Unlink(path=path)
             case "read":
-                return plans.Read(path=self.existing())
+                path = self.existing()
+                return plans.Read(path=path, pause_s=rng.choice([0.0, 0.0, 200.0]) if self.profile == "fleet" else 0.0)
             case "list":
                 return plans.List(path=rng.choice(self.directories))
             case "mkdir":
@@ -225,9 +254,25 @@ class _Maker:
                 return plans.SetXattr(path=self.existing(), value=str(rng.randrange(100)))
             case "truncate":
                 return plans.Truncate(path=self.existing(), size=rng.choice([0, 10, 5000, 100_000]))
+            case "ingest":
+                return self.ingest()
             case _:
+                if self.profile == "fleet":
+                    what = rng.choice(["maintenance", "maintenance", "gc", "gc", "snapshot"])
+                    return plans.Admin(what=what, grace_s=AWAY_GRACE_S)  # type: ignore[arg-type]
                 what = rng.choice(["gc", "gc", "pack", "unpack", "relocate", "snapshot", "fsck"])
                 return plans.Admin(what=what, grace_s=rng.choice([5.0, 30.0]))  # type: ignore[arg-type]
+
+    def ingest(self) -> plans.Ingest:
+        """A small tree, into a directory that is there or not."""
+        rng, directory = self.rng, self.rng.choice(self.directories)
+        below = rng.sample([*self.files, *(f"d1/{name}" for name in self.files)], rng.choice([1, 2, 4]))
+        files = []
+        for name in sorted(below):
+            path = f"{directory}/{name}"
+            files.append((name, *self.size_and_content(path)))
+            self.there.add(path)
+        return plans.Ingest(path=directory, files=tuple(files))
 
     def foreign_operation(self) -> plans.AnyOp:
         """What a program does that puts and deletes plain objects in the store."""
@@ -265,6 +310,8 @@ class _Maker:
                         power=self.profile == "power",
                     )
                 )
+        if self.profile == "fleet":
+            found += self.absences(until_s)
         if self.profile == "faulty":
             for _ in range(rng.choice([1, 2, 3])):
                 kind = rng.choice(["cut", "storm", "storm", "clock", "disk"])
@@ -279,4 +326,26 @@ class _Maker:
                     add(plans.ClockJump(seconds=rng.choice([-3600.0, -5.0, 5.0, 3600.0])))
                 else:
                     add(plans.FillDisk(seconds=rng.choice([3.0, 30.0])))
+        return found
+
+    def absences(self, until_s: float) -> list[Step]:
+        """One node joins in the middle of a round, one is cut off for long, one dies twice; not all in each round."""
+        rng, found = self.rng, []
+        joins, is_cut, dies = self.away
+        if rng.random() < 0.6:
+            found.append(Step(0.0, joins, -1, plans.Join(seconds=round(rng.uniform(0, 0.9 * until_s), 3))))
+        if rng.random() < 0.7:
+            at_s = round(rng.uniform(0, 0.3 * until_s), 3)
+            found.append(Step(at_s, is_cut, -1, plans.Cut(seconds=round(rng.uniform(*AWAY_S), 1))))
+        if rng.random() < 0.4:
+            found.append(
+                Step(
+                    round(rng.uniform(0, until_s), 3), dies, -1,
+                    plans.Kill(
+                        down_s=rng.choice([0.5, 2.0, 10.0]),
+                        failpoint=rng.choice(FAILPOINTS) if rng.random() < 0.3 else "",
+                        again=rng.choice(RESTART_FAILPOINTS),
+                    ),
+                )
+            )  # fmt: skip
         return found

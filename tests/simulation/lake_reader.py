@@ -41,7 +41,7 @@ UNSET = 0xFFFFFFFF
 RESERVED, COMMITS, OBJECTS = ".lakefs", ".lakefs/commits/", ".lakefs/objects/"
 INDEX, SNAPSHOTS = ".lakefs/index/", ".lakefs/snapshots/"
 PLACEHOLDER = ".lakefs-directory"
-FEATURES = frozenset({"commit-format-2"})
+FEATURES = frozenset({"commit-format-2", "index-format-2"})
 
 _COMMIT_NAME = re.compile(r"\.lakefs/commits/([0-9a-f]{16})-([0-9a-f]{8})\.zip")
 _COMMIT_TIME_MAX = 0x4000000000000000
@@ -794,15 +794,12 @@ class _Index:
         self.newest: int = manifest["newest"]
         _ensure(manifest.get("rows") == 2, "a layout of rows that is not known")
         with tempfile.TemporaryDirectory() as directory:
-            paths = []
-            for name, size, digest, *_ in manifest["files"]:
-                stored = files.get(key.removesuffix("manifest") + name)
-                _ensure(stored is not None and len(stored.data) == size, f"{name} is gone, or of another size")
-                assert stored is not None
-                _ensure(xxhash.xxh3_128_hexdigest(stored.data) == digest, f"{name} has another digest")
-                paths.append(Path(directory, name))
-                paths[-1].write_bytes(stored.data)
-            rows = _sorted_rows(Path(directory, "rows"), paths)
+            rows = _sorted_rows(Path(directory, "base"), _stored_files(key, manifest["files"], files))
+            for since, changed, removed in manifest.get("increments", ()):
+                rows |= _sorted_rows(Path(directory, f"{since}"), _stored_files(key, changed, files))
+                for data in _stored_files(key, removed, files):
+                    for row in msgpack.decode(data):
+                        rows.pop(row, None)
         self.applied = {(_big(row[1:9]), row[9:].decode()) for row in rows if row[:1] == b"A"}
         self._take_names(rows)
         for row, value in rows.items():
@@ -879,11 +876,29 @@ def _big(raw: bytes) -> int:
     return int.from_bytes(raw, "big")
 
 
-def _sorted_rows(directory: Path, tables: Iterable[Path]) -> dict[bytes, bytes]:
+def _stored_files(key: str, named: Iterable[list[Any]], files: Mapping[str, StoredObject]) -> list[bytes]:
+    """Files that the manifest at ``key`` names: of its own index, or by a path below `.lakefs/index/`. Raises
+    `Refused`."""
+    found = []
+    for name, size, digest, *_ in named:
+        stored = files.get(INDEX + name if "/" in name else key.removesuffix("manifest") + name)
+        _ensure(stored is not None and len(stored.data) == size, f"{name} is gone, or of another size")
+        assert stored is not None
+        _ensure(xxhash.xxh3_128_hexdigest(stored.data) == digest, f"{name} has another digest")
+        found.append(stored.data)
+    return found
+
+
+def _sorted_rows(directory: Path, tables: list[bytes]) -> dict[bytes, bytes]:
     """The rows of RocksDB tables."""
+    paths = [Path(f"{directory}-{number}.sst") for number, _ in enumerate(tables)]
+    if not paths:
+        return {}
+    for path, data in zip(paths, tables, strict=True):
+        path.write_bytes(data)
     database = Rdict(str(directory), Options(raw_mode=True))
     try:
-        database.ingest_external_file([str(table) for table in tables])
+        database.ingest_external_file([str(path) for path in paths])
         items: Any = database.items()
         return dict(items)
     finally:
@@ -1133,7 +1148,7 @@ def _manifest(data: bytes) -> dict[str, Any]:
         found = msgpack.decode(data)
     except MsgspecError:
         return {}
-    return found if isinstance(found, dict) and found.get("format") == 1 else {}
+    return found if isinstance(found, dict) and found.get("format") in (1, 2) else {}
 
 
 def _snapshot_keys(objects: Mapping[str, StoredObject]) -> set[str]:

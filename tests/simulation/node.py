@@ -109,15 +109,15 @@ class World:
 
 @dataclass(eq=False)
 class Daemon:
-    """One life of a mount, from start to death."""
+    """One life of a mount, from start to death. It has a ``lake`` once it serves."""
 
-    lake: Users
     link: Link
     threads: MachineThreads
     disk: SimulatedDisk | ForgetfulDisk
     client: StoreClient
     directory: Path
     scope: trio.CancelScope
+    lake: Users = field(init=False)
     ended: trio.Event = field(default_factory=trio.Event)
     locks: dict[int, trio.Lock] = field(default_factory=dict)
     """Of directories, and of files being written, as the kernel has them."""
@@ -135,6 +135,7 @@ class SimulatedNode:
         self.flips_blocks = False
         """Some bytes of cached blocks are damaged when the node dies."""
         self.daemon: Daemon | None = None
+        self._starting: Daemon | None = None
         self.writers: Counter[int] = Counter()
         """How many users have begun to write to each file, by its inode."""
         self.lives = 0
@@ -154,7 +155,7 @@ class SimulatedNode:
     # -- life and death
 
     async def start(self) -> None:
-        """Mount; returns when the mount serves. Raises LakeError where that fails."""
+        """Mount; returns when the mount serves. Raises LakeError where that fails, NodeDown where the daemon dies."""
         assert self.daemon is None
         with trio.fail_after(START_S_MAX):
             await self.world.nursery.start(self._live)
@@ -177,22 +178,24 @@ class SimulatedNode:
         settings = MountConfig(store=STORE, mountpoint="/simulated", cache_dir=str(directory), **options)  # type: ignore[arg-type]
         node = Node(self.clock, streams, threads, disk, world.engines)
         failpoints.HOOK.set(self._reached)
-        scope = trio.CancelScope()
-        ended = trio.Event()
+        daemon = self._starting = Daemon(link, threads, disk, client, directory, trio.CancelScope())
         try:
-            with scope, without_killed():
+            with daemon.scope, without_killed():
                 async with AsyncExitStack() as stack:
                     parts = await stack.enter_async_context(
                         assembled(settings, client, metrics, node=node, spans=SPANS)
                     )
                     parts.filesystem.events.name_changed.append(self._name_changed)
-                    self.daemon = Daemon(Users(parts, metrics), link, threads, disk, client, directory, scope, ended)
+                    daemon.lake = Users(parts, metrics)
+                    self.daemon, self._starting = daemon, None
                     task_status.started()
                     await trio.sleep_forever()
         finally:
-            ended.set()
-            if self.daemon is not None and self.daemon.ended is ended:
-                self.daemon = None
+            daemon.ended.set()
+            self._starting = None if self._starting is daemon else self._starting
+            self.daemon = None if self.daemon is daemon else self.daemon
+        if not hasattr(daemon, "lake"):
+            raise NodeDown
 
     def _name_changed(self, parent: int, name: bytes) -> None:
         for listener in self.names_changed:
@@ -203,16 +206,16 @@ class SimulatedNode:
             return
         times = self.failpoint[1] - 1
         self.failpoint = (name, times)
-        if times == 0 and self.daemon is not None:
+        if times == 0 and (self.daemon or self._starting) is not None:
             self.world.fired[f"killed at {name}"] += 1
             self.kill(power=self.loses_power)
             raise Killed
 
     def kill(self, *, loses_cache: bool = False, power: bool = False) -> None:
         """The daemon dies between two instructions; with ``power`` its machine does, too."""
-        daemon = self.daemon
+        daemon = self.daemon or self._starting
         assert daemon is not None
-        self.daemon, self.failpoint = None, None
+        self.daemon, self._starting, self.failpoint = None, None, None
         daemon.link.kill()
         daemon.threads.is_dead = True
         self._directory = self.world.scratch / f"{self.name}-{self.lives}"

@@ -17,6 +17,8 @@ plain objects are changed in place, so of two nodes that had not seen each other
   a later commit removes that; whenever they are stored, also over what was put there since, if the write has not
   succeeded before that (*stored late*);
 * a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
+* a rename by a node that was cut off for longer than removed objects stay is left out where another node had replaced
+  the file, so that its object is gone (*left out*);
 * a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE, and where the
   same bytes are written again, between a look and the DELETE (*unchecked*).
 
@@ -155,6 +157,8 @@ class Oracle:
         """By node and path."""
         self.disturbed: set[str] = set()
         """Nodes that died since everybody agreed, or waited in vain for an answer of the store."""
+        self.long_away: set[str] = set()
+        """Nodes that were cut off for longer than removed objects stay since everybody agreed."""
         self.applied: dict[tuple[str, bytes], set[bytes]] = {}
         """By node and bytes: what the node had applied under the name when its first request with the bytes came to the
         store, as a plain object."""
@@ -179,6 +183,7 @@ class Oracle:
         self.removals.clear()
         self.seen.clear()
         self.disturbed.clear()
+        self.long_away.clear()
         self.applied.clear()
         self.deleted_unseen.clear()
         names = list(nodes)
@@ -385,7 +390,10 @@ class Oracle:
     def _replaced(self, version: Version, tree: Mapping[str, bytes] = NOTHING) -> bool:
         """An acknowledged put knew it, which is not under the name from which a rename was to take it along."""
         return any(
-            version in later.known and later.is_certain and not self._is_left_behind(later, tree)
+            version in later.known
+            and later.is_certain
+            and not self._is_left_behind(later, tree)
+            and not any(self._may_be_left_out(each) for each in (later, *later.origins()))
             for later in self.versions[version.path]
         )
 
@@ -440,8 +448,26 @@ class Oracle:
                 if there & removal.named and not removal.is_rename and removal.node != moved.node:
                     self.met["deleted"] += 1
                     return True
+            if self._may_be_left_out(moved):
+                self.met["left out"] += 1
+                return True
             moved = moved.origin
         return False
+
+    def _may_be_left_out(self, version: Version) -> bool:
+        """The node that renamed it here was away for so long that the object may have been deleted before: another
+        node had replaced or removed the file, or what was written in its place."""
+        origin = version.origin
+        if origin is None or version.node not in self.long_away:
+            return False
+        there = self._in_place_of(origin)
+        return any(
+            there & later.known and later.node != version.node and not later.is_withdrawn
+            for later in self.versions[origin.path]
+        ) or any(
+            there & removal.named and removal.node != version.node and not removal.is_withdrawn
+            for removal in self.removals[origin.path]
+        )
 
     def _is_written_under_another_name(self, version: Version) -> bool:
         """What its node wrote in its place was acknowledged where another node's rename had taken the file."""

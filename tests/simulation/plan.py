@@ -98,10 +98,18 @@ class Watch(Op, frozen=True):
 
 
 class Admin(Op, frozen=True):
-    """A command beside the mounts."""
+    """A command beside the mounts; `maintenance` with the names that the node keeps of the newest index."""
 
-    what: Literal["gc", "pack", "unpack", "relocate", "snapshot", "fsck"]
+    what: Literal["gc", "pack", "unpack", "relocate", "snapshot", "fsck", "maintenance"]
     grace_s: float = 0.0
+
+
+class Ingest(Op, frozen=True):
+    """`ingest` of a local tree into the directory ``path``, beside the mounts: ``files`` by their path in it, with
+    ``content`` and ``size`` as in `Write`."""
+
+    path: str
+    files: tuple[tuple[str, int, int], ...]
 
 
 class ForeignPut(Op, frozen=True):
@@ -119,13 +127,22 @@ class ForeignDelete(Op, frozen=True):
 
 
 class Kill(Op, frozen=True):
-    """The daemon dies, and is started again after ``down_s``; at the ``count``-th pass of ``failpoint`` if given."""
+    """The daemon dies, and is started again after ``down_s``; at the ``count``-th pass of ``failpoint`` if given. The
+    next daemon dies when it comes to ``again``, also while it starts."""
 
     down_s: float = 1.0
     loses_cache: bool = False
     power: bool = False
     failpoint: str = ""
     count: int = 1
+    again: str = ""
+
+
+class Join(Op, frozen=True):
+    """The node is mounted with an empty cache directory so long after the step; until then it has no mount, as it had
+    one that was unmounted when everything was in the store."""
+
+    seconds: float
 
 
 class Cut(Op, frozen=True):
@@ -162,7 +179,7 @@ class FillDisk(Op, frozen=True):
 
 AnyOp = (
     Write | Truncate | Rename | Copy | Unlink | Mkdir | Rmdir | Symlink | Chmod | SetXattr | Read | List | Watch | Admin
-    | ForeignPut | ForeignDelete | Kill | Cut | Storm | ClockJump | FillDisk
+    | Ingest | ForeignPut | ForeignDelete | Kill | Join | Cut | Storm | ClockJump | FillDisk
 )  # fmt: skip
 
 
@@ -203,6 +220,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: tuple[float, float] = (0.001, 0.03)
     forgets: bool = False
     """Power is cut: disks are models, as storage engines are, that forget what was not synced."""
+    levels: bool = False
+    """Commands beside the mounts write levels of the index (`index-format-2`)."""
     note: str = ""
     """Of a plan that is kept: what it found."""
     fails: str = ""
@@ -215,7 +234,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 NOBODY = -1
 FOREIGN = (ForeignPut, ForeignDelete)
-FAULTS = (Kill, Cut, Storm, ClockJump, FillDisk)
+FAULTS = (Kill, Join, Cut, Storm, ClockJump, FillDisk)
 
 
 def load(path: Path) -> Plan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -17,15 +18,19 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
 import trio
 
-from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_relocate, run_snapshot
+from lakefs_fuse.admin.commands import run_fsck, run_gc, run_maintenance, run_pack, run_relocate, run_snapshot
+from lakefs_fuse.admin.maintenance import GRACE_DAYS, INTERVALS_PER_DAY
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.blockcache import cache_directory
+from lakefs_fuse.commits.index import levels
 from lakefs_fuse.commits.record import Operation, Remove
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.daemon.ingest_command import run_ingest
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.environment.node import Node, RandomStreams
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
@@ -74,6 +79,16 @@ COMPARISONS_MAX, COMPARISON_PAUSE_S = 3, 30.0
 """What is still being copied or deleted in the background may show a directory a little longer."""
 ADMIN = "admin"
 """What the senders of commands beside the mounts are called, with a number."""
+INCREMENTS_MAX, INCREMENTS_SHARE = 4, 4.0
+"""Of an index in levels; a lake of few names would have hardly any increment."""
+COMMITS_MAX = 8
+"""After so many, maintenance folds them into an index."""
+MAINTENANCE_INTERVALS = GRACE_DAYS * INTERVALS_PER_DAY
+"""In the grace period of the collections of maintenance."""
+INGEST = "ingest"
+"""The node that stands for runs of `ingest`, for the oracle."""
+INGESTED_S = 1_600_000_000
+"""The time of what they load."""
 TREES_MAX, TREE_PAUSE_S = 3, 3.0
 """A tree is read again where a directory vanished meanwhile."""
 
@@ -210,7 +225,7 @@ class Simulation:
             node.names_changed.append(partial(self._follow, node))
             self._nodes.append(node)
             await node.start()
-        self.oracle.begin({}, [PROGRAM, *(node.name for node in self._nodes)])
+        self.oracle.begin({}, [PROGRAM, INGEST, *(node.name for node in self._nodes)])
         for part in plan.rounds:
             await self._round(part)
         await self._check_clean()
@@ -384,7 +399,9 @@ class Simulation:
             case plans.Watch():
                 await self._watch(op)
             case plans.Admin():
-                await self._admin(op, call)
+                await self._admin(node, op, call)
+            case plans.Ingest():
+                await self._ingest(op, call)
             case _:
                 raise AssertionError(op)
 
@@ -991,8 +1008,8 @@ class Simulation:
 
     # -- other programs
 
-    async def _admin(self, op: plans.Admin, call: _Call) -> None:
-        """A command, on a machine of its own. Raises LakeError."""
+    def _work_beside(self, call: _Call, path: str = "") -> Work:
+        """What a command works with on a machine of its own."""
         name = f"{ADMIN}{call.number}"
         chance = Chance(f"{self.plan.seed}/{name}")
         streams, threads = RandomStreams(self.plan.seed, name), MachineThreads(chance)
@@ -1003,11 +1020,39 @@ class Simulation:
             transport=link, clock=self._clock, rng=streams.stream("retries"),
         )  # fmt: skip
         disk = SimulatedDisk(streams.stream("temporary-names"), threads)
-        work = Work(
-            client=client, store=STORE, path="", progress=lambda _: None, note=lambda _: None,
+        return Work(
+            client=client, store=STORE, path=path, progress=lambda _: None, note=lambda _: None,
             node=Node(self._clock, streams, threads, disk, self._engines), scratch=str(self._scratch),
-            change_record=_no_record, host=name, process=1,
+            change_record=_no_record, host=name, process=1, levels=self.plan.levels,
         )  # fmt: skip
+
+    async def _ingest(self, op: plans.Ingest, call: _Call) -> None:
+        """Files of a local tree come into the lake in one commit. Raises LakeError."""
+        source = self._scratch / f"source{call.number}"
+        source.mkdir()
+        for below, content, size in op.files:
+            data, file = plans.content_bytes(content, size), source / below
+            for directory in [each for each in reversed(file.parents) if source in each.parents]:
+                directory.mkdir(exist_ok=True)
+            file.write_bytes(data)
+            os.utime(file, (INGESTED_S, INGESTED_S))
+            self._bytes_ever.add(data)
+            version = self.oracle.put(f"{op.path}/{below}", data, INGEST, frozenset(), operation=call.number)
+            version.removals_before = frozenset()  # it has not looked what is there
+            call.versions.append(version)
+        above = sorted({str(Path(op.path, below).parent) for below, _, _ in op.files} | {op.path})
+        for path in above:
+            os.utime(source / Path(path).relative_to(op.path), (INGESTED_S, INGESTED_S))
+            call.versions.append(self.oracle.put(path, DIRECTORY, INGEST, frozenset(), operation=call.number))
+        done = await run_ingest(self._work_beside(call, op.path), protocol.IngestArgs(source=str(source)))
+        shutil.rmtree(source)
+        assert not done.exit_code, done.text
+        for version in call.versions:
+            self.oracle.acknowledge(version)
+
+    async def _admin(self, node: SimulatedNode, op: plans.Admin, call: _Call) -> None:
+        """A command, on a machine of its own. Raises LakeError."""
+        work = self._work_beside(call)
         match op.what:
             case "gc":
                 await run_gc(work, protocol.GcArgs(grace_s=op.grace_s))
@@ -1019,6 +1064,12 @@ class Simulation:
                 await run_relocate(work, protocol.RelocateArgs())
             case "snapshot":
                 await run_snapshot(work, protocol.SnapshotArgs())
+            case "maintenance":
+                folded = self._scratch / f"{node.name}-{node.lives}-folded"
+                await run_maintenance(work, protocol.MaintenanceArgs(
+                    fold_database=str(folded), interval_s=op.grace_s / MAINTENANCE_INTERVALS, commits_max=COMMITS_MAX,
+                    may_delete=True,
+                ))  # fmt: skip
             case "fsck":
                 await run_fsck(work, protocol.FsckArgs())
 
@@ -1031,8 +1082,12 @@ class Simulation:
         match op:
             case plans.Kill():
                 await self._kill(node, op)
+            case plans.Join():
+                await self._join(node, op)
             case plans.Cut():
                 node.set_weather(node.weather, trio.current_time() + op.seconds)
+                if op.seconds > cast("float", self.plan.config.get("delete_after_s", math.inf)):
+                    self.oracle.long_away.add(node.name)
             case plans.Storm():
                 node.set_weather(
                     Weather(
@@ -1082,6 +1137,23 @@ class Simulation:
             self._doubt_unsynced(node)
         self.tell(node.name, "dead")
         await trio.sleep(op.down_s)
+        if op.again:
+            node.failpoint, node.loses_power = (op.again, 1), op.power
+        await self._start(node)
+        if node.failpoint is not None and op.again:
+            await self._kill(node, plans.Kill(down_s=op.down_s, power=op.power, failpoint=op.again))
+
+    async def _join(self, node: SimulatedNode, op: plans.Join) -> None:
+        """A mount with an empty cache directory, in place of one of which all is in the store."""
+        if node.daemon is None:
+            return
+        self.outcome.fired["joined"] += 1
+        was_disturbed = node.name in self.oracle.disturbed
+        node.kill(loses_cache=True)
+        if not was_disturbed:
+            self.oracle.disturbed.discard(node.name)
+        self._views.forget(node.name)
+        await trio.sleep(op.seconds)
         await self._start(node)
 
     def _doubt(self, node: SimulatedNode) -> None:
@@ -1143,6 +1215,9 @@ class Simulation:
             try:
                 with ungrouped():
                     await node.start()
+            except NodeDown:
+                self.tell(node.name, "dead")
+                await trio.sleep(2.0)
             except LakeError as error:
                 self.tell(node.name, f"does not start: {error}")
                 await trio.sleep(2.0)
@@ -1278,7 +1353,7 @@ class Simulation:
         self._changed_by.clear()
         waiting = self._waiting()
         self._pending.clear()
-        self.oracle.begin(tree, [PROGRAM, *(node.name for node in self._nodes)], plain=self._plain)
+        self.oracle.begin(tree, [PROGRAM, INGEST, *(node.name for node in self._nodes)], plain=self._plain)
         for key, path, data in waiting:
             self._pending[key] = version = self.oracle.put(path, data, key[0], frozenset())
             version.known = frozenset()
@@ -1498,7 +1573,10 @@ def simulate(plan: Plan, *, is_tracing: bool = False, is_strict: bool = False, i
             )
             return await simulation.run()
 
-        with patch.multiple(cache_directory, PRESENCE_BITS=FILTER_BYTES * 8, PRESENCE_BYTES=FILTER_BYTES):
+        with (
+            patch.multiple(cache_directory, PRESENCE_BITS=FILTER_BYTES * 8, PRESENCE_BYTES=FILTER_BYTES),
+            patch.multiple(levels, BASE_SHARE=INCREMENTS_SHARE, INCREMENTS_MAX=INCREMENTS_MAX),
+        ):
             return scheduler.run(main, plan.seed)
     finally:
         logger.setLevel(level)

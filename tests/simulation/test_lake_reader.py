@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from msgspec import msgpack
 
+from lakefs_fuse.admin.commands import run_gc
 from lakefs_fuse.admin.gc import Collector
 from lakefs_fuse.admin.repack import unpack
+from lakefs_fuse.commits.index import levels
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.store.protocol import Capabilities
-from tests.admin.lakes import fold_all, headless, silent
+from tests.admin.lakes import fold_all, headless, silent, work_of
 from tests.memory_store import MemoryStore
 from tests.simulation.lake_reader import Lake, Reader, StoredObject, read_lake
 from tests.vfs import lakes
@@ -178,6 +180,34 @@ async def test_reader_after_gc_shows_what_the_index_keeps(tmp_path: Path) -> Non
         await node.unlink("plain")
         await node.sync()
     await assert_shown_as_mounted(store, tmp_path / "fresh", clock)
+
+
+async def test_reader_after_gc_shows_what_levels_of_the_index_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base, and an increment with rows that changed and keys of rows that are deleted."""
+    monkeypatch.setattr(levels, "BASE_SHARE", 4.0)
+    store, clock = MemoryStore(), Clock()
+    await change_names(store, clock, tmp_path / "one")
+    for run in range(2):
+        clock.advance(86400)
+        await run_gc(work_of(store, clock, tmp_path, levels=True), GcArgs(grace_s=0))
+        await assert_shown_as_mounted(store, tmp_path / f"fresh-{run}", clock)
+        async with lakes.lake(store, tmp_path / f"later-{run}", clock=clock, pack="always") as node:
+            await node.write("packed", b"%d" % run)
+            await node.rename("packed", f"packed-{run}")
+            if run:
+                await node.unlink("packed-0")
+            await node.sync()
+    await run_gc(work_of(store, clock, tmp_path, levels=True), GcArgs(grace_s=0))
+    manifest = msgpack.decode(
+        max((key, data) for key, (data, _) in store.objects.items() if key.endswith("/manifest"))[1]
+    )
+    assert manifest["horizon"] > 0
+    assert any(removed for _, _, removed in manifest["increments"])
+    found = await assert_shown_as_mounted(store, tmp_path / "collected", clock)
+    assert found.names["packed-1"].data == b"1"
+    assert "packed-0" not in found.names
 
 
 # -- archives by hand

@@ -25,6 +25,36 @@ def test_directory_that_no_commit_names_goes_with_removals_of_two_nodes(
     assert bool(oracle.check({})) != is_excused
 
 
+@pytest.mark.parametrize("is_away", [True, False])
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_rename_by_a_node_that_was_cut_off_for_long_is_left_out_where_its_object_was_replaced(
+    is_away: bool, is_replaced: bool
+) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"bytes"}, ["n0", "n1"], plain={"f"})
+    (first,) = oracle.matching("f", b"bytes")
+    if is_replaced:
+        oracle.put("f", b"later", "n1", frozenset({first})).is_certain = True
+    oracle.remove("f", "n0", frozenset({first}), is_rename=True, operation=1).is_certain = True
+    oracle.put("g", b"bytes", "n0", frozenset(), origin=first, operation=1).is_certain = True
+    if is_away:
+        oracle.long_away.add("n0")
+    assert bool(oracle.check({"f": b"later"} if is_replaced else {})) != (is_away and is_replaced)
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_what_a_rename_that_is_left_out_would_have_replaced_is_there(is_away: bool) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"bytes", "g": b"before"}, ["n0", "n1"], plain={"f"})
+    (first,), (before,) = oracle.matching("f", b"bytes"), oracle.matching("g", b"before")
+    oracle.put("f", b"later", "n1", frozenset({first})).is_certain = True
+    oracle.remove("f", "n0", frozenset({first}), is_rename=True, operation=1).is_certain = True
+    oracle.put("g", b"bytes", "n0", frozenset({before}), origin=first, operation=1).is_certain = True
+    if is_away:
+        oracle.long_away.add("n0")
+    assert bool(oracle.check({"f": b"later", "g": b"before"})) != is_away
+
+
 @pytest.mark.parametrize("told", ["before", "after", "never"])
 def test_write_in_place_of_a_renamed_file_may_be_stored_after_another_has_put_its_new_name(told: str) -> None:
     oracle = Oracle(deletes_conditionally=True)

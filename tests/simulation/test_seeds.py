@@ -27,6 +27,7 @@ SEEDS = [
         ("foreign", sized(1, 5)),
         ("copies", sized(0, 8)),
         ("names", sized(0, 8)),
+        ("fleet", sized(1, 8)),
     )
     for seed in range(seeds)
 ] + [
