@@ -372,8 +372,9 @@ class Histories:
         self.get_many, self.write = self._rows.get_many, self._rows.write
         """See `PathRows`. A name without a history has None."""
         self._objects: dict[int, ObjectRef] = {}
-        self._replaced: Mapping[int, Replaced] = {}
         """By number, for those that were looked up."""
+        self._replaced: Mapping[int, Replaced] = {}
+        """By inode, of files that the moves of the record replaced."""
 
     def forget_before(self, time: int) -> Iterator[None]:
         """Delete histories whose facts are all older than ``time``, `ROWS_AT_ONCE` of them in each step. Those of names
