@@ -17,8 +17,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 NATIVE = Path("lakefs_fuse/kernel/native")
 PARTS = (
-    "attribute_cache", "create_offload", "direntries", "dispatch", "init_flags", "leases", "libfuse", "privileges", "request",
-    "request_loop", "shown_numbers",
+    "attribute_cache", "create_offload", "direntries", "dispatch", "init_flags", "leases", "libfuse", "privileges",
+    "request", "request_loop", "shown_numbers",
 )  # fmt: skip
 
 
