@@ -18,6 +18,7 @@ from lakefs_fuse.kernel.operations import Sleeper, upcall  # isort: skip  (befor
 import pyfuse3
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.kernel.waiting_requests import INTERRUPTED_MAX, Ends, WaitingRequests, end_of_thread
@@ -119,11 +120,11 @@ class Mount:
 
 
 @pytest.fixture
-def mount(autojump_clock: trio.testing.MockClock) -> Mount:
+def mount() -> Mount:
     return Mount()
 
 
-async def test_interrupted_request_is_answered_and_its_handler_ends(mount: Mount) -> None:
+async def test_interrupted_request_is_answered_and_its_handler_ends(autojump_clock: MockClock, mount: Mount) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
         for number in (1, 2, 3):
@@ -147,7 +148,9 @@ async def test_interrupted_request_is_answered_and_its_handler_ends(mount: Mount
 
 
 @pytest.mark.parametrize(("handler", "end"), [("read", Ends.KEYBOARD), ("write", Ends.KILL)])
-async def test_request_that_its_signal_may_not_interrupt_waits(mount: Mount, handler: str, end: Ends) -> None:
+async def test_request_that_its_signal_may_not_interrupt_waits(
+    autojump_clock: MockClock, mount: Mount, handler: str, end: Ends
+) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
         mount.ends[1] = end
@@ -160,7 +163,9 @@ async def test_request_that_its_signal_may_not_interrupt_waits(mount: Mount, han
         nursery.cancel_scope.cancel()
 
 
-async def test_changes_in_the_directories_of_an_interrupted_one_wait_for_it(mount: Mount) -> None:
+async def test_changes_in_the_directories_of_an_interrupted_one_wait_for_it(
+    autojump_clock: MockClock, mount: Mount
+) -> None:
     """As they did while the kernel had them locked."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
@@ -188,7 +193,9 @@ async def test_changes_in_the_directories_of_an_interrupted_one_wait_for_it(moun
         nursery.cancel_scope.cancel()
 
 
-async def test_interrupted_changes_that_wait_for_another_end_without_effect(mount: Mount) -> None:
+async def test_interrupted_changes_that_wait_for_another_end_without_effect(
+    autojump_clock: MockClock, mount: Mount
+) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
         mount.ends |= dict.fromkeys((1, 2, 3), Ends.KILL)
@@ -203,7 +210,9 @@ async def test_interrupted_changes_that_wait_for_another_end_without_effect(moun
         nursery.cancel_scope.cancel()
 
 
-async def test_handle_of_an_interrupted_request_is_released_when_its_handler_has_ended(mount: Mount) -> None:
+async def test_handle_of_an_interrupted_request_is_released_when_its_handler_has_ended(
+    autojump_clock: MockClock, mount: Mount
+) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
         mount.ends[1] = Ends.KILL
@@ -220,7 +229,7 @@ async def test_handle_of_an_interrupted_request_is_released_when_its_handler_has
 
 
 @pytest.mark.parametrize("waits", [True, False])
-async def test_confirmed_request_is_not_interrupted(mount: Mount, waits: bool) -> None:
+async def test_confirmed_request_is_not_interrupted(autojump_clock: MockClock, mount: Mount, waits: bool) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
         nursery.start_soon(mount.send, 1, mount.setattr, waits)
@@ -238,7 +247,9 @@ async def test_confirmed_request_is_not_interrupted(mount: Mount, waits: bool) -
         nursery.cancel_scope.cancel()
 
 
-async def test_request_interrupted_before_it_is_confirmed_changes_nothing(mount: Mount) -> None:
+async def test_request_interrupted_before_it_is_confirmed_changes_nothing(
+    autojump_clock: MockClock, mount: Mount
+) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
         mount.ends[1] = Ends.KILL
@@ -251,7 +262,9 @@ async def test_request_interrupted_before_it_is_confirmed_changes_nothing(mount:
         nursery.cancel_scope.cancel()
 
 
-async def test_further_requests_of_a_killed_thread_are_interrupted_immediately(mount: Mount) -> None:
+async def test_further_requests_of_a_killed_thread_are_interrupted_immediately(
+    autojump_clock: MockClock, mount: Mount
+) -> None:
     """It closes all files of its process."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
@@ -264,7 +277,7 @@ async def test_further_requests_of_a_killed_thread_are_interrupted_immediately(m
         nursery.cancel_scope.cancel()
 
 
-async def test_interrupted_requests_are_bounded(mount: Mount) -> None:
+async def test_interrupted_requests_are_bounded(autojump_clock: MockClock, mount: Mount) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mount.requests.run)
         mount.ends |= dict.fromkeys(range(1, INTERRUPTED_MAX + 10), Ends.KILL)
