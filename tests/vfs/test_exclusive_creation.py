@@ -309,6 +309,7 @@ async def test_key_of_a_file_that_another_node_renames_during_the_close_is_not_t
         lake(store, tmp_path / "three", delete_after_s=300.0) as three,
     ):
         await one.write("lock", b"renamed")
+        assert await one.names() == ["lock"]  # a listing in the background would hear of the removal, if it came late
         await three.unlink("lock")
         await three.fs.sync_names()
         await two.poll()

@@ -309,6 +309,7 @@ async def test_key_of_a_file_that_another_node_renames_during_the_link_is_not_ta
         await two.write("f", b"two")
         assert await two.names() == ["f"]
         await one.write("g", b"renamed")
+        assert await one.names() == ["f", "g"]  # a listing in the background would hear of the removal, if it came late
         if paused == OBJECTS:
             await three.unlink("g")
             await three.fs.sync_names()
