@@ -6,7 +6,7 @@
 # Tests have three tiers (tests/README.md); PYTEST="-k name -x" chooses among the tests of one, JOBS=1 sets the workers:
 #
 #   make check           lint, types, import contracts, unit tests with fakes: a minute     make lint   without the tests
-#   make test            all of `check`, and real mounts on real object stores: about twelve minutes with the set-up
+#   make test            all of `check`, and real mounts on real object stores: about eight minutes with the set-up
 #   make test-long       all of `test` with full numbers, and what is marked `long`: more than an hour
 
 #
