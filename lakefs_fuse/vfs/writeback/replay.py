@@ -26,7 +26,7 @@ from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode, decode_outline
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.publish import give_up_upload
+from lakefs_fuse.upload.publish import abandon_upload
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -313,7 +313,7 @@ class Replay:
         Returns whether they got it: not if the file has been renamed or removed meanwhile."""
         file, draft = item.file, item.draft
         if draft.upload.intent_ns:
-            await give_up_upload(draft, file.key)
+            await abandon_upload(draft, file.key)
         async with file.publishing:
             if file.key != key or file.owner_of(draft) is None or file.unlinked:
                 return False
