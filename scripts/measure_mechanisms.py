@@ -541,7 +541,7 @@ MECHANISMS = (
     ),
     Mechanism("early-writeout", replaced(("environment.disk:start_writeout", "lambda *_: None")), (SAVE,)),
     Mechanism("gathered-closes", replaced(("vfs.writeback.packer:GATHER_S_MAX", "0.0")), (CLOSE,)),
-    Mechanism("zero-objects", replaced(("upload.publish:_copies_zeros", "lambda *_: False")), (SPARSE,)),
+    Mechanism("zero-objects", replaced(("upload.missing_parts:_copies_zeros", "lambda *_: False")), (SPARSE,)),
     Mechanism(
         "parallel-list",
         replaced(("store.parallel_list:CHAINS_MAX", "1")),

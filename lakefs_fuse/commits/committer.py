@@ -83,6 +83,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.meta.rows import Deletion, UnannouncedRows
 from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.wakeup import Wakeup
@@ -304,9 +305,10 @@ class Committer:
         self._metrics.redated += len(done.originals)
         if done.originals:
             logger.warning(
-                "%d commits of this node were dated in the future: what they say was committed again, but for %d of "
-                "%d changes that others made again since; `lakefs-fuse fsck --repair` removes them",
-                len(done.originals), done.superseded, done.superseded + done.operations,
+                "%s dated in the future: its changes were committed again, but for %d of %d that others made again "
+                "since; `lakefs-fuse fsck --repair` removes what is left",
+                counted(len(done.originals), "commit of this node was", "commits of this node were"),
+                done.superseded, done.superseded + done.operations,
             )  # fmt: skip
         return done
 
@@ -412,7 +414,7 @@ class Committer:
             self.journal.end_applying()
         except CacheError as error:
             self._unapplied_why = error
-            logger.warning("%d changes of names are not in effect yet: %s", len(change.operations), error)
+            logger.warning("%s not in effect yet: %s", _changes_are(len(change.operations)), error)
         self._acknowledged.progressed.wake_all()
 
     def _apply_unapplied(self) -> None:
@@ -515,7 +517,7 @@ class Committer:
                 await self.flush()
                 backoff.reset()
             except LakeError as error:
-                logger.warning("%d changes of names are not in the store yet: %s", self.journal.operations, error)
+                logger.warning("%s not in the store yet: %s", _changes_are(self.journal.operations), error)
                 await trio.sleep(backoff.next_s())
             except Exception as error:
                 self.error = LakeError(f"committing failed: {error!r}")
@@ -920,6 +922,10 @@ class Committer:
             self._clock.follow(record.time)
             self._applier.apply(_own_part(record, sending), this, whole=False)
         self._end_sending(sending)
+
+
+def _changes_are(count: int) -> str:
+    return counted(count, "change of a name is", "changes of names are")
 
 
 def _size(change: Change) -> int:

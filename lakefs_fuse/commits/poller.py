@@ -58,6 +58,7 @@ from lakefs_fuse.commits.record import ObjectRef, Record
 from lakefs_fuse.commits.repeater_election import REPEAT_S, RepeaterElection
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import is_copy
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
@@ -513,9 +514,10 @@ class Poller:
         if ahead:
             self._found_ahead = True
             logger.error(
-                "%d commits are left out until their time has come, as they are dated %.0f s and more ahead of the "
-                "store's clock, the first is %s: correct that node's clock, then run `lakefs-fuse fsck --repair`",
-                len(ahead), (ahead[0][0] - self._clock.wall_ns()) / NS, ahead[0][2].key,
+                "%s left out, dated %.0f s and more ahead of the store's clock, until that time has come; the first is "
+                "%s: correct that node's clock, then run `lakefs-fuse fsck --repair`",
+                counted(len(ahead), "commit is", "commits are"), (ahead[0][0] - self._clock.wall_ns()) / NS,
+                ahead[0][2].key,
             )  # fmt: skip
 
     async def _apply_all(self, found: Sequence[Found], *, wait: bool, repeats: bool) -> int:

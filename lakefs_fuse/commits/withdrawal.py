@@ -34,6 +34,7 @@ from lakefs_fuse.commits.hybrid_clock import LATE_NS
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING
 from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.store.client import is_copy
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
@@ -154,6 +155,7 @@ class Withdrawal:
         self._journal.database.commit_volatile(batch)
         self._metrics.withdrawn += len(gone)
         logger.warning(
-            "%d changes of names that were made here are left out, because another node has stored newer versions, or "
-            "deleted the bytes, since then: %s", len(gone), ", ".join(sorted(paths)[:PATHS_LOGGED_MAX]),
+            "%s left out, because another node has stored newer versions, or deleted the bytes, since then: %s",
+            counted(len(gone), "change of a name that was made here is", "changes of names that were made here are"),
+            ", ".join(sorted(paths)[:PATHS_LOGGED_MAX]),
         )  # fmt: skip

@@ -2,7 +2,7 @@
 layout depends on the size of the staging area, not on that of the file. Parts grow along the file, so that the first is
 ready early and 10,000 of them still hold more than 5 TiB; with staging below 8 GiB they stop growing earlier, and hold
 less. All are multiples of the cache block, so that no block is in two parts. The new bytes of an appended file have
-another layout (`upload.publish.Append`).
+another layout (`upload.missing_parts.Append`).
 
 A page map has one bit for each 4 KiB page, kept per part as an integer and as ``FULL`` once a part is whole, so that a
 file written front to back costs a few bytes a part and the worst case (random pages of a huge file) 32 bytes a MiB.

@@ -49,7 +49,7 @@ from lakefs_fuse.upload.draft_target import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.multipart_upload import MultipartUpload
 from lakefs_fuse.upload.parts import Part, Parts, PartState, PartUses
 from lakefs_fuse.upload.spilled_parts import Spills
-from lakefs_fuse.upload.uploader import Outage, Uploader, describe_history
+from lakefs_fuse.upload.uploader import Outage, Uploader
 
 FILL_BYTES_MAX = 4 << 20
 SPILL_BYTES_MIN = 1 << 20
@@ -733,7 +733,7 @@ class Draft:
         return await self.upload.begin(self._describe_upload, partial(self.save, sync=True))
 
     def _describe_upload(self) -> tuple[str, dict[str, str]]:
-        history = describe_history(self.uploader, self.target.key, self.target.replaces)
+        history = self.uploader.histories.describe(self.target.key, self.target.replaces)
         return self.target.key, {**self.target.describe()[1], DRAFT_METADATA: self.token, **history}
 
     def forget_upload(self, *, is_base: bool = False) -> None:

@@ -1,12 +1,13 @@
-"""From a draft to an object: the last parts, and the one request that makes the new version visible.
+"""From a draft to an object: the one request that makes the new version visible, and how an attempt ends without it.
 
-Small files are one PUT. Others complete the upload that began while they were written; the store itself copies
-unchanged parts from the base, and after an append also the unchanged bytes of the last part (`Append`). The attributes
-in the object's metadata are fixed when its request begins; the caller stores later changes elsewhere. `publish` may be
-called again after it failed; parts in the store are not sent twice, and no attempt after one whose response was lost
-touches another writer's version (`store.client`). If the upload no longer exists (NoSuchUpload) it is sent again. A
-crash before the completing request leaves the old version visible, after it the new one; the draft's id in the object's
-metadata tells which.
+Small files are one PUT. Others complete the upload that began while they were written, once it has all parts
+(`missing_parts`). The attributes in the object's metadata are fixed when its request begins; the caller stores later
+changes elsewhere. `publish` may be called again after it failed; parts in the store are not sent twice, and no attempt
+after one whose response was lost touches another writer's version (`store.client`). A crash before the completing
+request leaves the old version visible, after it the new one; the draft's id in the object's metadata tells which.
+
+A multipart upload belongs to one key. It is *restarted* at the same key if the store has lost it (NoSuchUpload),
+*abandoned* if the draft has to go to another key, and *aborted* if the version was stored without it.
 """
 
 from __future__ import annotations
@@ -14,45 +15,33 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from itertools import islice
 
 import msgspec
 import trio
 
-from lakefs_fuse.blockcache.cache_file import block_hash, hash_blocks, hash_zeros
+from lakefs_fuse.blockcache.cache_file import block_hash, hash_blocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.errors import (
-    AccessDenied,
     FileError,
-    KeyRefused,
     LakeError,
     NotFound,
     PartsRefused,
     PreconditionFailed,
-    StoreError,
     Superseded,
-    Unsupported,
 )
 from lakefs_fuse.staging.draft_record import DraftState
-from lakefs_fuse.staging.part_layout import PAGE_BYTES, SPANS
+from lakefs_fuse.staging.part_layout import PAGE_BYTES
 from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.client import REPLACES_METADATA, token_of
-from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
-from lakefs_fuse.sync.nursery import for_each
+from lakefs_fuse.store.protocol import FileSlice, ObjectMeta
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.draft_target import DRAFT_METADATA
-from lakefs_fuse.upload.parts import STORED, PartState
-from lakefs_fuse.upload.uploader import Uploader, describe_history
+from lakefs_fuse.upload.missing_parts import Append, find_append, store_missing_parts
+from lakefs_fuse.upload.parts import STORED
 
 BODY_BYTES_MAX = BLOCK_BYTES
 """Up to this size an object is sent from memory, by the client's fast path, and is one cache block."""
-APPEND_BYTES_MAX = SPANS[0][0] * SPANS[0][1]
-"""Up to this size all nodes use the same layout, and an object with one more part was made by `Append`
-(`admin.checkpoint_sums`)."""
-STORED_MAX = 4096
-"""Maximum of keys whose object history is kept in memory."""
 ORIGIN = DRAFT_METADATA, REPLACES_METADATA
 UPLOAD_CHECK_S = 0.05
 SPILLS_S_MAX = 15.0
@@ -100,7 +89,7 @@ async def publish(
             await draft.adopt_attempt(await find_own_object(draft))
         await draft.stop_uploads()
         try:
-            append = _find_append(draft)
+            append = None if draft.base is None else find_append(draft)
             is_small = (
                 draft.size <= draft.layout.single_bytes_max or _is_sparse(draft)
             ) and not draft.parts.bytes_dropped
@@ -109,11 +98,11 @@ async def publish(
             else:
                 meta, described = await _complete(draft, append, confirm)
         except Superseded as error:
-            meta, described = await _give_way(draft, error)
+            meta, described = await _accept_superseded(draft, error)
             is_superseded = True
     except BaseException as error:
         if draft.fail_publish(error, "publishing").errno in LOST:
-            await _leave_key(draft)
+            await _try_abandon_upload(draft)
         try:
             draft.save(sync=True)
         except LakeError as unsaved:  # waiting tasks get the error of the attempt
@@ -123,7 +112,7 @@ async def publish(
     draft.uploader.metrics.publishes += 1
     if draft.spills.used:
         await _delete_spills(draft)
-    is_back = _is_back(draft.uploader, meta)
+    is_back = draft.uploader.histories.is_back(meta)
     return Published(meta, await _all_hashes(draft) if hashes is None else hashes, described, is_superseded, is_back)
 
 
@@ -140,33 +129,20 @@ async def _delete_spills(draft: Draft) -> None:
     log.warning("hidden objects of %s are left to `gc`: %s", draft.target.key, why)
 
 
-async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mapping[str, str]]:
-    """The key has a newer version, by another writer. Raises ``error`` if the file was renamed, because its name needs
-    the bytes: it is sent again to another key. Raises FileError(EEXIST) for an acknowledged version, which may never
-    have arrived and is kept beside the other."""
+async def _accept_superseded(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mapping[str, str]]:
+    """Count this version as the one before the newer one that another writer stored at the key. Raises ``error`` if the
+    file was renamed, because its name needs the bytes: they are sent again to another key. Raises FileError(EEXIST) for
+    an acknowledged version, which may never have arrived and is kept beside the other."""
     if draft.target.path:
-        await _leave_key(draft)
+        await _try_abandon_upload(draft)
         raise error
     if draft.sequence:
-        raise await _yield_key(draft) from error
+        raise await _key_taken(draft) from error
     log.warning("%s; the version of this node counts as the one before", error)
     await _abort_unneeded_upload(draft)
     draft.upload.end(in_one_piece=False)
     now_ns = draft.uploader.clock.wall_ns()
     return ObjectMeta(draft.target.key, draft.size, draft.token, now_ns), draft.target.describe()[0]
-
-
-def note_stored(uploader: Uploader, key: str, etag: str, metadata: Mapping[str, str]) -> None:
-    """Record that an object was stored with the history from `describe_history`."""
-    uploader.stored.pop(key, None)
-    uploader.stored[key] = etag, metadata.get(REPLACES_METADATA, "")
-    if len(uploader.stored) > STORED_MAX:
-        del uploader.stored[next(iter(uploader.stored))]
-
-
-def _is_back(uploader: Uploader, meta: ObjectMeta) -> bool:
-    etag, history = uploader.stored.get(meta.key, ("", ""))
-    return etag == meta.etag and etag in history.split(",")[1:]
 
 
 async def find_own_object(draft: Draft) -> ObjectMeta | None:
@@ -207,7 +183,7 @@ async def _put(
         await draft.fill(0, draft.size)
     async with draft.uploader.slots.slot():
         described = draft.save(sync=bool(draft.sequence)).metadata  # it may have been renamed since it was acknowledged
-        history = describe_history(draft.uploader, target.key, target.replaces) if target.replaces else {}
+        history = draft.uploader.histories.describe(target.key, target.replaces) if target.replaces else {}
         hashes = None
         if confirm is not None:
             await confirm()
@@ -222,8 +198,8 @@ async def _put(
                 with draft.file.held():
                     meta = await put(target.key, FileSlice(draft.file.fd, 0, draft.size))
         except PreconditionFailed as error:
-            raise await _yield_key(draft) from error
-    note_stored(draft.uploader, target.key, meta.etag, metadata)
+            raise await _key_taken(draft) from error
+    draft.uploader.histories.add(target.key, meta.etag, metadata)
     if draft.upload.id or draft.upload.intent_ns:
         await _abort_unneeded_upload(draft)
         draft.upload.end(in_one_piece=True)
@@ -238,24 +214,24 @@ async def _abort_unneeded_upload(draft: Draft) -> None:
         log.warning("the multipart upload of %s is left to `gc`: %s", draft.target.key, error)
 
 
-async def refuse_name(draft: Draft) -> FileError:
+async def fail_name_taken(draft: Draft) -> FileError:
     """Fail the draft because another client has the name for which it was created with O_EXCL, whether or not its key
     has an object. Returns the error. Raises CacheError."""
-    error = await _yield_key(draft)
+    error = await _key_taken(draft)
     draft.fail_publish(error, "publishing")
     draft.save(sync=True)
     return error
 
 
-async def _yield_key(draft: Draft) -> FileError:
-    """The key is another writer's. Returns the error."""
-    await _leave_key(draft)
+async def _key_taken(draft: Draft) -> FileError:
+    """Abandon the upload, because the key is another writer's. Returns the error."""
+    await _try_abandon_upload(draft)
     return FileError(errno.EEXIST, f"{draft.target.key} was stored by another client in the meantime")
 
 
-async def give_up_upload(draft: Draft, path: str) -> None:
-    """Move the draft of the file at ``path`` to another key, because it cannot have the key of its upload. Raises
-    FileError(EEXIST) if some of its bytes are only in the upload; LakeError."""
+async def abandon_upload(draft: Draft, path: str) -> None:
+    """Abandon the upload of the file at ``path``, so that it can be stored at another key than that of the upload,
+    which it cannot have. Raises FileError(EEXIST) if some of its bytes are only in the upload; LakeError."""
     if draft.parts.bytes_dropped:
         raise FileError(
             errno.EEXIST,
@@ -267,10 +243,9 @@ async def give_up_upload(draft: Draft, path: str) -> None:
     draft.forget_upload()
 
 
-async def _leave_key(draft: Draft) -> None:
-    """Give up the upload, so that the draft leaves its key: that belongs to another file, or its object is another
-    version, and the upload cannot be completed elsewhere. A renamed file is then sent again under its next name. If
-    some bytes are only in the upload, or the store does not answer, nothing changes."""
+async def _try_abandon_upload(draft: Draft) -> None:
+    """Abandon the upload, because its key belongs to another file, or has another version. A renamed file is then sent
+    again under its next name. If some bytes are only in the upload, or the store does not answer, nothing changes."""
     if not draft.upload.intent_ns or draft.parts.bytes_dropped:
         return
     try:
@@ -291,20 +266,20 @@ async def _complete(
     try:
         meta = await _send_and_complete(draft, append, confirm)
     except (NotFound, PartsRefused) as error:
-        await _drop_upload(draft, error)
+        await _restart_upload(draft, error)
         try:
             meta = await _send_and_complete(draft, append, confirm)
         except NotFound as error:
             raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
-    note_stored(draft.uploader, meta.key, meta.etag, draft.upload.metadata)
+    draft.uploader.histories.add(meta.key, meta.etag, draft.upload.metadata)
     began = {name: value for name, value in draft.upload.metadata.items() if name not in ORIGIN}
     draft.upload.end(in_one_piece=False)
     return meta, began
 
 
-async def _drop_upload(draft: Draft, error: NotFound | PartsRefused) -> None:
-    """Forget the upload, of which the store has lost all parts or some. Raises ``error`` if it may have the only copy
-    of some bytes."""
+async def _restart_upload(draft: Draft, error: NotFound | PartsRefused) -> None:
+    """Have the next attempt begin another upload, because the store has lost parts of this one. Raises ``error`` if
+    it may have the only copy of some bytes."""
     if isinstance(error, PartsRefused):
         if draft.parts.bytes_dropped:
             raise error
@@ -314,29 +289,9 @@ async def _drop_upload(draft: Draft, error: NotFound | PartsRefused) -> None:
 
 
 async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confirm | None) -> ObjectMeta:
-    layout, client, key = draft.layout, draft.uploader.client, draft.target.key
+    client, key = draft.uploader.client, draft.target.key
     upload_id = await draft.begin_upload()
-    count = layout.count(draft.size) if append is None else append.index
-    unsent: list[tuple[int, int, int]] = []
-    for index in range(count):
-        part = draft.parts[index]
-        start, end = layout.range(index)
-        length = min(end, draft.size) - start
-        if part.state is PartState.DROPPED and not part.etag:
-            raise StoreError(f"{key}: the store ended its upload, and bytes {start} to {end} are not staged any more")
-        if part.state not in STORED or part.length != length:
-            unsent.append((index, start, start + length))
-    copies_zeros = _copies_zeros(draft)
-
-    async def send(part: tuple[int, int, int]) -> None:
-        copy = _copy_zeros if copies_zeros and _is_zeros(draft, part[1], part[2]) else _copy_or_send_part
-        await copy(draft, *part)
-
-    # A bound, because parts that must be fetched first use disk space.
-    await for_each(unsent, send, 2 * draft.uploader.slots.slots)
-    refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
-    if append is not None:
-        refs += await _send_append(draft, append)
+    refs = await store_missing_parts(draft, append)
     if confirm is not None:
         await confirm()
     with draft.uses.using(0, draft.size):  # no part is dropped any more: see the next lines
@@ -345,67 +300,7 @@ async def _send_and_complete(draft: Draft, append: Append | None, confirm: Confi
         try:
             return await client.complete_multipart(key, upload_id, refs, version=draft.target, token=draft.token)
         except PreconditionFailed as error:
-            raise await _yield_key(draft) from error
-
-
-class Append(msgspec.Struct, frozen=True):
-    """An append: new bytes after unchanged ones. The part of the layout in which they begin, and the one after it, are
-    replaced by pieces that are sent as parts of the upload; the journal has none of these."""
-
-    index: int
-    """Index of the first of these parts, from 0."""
-    copied: tuple[int, int]
-    """Bytes [start, end) that the store copies from the base: its first part."""
-    sent: tuple[tuple[int, int], ...]
-    """Bytes [start, end) of the parts after that."""
-
-
-def _find_append(draft: Draft) -> Append | None:
-    """The plan for a file that changed only after its first 5 MiB; None if parts of the layout are as good, or are
-    already being sent because the new bytes fill one."""
-    if draft.base is None or draft.spills.used or draft.upload.intent_ns:
-        return None
-    capabilities, layout = draft.uploader.client.capabilities, draft.layout
-    if not (capabilities.part_copy and capabilities.parts_replaceable) or capabilities.keeps_holes:
-        return None
-    written = draft.pages.first()
-    changed = draft.base_limit if written is None else min(written, draft.base_limit)
-    if not changed < draft.size <= APPEND_BYTES_MAX:
-        return None
-    index, last = layout.index(changed), layout.count(draft.size) - 1
-    start, end = layout.range(index)
-    copied = changed if index == last else min(changed, end - PART_BYTES_MIN)  # only the last part may be smaller
-    if last > index + 1 or copied - start < PART_BYTES_MIN:
-        return None
-    sent = (copied, min(end, draft.size)), (end, draft.size)
-    return Append(index, (start, copied), tuple(piece for piece in sent if piece[0] < piece[1]))
-
-
-async def _send_append(draft: Draft, append: Append) -> list[PartRef]:
-    uploader, base = draft.uploader, draft.base
-    assert base is not None
-    refs: dict[int, PartRef] = {}
-
-    async def store(part: tuple[int, tuple[int, int]]) -> None:
-        number, (start, end) = part
-        async with uploader.slots.slot():
-            if (start, end) == append.copied:
-                source = base.version.key, base.offset + start, base.version.etag
-                ref = None
-                with suppress(PreconditionFailed):  # it was replaced: the cache may have it
-                    ref = await _copy_part(draft, number - 1, source, end - start)
-                if ref is not None:
-                    refs[number] = ref
-                    uploader.metrics.parts_copied += 1
-                    return
-                await _fill(draft, start, end)
-            refs[number] = await draft.upload.send(number - 1, start, end - start)
-            uploader.metrics.parts += 1
-
-    await _fill(draft, append.copied[1], draft.size)
-    parts = list(enumerate((append.copied, *append.sent), append.index + 1))
-    await for_each(parts, store, len(parts))
-    return [refs[number] for number, _ in parts]
+            raise await _key_taken(draft) from error
 
 
 def _has_stale_parts(draft: Draft) -> bool:
@@ -422,100 +317,6 @@ def _is_sparse(draft: Draft) -> bool:
     is_begun = draft.upload.intent_ns or draft.spills.used
     keeps_holes = draft.uploader.client.capabilities.keeps_holes
     return keeps_holes and not is_begun and staged <= draft.layout.single_bytes_max
-
-
-def _is_zeros(draft: Draft, start: int, end: int) -> bool:
-    """Whether [start, end) was never written: it is beyond the base, and was not dropped or spilled."""
-    dropped = draft.parts.is_dropped(draft.layout.index(start))
-    written = draft.pages.count(start, end) or draft.spills.pages.count(start, end)
-    return start >= draft.base_limit and not dropped and not written
-
-
-def _copies_zeros(draft: Draft) -> bool:
-    """Whether the store copies parts, and more than one is zeros, so that an object of zeros saves requests."""
-    layout, capabilities = draft.layout, draft.uploader.client.capabilities
-    if not capabilities.part_copy or capabilities.keeps_holes or layout.single_bytes_max < PART_BYTES_MIN:
-        return False
-    ranges = map(layout.range, range(layout.count(draft.size)))
-    zeros = (start for start, end in ranges if _is_zeros(draft, start, min(end, draft.size)))
-    return len(list(islice(zeros, 2))) == 2
-
-
-async def _copy_zeros(draft: Draft, index: int, start: int, end: int) -> None:
-    """Copy a part of zeros from the object of zeros, or send it if the store refuses to hold one."""
-    uploader = draft.uploader
-    async with uploader.slots.slot():
-        try:
-            ref = await _zeros_copied(draft, index, end - start)
-        except (AccessDenied, KeyRefused, Unsupported) as error:
-            log.warning("zeros of %s are sent, not copied: %s", draft.target.key, error)
-            ref = None
-        except NotFound:  # the object of zeros was deleted, or the upload is gone
-            uploader.zeros.forget()
-            ref = await _zeros_copied(draft, index, end - start)
-    if ref is None:
-        await _copy_or_send_part(draft, index, start, end)
-        return
-    draft.hashes.update(hash_zeros(start, end, draft.size))
-    draft.copied_part(index, ref, end - start)
-
-
-async def _zeros_copied(draft: Draft, index: int, length: int) -> PartRef:
-    start, end = draft.layout.range(index)
-    source = await draft.uploader.zeros.ensure(end - start)
-    return await draft.upload.copy(index, (source, 0, None), length)
-
-
-async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> None:
-    source = None if draft.pages.count(start, end) else _copy_source(draft, start, end)
-    if source is not None and (end - start >= PART_BYTES_MIN or end >= draft.size):
-        async with draft.uploader.slots.slot():
-            ref = await _copy_part(draft, index, source, end - start)
-        if ref is not None:
-            draft.copied_part(index, ref, end - start)
-            return
-    await _fill(draft, start, end)
-    draft.uploader.slots.ready()
-    await draft.upload_part(index)
-
-
-async def _copy_part(draft: Draft, index: int, source: tuple[str, int, str], length: int) -> PartRef | None:
-    """Have the store copy a part of the upload from an object (key, offset, ETag). None if that was removed: the cache
-    may have it. Raises LakeError: NotFound if the upload no longer exists, PreconditionFailed if the object was
-    replaced."""
-    try:
-        return await draft.upload.copy(index, source, length)
-    except NotFound:
-        key, _, etag = source
-        there = await draft.uploader.client.find(key)
-        if there is not None and there.etag == etag:
-            raise
-        return None
-
-
-async def _fill(draft: Draft, start: int, end: int) -> None:
-    """As `Draft.fill`. Raises FileError(ESTALE) if the bytes no longer exist, because NotFound would mean the
-    upload."""
-    try:
-        await draft.fill(start, end)
-    except (NotFound, PreconditionFailed) as error:
-        raise FileError(errno.ESTALE, f"{draft.target.key} was replaced or removed while it was changed") from error
-
-
-def _copy_source(draft: Draft, start: int, end: int) -> tuple[str, int, str] | None:
-    """Key, offset and ETag of an object with bytes [start, end), of which none is staged: the base, or a spilled
-    part."""
-    base = draft.base
-    has_spilled = draft.spills.pages.count(start, end) > 0  # they count before the base
-    if (
-        base is not None
-        and not has_spilled
-        and end <= draft.base_limit
-        and draft.uploader.client.capabilities.part_copy
-    ):
-        return base.version.key, base.offset + start, base.version.etag
-    whole = draft.spills.has_whole(start, end)
-    return None if whole is None else (whole.key, 0, whole.etag)
 
 
 async def _all_hashes(draft: Draft) -> list[int]:

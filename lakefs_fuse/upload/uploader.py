@@ -6,7 +6,7 @@ that there may be some. It may leave an object of zeros, too, or an unfinished u
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
@@ -20,12 +20,14 @@ from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import REPLACES_METADATA, StoreClient
-from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.upload.spilled_parts import SPILLED
 
 ZEROS = f"{RESERVED_PREFIX}zeros/"
 HISTORY_BYTES_MAX = 512
 """S3 takes 2 KiB of user metadata."""
+KEYS_MAX = 4096
+"""Maximum of keys whose history is kept in memory."""
 
 
 class BaseReader(Protocol):
@@ -54,8 +56,7 @@ class Uploader:
         self.metrics = staging.metrics
         self.slots = UploadSlots(uploads_max, staging.metrics)
         self.zeros = ZeroObjects(client, layout.single_bytes_max)
-        self.stored: dict[str, tuple[str, str]] = {}
-        """By key: the ETag of the object that this daemon last stored there, and the versions that it replaced."""
+        self.histories = ObjectHistories()
 
     def start(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
         """Run a task for as long as the mount lives."""
@@ -68,14 +69,37 @@ class Uploader:
         await self.client.delete_all(keys)
 
 
-def describe_history(uploader: Uploader, key: str, replaces: str) -> dict[str, str]:
-    """Metadata of an object that replaces the version with this ETag (empty: none)."""
-    if not replaces:
-        return {}
-    etag, before = uploader.stored.get(key, ("", ""))
-    history = f"{replaces},{before}"
-    is_known = etag == replaces and len(history) <= HISTORY_BYTES_MAX
-    return {REPLACES_METADATA: history if is_known else replaces}
+class ObjectHistories:
+    """Which versions the objects replaced that this daemon stored last, as their metadata say.
+
+    Without I/O. What is not known after a restart, or beyond KEYS_MAX keys, is only said to be unknown to readers
+    (`store.client.is_successor`).
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[str, str]] = {}
+        """By key: the ETag of the object that was stored last, and the ETags that it replaced, newest first."""
+
+    def describe(self, key: str, replaces: str) -> dict[str, str]:
+        """Metadata of an object that replaces the version with this ETag (empty: none)."""
+        if not replaces:
+            return {}
+        etag, before = self._last.get(key, ("", ""))
+        history = f"{replaces},{before}"
+        is_known = etag == replaces and len(history) <= HISTORY_BYTES_MAX
+        return {REPLACES_METADATA: history if is_known else replaces}
+
+    def add(self, key: str, etag: str, metadata: Mapping[str, str]) -> None:
+        """Record that an object was stored with what `describe` returned."""
+        self._last.pop(key, None)
+        self._last[key] = etag, metadata.get(REPLACES_METADATA, "")
+        if len(self._last) > KEYS_MAX:
+            del self._last[next(iter(self._last))]
+
+    def is_back(self, meta: ObjectMeta) -> bool:
+        """Whether an earlier version of the object had the bytes that were stored last, and others came between."""
+        etag, history = self._last.get(meta.key, ("", ""))
+        return etag == meta.etag and etag in history.split(",")[1:]
 
 
 class Outage:

@@ -10,7 +10,7 @@ import pytest
 
 from lakefs_fuse.errors import AccessDenied
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.upload import publish as publishing
+from lakefs_fuse.upload import missing_parts
 from tests.memory_store import Failures, Request
 from tests.upload.drafting import PART, Bench, bench, noise
 
@@ -21,7 +21,7 @@ CAPABILITIES = Capabilities(name="memory")
 
 @pytest.fixture(autouse=True)
 def small_parts_are_copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(publishing, "PART_BYTES_MIN", 4096)
+    monkeypatch.setattr(missing_parts, "PART_BYTES_MIN", 4096)
     yield
 
 

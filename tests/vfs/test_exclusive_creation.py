@@ -266,6 +266,29 @@ async def test_empty_file_whose_name_was_taken_leaves_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
+async def test_lock_file_for_which_nodes_race_again_and_again_leaves_one_orphan(tmp_path: Path, size: int) -> None:
+    store, ids = MemoryStore(), set[str]()
+    async with two_lakes(store, tmp_path) as (one, two):
+        await one.close(await create(one, "locks", b"another name"))
+        for _ in range(3):
+            ours = await create(one, "lock", noise(1, size))
+            await two.close(await create(two, "lock", b"theirs"))
+            await fails_with_eexist(one, ours)
+            await until(lambda: {each.id for each in one.fs.unfinished()} - ids)
+            found = await orphan(one)
+            assert (found.path, found.bytes) == ("lock", size)
+            ids.add(found.id)
+            await two.unlink("lock")
+            await tell(two, one)
+        assert len(ids) == 3
+        await one.write("locks", b"begins as the name does")
+        assert (await orphan(one)).id == found.id
+        await one.write("lock", b"once more")
+        await until(lambda: not one.fs.unfinished())
+        assert not store.uploads
+
+
+@pytest.mark.parametrize("size", SIZES)
 async def test_name_is_the_others_where_its_file_is_packed(tmp_path: Path, size: int) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path / "1") as one, lake(store, tmp_path / "2", pack="always") as two:

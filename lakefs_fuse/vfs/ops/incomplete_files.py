@@ -7,8 +7,10 @@ is none. A name that stays gets a new inode, so that the kernel shows no page an
 synced batch changes the rows and writes the journal record. A crash before it leaves the record of a file being
 written, of which the next daemon makes the same orphan. If the batch cannot be written, the file stays in use, and
 `make_durable` tries again. An orphan with refused writes is dropped when its name is created or emptied again, as
-truncation would have cleared the refused writes. An orphan with which nothing could be saved is dropped at once: that
-of a file that lost its name and has no bytes, and of one of which no write was accepted. Trio thread only.
+truncation would have cleared the refused writes. So is that of a file that lost its name, until the daemon ends: a lock
+file for which nodes race every minute must not leave one each time. An orphan with which nothing could be saved is
+dropped at once: that of a file that lost its name and has no bytes, and of one of which no write was accepted. Trio
+thread only.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class IncompleteFiles:
         self._read_again, self._services = read_again, services
         self._journal = Journal(database)
         self._dropping: set[str] = set()
+        self._lost_names: set[str] = set()
+        """Ids of the orphans whose names other clients created first, of files of this daemon."""
         services.staging.register(self)
         files.events.file_emptied.append(self.supersede)
 
@@ -63,6 +67,9 @@ class IncompleteFiles:
             record = None if draft is None else self._orphans.records.get(draft.id)
             if record is not None and (_has_nothing_accepted(record) or (has_lost_name and not record.size)):
                 await self._orphans.abort(record.id)
+            elif record is not None and has_lost_name:
+                self._lost_names &= self._orphans.records.keys()
+                self._lost_names.add(record.id)
             if uncovered:
                 await self._read_again()
         except LakeError as error:
@@ -91,18 +98,20 @@ class IncompleteFiles:
         file.refused.cut(0)
         if draft is not None and record is not None:
             why = draft.refused.describe() if draft.refused else draft.error
-            log.error("%s is not stored: %s; see `lakefs-fuse orphans`", file.key, why)
+            level = logging.WARNING if file.has_lost_name else logging.ERROR
+            log.log(level, "%s is not stored: %s; see `lakefs-fuse orphans`", file.key, why)
             file.take_up()
             draft.close(unlink=False, leave=True)
             self._orphans.adopt(record)
         return bool(row is not None and gone and row.is_local and (row.stamp or row.etag or row.place))
 
     def supersede(self, path: str) -> None:
-        """Drop orphans with refused writes at or below ``path``, whose file was created or emptied."""
+        """Drop orphans with refused writes, or whose names were lost, at or below ``path``, whose file was created or
+        emptied."""
         if not self._orphans.records:
             return
-        for record in self._orphans.incomplete_below(path):
-            if record.id not in self._dropping:
+        for record in self._orphans.below(path):
+            if (record.refused or record.id in self._lost_names) and record.id not in self._dropping:
                 self._dropping.add(record.id)
                 self._services.nursery.start_soon(self._drop, record.id, path)
 

@@ -41,11 +41,11 @@ from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.draft_target import DraftTarget
 from lakefs_fuse.upload.publish import (
     Published,
+    abandon_upload,
+    fail_name_taken,
     find_late_object,
-    give_up_upload,
     is_own_object,
     publish,
-    refuse_name,
     wait_upload_begun,
 )
 from lakefs_fuse.vfs.files.file_table import FileTable
@@ -153,7 +153,7 @@ class ObjectWriter:
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy, is_exclusive = self._rules.pack_for(file.key), draft.target.if_absent
         if is_exclusive and self._is_packed_by_another(file, draft):
-            raise await refuse_name(draft)
+            raise await fail_name_taken(draft)
         alone = alone or draft.copies or (is_exclusive and self._is_of_another_node(file))
         plan, known = await self._plan(file, draft, policy, alone=alone, is_synced=is_synced)
         if plan.form is not Form.PLAIN:
@@ -189,7 +189,7 @@ class ObjectWriter:
                 self._files.refuse_key(plan.key)
             await self._poll()  # after the HEAD, so that a rename of the object found there is in effect
             if is_exclusive and plan.key == file.key and self._is_name_taken(draft, there):
-                raise await refuse_name(draft)
+                raise await fail_name_taken(draft)
             etag = "" if there is None else there.etag
             plan, known = await self._plan(file, draft, policy, alone=True, there=etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
@@ -292,7 +292,7 @@ class ObjectWriter:
         )
         if plan.leaves_key:
             log.info("%s cannot have the key where its upload began, and is sent again to another", path)
-            await give_up_upload(draft, path)
+            await abandon_upload(draft, path)
             self._files.aim(file.key, draft.id, target)
             return await self._plan(file, draft, policy, alone=alone)
         if plan.key != target.key:
@@ -539,7 +539,7 @@ class ObjectWriter:
                 draft.target.expect("" if found is None else found.etag)
 
         if await is_replaced_at_earlier_name():
-            await give_up_upload(draft, path)
+            await abandon_upload(draft, path)
         if not draft.upload.intent_ns:  # perhaps given up at an earlier name, before a crash
             self._files.aim(path, draft.id, draft.target)
         key = draft.target.key

@@ -169,13 +169,17 @@ class Orphans:
         self._room[record.id] = self._staged(record.id)
         self._services.staging.count_staged(self._room[record.id])
 
-    def incomplete_below(self, path: str) -> list[DraftRecord]:
-        """Return the orphans with refused writes at or below ``path``; empty means the whole lake."""
+    def below(self, path: str) -> list[DraftRecord]:
+        """Return the orphans at or below ``path``; empty means the whole lake."""
         return [
             record
             for record in self.records.values()
-            if record.refused and (not path or path_of(record) == path or path_of(record).startswith(path + "/"))
+            if not path or path_of(record) == path or path_of(record).startswith(path + "/")
         ]
+
+    def incomplete_below(self, path: str) -> list[DraftRecord]:
+        """Return the orphans with refused writes among those `below`."""
+        return [record for record in self.below(path) if record.refused]
 
     def _has_newer(self, record: DraftRecord) -> bool:
         """Return whether a newer version will replace what an attempt stored of a superseded draft. The draft's record

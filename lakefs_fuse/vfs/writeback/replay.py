@@ -23,10 +23,11 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.metrics import WriteBackMetrics
+from lakefs_fuse.quantity import counted
 from lakefs_fuse.staging.draft_record import DraftRecord, decode, decode_outline
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.publish import give_up_upload
+from lakefs_fuse.upload.publish import abandon_upload
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -95,7 +96,10 @@ class Replay:
             except Exception:  # one damaged record costs one file, not the mount
                 log.exception("%s was acknowledged, and cannot be brought back", path_of(record))
         if self.records:
-            log.warning("%d files that were acknowledged before are on their way into the store", len(self.records))
+            files = counted(
+                len(self.records), "file that was acknowledged before is", "files that were acknowledged before are"
+            )
+            log.warning("%s on their way into the store", files)
         reached("replay.restored")
 
     def _rewrite_bytes(self, records: Mapping[str, DraftRecord], unreadable: Container[str]) -> None:
@@ -313,7 +317,7 @@ class Replay:
         Returns whether they got it: not if the file has been renamed or removed meanwhile."""
         file, draft = item.file, item.draft
         if draft.upload.intent_ns:
-            await give_up_upload(draft, file.key)
+            await abandon_upload(draft, file.key)
         async with file.publishing:
             if file.key != key or file.owner_of(draft) is None or file.unlinked:
                 return False
