@@ -248,6 +248,35 @@ async def test_file_is_back_whole_after_a_rename_over_it_is_left_out(tmp_path: P
         assert sorted(a.shown()) == ["f", "g"]
 
 
+@pytest.mark.parametrize("ours", ["rename", "removal"])
+async def test_name_is_what_others_see_after_a_change_of_a_file_that_was_relocated_is_left_out(
+    tmp_path: Path, ours: str
+) -> None:
+    """`gc` has moved the bytes of the file while the node that had replaced or removed it was cut off."""
+    site = Site(tmp_path)
+    old, other, new = (site.store.put(f".lakefs/objects/{name}", b"x") for name in ("old", "other", "new"))
+    objects = [ObjectRef(), *(ObjectRef(meta.key, meta.etag, 1) for meta in (old, other, new))]
+    there = Put("g", 2, 0, 1, 0o644, 0, 0, 0)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(Change(operations=[moved("f"), there], objects=objects))
+        for each in (a, b):
+            await each.poller.poll()
+        a.committer.enqueue(a.rename("f", "g") if ours == "rename" else change(Remove("g", by_date=True)))
+        site.clock.seconds = LATER_S
+        relocate = Relocate("g", 3, 0, "", 2, 0, 1, 0o644, 0, 0, 0)
+        await b.committer.commit(Change(operations=[relocate], objects=objects))
+        await a.poller.poll()
+        site.clock.seconds += LATER_S
+        await b.committer.commit(change(link("f" if ours == "rename" else "g", "theirs")))
+        for meta in (old, other):
+            site.store.delete(meta.key)
+        await a.committer.flush()
+        for each in (a, b):
+            await each.poller.poll()
+        assert a.shown() == b.shown() == await fresh(site)
+        assert sorted(a.shown()) == ["f", "g"]
+
+
 KEPT: dict[str, tuple[Callable[[Daemon], Change], list[Operation]]] = {
     "another_removed_it": (lambda _: change(Remove("f", by_date=True)), [link("f", "ours")]),
     "another_set_attributes": (
