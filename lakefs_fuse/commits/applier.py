@@ -69,10 +69,11 @@ class Applier:
         self.commits = CommitRows(database)
         self._histories = Histories(tree)
         self.paths = PathTree(database, tree, watcher, self.commits)
-        self.heard_ns = clock_ns()
-        """When the last poll began of which every commit is in effect; at first the start."""
+        self.heard_ns = 0
+        """When the last deep poll began, or the LIST of a digest that agreed, by the store's time: every commit that
+        was visible then is in effect. 0 before the first of this daemon: the last one may have been cut off."""
         self.away_until_ns = 0
-        """When this node last heard of others after it had not for LATE_NS."""
+        """When this daemon last heard of others after it had not for LATE_NS; its first poll counts."""
 
     def note_heard(self, began_ns: int) -> None:
         """Note a poll that began at this time, and whose commits are in effect now."""

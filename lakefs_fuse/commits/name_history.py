@@ -159,7 +159,8 @@ class History(msgspec.Struct, frozen=True, array_like=True):
     def is_moved_by(self, operation: Operation, stamp: int) -> bool:
         """Return whether the operation moves or replaces one version, and all later facts are in no commit yet.
 
-        There is at least one later fact; the operation may concern the version that these facts made."""
+        There is at least one later fact; the operation may concern the version that these facts made. Then they would
+        bring back the earlier place of its bytes."""
         if isinstance(operation, SetAttr) or not is_of_version(operation):
             return False
         later = [fact.stamp for fact in self.facts if fact.stamp > stamp]
@@ -650,9 +651,10 @@ class OrderedRules:
     def _continue(self, step: Step, history: History, is_carried: bool) -> History | None:
         fact = self._fact(step)
         history = history.answered(fact)
-        if history.is_moved_by(step.operation, self._stamp) or not history.can_have(self._stamp):
+        can_have = history.can_have(self._stamp)
+        if history.is_moved_by(step.operation, self._stamp) or not can_have:
             self.rules.apply(step)
-            return None
+            return history.with_fact(fact) if can_have and step.effect == Effect.NONE else None
         is_late = history.is_behind(self._stamp) or history.has_before(fact)
         if is_late or is_carried or (step.row is not None and history.relocates(step.row)):
             history = history.with_fact(fact)

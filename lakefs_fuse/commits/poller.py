@@ -186,10 +186,7 @@ class Poller:
         self._refresh_s, self._redate, self._applied = refresh_s, redate, applied
         self._rng = rng
         self._caught_up_s = -math.inf
-        """When the last complete deep poll began, or the LIST of a digest that agreed: every commit that was visible
-        then is in effect here."""
-        self.caught_up_ns = 0
-        """The same in the store's time."""
+        """As `heard_ns`, by a clock that is never set, and stands still while the machine is suspended."""
         self._is_long = False
         """The last deep listing had several pages."""
         self._is_whole = False
@@ -349,7 +346,6 @@ class Poller:
                 commits.forget_before(max(0, polled - 2 * WINDOW_NS))
             self._caught_up_s = max(self._caught_up_s, min(began_s, look.began_s))
             if not math.isinf(began_s):
-                self.caught_up_ns = look.began_ns
                 self._applier.note_heard(look.began_ns)
             late_s = DEEP_S_MIN + (DEEP_S_MAX - DEEP_S_MIN) * self._rng.random() ** (1 / DEEP_SKEW)
             self._deep_due_s = trio.current_time() + late_s
@@ -384,11 +380,16 @@ class Poller:
                 )  # fmt: skip
         self._present_ns = self._ahead_ns
 
+    @property
+    def heard_ns(self) -> int:
+        """As `Applier.heard_ns`."""
+        return self._applier.heard_ns
+
     async def catch_up(self, within_s: float) -> None:
         """Poll unless every commit that was visible ``within_s`` seconds ago is in effect here already. Time for which
         the machine was suspended counts. Raises LakeError."""
         is_old = trio.current_time() - self._caught_up_s > within_s
-        if is_old or self._clock.wall_ns() - self.caught_up_ns > within_s * NS:
+        if is_old or self._clock.wall_ns() - self.heard_ns > within_s * NS:
             await self.poll()
 
     async def _look_in_background(self) -> _Look:

@@ -9,9 +9,9 @@ What always holds:
 * *newer versions stay*: no operation is sent that would remove or replace a version which this node knew of only after
   the operation was journaled. A change that is older than LATE_NS is sent only after a poll, and after the store was
   asked for plain objects at its names, which commits need not mention;
-* *bytes exist*: a rename that is older than that, or was journaled when this node had not heard of others for that
-  long, is withdrawn if another node has deleted the object with the bytes. Then the file is under its old name what
-  other nodes see there, perhaps nothing;
+* *bytes exist*: a rename that is older than that, or was journaled by an earlier daemon, or when this one had not heard
+  of others for that long, is withdrawn if another node has deleted the object with the bytes. Then the file is under
+  its old name what other nodes see there, perhaps nothing;
 * *versions only*: what another node removed, or changed in place, withdraws nothing. A removal that names one plain
   object, and a statement about an acknowledged file (`Change.ahead`), are never withdrawn.
 

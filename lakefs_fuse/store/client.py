@@ -20,7 +20,9 @@ version is that of another writer:
 
 * dated before the first attempt, and stored by one PUT: ours did not arrive, or it would have replaced that one. It is
   sent again, with the other version as precondition;
-* dated later, or of a multipart upload, which S3 dates by its beginning: `Superseded`. Ours was stored and then
+* of a multipart upload, which S3 dates by its beginning, and dated before ``hidden_ns``: `Overtaken`. A commit that the
+  writer knew hides the object, unless its upload ended only now, and a later commit says so;
+* dated later, or of another multipart upload: `Superseded`. Ours was stored and then
   replaced, by a writer who may have built on it; or it did not arrive, and both were written at the same time. Either
   way the other is the newer one: another attempt would put ours over a version that was acknowledged after ours had
   begun.
@@ -125,6 +127,8 @@ class VersionTarget(Protocol):
     """ETag of the object to replace, if the store can check it: empty for none, None for any."""
     removed: str
     """ETag of the version that the writer knows as removed, and that may still be at the key; empty for none."""
+    hidden_ns: int
+    """Objects at the key that are dated before this are hidden, as far as the writer knows; 0 if none are."""
     if_absent: bool
     """Another version at the key is refused, not replaced."""
     unsure: tuple[str, str, float] | None
@@ -140,6 +144,7 @@ class NewKey:
     replaces: str = ""
     expected: str | None = ""
     removed: str = ""
+    hidden_ns: int = 0
     unsure: tuple[str, str, float] | None = None
 
 
@@ -555,8 +560,8 @@ class _VersionWrite:
 
     async def attempt(self) -> ObjectMeta:
         """Find out about earlier attempts, and send the version where it is not there. Raises Superseded;
-        PreconditionFailed if the key had to be free; Overtaken if the key has another version than the expected one;
-        Unavailable, also if another version was stored in between."""
+        PreconditionFailed if the key had to be free; Overtaken if the key has another version than the expected one,
+        or a hidden one that its writer did not expect; Unavailable, also if another version was stored in between."""
         target, etag, if_absent = self._target, None, self._target.if_absent
         is_first = self._unsure_since_s is None
         if self._unsure_since_s is not None:
@@ -650,6 +655,8 @@ class _VersionWrite:
         if is_known and not (able.put_if_match if self._kind == "put" else able.complete_if_match):
             return False  # without preconditions an earlier version of this file may have arrived late
         if "-" in there.etag:
+            if not is_known and there.mtime_ns + NS <= self._target.hidden_ns:
+                raise Overtaken(f"{self._key!r} has a hidden version of which its writer did not know")
             return not is_known
         try:
             now_ns = await self._client._attempt("head", self._client._store.time_ns, abandon=True)

@@ -35,6 +35,8 @@ class DraftTarget:
     """See `store.client.VersionTarget`; each attempt to publish sets it again."""
     removed: str = ""
     """See `store.client.VersionTarget`; set with ``expected``."""
+    hidden_ns: int = 0
+    """See `store.client.VersionTarget`; set with ``expected``."""
     if_absent: bool = False
     path: str = ""
     """The path of the file in the lake, if that is not ``key``."""
@@ -79,6 +81,9 @@ class DraftTarget:
         """What is at the key counts as removed, so that the next request may replace it."""
         self.if_absent = False
 
-    def follow(self, key: str, path: str, *, if_absent: bool, expected: str | None, removed: str) -> None:
+    def follow(
+        self, key: str, path: str, *, if_absent: bool, expected: str | None, removed: str, hidden_ns: int
+    ) -> None:  # fmt: skip
         """Set what a plan says of the next attempt."""
-        self.key, self.path, self.if_absent, self.expected, self.removed = key, path, if_absent, expected, removed
+        self.key, self.path, self.if_absent, self.expected = key, path, if_absent, expected
+        self.removed, self.hidden_ns = removed, hidden_ns

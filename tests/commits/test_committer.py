@@ -625,6 +625,7 @@ async def test_a_lost_answer_is_asked_for(tmp_path: Path) -> None:
 async def test_nothing_is_sent_again_before_it_is_known(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:
+        await a.poller.poll()
         a.enqueue(link("l", "first"))
         site.store.hook = Away(mute=True)
         for _ in range(3):
@@ -664,6 +665,7 @@ async def test_a_lost_answer_of_a_commit_with_journaled_changes(tmp_path: Path) 
     """Who asked for the commit is told of an error; it appears all the same, as a whole."""
     site = Site(tmp_path)
     with site.daemon("a") as a:
+        await a.poller.poll()
         a.enqueue(link("l"))
         site.store.hook = Away(mute=True)
         with pytest.raises(Unavailable):
@@ -785,6 +787,7 @@ async def test_file_that_was_moved_when_the_machine_died_counts_beside_a_late_co
             patched.setattr(a.database, "commit_volatile", fail_fifth)
             moved = Put("g", 1, 0, 1, 0o644, 0, 0, 0)
             objects = [ObjectRef(), ObjectRef("f", "e2", 1)]
+            site.store.give("f")
             a.committer.enqueue(
                 Change(operations=[moved, Remove("f", hides="e2")], objects=objects, moves=[("f", "g")])
             )
@@ -801,6 +804,8 @@ async def test_file_that_was_moved_when_the_machine_died_counts_beside_a_late_co
 async def test_others_see_changes_of_two_nodes_in_the_order_of_their_commits(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a, site.daemon("b") as b:
+        for daemon in (a, b):
+            await daemon.poller.poll()
         a.enqueue(link("l", "a"))
         b.enqueue(link("l", "b"))
         site.clock.seconds = 1

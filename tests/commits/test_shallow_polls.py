@@ -239,7 +239,7 @@ def test_commit_that_comes_while_a_digest_is_compared_is_applied(
         assert set(meanwhile) <= follower.applied_s.keys()
 
 
-def test_caught_up_ns_after_an_equal_digest_is_before_every_commit_that_is_missing(
+def test_heard_ns_after_an_equal_digest_is_before_every_commit_that_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path, monkeypatch, writers=20, followers=4)
@@ -254,7 +254,7 @@ def test_caught_up_ns_after_an_equal_digest_is_before_every_commit_that_is_missi
             for follower in run.followers:
                 unknown = [visible_s for key, visible_s in late.items() if key not in follower.applied_s]
                 missing += len(unknown)
-                assert all(follower.poller.caught_up_ns <= at(visible_s) for visible_s in unknown)
+                assert all(follower.poller.heard_ns <= at(visible_s) for visible_s in unknown)
 
     run.go(main)
     assert missing
@@ -394,9 +394,9 @@ def test_digest_that_agrees_after_a_deep_poll_costs_no_list(tmp_path: Path, monk
             await follower.poll()
         other.poller._deep_due_s = 0.0  # noqa: SLF001
         await other.poll()
-        caught_up_ns = asked.poller.caught_up_ns
+        heard_ns = asked.poller.heard_ns
         await asked.poll()
-        assert asked.poller.caught_up_ns != caught_up_ns, "the digest was compared"
+        assert asked.poller.heard_ns != heard_ns, "the digest was compared"
         assert asked.pages[-1] == 1
 
     run.go(main)

@@ -184,30 +184,46 @@ async def test_late_rename_of_bytes_that_are_gone_leaves_what_others_see(tmp_pat
 
 
 @pytest.mark.parametrize("is_heard", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
 async def test_rename_of_bytes_that_were_deleted_while_the_node_was_away_is_left_out(
-    tmp_path: Path, is_heard: bool
+    tmp_path: Path, dies: bool, is_heard: bool
 ) -> None:
-    """The rename is young; what the node knew of the file when it was made is old."""
+    """The rename is young; what the node knew of the file when it was made is old. The next daemon, which begins within
+    the second, does not know when the last one heard of others."""
     site = Site(tmp_path)
     old = site.store.put(".lakefs/objects/old", b"x")
     objects = [ObjectRef(), ObjectRef(old.key, old.etag, 1)]
-    with site.daemon("a") as a, site.daemon("b") as b:
-        await a.committer.commit(Change(operations=[moved("f")], objects=objects))
-        for each in (a, b):
-            await each.poller.poll()
-        site.clock.seconds = LATER_S
-        await b.committer.commit(change(link("f", "theirs")))
-        site.clock.seconds += 600
-        site.store.delete(old.key)
-        a.committer.enqueue(a.rename("f", "g"))
-        site.clock.seconds += 1
-        if is_heard:  # by a poll that ended before the change is sent
-            await a.poller.poll()
-        await a.committer.flush()
-        for each in (a, b):
-            await each.poller.poll()
-        assert list(a.shown()) == ["f"] and target(a, "f") == "theirs"
-        assert a.shown() == b.shown() == await fresh(site)
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            await a.committer.commit(Change(operations=[moved("f")], objects=objects))
+            for each in (a, b):
+                await each.poller.poll()
+            site.clock.seconds = LATER_S
+            await b.committer.commit(change(link("f", "theirs")))
+            site.clock.seconds += 600
+            site.store.delete(old.key)
+            a.committer.enqueue(a.rename("f", "g"))
+            site.clock.seconds += 1
+            if is_heard:  # by a poll that ended before the change is sent
+                await a.poller.poll()
+            if dies:
+                site.kill(a, "a2")
+            else:
+                await check_rename_is_left_out(site, a, b)
+        if dies:
+            with site.daemon("a2") as again:
+                await again.committer.reconcile_journal()
+                if is_heard:
+                    await again.poller.poll()
+                await check_rename_is_left_out(site, again, b)
+
+
+async def check_rename_is_left_out(site: Site, a: Daemon, b: Daemon) -> None:
+    await a.committer.flush()
+    for each in (a, b):
+        await each.poller.poll()
+    assert list(a.shown()) == ["f"] and target(a, "f") == "theirs"
+    assert a.shown() == b.shown() == await fresh(site)
 
 
 @pytest.mark.parametrize("what", ["file", "link"])
@@ -225,6 +241,35 @@ async def test_file_is_back_whole_after_a_rename_over_it_is_left_out(tmp_path: P
         site.clock.seconds = LATER_S
         await b.committer.commit(change(link("f", "theirs")))
         site.store.delete(old.key)
+        await a.committer.flush()
+        for each in (a, b):
+            await each.poller.poll()
+        assert a.shown() == b.shown() == await fresh(site)
+        assert sorted(a.shown()) == ["f", "g"]
+
+
+@pytest.mark.parametrize("ours", ["rename", "removal"])
+async def test_name_is_what_others_see_after_a_change_of_a_file_that_was_relocated_is_left_out(
+    tmp_path: Path, ours: str
+) -> None:
+    """`gc` has moved the bytes of the file while the node that had replaced or removed it was cut off."""
+    site = Site(tmp_path)
+    old, other, new = (site.store.put(f".lakefs/objects/{name}", b"x") for name in ("old", "other", "new"))
+    objects = [ObjectRef(), *(ObjectRef(meta.key, meta.etag, 1) for meta in (old, other, new))]
+    there = Put("g", 2, 0, 1, 0o644, 0, 0, 0)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(Change(operations=[moved("f"), there], objects=objects))
+        for each in (a, b):
+            await each.poller.poll()
+        a.committer.enqueue(a.rename("f", "g") if ours == "rename" else change(Remove("g", by_date=True)))
+        site.clock.seconds = LATER_S
+        relocate = Relocate("g", 3, 0, "", 2, 0, 1, 0o644, 0, 0, 0)
+        await b.committer.commit(Change(operations=[relocate], objects=objects))
+        await a.poller.poll()
+        site.clock.seconds += LATER_S
+        await b.committer.commit(change(link("f" if ours == "rename" else "g", "theirs")))
+        for meta in (old, other):
+            site.store.delete(meta.key)
         await a.committer.flush()
         for each in (a, b):
             await each.poller.poll()
@@ -315,6 +360,8 @@ async def test_change_of_a_version_that_replaced_another_nodes_is_not_withdrawn(
     """The other node's version is newer than the change, but older than the commit of the version that it is about."""
     site = Site(tmp_path)
     with site.daemon("a") as a, site.daemon("b") as b:
+        for each in (a, b):
+            await each.poller.poll()
         a.enqueue(link("f", "ours"))
         a.committer.enqueue(change(link("g", "ours"), Remove("f", by_date=True), after=1))
         site.clock.seconds = 1

@@ -340,14 +340,19 @@ def late_commit(do: Script) -> None:
 
 
 def death_after_a_commit(do: Script) -> None:
-    """A's removal of f is in the store, and A dies before it notes that. B, which has polled the removal, creates f
-    again. A's next daemon does not remove that."""
+    """A's commit is in the store, and A dies before it notes that. B, which has polled it, undoes what it said: removes
+    the link, or creates the removed file again. A's next daemon does not say it again."""
     a, b, *_ = do.actors()
-    f = do.name("f")
+    f, link = do.name("f"), do.name("l")
     at_s = do.prepare(b, do.new(f, PACKED))
     do.do(at_s - 0.1, a, plans.Kill(failpoint="commit.sent", down_s=do.between(5.0, 8.0)))
-    do.do(at_s, a, plans.Unlink(path=f))
-    do.do(at_s + 1.3 + do.between(0.5, 1.0 + do.refresh_s), b, do.new(f, PACKED))
+    pairs: list[tuple[plans.AnyOp, plans.AnyOp]] = [
+        (plans.Symlink(path=link, target=f), plans.Unlink(path=link)),
+        (plans.Unlink(path=f), do.new(f, PACKED)),
+    ]
+    ours, theirs = do.rng.choice(pairs)
+    do.do(at_s, a, ours)
+    do.do(at_s + 1.3 + do.between(0.5, 1.0 + do.refresh_s), b, theirs)
 
 
 def removed_while_it_is_packed(do: Script) -> None:
@@ -562,15 +567,16 @@ def power_after_a_close(do: Script) -> None:
 
 
 def power_after_a_commit(do: Script) -> None:
-    """A removes f, and closes another file, which syncs that. The commit is in the store when the power is cut. B,
-    which has polled the removal, creates f again: A's next daemon does not remove that."""
+    """A renames f to h, and closes another file, which syncs that. The commit is in the store when the power is cut.
+    B, which has polled the rename, removes the file, or renames it again: A's next daemon does not bring it back."""
     a, b, *_ = do.actors()
-    f, g = do.name("f"), do.name("g")
+    f, g, h = do.name("f"), do.name("g"), do.name("h")
     at_s = do.prepare(b, do.new(f, PACKED))
     do.do(at_s - 0.1, a, plans.Kill(failpoint="commit.sent", down_s=do.between(5.0, 8.0), power=True))
-    do.do(at_s, a, plans.Unlink(path=f))
+    do.do(at_s, a, plans.Rename(old=f, new=h))
     do.do(at_s + do.between(0.05, 0.7), a, do.new(g, PACKED))
-    do.do(at_s + 1.3 + do.between(0.5, 1.0 + do.refresh_s), b, do.new(f, PACKED))
+    theirs: list[plans.AnyOp] = [plans.Unlink(path=h), plans.Rename(old=h, new=do.name("i"))]
+    do.do(at_s + 1.3 + do.between(0.5, 1.0 + do.refresh_s), b, do.rng.choice(theirs))
 
 
 POWER: tuple[Scenario, ...] = (power_after_a_close, power_after_a_commit)

@@ -117,6 +117,31 @@ async def test_commit_about_own_objects_that_meets_an_unreadable_database_leaves
         assert await one.read("f") == b"packed"
 
 
+async def test_object_that_a_pack_hides_while_it_is_asked_about_is_not_committed(tmp_path: Path) -> None:
+    """The pack is later than the object, of which its writer has not heard, and earlier than the commit would be."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await two.write("f", b"packed")
+        await two.sync()
+        await one.poll()
+        assert await one.names() == await two.names() == ["f"]
+        clock.advance(5)
+        store.give("f", b"foreign")
+        clock.advance(TTL_S + 1)
+        pause = store.hook = Pause(head_before_commit("f"), "after")
+        assert await one.read("f") == b"foreign"
+        await reached(pause.reached)
+        with held_fresh(two):
+            await two.write("f", b"written since")
+            await two.sync()
+        pause.resume()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        for node in (one, two):
+            await node.poll()
+            assert await node.read("f") == b"written since"
+    assert len(commits(store)) == 2
+
+
 async def test_object_asked_about_while_its_file_is_written_again_does_not_count(tmp_path: Path) -> None:
     """It is gone when the answer comes, and no older than what was written."""
     store, clock = MemoryStore(), Clock()

@@ -20,6 +20,7 @@ from tests.vfs.lakes import KIB, Clock, held_fresh, lake
 from tests.vfs.writing_back import LARGE, PART, stored, told, until, writing_back
 
 MIB = KIB * KIB
+NS = 1_000_000_000
 SIZE = 80 * MIB
 FAR = 40 * MIB
 
@@ -170,3 +171,43 @@ async def test_file_renamed_over_an_object_of_parts_is_changed_although_the_firs
         await two.fs.sync_names()
         await one.poll()
         assert await one.read("f") == b"second"
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_packed_file_over_an_unknown_object_of_parts_is_changed_although_the_first_request_is_lost(
+    tmp_path: Path, durability: str, is_shown: bool
+) -> None:
+    """No commit names the object that the packed file hides by its date, and this node has not listed it. ``is_shown``:
+    its upload began before the pack, and has ended since, as a commit says of which this node has not heard yet."""
+    store = MemoryStore(Capabilities(name="memory", put_if_absent=True, put_if_match=True))
+    async with (
+        lake(store, tmp_path / "1", pack="always") as one,
+        lake(store, tmp_path / "2", pack="never", durability=durability) as two,
+        lake(store, tmp_path / "3", pack="never") as three,
+    ):
+        assert await two.names() == []
+        await one.write("f", b"first")
+        await one.fs.make_durable()
+        await two.poll()
+        if is_shown:
+            await three.poll()
+            await three.write("f", b"of a multipart upload")
+            await three.fs.sync_names()
+        else:
+            store.give("f", b"of a multipart upload")
+        data, parts = store.objects["f"]
+        parts = msgspec.structs.replace(parts, etag=f"{parts.etag}-2", mtime_ns=parts.mtime_ns - 60 * NS)
+        store.objects["f"] = data, parts
+        store.hook = Failures(lambda request: (request.what, request.key) == ("put", "f"), Unavailable("lost"))
+        with held_fresh(two):
+            await two.write("f", b"second")
+            await two.fs.make_durable()
+        if is_shown:  # the other version is the newer one
+            assert store.data("f") == data
+            assert len(await two.names()) == (2 if durability == "writeback" else 1)
+        else:
+            assert await two.names() == ["f"] and await two.read("f") == store.data("f") == b"second"
+            await two.fs.sync_names()
+            await one.poll()
+            assert await one.read("f") == b"second"

@@ -76,7 +76,7 @@ class CommitOrder:
 
     async def objects_listed(self, objects: Sequence[ObjectMeta]) -> bool:
         """Poll if one of these may have been stored after commits that are unknown here; returns whether it may."""
-        since_ns = self._poller.caught_up_ns - CLOCK_NS
+        since_ns = self._poller.heard_ns - CLOCK_NS
         if not any(meta.mtime_ns > since_ns and self._is_unknown(meta) for meta in objects):
             return False
         answered_s = trio.current_time()

@@ -191,7 +191,9 @@ class ObjectWriter:
             if is_exclusive and plan.key == file.key and self._is_name_taken(draft, there):
                 raise await fail_name_taken(draft)
             etag = "" if there is None else there.etag
-            plan, known = await self._plan(file, draft, policy, alone=True, there=etag)
+            target, row = draft.target, self._ns.tree.entry(file.entry.inode)
+            is_shown_now = target.unsure is not None and target.hidden_ns > 0 and not _hidden_ns(row)
+            plan, known = await self._plan(file, draft, policy, alone=True, there=None if is_shown_now else etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
 
     async def _resume(self, file: OpenFile, draft: Draft) -> StoredVersion:
@@ -297,7 +299,10 @@ class ObjectWriter:
             return await self._plan(file, draft, policy, alone=alone)
         if plan.key != target.key:
             await self._leave_late_object(draft)
-        target.follow(plan.key, plan.path, if_absent=plan.if_absent, expected=plan.expected, removed=own_etag)
+        target.follow(
+            plan.key, plan.path, if_absent=plan.if_absent, expected=plan.expected, removed=there or own_etag,
+            hidden_ns=0 if plan.path else _hidden_ns(row),
+        )  # fmt: skip
         return plan, KnownAt(removed, row)
 
     async def _leave_late_object(self, draft: Draft) -> None:
@@ -625,6 +630,12 @@ class ObjectWriter:
         for late in late_attributes:
             builder.set_attributes(late.path, late.entry, late.xattrs)
         self._committer.enqueue(builder.change(), batch)
+
+
+def _hidden_ns(row: Entry | None) -> int:
+    """Return when a commit put this file, which is elsewhere, under its name: it hides older objects at the key. 0 if
+    none did, or if the name has changed here since."""
+    return row.stamp if row is not None and row.place and row.stamp < PENDING else 0
 
 
 def _is_told(there: Entry, meta: ObjectMeta, dated_s: int) -> bool:
