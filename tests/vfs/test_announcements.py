@@ -609,6 +609,28 @@ async def test_object_announced_under_the_name_of_a_file_written_here_is_seen_on
         assert await mover.tree() == {"d": None, "d/file": b"bytes"} | elsewhere
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("is_here", [True, False])
+async def test_object_announced_under_the_name_of_a_directory_is_seen_once_that_is_gone(
+    tmp_path: Path, is_here: bool, is_listed: bool
+) -> None:
+    """Its writer had not heard of the directory. The object is at its key, also for a node that has asked for it."""
+    async with three_nodes(MemoryStore(), tmp_path, "d") as (writer, mover, other):
+        await mover.mkdir("d/name")
+        with held_fresh(writer):
+            await writer.write("d/name", b"bytes")
+        await mover.sync()
+        await announce(writer, mover, other)
+        if is_listed:
+            assert [await each.names("d") for each in (mover, other)] == [["name"], ["name"]]
+        await mover.rename("d/name", "e")
+        await mover.sync()
+        await other.poll()
+        await writer.poll()
+        assert await (mover if is_here else other).tree() == {"d": None, "d/name": b"bytes", "e": None}
+        assert await writer.tree() == {"d": None, "d/name": b"bytes", "e": None}
+
+
 async def test_object_announced_in_a_directory_while_it_is_made_again_here_is_seen(tmp_path: Path) -> None:
     """The node that stores it has not heard that the directory was removed. The LIST that finds the name free began
     before, so a directory that was just made is not known to be empty."""

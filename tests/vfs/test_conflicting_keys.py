@@ -44,6 +44,46 @@ async def test_file_whose_key_is_refused_is_stored_elsewhere(
         assert await m.read("f") == noise(2, size)
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("page_keys_max", [1, 1000])
+async def test_file_that_a_listed_directory_hid_is_there_when_another_node_renames_that(
+    tmp_path: Path, page_keys_max: int, is_restarted: bool
+) -> None:
+    store, clock = MemoryStore(page_keys_max=page_keys_max), Clock()
+    for key in ("name", "name!", "name/below"):
+        store.give(key)
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        async with lake(store, tmp_path / "cache", clock=clock) as m:
+            assert await m.names() == ["name", "name!"] and await m.names("name") == ["below"]
+            assert m.hidden() == {"conflict": 1}
+            if not is_restarted:
+                await other.rename("name", "moved")
+                await other.sync()
+                await m.poll()
+                assert await m.names() == ["moved", "name", "name!"] and not (await m.found("name")).is_dir
+        if is_restarted:
+            await other.rename("name", "moved")
+            await other.sync()
+            async with lake(store, tmp_path / "cache", clock=clock) as m:
+                await m.poll()
+                assert await m.names() == ["moved", "name", "name!"] and not (await m.found("name")).is_dir
+
+
+@pytest.mark.parametrize("how", ["listed", "asked for"])
+async def test_file_that_another_program_replaces_behind_a_directory_stays_hidden(tmp_path: Path, how: str) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await m.mkdir("name")
+        await m.sync()
+        for data in (b"first", b"second", b"third"):
+            store.give("name", data)
+            clock.advance(2 * TTL_S)
+            assert (await m.found("name")).is_dir
+            assert how == "asked for" or await m.names() == ["name"]
+        await m.rmdir("name")
+        assert await m.names() == ["name"] and await m.read("name") == b"third"
+
+
 async def test_file_that_a_directory_of_another_program_hid_is_there_when_that_is_gone(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with lake(store, tmp_path, clock=clock, pack="always") as m:

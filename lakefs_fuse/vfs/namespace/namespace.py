@@ -531,7 +531,8 @@ class Namespace:
         error that ended the listing early."""
         while self.tree.listing(directory) is None and self.tree.path(directory) is not None:
             flight = self._listing(directory)
-            if flight.is_readable and next(self.tree.children(directory, after), None) is not None:
+            following = self.tree.children(directory, after) if flight.is_readable else ()
+            if any(not entry.flags & Flag.SHADOWED for entry in following):
                 return
             await flight.more()
             if flight.error is not None:
