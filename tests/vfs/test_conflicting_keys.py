@@ -10,7 +10,7 @@ from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import KeyConflict
 from tests.memory_store import Failures, MemoryStore
 from tests.upload.drafting import noise
-from tests.vfs.lakes import TTL_S, Clock, lake
+from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
 
 PART = 64 * 1024
 
@@ -82,6 +82,26 @@ async def test_file_that_another_program_replaces_behind_a_directory_stays_hidde
             assert how == "asked for" or await m.names() == ["name"]
         await m.rmdir("name")
         assert await m.names() == ["name"] and await m.read("name") == b"third"
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_file_is_hidden_that_is_stored_after_another_node_renamed_a_directory_to_its_name(
+    tmp_path: Path, durability: str
+) -> None:
+    async with two_lakes(MemoryStore(), tmp_path, pack="never", durability=durability) as (m, other):
+        await other.mkdir("directory")
+        await other.sync()
+        await m.poll()
+        handle = await m.create("name")
+        await m.fs.write(handle, 0, b"bytes")
+        await other.rename("directory", "name")
+        await other.sync()
+        await m.poll()
+        await m.close(handle)
+        await m.fs.make_durable()
+        assert await m.names() == ["name"] and (await m.found("name")).is_dir
+        await m.rename("name", "directory")
+        assert await m.names() == ["directory", "name"] and await m.read("name") == b"bytes"
 
 
 async def test_file_that_a_directory_of_another_program_hid_is_there_when_that_is_gone(tmp_path: Path) -> None:

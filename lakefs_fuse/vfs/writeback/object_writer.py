@@ -419,9 +419,10 @@ class ObjectWriter:
             was_seen_and_removed=dated_s > 0 and self.removed.was_seen_and_removed(path, meta, dated_s, plain.before),
         )  # fmt: skip
         telling, unannounced = plan_telling(facts), ""
+        flags = now.flags & ~(OF_VERSION_BEFORE | Flag.SHADOWED) | Flag.ATTRIBUTES_KNOWN
+        flags |= 0 if row is None else row.flags & Flag.SHADOWED  # a directory may have come, or gone, since
         entry = msgspec.structs.replace(
-            now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
-            place=0, offset=0,
+            now, flags=flags, etag=meta.etag, size=meta.size, place=0, offset=0,
             stamp=0 if row is None else row.stamp,  # a change pending when the file was opened may be in a commit
         )  # fmt: skip
         if telling is Telling.COMMITTED:
