@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -507,6 +508,34 @@ async def test_object_stored_in_a_directory_whose_only_known_name_another_node_t
         await reader.poll()
         assert await reader.names() == ["d", "f"]
         assert await reader.names("d/e") == ["file"]
+
+
+async def test_directory_that_another_node_renamed_is_gone_once_what_was_stored_in_it_has_the_new_name(
+    tmp_path: Path,
+) -> None:
+    """Its writer had not heard of the rename, and lists the directory above before it commits where the object is."""
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never", metadata_ttl_s=NEVER_S) as (writer, mover):
+        await writer.mkdir("d")
+        await writer.write("d/file", b"first")
+        await writer.sync()
+        await mover.poll()
+        assert await mover.tree() == {"d": None, "d/file": b"first"}
+        await mover.rename("d", "e")
+        await mover.sync()
+        with held_fresh(writer):
+            await writer.write("d/file", b"second")
+        heads = count()
+        store.hook = pause = Pause(lambda each: (each.what, each.key) == ("head", "d/file") and next(heads) == 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(writer.poll)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await writer.parts.namespace.list_directory(ROOT_INODE)
+            assert await writer.names() == ["d", "e"]
+            pause.resume()
+        with trio.fail_after(10):
+            await writer.parts.renamed.wait_adopted()
+        assert await writer.names() == ["e"] and await writer.read("e/file") == b"second"
 
 
 @asynccontextmanager

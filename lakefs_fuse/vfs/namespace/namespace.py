@@ -796,6 +796,15 @@ class Namespace:
         for flight, each in self._flights_over(directory, name):
             flight.announced.add(each)
 
+    def outdate_emptied(self, path: str) -> None:
+        """Have the store asked again for the directory of a name that this node has removed unasked, if that was the
+        only name for which the directory exists. A user's removal keeps it (`NameChanges.keep_parent`)."""
+        emptied = self._outdated.emptied(path.rpartition("/")[0])
+        if emptied:
+            above, _, name = emptied.rpartition("/")
+            directory, missing = self._outdated.nearest(above)
+            self.outdate(directory, missing or name.encode(*PATH))
+
     def moved(self, moves: Sequence[tuple[str, str]]) -> None:
         """Have the store asked again for what other nodes announced where directories were, and where they are now.
 

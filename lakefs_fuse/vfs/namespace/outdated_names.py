@@ -79,7 +79,7 @@ class OutdatedNames:
         operations = record.operations if len(record.operations) <= STORED_MAX else ()
         removed = [each for each in operations if isinstance(each, Remove)]
         above = dict.fromkeys(each.path.rpartition("/")[0] for each in removed)
-        for emptied in map(self._emptied, above):
+        for emptied in map(self.emptied, above):
             if emptied:
                 yield emptied
         gone = (path for path in above if path and self._tree.directory(path.encode(*schema.PATH)) is None)
@@ -88,7 +88,7 @@ class OutdatedNames:
             if path in self.announced:
                 yield path
 
-    def _emptied(self, path: str) -> str:
+    def emptied(self, path: str) -> str:
         """Return the topmost directory, at a path or above it, that a listing showed, that no commit makes, and in
         which there is no known name; empty if there is none."""
         emptied = ""

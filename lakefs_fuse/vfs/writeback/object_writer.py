@@ -507,11 +507,14 @@ class ObjectWriter:
             builder.put_again(path, entry, dated_s, when_named(self._ns.tree, path, entry.etag))
         else:
             builder.put(path, entry, key=key, hides=hides)
-        if key != path and not key.startswith(OBJECTS):
+        is_at_another_name = key != path and not key.startswith(OBJECTS)
+        if is_at_another_name:
             hide_object(builder, self._ns.tree, key, entry.etag)
         doomed = superseded_at(path, hides, is_reserved=path in self._committer.journal.reserved) if key != path else []
         change = msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True)
         self._committer.enqueue(change, volatile=volatile)
+        if is_at_another_name:
+            self._ns.outdate_emptied(key)
 
     async def finish(self, draft: Draft, path: str, check_replaceable: Callable[[], Awaitable[None]]) -> None:
         """Store an orphan's bytes as the newest version of its file. The caller holds ``draft.gate``.
