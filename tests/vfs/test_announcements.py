@@ -15,7 +15,7 @@ import trio.testing
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key, locate, parse_commit_key, read_record
-from lakefs_fuse.commits.record import COMMITS, STORED_MAX, Operation, Record, Remove
+from lakefs_fuse.commits.record import COMMITS, OWN, STORED_MAX, Operation, Put, Record, Remove
 from lakefs_fuse.errors import CacheFull, FileError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE
@@ -508,6 +508,36 @@ async def test_object_stored_in_a_directory_whose_only_known_name_another_node_t
         await reader.poll()
         assert await reader.names() == ["d", "f"]
         assert await reader.names("d/e") == ["file"]
+
+
+def give_commit(store: MemoryStore, time: int, operation: Operation) -> None:
+    record = record_of(time=time)
+    store.give(commit_key(time, record.writer), commit_of({}, record=record, more=[operation]))
+
+
+async def test_object_is_asked_for_again_when_another_one_of_its_name_turns_out_to_be_removed(tmp_path: Path) -> None:
+    """That one had replaced it, and belongs to another name; its commit is the earlier one."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, metadata_ttl_s=NEVER_S) as m:
+        etag = store.give("f", b"here").etag
+        assert await m.names() == ["f"]
+        give_commit(store, clock.now_ns + 2, Put("f", OWN, 0, 4, 0o644, 0, 0, 0, hides=etag))
+        await m.poll()
+        give_commit(store, clock.now_ns + 1, Remove("f", hides=store.give("f", b"there").etag))
+        await m.poll()
+        assert await m.names() == []
+
+
+async def test_directories_of_a_name_whose_object_was_replaced_and_removed_are_gone_with_it(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, metadata_ttl_s=NEVER_S) as m:
+        assert await m.names() == []
+        give_commit(store, clock.now_ns + 1, Remove("d/e/f", hides=store.give("d/e/f", b"there").etag))
+        give_commit(store, clock.now_ns + 2, Put("d/e/f", OWN, 0, 4, 0o644, 0, 0, 0, hides="another"))
+        await m.poll()
+        entry = m.parts.namespace.tree.child(ROOT_INODE, b"d")
+        assert entry is not None and await m.read_directory(entry.inode) == []
+        assert await m.names() == []
 
 
 async def test_directory_that_another_node_renamed_is_gone_once_what_was_stored_in_it_has_the_new_name(

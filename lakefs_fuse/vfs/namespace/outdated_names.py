@@ -159,10 +159,10 @@ class OutdatedNames:
             self._date(directory, outdated.listed_ns)
 
     def name_if_emptied(self, directory: int) -> Iterator[tuple[int, bytes]]:
-        """Yield a directory, as a name in the one above, if there are only removed names in it, and a listing of that
-        one had shown it by a key that was visible then."""
+        """Yield a directory, as a name in the one above, if there are only removed names in it, and it exists because
+        of a key that was visible when the one above was listed, or that a commit told of."""
         entry = self._tree.entry(directory)
-        if entry is None or entry.stamp or entry.flags & Flag.MARKER or not entry.flags & Flag.LISTED:
+        if entry is None or entry.stamp or entry.flags & Flag.MARKER:
             return
         if next(self._tree.children(directory), None) is None:
             above = b"".join(name + b"/" for name in self._tree.path(directory) or ())
